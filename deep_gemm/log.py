@@ -1,0 +1,37 @@
+"""The package's logger, and warnings that are said once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+log = logging.getLogger("deep_gemm")
+
+_said: set[str] = set()
+_lock = threading.Lock()
+
+
+def warn_once(key: str, message: str) -> None:
+    """Log `message` as a warning unless a message with the same `key` was logged in this process before."""
+    with _lock:
+        if key in _said:
+            return
+        _said.add(key)
+    log.warning(message)
+
+
+def reset_warnings() -> None:
+    """Forget what was said, so that a test can see a warning again."""
+    with _lock:
+        _said.clear()
+
+
+def _after_fork() -> None:
+    # A thread of the parent may have held the lock at the moment of the fork; nobody in the child would release it.
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,213 @@
+"""Every environment variable that this package reads, typed and documented, with a scoped override.
+
+Nothing is read at import: some callers set variables after importing. Each access reads the environment again, which
+is cheap enough for everything but the warm path, and the warm path reads no settings.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from deep_gemm.errors import SettingError
+
+T = TypeVar("T")
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+class SettingInfo(NamedTuple):
+    """One line of `settings.describe()`. `value` is the error's text where `source` ends in "(invalid)"."""
+
+    attribute: str
+    variable: str
+    type: str
+    default: Any
+    doc: str
+    value: Any
+    source: str
+
+
+class Setting(Generic[T]):
+    """One setting: read from the innermost override, else from its variables in order, else its default.
+
+    `parse` turns text into a value, or an override's value into one of the right type, and raises ValueError.
+    An empty variable counts as unset, which is how shells and container files switch one off.
+    """
+
+    def __init__(
+        self, variables: str, type_name: str, parse: Callable[[Any], T], default: T, expected: str, doc: str
+    ) -> None:
+        self.variables = tuple(variables.split())
+        self.type_name = type_name
+        self.parse = parse
+        self.default = default
+        self.expected = expected
+        self.doc = doc
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Setting[T]: ...
+    @overload
+    def __get__(self, instance: Settings, owner: type) -> T: ...
+    def __get__(self, instance: Settings | None, owner: type) -> Setting[T] | T:
+        if instance is None:
+            return self
+        return self.read(instance)[0]
+
+    def __set__(self, instance: Settings, value: object) -> None:
+        raise AttributeError(
+            f"settings.{self.name} cannot be assigned; use `with settings.override({self.name}=...)` "
+            f"or set {self.variables[0]}"
+        )
+
+    def read(self, instance: Settings) -> tuple[T, str]:
+        """The value and where it came from: "override", the variable's name, or "default"."""
+        for layer in reversed(instance._layers):
+            if self.name in layer:
+                return layer[self.name], "override"
+        for variable in self.variables:
+            text = os.environ.get(variable, "")
+            if text:
+                return self.convert(text, variable), variable
+        return self.default, "default"
+
+    def convert(self, value: object, where: str) -> T:
+        try:
+            return self.parse(value)
+        except (ValueError, TypeError) as error:
+            raise SettingError(f"{where} must be {self.expected}, but it is {value!r}.") from error
+
+
+def _parse_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError
+
+
+def _parse_path(value: object) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # "~" where there is no home directory
+        raise ValueError from error
+
+
+def _parse_fallback(value: object) -> str:
+    text = str(value).strip().lower()
+    if text not in ("", "torch"):
+        raise ValueError
+    return text
+
+
+def _flag(variable: str, doc: str) -> Setting[bool]:
+    return Setting(variable, "bool", _parse_bool, False, "1/true/yes/on or 0/false/no/off", doc)
+
+
+def _path(variables: str, doc: str, expected: str = "a path") -> Setting[Path | None]:
+    return Setting(variables, "path", _parse_path, None, expected, doc)
+
+
+class Settings:
+    """The settings of this process. Read attributes; change them with `override` or through the environment."""
+
+    cache_dir = _path("DG_JIT_CACHE_DIR", "Where compiled kernels are kept; ~/.deep_gemm when unset.")
+    trust_cache_dir = _flag(
+        "DG_JIT_TRUST_CACHE_DIR",
+        "Use the cache directory even if other users can write to it or own it, or if it is a symbolic link.",
+    )
+    use_nvrtc = _flag("DG_JIT_USE_NVRTC", "Compile with NVRTC even where NVCC is found.")
+    nvcc = _path("DG_JIT_NVCC_COMPILER", "The nvcc to use. It is an error if this one cannot be used.")
+    cuda_home = _path("CUDA_HOME CUDA_PATH", "A CUDA toolkit to look for nvcc, NVRTC and disassemblers in.")
+    debug = _flag(
+        "DG_JIT_DEBUG", "Log each step of the JIT, and define DG_DEBUG=1 for device code: barrier waits trap on a hang."
+    )
+    print_configs = _flag("DG_PRINT_CONFIGS", "Print the configuration chosen for each new problem.")
+    print_compiler_command = _flag("DG_JIT_PRINT_COMPILER_COMMAND", "Print each compiler command before it runs.")
+    ptxas_verbose = _flag("DG_JIT_PTXAS_VERBOSE", "Print what ptxas says of each kernel that is compiled.")
+    ptxas_check = _flag(
+        "DG_JIT_PTXAS_CHECK", "Refuse a kernel that spills, uses local memory, or whose wgmma were serialised."
+    )
+    lineinfo = _flag("DG_JIT_WITH_LINEINFO", "Compile with line information, for profilers and compute-sanitizer.")
+    dump_ptx = _flag("DG_JIT_DUMP_PTX", "Keep the PTX of each kernel that is compiled beside its cubin.")
+    dump_sass = _flag("DG_JIT_DUMP_SASS", "Keep the SASS of each kernel that is compiled beside its cubin.")
+    dump_asm = _flag("DG_JIT_DUMP_ASM", "Keep both the PTX and the SASS.")
+    print_load_time = _flag("DG_JIT_PRINT_LOAD_TIME", "Print how long each cubin took to load.")
+    debug_dump = _path("DG_JIT_DEBUG_DUMP", "A JSON file that is written at exit with what was decided for each plan.")
+    fallback: Setting[str] = Setting(
+        "DG_FALLBACK",
+        "str",
+        _parse_fallback,
+        "",
+        '"torch" or empty',
+        'What to do on a GPU without kernels: empty raises UnsupportedError, "torch" runs the reference and says so.',
+    )
+
+    def __init__(self) -> None:
+        # Replaced as a whole, never mutated, so that readers in other threads need no lock.
+        self._layers: tuple[dict[str, Any], ...] = ()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def override(self, **values: object) -> Iterator[Settings]:
+        """Set settings for the duration of a `with` block: in all threads of this process, nestable.
+
+        Overrides win over the environment. Raises SettingError for an unknown name or a value of the wrong kind.
+        """
+        known = self._known()
+        layer: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in known:
+                raise SettingError(f"There is no setting {name!r}. The settings are: {', '.join(sorted(known))}.")
+            layer[name] = known[name].convert(value, f"settings.override({name}=...)")
+        with self._lock:
+            self._layers = (*self._layers, layer)
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._layers = tuple(entry for entry in self._layers if entry is not layer)
+
+    def describe(self) -> list[SettingInfo]:
+        """All settings in the order of their definition. Never raises: an invalid value shows up as its error."""
+        lines = []
+        for name, setting in self._known().items():
+            try:
+                value, source = setting.read(self)
+            except SettingError as error:
+                value, source = str(error), "environment (invalid)"
+            variable = " or ".join(setting.variables)
+            lines.append(SettingInfo(name, variable, setting.type_name, setting.default, setting.doc, value, source))
+        return lines
+
+    @classmethod
+    def _known(cls) -> dict[str, Setting[Any]]:
+        return {name: value for name, value in vars(cls).items() if isinstance(value, Setting)}
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+
+settings = Settings()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=settings._after_fork)
