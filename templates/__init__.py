@@ -1,0 +1,1 @@
+"""The device code, as data: `kernels/*.cu.jinja` are thin skeletons, `include/*.cuh` plain headers."""
