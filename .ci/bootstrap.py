@@ -1,0 +1,147 @@
+"""Make the virtual environment that `make` works in. Standard library only, since nothing is installed yet.
+
+Where the Python that runs this already has a CUDA build of torch, its packages are shared and only what is missing is
+installed: replacing a working CUDA torch costs gigabytes and may not fit the driver. If nothing is missing, no index is
+asked, so it also works offline. Otherwise torch comes from constraints.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# requirement -> modules of which one must be importable. tests/unit/test_readme.py compares this with pyproject.toml.
+BASE = {
+    "torch>=2.7": ("torch",),
+    "cuda-python>=12.9,<14": ("cuda.bindings.driver",),
+    "nvidia-cuda-nvrtc-cu12>=12.3": ("nvidia.cuda_nvrtc", "nvidia.cu13"),
+    "jinja2>=3.1": ("jinja2",),
+    "platformdirs>=4": ("platformdirs",),
+    "filelock>=3.12": ("filelock",),
+}
+TEST = {
+    "pytest>=8": ("pytest",),
+    "hypothesis>=6.100": ("hypothesis",),
+    "numpy>=1.26": ("numpy",),
+    "pyyaml>=6": ("yaml",),
+    "click>=8.1": ("click",),
+    "rich>=13": ("rich",),
+}
+LINT = {
+    "ruff>=0.9": ("ruff",),
+    "mypy>=1.15": ("mypy",),
+    "types-PyYAML": ("yaml-stubs",),
+}
+BUILD = {"setuptools>=68": ("setuptools",), "wheel": ("wheel",)}
+
+PROBE = """
+import importlib.util, sys
+def there(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+for line in sys.stdin.read().splitlines():
+    requirement, modules = line.split("|")
+    if not any(there(module) for module in modules.split(",")):
+        print(requirement)
+"""
+
+
+def run(*command: str | Path) -> None:
+    """Run a command and end with its status, in words, if it fails."""
+    result = subprocess.run([str(part) for part in command], cwd=ROOT)
+    if result.returncode:
+        print(f"bootstrap: this command failed with status {result.returncode}: {' '.join(map(str, command))}")
+        sys.exit(result.returncode)
+
+
+def cuda_torch() -> str | None:
+    """The version of a CUDA build of torch in the Python that runs this, or None."""
+    code = "import torch; print(torch.__version__ if torch.version.cuda else '')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA device node is there. Cheap on purpose: it only chooses which torch to install."""
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def create(directory: Path, shared: bool) -> Path:
+    """Create the environment if it is not there, and return its Python."""
+    python = directory / "bin" / "python"
+    if not python.exists():
+        # A distribution's Python may come without ensurepip; a shared one then lends its own pip.
+        try:
+            venv.create(directory, system_site_packages=shared, with_pip=True)
+        except subprocess.CalledProcessError:
+            venv.create(directory, system_site_packages=shared, with_pip=False, clear=True)
+    if shared and sys.prefix != sys.base_prefix:
+        # The Python that runs this is itself a virtual environment: "system" would mean the one below it.
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        own = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+        paths = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+        lines = [f"import site; site.addsitedir({path!r})" for path in paths]
+        Path(own.stdout.strip(), "_shared.pth").write_text("\n".join(lines) + "\n")
+    return python
+
+
+def missing(python: Path, wanted: dict[str, tuple[str, ...]]) -> list[str]:
+    """The requirements of which no module can be found from the environment's Python."""
+    lines = "\n".join(f"{requirement}|{','.join(modules)}" for requirement, modules in wanted.items())
+    result = subprocess.run([python, "-c", PROBE], input=lines, capture_output=True, text=True, cwd="/", check=True)
+    return result.stdout.split("\n")[:-1]
+
+
+def install_project(python: Path, mode: str) -> None:
+    """Install this project: editable, or as the wheel that users get."""
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+    if mode == "editable":
+        run(*pip, "-e", ROOT)
+        return
+    # From a copy: a build directory left in the tree would pack files that were deleted since.
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in ("deep_gemm", "jit", "templates", "benchmarks"):
+            shutil.copytree(ROOT / name, Path(scratch, name), ignore=shutil.ignore_patterns("__pycache__", "results"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy2(ROOT / name, scratch)
+        run(*pip, "--force-reinstall", scratch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--mode", choices=("editable", "wheel"), default="editable")
+    parser.add_argument("--lint", action="store_true", help="also install the linter and the type checker")
+    options = parser.parse_args()
+
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        found = sys.version.split()[0]
+        sys.exit(f"bootstrap: Python 3.10 to 3.13 is needed, this is {found}. Name another one: make PYTHON=python3.12")
+    torch = cuda_torch()
+    python = create(options.venv, shared=torch is not None)
+    wanted = missing(python, BASE | TEST | BUILD | (LINT if options.lint else {}))
+    if wanted:
+        constraint = options.venv / "constraints.txt"
+        if torch:
+            constraint.write_text(f"torch=={torch}\n")
+        else:
+            constraint.write_text("" if has_gpu() else (ROOT / "constraints.txt").read_text())
+        print(f"bootstrap: installing {', '.join(wanted)}", flush=True)
+        run(python, "-m", "pip", "install", "--quiet", "--constraint", constraint, *wanted)
+    install_project(python, options.mode)
+    origin = f"shares torch {torch} of {sys.executable}" if torch else "has its own torch"
+    print(f"bootstrap: {options.venv} is ready ({options.mode} install, {origin})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+# make demo    create .venv if it is not there, and run the main job
+# make test    create .venv if it is not there, and run the tests
+# make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
+# PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree.
+
+PYTHON ?= python3
+VENV ?= .venv
+INSTALL ?= editable
+PYTEST_ARGS ?=
+RUN := $(abspath $(VENV))/bin/python
+STAMP := $(VENV)/.installed-$(INSTALL)
+
+.PHONY: demo test lint readme clean FORCE
+
+# From another directory, so that what is imported is what is installed.
+demo: $(STAMP)
+	cd tests && $(RUN) -m deep_gemm demo
+
+test: $(STAMP)
+	cd tests && $(RUN) -m pytest unit compile gpu $(PYTEST_ARGS)
+
+lint: INSTALL := wheel
+lint:
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode wheel --lint
+	rm -f $(VENV)/.installed-*
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
+
+readme: $(STAMP)
+	$(RUN) -m deep_gemm.benchmarks.readme
+
+# An editable install is made once; a wheel is built anew each time, since it must hold the sources of now.
+$(VENV)/.installed-editable: pyproject.toml constraints.txt .ci/bootstrap.py
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV)
+	rm -f $(VENV)/.installed-*
+	touch $@
+
+$(VENV)/.installed-wheel: FORCE
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode wheel
+	rm -f $(VENV)/.installed-*
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,100 @@
+"""What all tests share: markers by directory, a private kernel cache, and the record of a run on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+GPU_TESTS = TESTS / "gpu"
+SCRATCH = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+
+
+def why_no_gpu() -> str | None:
+    """Why the GPU tests cannot run here, or None if they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    from deep_gemm import arch
+    from deep_gemm.errors import UnsupportedError
+
+    try:
+        arch.for_device(0)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+class GpuRecord:
+    """Writes tests/gpu/last_run.json when all of tests/gpu, and no selection of it, ran on a GPU."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.outcomes: Counter[str] = Counter()
+        self.complete = False
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        files = {item.path for item in session.items if item.path.parent == GPU_TESTS}
+        narrowed = any("::" in argument for argument in session.config.args)
+        deselected = session.config.option.keyword or session.config.option.markexpr or session.config.option.lf
+        self.complete = files == set(GPU_TESTS.glob("test_*.py")) and not narrowed and not deselected
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid.startswith("tests/gpu/") and (report.when == "call" or not report.passed):
+            self.outcomes[report.outcome] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        # Neither a pass nor a failure: everything was skipped, so there is no GPU to report about.
+        if not self.complete or not self.outcomes["passed"] + self.outcomes["failed"]:
+            return
+        from deep_gemm.benchmarks.provenance import environment
+
+        counts = {name: self.outcomes[name] for name in ("passed", "failed", "skipped")}
+        self.path.write_text(json.dumps(counts | environment(), indent=2) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Settings of the caller's shell must not decide what a test sees, and tests never touch the caller's kernels.
+    for variable in [name for name in os.environ if name.startswith("DG_")]:
+        del os.environ[variable]
+    scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)
+    os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
+    config.stash[SCRATCH] = scratch
+    config.pluginmanager.register(GpuRecord(GPU_TESTS / "last_run.json"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[SCRATCH].cleanup()
+
+
+def pytest_report_header() -> str:
+    import deep_gemm
+
+    reason = why_no_gpu()
+    origin = Path(deep_gemm.__file__ or "").parent
+    return f"deep_gemm: {origin}; gpu tests: {'run' if reason is None else f'skipped, {reason}'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        kind = item.path.relative_to(TESTS).parts[0]
+        if kind in ("gpu", "compile"):
+            item.add_marker(kind)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_gpu() if on_gpu else None
+    for item in on_gpu if reason is not None else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty kernel cache of this test's own."""
+    directory = tmp_path / "kernels"
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(directory))
+    return directory

@@ -1,0 +1,183 @@
+"""The shape of the package: imports point one way, one module reads the environment, files stay small."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 400
+
+# Every module belongs to the first layer whose prefix fits; it may import its own layer and those before it.
+LAYERS: list[tuple[str, ...]] = [
+    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings"),
+    ("deep_gemm.jit", "deep_gemm.params"),
+    ("deep_gemm.arch",),
+    ("deep_gemm.kernels",),
+    ("deep_gemm.select",),
+    ("deep_gemm.options",),
+    ("deep_gemm.engine",),
+    (
+        "deep_gemm.dense",
+        "deep_gemm.layout",
+        "deep_gemm.quantisation",
+        "deep_gemm.reference",
+        "deep_gemm.testing",
+        "deep_gemm.utils",
+        "deep_gemm.validate",
+    ),
+    # `from deep_gemm import X` of a public name.
+    ("deep_gemm.__init__",),
+    ("deep_gemm.precompile",),
+    ("deep_gemm.benchmarks",),
+    ("deep_gemm.cli", "deep_gemm.__main__"),
+]
+LEAVES = LAYERS[0]
+
+
+def package_files() -> dict[str, Path]:
+    """Every module of the package as it is imported, by its dotted name."""
+    files = {}
+    for package in ("deep_gemm", "deep_gemm.jit", "deep_gemm.templates", "deep_gemm.benchmarks"):
+        root = Path(next(iter(importlib.import_module(package).__path__)))
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join((package, *parts))
+            # In a wheel the mapped packages lie inside deep_gemm and are found twice, under one name.
+            files[name] = path
+    return files
+
+
+FILES = package_files()
+
+
+def layer(module: str) -> int | None:
+    for index, prefixes in enumerate(LAYERS):
+        if any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes):
+            return index
+    return None
+
+
+def resolve(name: str, attribute: str = "") -> str:
+    """The module of this package that an import reaches: a submodule if there is one, else the package itself."""
+    for candidate in (f"{name}.{attribute}", name):
+        if candidate in FILES:
+            return candidate
+        if f"{candidate}.__init__" in FILES:
+            return f"{candidate}.__init__"
+    raise AssertionError(f"{name} {attribute} is not a module of deep_gemm")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules of this package that a module imports, at the top or inside a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (resolve(alias.name) for alias in node.names if alias.name.split(".")[0] == "deep_gemm")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that a reader sees the layer"
+            if (node.module or "").split(".")[0] == "deep_gemm":
+                yield from (resolve(node.module or "", alias.name) for alias in node.names)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def parse(path: Path) -> ast.Module:
+    """The module without what only a type checker imports."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not is_type_checking(node)]
+    return tree
+
+
+def violations(module: str, tree: ast.AST) -> list[str]:
+    own = layer(module)
+    assert own is not None, f"{module} is in no layer: add it to LAYERS in {__file__}"
+    found = []
+    for target in imports(tree):
+        other = layer(target)
+        assert other is not None, f"{target} is in no layer: add it to LAYERS in {__file__}"
+        if other > own or (module.startswith("deep_gemm.jit") and other == own and not target.startswith("deep_gemm.jit")):
+            found.append(f"{module} imports {target}")
+    return found
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            return any(alias.name in ("environ", "environb", "getenv", "putenv") for alias in node.names)
+    return False
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - {"deep_gemm.templates.__init__"}))
+def test_imports_point_one_way(module: str) -> None:
+    assert violations(module, parse(FILES[module])) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("deep_gemm.jit.builder", "from deep_gemm.params import KernelParams"),
+        ("deep_gemm.kernels.base", "from deep_gemm import engine"),
+        ("deep_gemm.errors", "import deep_gemm.log, deep_gemm.engine"),
+        ("deep_gemm.engine", "def f():\n    from deep_gemm.dense import fp8_gemm_nt"),
+        ("deep_gemm.engine", "from deep_gemm import fp8_gemm_nt"),
+    ],
+)
+def test_an_arrow_that_points_back_is_found(module: str, source: str) -> None:
+    assert violations(module, ast.parse(source))
+
+
+@pytest.mark.parametrize("module", sorted(module for module in FILES if module.startswith("deep_gemm.jit")))
+def test_the_jit_knows_no_torch(module: str) -> None:
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not [name for name in names if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - {"deep_gemm.settings"}))
+def test_only_settings_reads_the_environment(module: str) -> None:
+    assert not reads_environment(ast.parse(FILES[module].read_text()))
+
+
+def test_a_read_of_the_environment_is_found() -> None:
+    assert reads_environment(ast.parse("import os\nhome = os.environ['HOME']"))
+    assert reads_environment(ast.parse("from os import getenv"))
+    assert reads_environment(ast.parse(FILES["deep_gemm.settings"].read_text()))
+
+
+def source_files() -> list[Path]:
+    files = [path for path in FILES.values()]
+    templates = Path(next(iter(importlib.import_module("deep_gemm.templates").__path__)))
+    files += [path for pattern in ("*/*.jinja", "*/*.cuh") for path in templates.glob(pattern)]
+    files += list((ROOT / "tests").rglob("*.py"))
+    return sorted(set(files))
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: "/".join(path.parts[-2:]))
+def test_files_stay_small(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= MAX_LINES, f"{path} has {lines} lines: split it, one noun a file"
+
+
+def test_every_package_is_listed_for_installation() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = set(re.findall(r'^  "(deep_gemm[\w.]*)",$', text, flags=re.MULTILINE))
+    on_disk = set()
+    for name, directory in (
+        ("deep_gemm", "deep_gemm"),
+        ("deep_gemm.jit", "jit"),
+        ("deep_gemm.templates", "templates"),
+        ("deep_gemm.benchmarks", "benchmarks"),
+    ):
+        for path in (ROOT / directory).rglob("__init__.py"):
+            on_disk.add(".".join((name, *path.parent.relative_to(ROOT / directory).parts)))
+    assert listed == on_disk
