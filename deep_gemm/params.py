@@ -1,0 +1,109 @@
+"""What is asked (problem), how it is done (config), and what makes two binaries differ (KernelParams).
+
+Everything here is a frozen dataclass of plain values: hashable, printable, and JSON-serialisable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BYTES = {"e4m3": 1, "bf16": 2, "f32": 4}
+
+SCALE_BLOCK = 128
+"""Elements of K (and, for B, of N) that share one scale factor."""
+
+
+def ceil_div(x: int, y: int) -> int:
+    """The smallest integer that is not below ``x / y``."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """``x`` rounded up to a multiple of ``y``."""
+    return ceil_div(x, y) * y
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """One GEMM, ``D[m, n] = A[m, k] @ B[n, k]^T``, as the selector sees it: sizes and formats, no pointers.
+
+    ``d_tma`` says whether D's rows can be written by TMA (16-byte aligned base and row stride);
+    ``compiled_dims`` is the subset of ``"mnk"`` that the caller wants baked into the binary;
+    ``num_sms`` is how many SMs the launch may use; ``block_multiple`` restricts (block_m, block_n).
+    """
+
+    m: int
+    n: int
+    k: int
+    num_sms: int
+    d_dtype: str = "bf16"
+    d_tma: bool = True
+    compiled_dims: str = ""
+    block_multiple: tuple[int, int] = (1, 1)
+    kind: str = "fp8_gemm_1d2d"
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two operations each."""
+        return 2 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile, pipeline and launch shape that every GEMM kernel has.
+
+    ``block_m x block_n x block_k`` is one CTA's tile; ``num_consumers`` warpgroups do the wgmma, one more warpgroup
+    is the producer; ``cluster_m x cluster_n`` CTAs form a cluster whose members along m share (multicast) the B tile
+    and along n the A tile; ``ctas_per_sm`` is the residency that registers and shared memory are budgeted for.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_consumers: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    ctas_per_sm: int = 1
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs in a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def num_threads(self) -> int:
+        """Threads in a CTA: the consumers and one producer warpgroup."""
+        return 128 * (self.num_consumers + 1)
+
+
+@dataclass(frozen=True)
+class FP8Config(GemmConfig):
+    """A GEMM config with scale factors: A's are 1 x ``scale_k``, B's ``scale_n`` x ``scale_k``, float32, promoted
+    into float32 accumulators once every ``scale_k`` of K."""
+
+    scale_n: int = SCALE_BLOCK
+    scale_k: int = SCALE_BLOCK
+
+
+@dataclass(frozen=True)
+class KernelParams:
+    """The identity of a binary: what changes the machine code, and nothing else.
+
+    ``shape`` holds (m, n, k) with 0 for each dimension that stays a run-time argument.
+    """
+
+    kernel: str
+    arch: str
+    config: GemmConfig
+    d_dtype: str = "bf16"
+    store: str = "tma"
+    shape: tuple[int, int, int] = (0, 0, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; ``config`` carries its class name so that a reader can tell hierarchies apart."""
+        out = dataclasses.asdict(self)
+        out["config"]["class"] = type(self.config).__name__
+        return out

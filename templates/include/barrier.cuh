@@ -1,0 +1,73 @@
+// Barriers: mbarriers (full / empty), named barriers of a warpgroup, cluster barriers, and programmatic launch.
+#pragma once
+#include "types.cuh"
+
+DG_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+DG_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised mbarriers visible to the async proxy and to the other CTAs of the cluster.
+DG_DEVICE void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+DG_DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives on the barrier at the same offset in the shared memory of CTA `rank` of this cluster.
+DG_DEVICE void barrier_arrive_remote(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n .reg .b32 remote;\n"
+      " mapa.shared::cluster.u32 remote, %0, %1;\n"
+      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}"
+      ::"r"(barrier), "r"(rank) : "memory");
+}
+
+DG_DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DG_DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
+
+// Blocks until the phase with this parity has completed. A debug build gives up and traps instead of hanging: a wait
+// that a working pipeline needs is microseconds, the bound is seconds.
+DG_DEVICE void barrier_wait(u32 barrier, u32 parity) {
+#if DG_DEBUG
+  for (u32 tries = 0; !barrier_try_wait(barrier, parity); ++tries)
+    if (tries > (1u << 22)) __trap();
+#else
+  while (!barrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// A barrier among `threads` threads of one CTA; id 0 is __syncthreads.
+DG_DEVICE void named_barrier_sync(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+DG_DEVICE u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+DG_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Programmatic dependent launch. Both are no-ops in a kernel launched without the attribute.
+DG_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DG_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

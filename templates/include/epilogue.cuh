@@ -1,0 +1,69 @@
+// From float32 accumulators to D.
+#pragma once
+#include "tma.cuh"
+#include "warpgroup.cuh"
+
+// Staged through shared memory and stored by TMA, which clips what hangs over the edges. A warpgroup owns its staging
+// area: 64 x kBlockN bf16 for each of its m64 slices, cut into boxes of kBoxColumns columns whose rows are swizzled over
+// their own length, as the tensor map expects.
+template <u32 kBlockN, u32 kSlices>
+struct TmaStore {
+  static constexpr u32 kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16;
+  static constexpr u32 kRowBytes = kBoxColumns * 2;
+  static constexpr u32 kBoxBytes = 64 * kRowBytes;
+  static constexpr u32 kBytes = kSlices * 64 * kBlockN * 2;  // one warpgroup's staging area
+
+  // A 16-byte unit's place in its row: TMA swizzles with the address bits above the row's own.
+  static DG_DEVICE u32 swizzled(u32 row, u32 unit) {
+    constexpr u32 kUnits = kRowBytes / 16;
+    return unit ^ (row / (8 / kUnits) % kUnits);
+  }
+
+  static DG_DEVICE void stage(u32 staging, const float (&sum)[kSlices][kBlockN / 2], u32 warp, u32 lane) {
+    const u32 row = warp * 16 + lane % 16;  // the row whose address this lane gives
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (u32 column = 0; column < kBlockN; column += 16) {
+        const float* v = &sum[slice][column / 2];
+        const u32 box = staging + (slice * (kBlockN / kBoxColumns) + column / kBoxColumns) * kBoxBytes;
+        const u32 unit = column % kBoxColumns / 8 + lane / 16;
+        store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
+                        pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+      }
+    }
+  }
+
+  static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, u32 rows, u32 columns) {
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (u32 box = 0; box < kBlockN / kBoxColumns; ++box) {
+        if (row + slice * 64 < rows && column + box * kBoxColumns < columns)
+          tma_store(map, staging + (slice * (kBlockN / kBoxColumns) + box) * kBoxBytes, column + box * kBoxColumns,
+                    row + slice * 64);
+      }
+    }
+    tma_store_commit();
+  }
+};
+
+// Element by element, for a D that TMA cannot address (rows not on 16-byte boundaries).
+template <u32 kBlockN, u32 kSlices>
+DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row, u32 column, u32 rows,
+                            u32 columns, u32 warp, u32 lane) {
+#pragma unroll
+  for (u32 slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+    for (u32 i = 0; i < kBlockN / 2; i += 2) {
+      const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4;
+      const u32 x = column + i / 4 * 8 + lane % 4 * 2;
+      if (y < rows) {
+        const u32 packed = pack_bf16(sum[slice][i], sum[slice][i + 1]);
+        u16* out = d + y * stride + x;
+        if (x < columns) out[0] = static_cast<u16>(packed);
+        if (x + 1 < columns) out[1] = static_cast<u16>(packed >> 16);
+      }
+    }
+  }
+}

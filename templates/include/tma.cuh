@@ -1,0 +1,35 @@
+// Tensor memory accelerator: tiles between global and shared memory through tensor maps.
+#pragma once
+#include "types.cuh"
+
+DG_DEVICE void tma_prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Loads the box at (x, y), innermost first, into this CTA; elements outside the tensor arrive as zeros and are counted.
+DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
+}
+
+// The same box to the same offset of every CTA in `mask`, each completing on its own barrier at that offset.
+DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask) : "memory");
+}
+
+DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+               ::"l"(map), "r"(source), "r"(x), "r"(y) : "memory");
+}
+
+DG_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's stores have been read out of shared memory (not until they are visible in global memory).
+DG_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Orders this thread's ordinary shared-memory writes before later TMA reads of them.
+DG_DEVICE void fence_shared_to_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

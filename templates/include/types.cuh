@@ -1,0 +1,24 @@
+// Plain types: device code here includes no CUDA or C++ header, so that NVRTC needs nothing but its own library.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DG_DEVICE __device__ __forceinline__
+
+// What cuTensorMapEncodeTiled fills in; opaque, passed by value as a __grid_constant__ parameter.
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+// Integers as types, to choose among compile-time variants.
+template <u32 kValue>
+struct Constant {
+  static constexpr u32 value = kValue;
+};
+
+DG_DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
+DG_DEVICE constexpr u32 min_of(u32 x, u32 y) { return x < y ? x : y; }

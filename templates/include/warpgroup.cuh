@@ -1,0 +1,51 @@
+// What warpgroup-level matrix instructions need around them: fences, groups, descriptors, registers.
+#pragma once
+#include "types.cuh"
+
+DG_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DG_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+DG_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving uses of accumulators across the asynchronous instructions that own them.
+DG_DEVICE void pin_register(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+template <u32 kRegisters>
+DG_DEVICE void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <u32 kRegisters>
+DG_DEVICE void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Descriptor of a K-major operand tile in 128B-swizzled shared memory: rows of 128 bytes, atoms of 8 rows (1024 bytes,
+// the stride offset), so the leading offset is unused. Advancing along K inside the row adds bytes / 16.
+DG_DEVICE u64 matrix_descriptor(u32 address) {
+  constexpr u64 kSwizzle128B = 1ull << 62;
+  constexpr u64 kStrideOffset = static_cast<u64>(1024 >> 4) << 32;
+  constexpr u64 kLeadingOffset = 1ull << 16;
+  return kSwizzle128B | kStrideOffset | kLeadingOffset | ((address & 0x3FFFF) >> 4);
+}
+
+// True in exactly one lane of a converged warp.
+DG_DEVICE bool elect_one() {
+  u32 elected;
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
+DG_DEVICE u32 pack_bf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Four 8x8 matrices of 16-bit elements from the accumulator layout to shared memory; lane i gives row i's address.
+DG_DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
