@@ -1,9 +1,10 @@
-"""The package's logger, and warnings that are said once."""
+"""The package's logger, warnings that are said once, and the output that a `DG_*` print setting asks for."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 
 log = logging.getLogger("deep_gemm")
@@ -19,6 +20,11 @@ def warn_once(key: str, message: str) -> None:
             return
         _said.add(key)
     log.warning(message)
+
+
+def say(message: str) -> None:
+    """Print what a setting such as DG_JIT_PRINT_COMPILER_COMMAND asked for: on stderr, whatever the logging level."""
+    print(f"deep_gemm: {message}", file=sys.stderr, flush=True)
 
 
 def reset_warnings() -> None:

@@ -209,5 +209,11 @@ class Settings:
 
 settings = Settings()
 
+
+def child_environment(*removed: str) -> dict[str, str]:
+    """The environment for a child process, without the variables `removed`."""
+    return {name: value for name, value in os.environ.items() if name not in removed}
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=settings._after_fork)

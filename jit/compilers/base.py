@@ -1,0 +1,88 @@
+"""What a compiler is: an identity, flags, and one method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deep_gemm.errors import CompileError
+from deep_gemm.jit.resources import Resources, parse_ptxas
+from deep_gemm.settings import settings
+
+# The first toolkit whose wgmma code for sm_90a is worth having.
+MIN_VERSION = (12, 3)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and what the compiler said. `seconds` has "compile" (all of it) and "ptxas" where that is known.
+
+    `options` are the options as given, paths included: for the record, not for the key.
+    """
+
+    cubin: bytes
+    ptx: str | None
+    log: str
+    resources: Resources
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+
+
+class Compiler(ABC):
+    """One installed compiler.
+
+    `identity` tells its exact build and holds no path; `version` is (major, minor) of its toolkit; `path` is for
+    messages only. `compile` is called from several threads at once.
+    """
+
+    kind: str
+    path: str
+    identity: str
+    version: tuple[int, int]
+
+    @property
+    def cuda_version(self) -> tuple[int, int]:
+        return self.version
+
+    def flags(self, arch: str) -> tuple[str, ...]:
+        """The options that decide the binary, by today's settings, without paths: they enter the key."""
+        flags = [*self.arch_flags(arch), "-std=c++17"]
+        if settings.lineinfo:
+            flags.append("-lineinfo")
+        if settings.debug:
+            # Device code then bounds its barrier waits and traps where it would hang.
+            flags.append("-DDG_DEBUG=1")
+        return tuple(flags)
+
+    @abstractmethod
+    def arch_flags(self, arch: str) -> tuple[str, ...]:
+        """The flags of this compiler alone, target included."""
+
+    @abstractmethod
+    def compile(
+        self,
+        name: str,
+        source: str,
+        source_path: str,
+        flags: Sequence[str],
+        include_dir: Path | None,
+        want_ptx: bool = False,
+    ) -> Compiled:
+        """Compile the kernel `name`. Raises CompileError with the log, the source's path and the options.
+
+        `source_path` is the file's name in messages and line information; a file compiler reads it.
+        """
+
+    def _resources(self, log: str, name: str, source_path: str, options: Sequence[str]) -> Resources:
+        resources = parse_ptxas(log, name)
+        if resources is None:
+            raise CompileError(
+                f'{self.identity} compiled the source but reported no entry function {name!r}: is it extern "C" '
+                "__global__ under that name?",
+                log=log,
+                source_path=source_path,
+                options=options,
+            )
+        return resources

@@ -1,0 +1,228 @@
+"""Which compilers there are, which one is used, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deep_gemm.errors import CompilerNotFoundError
+from deep_gemm.jit.compilers.base import MIN_VERSION, Compiler
+from deep_gemm.jit.compilers.nvcc import Nvcc
+from deep_gemm.jit.compilers.nvrtc import Nvrtc, library_version
+from deep_gemm.jit.driver.version import driver_release
+from deep_gemm.log import log, warn_once
+from deep_gemm.settings import settings
+
+_LIBRARY = re.compile(r"libnvrtc\.so\.[\d.]+$")
+_INSTALL = "Install NVRTC with `pip install nvidia-cuda-nvrtc-cu12`, or a CUDA toolkit of at least 12.3."
+
+
+@dataclass(frozen=True)
+class Found:
+    """One compiler: `kind` "nvcc" or "nvrtc", `version` as text ("13.0.88", "12.9", "unknown"), whether it can be used
+    here, whether it is the one in use, and why (not)."""
+
+    kind: str
+    path: str
+    version: str
+    usable: bool
+    chosen: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    found: Found
+    compiler: Compiler | None = None
+    # Larger is better, among usable ones of a kind; candidates of equal rank keep the order of the search.
+    rank: tuple[int, ...] = ()
+
+
+_chosen: dict[tuple[object, ...], Compiler] = {}
+_nvccs: dict[tuple[str, int, int], Nvcc] = {}
+_lock = threading.Lock()
+
+
+def choose() -> Compiler:
+    """The compiler to use by today's settings. Raises CompilerNotFoundError, naming what was looked at.
+
+    NVCC where a usable one is found, NVRTC otherwise or with DG_JIT_USE_NVRTC. An NVCC that a setting names is used or
+    is an error.
+    """
+    key = (settings.use_nvrtc, settings.nvcc, settings.cuda_home)
+    compiler = _chosen.get(key)
+    if compiler is None:
+        with _lock:
+            candidates = _search(stop_early=True)
+        for candidate in candidates:
+            if candidate.found.chosen and candidate.compiler is not None:
+                compiler = candidate.compiler
+                if candidate.found.kind == "nvrtc" and candidate.rank[:1] == (0,):
+                    warn_once(f"compiler:{compiler.path}", f"{compiler.identity}: {candidate.found.why}")
+        if compiler is None:
+            raise CompilerNotFoundError(_nothing(candidates))
+        log.debug("compiler: %s at %s", compiler.identity, compiler.path)
+        _chosen[key] = compiler
+    return compiler
+
+
+def find_all() -> list[Found]:
+    """Every compiler on this machine, NVCC first. Never raises."""
+    with _lock:
+        return [candidate.found for candidate in _search(stop_early=False)]
+
+
+def forget() -> None:
+    """Search again at the next `choose`; for tests and for callers that installed a compiler meanwhile."""
+    _chosen.clear()
+
+
+def _nothing(candidates: list[_Candidate]) -> str:
+    if settings.nvcc is not None and not settings.use_nvrtc:
+        why = candidates[0].found.why if candidates else "it was not found"
+        return f"DG_JIT_NVCC_COMPILER names {settings.nvcc}, which cannot be used: {why}. Correct it or unset it."
+    seen = "; ".join(f"{c.found.path}: {c.found.why}" for c in candidates) or "none was found"
+    what = "NVRTC" if settings.use_nvrtc else "CUDA compiler"
+    return f"There is no usable {what} ({seen}). {_INSTALL}"
+
+
+def _search(stop_early: bool) -> list[_Candidate]:
+    """All candidates, with at most one marked as chosen. `stop_early` leaves out NVRTC where NVCC decides."""
+    nvccs = [] if stop_early and settings.use_nvrtc else [_judge_nvcc(path) for path in _nvcc_paths()]
+    pick = None if settings.use_nvrtc else _best(nvccs)
+    required = settings.nvcc is not None and not settings.use_nvrtc
+    if stop_early and (pick is not None or required):
+        return _mark(nvccs, pick)
+    nvrtcs = [_judge_nvrtc(path, loaded) for path, loaded in _nvrtc_paths()]
+    if pick is None and not required:
+        pick = _best(nvrtcs)
+    return _mark([*nvccs, *nvrtcs], pick)
+
+
+def _best(candidates: list[_Candidate]) -> _Candidate | None:
+    return max((c for c in candidates if c.found.usable), key=lambda c: c.rank, default=None)
+
+
+def _mark(candidates: list[_Candidate], pick: _Candidate | None) -> list[_Candidate]:
+    return [replace(c, found=replace(c.found, chosen=True)) if c is pick else c for c in candidates]
+
+
+def _judge_nvcc(path: str) -> _Candidate:
+    try:
+        compiler = _open_nvcc(path)
+    except (CompilerNotFoundError, OSError) as error:
+        return _Candidate(Found("nvcc", path, "unknown", False, False, str(error).rstrip(".")))
+    version = compiler.identity.split()[1]
+    driver = driver_release()
+    why = ""
+    if compiler.version < MIN_VERSION:
+        why = f"it is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}, the first version that serves sm_90a well"
+    elif driver is not None and compiler.version[0] > driver[0]:
+        why = f"the driver supports CUDA {driver[0]}.{driver[1]} and cannot load what CUDA {version} compiles"
+    # Only a missing gcc is worth a probe: nvcc may have been told of another host compiler in ways we cannot see.
+    elif shutil.which("gcc") is None and (problem := compiler.host_compiler_problem()):
+        why = f"it needs a host C++ compiler such as g++ ({problem.splitlines()[0]})"
+    if why:
+        return _Candidate(Found("nvcc", path, version, False, False, why))
+    named = settings.nvcc is not None
+    why = "DG_JIT_NVCC_COMPILER names it" if named else "NVCC is the default where it is found"
+    if settings.use_nvrtc:
+        why = "usable, but DG_JIT_USE_NVRTC is set"
+    return _Candidate(Found("nvcc", path, version, True, False, why), compiler, (1,))
+
+
+def _open_nvcc(path: str) -> Nvcc:
+    status = Path(path).stat()
+    key = (path, status.st_size, status.st_mtime_ns)
+    if key not in _nvccs:
+        _nvccs[key] = Nvcc(path)
+    return _nvccs[key]
+
+
+def _judge_nvrtc(path: str, loaded: bool) -> _Candidate:
+    try:
+        version = _nvrtc_version(path)
+        compiler = Nvrtc(path, version)
+    except CompilerNotFoundError as error:
+        return _Candidate(Found("nvrtc", path, "unknown", False, False, str(error).rstrip(".")))
+    text = f"{version[0]}.{version[1]}"
+    if version < MIN_VERSION:
+        why = f"it is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}, the first version that serves sm_90a well"
+        return _Candidate(Found("nvrtc", path, text, False, False, why))
+    driver = driver_release()
+    fits = driver is None or version[0] <= driver[0]
+    if not fits and driver is not None:
+        why = f"the driver supports CUDA {driver[0]}.{driver[1]} and may refuse cubins of CUDA {text}"
+    elif loaded:
+        why = "this process has loaded it already"
+    elif driver is None:
+        why = "there is no driver, so the newest will do"
+    else:
+        why = f"the driver supports CUDA {driver[0]}.{driver[1]}, so the newest up to CUDA {driver[0]} will do"
+    return _Candidate(Found("nvrtc", path, text, True, False, why), compiler, (int(fits), int(loaded), *version))
+
+
+def _nvrtc_version(path: str) -> tuple[int, int]:
+    # The library of builtins beside it carries the version in its name, which saves loading 100 MB to ask for it.
+    major = re.search(r"\.so\.(\d+)", Path(path).name)
+    names = {p.name for p in Path(path).resolve().parent.glob("libnvrtc-builtins.so.*")}
+    versions = {m.groups() for name in names if (m := re.match(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)", name))}
+    matching = [(int(a), int(b)) for a, b in versions if major is None or a == major.group(1)]
+    return matching[0] if len(matching) == 1 else library_version(path)
+
+
+def _nvcc_paths() -> list[str]:
+    if settings.nvcc is not None:
+        return [str(settings.nvcc.absolute())]
+    on_path = shutil.which("nvcc")
+    paths = [Path(on_path).absolute()] if on_path else []
+    paths += [path for home in _toolkits() if (path := home / "bin" / "nvcc").is_file()]
+    return _distinct(paths)
+
+
+def _nvrtc_paths() -> list[tuple[str, bool]]:
+    """(path, already loaded) of every NVRTC library, each file once."""
+    loaded = _loaded()
+    folders = []
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        spec = None
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        folders += sorted(Path(root).glob("*/lib"), reverse=True)
+    for home in _toolkits():
+        folders += [home / "lib64", home / "lib"]
+    folders += [*sorted(Path("/usr/lib").glob("*-linux-gnu")), Path("/usr/lib64"), Path("/usr/lib")]
+    paths = [Path(path) for path in loaded]
+    for folder in folders:
+        found = [path for path in folder.glob("libnvrtc.so.*") if _LIBRARY.search(path.name)]
+        paths += sorted(found, key=lambda path: (len(path.name), path.name))
+    real_loaded = {str(Path(path).resolve()) for path in loaded}
+    return [(path, str(Path(path).resolve()) in real_loaded) for path in _distinct(paths)]
+
+
+def _toolkits() -> list[Path]:
+    homes = [settings.cuda_home] if settings.cuda_home is not None else []
+    return [*homes, Path("/usr/local/cuda")]
+
+
+def _loaded() -> list[str]:
+    """NVRTC libraries that this process has mapped, torch's for one."""
+    try:
+        maps = Path("/proc/self/maps").read_text(errors="replace")
+    except OSError:
+        return []
+    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "libnvrtc" in line)
+    return [path for path in dict.fromkeys(paths) if _LIBRARY.search(path)]
+
+
+def _distinct(paths: list[Path]) -> list[str]:
+    """Without the files that came up before under another name."""
+    kept: dict[Path, str] = {}
+    for path in paths:
+        kept.setdefault(path.resolve(), str(path))
+    return list(kept.values())

@@ -1,0 +1,156 @@
+"""NVRTC through ctypes.
+
+cuda.bindings loads only the NVRTC of its own major version, which need not be the one that the driver can use; and
+ctypes releases the GIL, so that several threads compile at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from deep_gemm.errors import CompileError, CompilerNotFoundError
+from deep_gemm.jit.compilers import elf
+from deep_gemm.jit.compilers.base import Compiled, Compiler
+from deep_gemm.jit.resources import ptxas_seconds
+from deep_gemm.log import say
+from deep_gemm.settings import settings
+
+_SIGNATURES = {
+    "nvrtcVersion": [ctypes.POINTER(ctypes.c_int)] * 2,
+    "nvrtcCreateProgram": [
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ],
+    "nvrtcDestroyProgram": [ctypes.POINTER(ctypes.c_void_p)],
+    "nvrtcCompileProgram": [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
+    **{
+        f"nvrtcGet{what}{suffix}": [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t) if suffix else ctypes.c_char_p]
+        for what in ("PTX", "CUBIN", "ProgramLog")
+        for suffix in ("", "Size")
+    },
+}
+
+
+class Nvrtc(Compiler):
+    """The NVRTC library at `path`, of toolkit `version`. It is opened by the first compilation and not before:
+    a start that finds everything on disk then never pays for it."""
+
+    kind = "nvrtc"
+
+    def __init__(self, path: str, version: tuple[int, int]) -> None:
+        self.path = path
+        self.version = version
+        try:
+            self.identity = f"nvrtc {version[0]}.{version[1]} build {elf.identity(path)}"
+        except (OSError, ValueError) as error:
+            raise CompilerNotFoundError(f"{path} cannot be used as NVRTC: {error}.") from error
+        self._library: ctypes.CDLL | None = None
+        self._lock = threading.Lock()
+
+    def arch_flags(self, arch: str) -> tuple[str, ...]:
+        # -default-device lets a plain constexpr function be called, as --expt-relaxed-constexpr does for NVCC.
+        return (f"--gpu-architecture={arch}", "-default-device", "--ptxas-options=-v")
+
+    def compile(
+        self,
+        name: str,
+        source: str,
+        source_path: str,
+        flags: Sequence[str],
+        include_dir: Path | None,
+        want_ptx: bool = False,
+    ) -> Compiled:
+        library = self._open()
+        options = [*flags]
+        if include_dir is not None:
+            options.append(f"--include-path={include_dir}")
+        if settings.print_compiler_command:
+            say(f"{self.path} {' '.join(options)} {source_path}")
+        start = time.perf_counter()
+        program = ctypes.c_void_p()
+        status = library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), source_path.encode(), 0, None, None
+        )
+        self._check(status, "nvrtcCreateProgram", source_path, options)
+        try:
+            array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+            status = library.nvrtcCompileProgram(program, len(options), array)
+            log = self._get(program, "ProgramLog", source_path, options).decode("utf-8", "replace")
+            if status:
+                raise CompileError(
+                    f"{self.identity} could not compile {name} ({_error_name(library, status)}).",
+                    log=log,
+                    source_path=source_path,
+                    options=options,
+                )
+            cubin = self._get(program, "CUBIN", source_path, options)
+            ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
+        finally:
+            library.nvrtcDestroyProgram(ctypes.byref(program))
+        seconds = {"compile": time.perf_counter() - start}
+        ptxas = ptxas_seconds(log)
+        if ptxas is not None:
+            seconds["ptxas"] = ptxas
+        resources = self._resources(log, name, source_path, options)
+        return Compiled(cubin, ptx and ptx.rstrip("\0"), log, resources, seconds, tuple(options))
+
+    def _open(self) -> ctypes.CDLL:
+        with self._lock:
+            if self._library is None:
+                try:
+                    library = ctypes.CDLL(self.path)
+                    for function, arguments in _SIGNATURES.items():
+                        getattr(library, function).argtypes = arguments
+                except (OSError, AttributeError) as error:
+                    raise CompilerNotFoundError(
+                        f"NVRTC at {self.path} cannot be loaded ({error}). Install another, for example with "
+                        "`pip install nvidia-cuda-nvrtc-cu12`."
+                    ) from error
+                self._library = library
+            return self._library
+
+    def _get(self, program: ctypes.c_void_p, what: str, source_path: str, options: Sequence[str]) -> bytes:
+        library = self._open()
+        size = ctypes.c_size_t()
+        status = getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        self._check(status, f"nvrtcGet{what}Size", source_path, options)
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(library, f"nvrtcGet{what}")(program, buffer), f"nvrtcGet{what}", source_path, options)
+        return buffer.raw.rstrip(b"\0") if what == "ProgramLog" else buffer.raw
+
+    def _check(self, status: int, call: str, source_path: str, options: Sequence[str]) -> None:
+        if status:
+            raise CompileError(
+                f"{call} of {self.identity} failed with {_error_name(self._open(), status)}.",
+                source_path=source_path,
+                options=options,
+            )
+
+
+def library_version(path: str) -> tuple[int, int]:
+    """(major, minor) by asking the library itself. Raises CompilerNotFoundError if it cannot be loaded."""
+    try:
+        library = ctypes.CDLL(path)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        status = library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    except (OSError, AttributeError) as error:
+        raise CompilerNotFoundError(f"NVRTC at {path} cannot be loaded: {error}.") from error
+    if status:
+        raise CompilerNotFoundError(f"NVRTC at {path} does not tell its version (status {status}).")
+    return major.value, minor.value
+
+
+def _error_name(library: ctypes.CDLL, status: int) -> str:
+    get = library.nvrtcGetErrorString
+    get.restype = ctypes.c_char_p
+    get.argtypes = [ctypes.c_int]
+    text = get(status)
+    return text.decode() if text else f"status {status}"

@@ -1,0 +1,1 @@
+"""The driver API: loading modules, tensor maps, launching. Each file wraps one concern."""

@@ -1,0 +1,118 @@
+"""The one Jinja environment: a template's name and its fields in, CUDA C++ out.
+
+The delimiters are C++ comments, `/*{ name }*/`, `/*% if ... %*/` and `/*# note #*/`: C++ braces such as `{{0}}` survive,
+and an editor still highlights a template as C++.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deep_gemm.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+def template_dir() -> Path:
+    """The directory of the package's own kernel templates."""
+    return _templates_root() / "kernels"
+
+
+def include_dir() -> Path:
+    """The directory of the package's own device headers: the one `-I` that a compiler is given."""
+    return _templates_root() / "include"
+
+
+def render(template: str, fields: Mapping[str, str | int | bool], directory: Path | None = None) -> str:
+    """The source of `template` ("sm90_fp8_gemm.cu.jinja"), found in `directory` or among the package's templates.
+
+    Booleans become `true` and `false`. Raises InvalidInputError for a template that does not exist, a field that it
+    uses and `fields` lacks, or a field of another type, since a guess would be a wrong kernel.
+    """
+    import jinja2
+
+    environment = _environment(directory or template_dir())
+    try:
+        return environment.get_template(template).render(fields)
+    except jinja2.TemplateNotFound as error:
+        raise _no_template(template, directory, error) from error
+    except jinja2.TemplateSyntaxError as error:
+        where = f"{error.name or template}:{error.lineno}"
+        raise InvalidInputError(f"Template {where} is not valid Jinja: {error.message}") from error
+    except jinja2.UndefinedError as error:
+        missing = ", ".join(sorted(variables(template, directory) - fields.keys())) or "an attribute"
+        raise InvalidInputError(f"Template {template!r} uses {missing}, which its fields lack: {error.message}.") from error
+
+
+def variables(template: str, directory: Path | None = None) -> frozenset[str]:
+    """The names that `template`, and whatever it includes, expects from outside."""
+    import jinja2
+    from jinja2 import meta
+
+    environment = _environment(directory or template_dir())
+    assert environment.loader is not None
+    names: set[str] = set()
+    seen: set[str] = set()
+    pending = [template]
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        try:
+            text = environment.loader.get_source(environment, current)[0]
+        except jinja2.TemplateNotFound as error:
+            raise _no_template(current, directory, error) from error
+        tree = environment.parse(text)
+        names |= meta.find_undeclared_variables(tree)
+        pending += [name for name in meta.find_referenced_templates(tree) if name is not None]
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=8)
+def _environment(directory: Path) -> jinja2.Environment:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(directory),
+        undefined=jinja2.StrictUndefined,
+        finalize=_to_cpp,
+        block_start_string="/*%",
+        block_end_string="%*/",
+        variable_start_string="/*{",
+        variable_end_string="}*/",
+        comment_start_string="/*#",
+        comment_end_string="#*/",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _to_cpp(value: object) -> object:
+    if value is True:
+        return "true"
+    if value is False:
+        return "false"
+    if isinstance(value, int | str):
+        return value
+    if type(value).__name__ == "StrictUndefined":
+        return value  # raises when it is printed, with a better message than ours
+    raise InvalidInputError(f"A template can print str, int and bool, but a field is {type(value).__name__}: {value!r}.")
+
+
+def _no_template(template: str, directory: Path | None, error: Exception) -> InvalidInputError:
+    folder = directory or template_dir()
+    have = ", ".join(sorted(path.name for path in folder.glob("*.jinja"))) or "none"
+    return InvalidInputError(f"There is no template {str(error) or template!r} in {folder}; the templates are: {have}.")
+
+
+def _templates_root() -> Path:
+    import deep_gemm.templates
+
+    return Path(deep_gemm.templates.__path__[0])

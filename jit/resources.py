@@ -1,0 +1,95 @@
+"""What a compiled kernel uses, read from what `ptxas -v` says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# NVRTC 12.9 prefixes continuation lines with "ptxas         .", NVCC does not, so nothing here anchors at line start.
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_BARRIERS = re.compile(r"used (\d+) barriers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_STACK = re.compile(r"(\d+) bytes cumulative stack size")
+_TIME = re.compile(r"Compile time = ([\d.]+) ms")
+_WARNING = re.compile(r"\bwarning\b|Potential Performance Loss|serializ", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Registers of a thread, barriers of a block, the rest in bytes: static shared memory of a block, and stack
+    (local memory) and spills of a thread. `warnings` are the compiler's lines that tell of lost performance."""
+
+    registers: int
+    shared_static: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    barriers: int
+    warnings: tuple[str, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Why `DG_JIT_PTXAS_CHECK` would refuse this kernel; empty if it would not."""
+        found = []
+        if self.spill_stores or self.spill_loads:
+            found.append(f"it spills registers ({self.spill_stores} bytes stored, {self.spill_loads} bytes loaded)")
+        if self.stack:
+            found.append(f"it uses {self.stack} bytes of local memory a thread")
+        serialised = [line for line in self.warnings if "serializ" in line.lower() or "wgmma" in line.lower()]
+        if serialised:
+            found.append(f"its wgmma instructions were serialised ({serialised[0]})")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "warnings": list(self.warnings)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Resources:
+        """Raises KeyError, TypeError or ValueError for anything that `to_json` did not write."""
+        numbers = {
+            name: int(data[name])
+            for name in ("registers", "shared_static", "stack", "spill_stores", "spill_loads", "barriers")
+        }
+        return cls(**numbers, warnings=tuple(str(line) for line in data["warnings"]))
+
+
+def parse_ptxas(log: str, name: str) -> Resources | None:
+    """Resources of the entry function `name`, or None where `log` does not speak of it.
+
+    Stack and spills are the worst over the entry and the functions that it calls: ptxas lists them separately.
+    """
+    registers = barriers = shared = stack = stores = loads = 0
+    current = ""
+    found = False
+    warnings: list[str] = []
+    for line in log.splitlines():
+        if _WARNING.search(line):
+            warnings.append(line.strip())
+        if match := _ENTRY.search(line):
+            current = match.group(1)
+        elif match := _FRAME.search(line):
+            frame = [int(text) for text in match.groups()]
+            stack, stores, loads = max(stack, frame[0]), max(stores, frame[1]), max(loads, frame[2])
+        elif (match := _REGISTERS.search(line)) and current == name:
+            found = True
+            registers = int(match.group(1))
+            barriers = _number(_BARRIERS, line)
+            shared = _number(_SHARED, line)
+            stack = max(stack, _number(_STACK, line))
+    if not found:
+        return None
+    return Resources(registers, shared, stack, stores, loads, barriers, tuple(dict.fromkeys(warnings)))
+
+
+def ptxas_seconds(log: str) -> float | None:
+    """How long ptxas worked, if `log` says so."""
+    times = _TIME.findall(log)
+    return sum(float(text) for text in times) / 1000 if times else None
+
+
+def _number(pattern: re.Pattern[str], line: str) -> int:
+    match = pattern.search(line)
+    return int(match.group(1)) if match else 0
