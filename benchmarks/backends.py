@@ -1,0 +1,111 @@
+"""What is compared: our call and the vendor's library through torch, on the same quantised operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deep_gemm.benchmarks.shapes import Shape
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Operands:
+    """`a` (m, k), `b` (n, k): E4M3; `sfa` (m, k/128) MN-major, `sfb` (n/128, k/128): float32; `d` (m, n): bf16."""
+
+    a: Tensor
+    sfa: Tensor
+    b: Tensor
+    sfb: Tensor
+    d: Tensor
+
+
+def make_operands(shape: Shape, sets: int, device: str = "cuda") -> list[Operands]:
+    """Random normal data through the real 1x128 and 128x128 quantisation; zeros would run faster than any user's data.
+
+    The sets share the activations and have weights and outputs of their own, as the layers of a model do.
+    """
+    import torch
+
+    import deep_gemm
+
+    generator = torch.Generator(device).manual_seed(shape.m * 7919 + shape.n * 31 + shape.k)
+
+    def draw(rows: int) -> Tensor:
+        return torch.randn(rows, shape.k, generator=generator, device=device, dtype=torch.bfloat16)
+
+    a, sfa = deep_gemm.per_token_cast_to_fp8(draw(shape.m), use_ue8m0=False)
+    sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa)
+    out = []
+    for _ in range(sets):
+        b, sfb = deep_gemm.per_block_cast_to_fp8(draw(shape.n), use_ue8m0=False)
+        d = torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device)
+        out.append(Operands(a, sfa, b, sfb, d))
+    return out
+
+
+def ours(x: Operands) -> Call:
+    """`deep_gemm.fp8_gemm_nt` with the scales ready."""
+    import deep_gemm
+
+    a, b = (x.a, x.sfa), (x.b, x.sfb)
+    return lambda: deep_gemm.fp8_gemm_nt(a, b, x.d)
+
+
+def tensorwise(x: Operands) -> Call:
+    """cuBLASLt with one scale a tensor and fast accumulation: the easier problem, since it promotes nothing."""
+    import torch
+
+    one = torch.ones((), dtype=torch.float32, device=x.a.device)
+    weights = x.b.t()
+    return lambda: torch._scaled_mm(
+        x.a, weights, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True, out=x.d
+    )
+
+
+def blockwise(x: Operands) -> Call:
+    """cuBLASLt with the same 1x128 and 128x128 scales: our problem. It wants other layouts of them."""
+    import torch
+    from torch.nn.functional import ScalingType, pad, scaled_mm
+
+    weights = x.b.t()
+    sfa = x.sfa.t().contiguous().t()
+    sfb = pad(x.sfb, (0, -x.sfb.shape[1] % 4)).t()
+    recipe_a, recipe_b = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return lambda: scaled_mm(x.a, weights, sfa, recipe_a, sfb, recipe_b, output_dtype=torch.bfloat16)
+
+
+BACKENDS: dict[str, Callable[[Operands], Call]] = {"ours": ours, "tensorwise": tensorwise, "blockwise": blockwise}
+
+
+def usable(name: str, x: Operands) -> str | None:
+    """Why a backend cannot run this problem, in its own words, or None. Runs it once.
+
+    The blockwise result is compared with ours, so that a misread scale layout does not pass for a fast kernel.
+    """
+    import torch
+
+    from deep_gemm.errors import DeepGemmError
+    from deep_gemm.testing import calc_diff
+
+    if name == "ours":
+        BACKENDS[name](x)()  # an error of ours is not swallowed
+        return None
+    try:
+        result = BACKENDS[name](x)()
+        torch.cuda.synchronize()
+    except DeepGemmError:
+        raise
+    except (RuntimeError, ValueError, ImportError, AttributeError, NotImplementedError) as error:
+        return str(error).split("\n")[0] or type(error).__name__
+    if name == "blockwise":
+        ours(x)()
+        difference = float(calc_diff(result, x.d))
+        if not difference < 1e-3:
+            return f"its result differs from ours by {difference:.1e}"
+    return None

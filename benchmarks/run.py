@@ -1,0 +1,142 @@
+"""Side-by-side timing in one process: ours against cuBLASLt, a JSON row a shape and mode, written once measured.
+
+Two H200s differ by a few percent, so it is the ratio within one run that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.benchmarks import backends, timing
+from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.benchmarks.shapes import Shape
+
+GEMM_MODES = ("flush", "graph", "steady")
+GRAPH_MAX_M = 128
+"""Graph mode is about decoding; at larger M the launch no longer matters."""
+MAX_SETS = 256
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """What to measure. `seconds` bounds the whole run: no new measurement begins after it."""
+
+    shapes: Sequence[Shape]
+    modes: Sequence[str] = ("flush",)
+    seconds: float = math.inf
+    output: Path | None = None
+    names: Sequence[str] = tuple(backends.BACKENDS)
+    progress: Callable[[str], None] = print
+    left_out: list[str] = field(default_factory=list)
+
+    def execute(self) -> list[Row]:
+        """Measure and return the rows. What the time did not suffice for is listed in `left_out`."""
+        start = time.monotonic()
+        common = environment()
+        rows: list[Row] = []
+        work = [
+            (shape, mode) for mode in self.modes for shape in self.shapes if mode != "graph" or shape.m <= GRAPH_MAX_M
+        ]
+        for index, (shape, mode) in enumerate(work):
+            if time.monotonic() - start > self.seconds:
+                self.left_out += [f"{shape} {mode}" for shape, mode in work[index:]]
+                break
+            row = measure(shape, mode, self.names) | common
+            rows.append(row)
+            if self.output is not None:
+                append(self.output, row)
+            self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
+        return rows
+
+
+def measure(shape: Shape, mode: str, names: Sequence[str] = tuple(backends.BACKENDS)) -> Row:
+    """Time one shape in one mode with every backend that accepts it."""
+    # Tiny weights would need thousands of sets to leave the L2; a real model's would not leave it either.
+    graph_sets = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
+    sets = {"flush": 1, "graph": graph_sets, "steady": 4}[mode]
+    operands = backends.make_operands(shape, sets)
+    refused = {name: backends.usable(name, operands[0]) for name in names}
+    calls = {name: [backends.BACKENDS[name](x) for x in operands] for name, reason in refused.items() if reason is None}
+    if mode == "flush":
+        us = timing.flush({name: sets[0] for name, sets in calls.items()})
+    elif mode == "graph":
+        us = timing.graph(calls)
+    else:
+        us = timing.steady(calls)
+    return make_row(shape, mode, us, {name: reason for name, reason in refused.items() if reason is not None})
+
+
+def make_row(shape: Shape, mode: str, us: dict[str, float], refused: dict[str, str]) -> Row:
+    """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster."""
+    row: Row = {"mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
+    mine = us["ours"]
+    row["us"] = round(mine, 3)
+    row["tflops"] = round(shape.flops / mine / 1e6, 1)
+    row["gbps"] = round(shape.bytes_moved() / mine / 1e3, 1)
+    for name in ("tensorwise", "blockwise"):
+        if name in us:
+            row[f"us_{name}"] = round(us[name], 3)
+            row[f"ratio_{name}"] = round(us[name] / mine, 4)
+        elif name in refused:
+            row[f"refused_{name}"] = refused[name]
+    return row
+
+
+def append(path: Path, row: Row) -> None:
+    """Add one line, and leave it on disk: the machine may be taken away before the next."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+
+
+def load(path: Path) -> list[Row]:
+    """The rows of a results file."""
+    return [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
+
+
+def line(row: Row) -> str:
+    """One row for a person."""
+    text = (
+        f"{row['mode']:6} {row['m']:5} x {row['n']:5} x {row['k']:5}  {row['us']:9.2f} us {row['tflops']:7.1f} TFLOP/s"
+    )
+    text += f" {row['gbps']:7.1f} GB/s"
+    for name in ("tensorwise", "blockwise"):
+        if f"ratio_{name}" in row:
+            text += f"  {row[f'ratio_{name}']:.3f} of {name}"
+    return text
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of positive numbers; nan of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+RANGES = ((1, 64, "M <= 64"), (65, 512, "M 65-512"), (513, 1 << 30, "M > 512"))
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Geometric means of the ratios for each mode and range of M, with the worst shape of each."""
+    out = []
+    for mode in GEMM_MODES:
+        for low, high, label in RANGES:
+            chosen = [row for row in rows if row["mode"] == mode and low <= row["m"] <= high]
+            for name in ("tensorwise", "blockwise"):
+                ratios = {f"{r['m']} x {r['n']} x {r['k']}": r[key] for r in chosen if (key := f"ratio_{name}") in r}
+                if ratios:
+                    worst = min(ratios, key=ratios.__getitem__)
+                    entry = {"mode": mode, "range": label, "against": name, "shapes": len(ratios)}
+                    out.append(
+                        entry
+                        | {"geomean": round(geometric_mean(ratios.values()), 3)}
+                        | {"worst": round(ratios[worst], 3), "worst_shape": worst}
+                    )
+    return out

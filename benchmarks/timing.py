@@ -1,0 +1,132 @@
+"""Three ways to time a kernel on the GPU, each for what it is like to run it in earnest.
+
+- flush: one call between two events with a cold L2 and the launch hidden. An empty kernel reads about 4.4 us this way.
+- graph: many calls in one CUDA graph, each with weights of its own, as a decoder runs. Overlap of kernels counts.
+- steady: back to back for seconds, at the clocks that the power limit leaves.
+
+All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks meets all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Call = Callable[[], Any]
+
+FLUSH_BYTES = 512 << 20
+"""Written before each call in flush mode: several times the L2, and long enough to hide the launch."""
+
+GRAPH_WEIGHT_BYTES = 256 << 20
+"""Weights that one graph goes through before it meets the same one again: several times the L2."""
+
+
+def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict[str, float]:
+    """Median of `repeats` single calls, each between two events, with 512 MB written before it."""
+    import torch
+
+    if repeats < 20:
+        raise ValueError(f"repeats must be at least 20 for a median to mean something, but it is {repeats}.")
+    scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            pairs = []
+            for _ in range(-(-repeats // rounds)):
+                scratch.zero_()
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                call()
+                end.record()
+                pairs.append((start, end))
+            torch.cuda.synchronize()
+            samples[name] += [start.elapsed_time(end) * 1e3 for start, end in pairs]
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays: int = 10) -> dict[str, float]:
+    """Median over `replays` of one CUDA graph of `calls_in_graph` calls or more, divided by their number.
+
+    `calls` gives, for each name, one callable for each set of weights; the graph goes through them in turn.
+    """
+    import torch
+
+    graphs = {}
+    for name, sets in calls.items():
+        count = max(calls_in_graph, len(sets))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in sets:  # compiles, loads and sizes workspaces, none of which a capture allows
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for index in range(count):
+                sets[index % len(sets)]()
+        graphs[name] = (captured, count)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for replay in range(replays + 2):
+        for name, (captured, count) in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            captured.replay()
+            end.record()
+            end.synchronize()
+            if replay >= 2:
+                samples[name].append(start.elapsed_time(end) * 1e3 / count)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0, batch_us: float = 20_000) -> dict[str, float]:
+    """Median of the second half of at least `seconds` of back-to-back calls, which go through the sets in turn."""
+    import torch
+
+    results = {}
+    for name, sets in calls.items():
+        estimate = _batch_us(sets, len(sets)) / len(sets)
+        size = max(1, round(batch_us / max(estimate, 1.0) / len(sets))) * len(sets)
+        samples = []
+        end = time.perf_counter() + seconds
+        torch.cuda.synchronize()
+        while time.perf_counter() < end:
+            samples.append(_batch_us(sets, size) / size)
+        results[name] = statistics.median(samples[len(samples) // 2 :])
+    return results
+
+
+def _batch_us(sets: Sequence[Call], size: int) -> float:
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for index in range(size):
+        sets[index % len(sets)]()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def host(call: Call, calls: int = 200, rounds: int = 15) -> float:
+    """Host time of one call: the least of `rounds` means, with the queue emptied between rounds.
+
+    The least, because anything that another process takes away only adds.
+    """
+    import torch
+
+    for _ in range(20):
+        call()
+    best = float("inf")
+    for _ in range(rounds):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+    return best

@@ -1,0 +1,120 @@
+"""Compiling ahead: choose the kernels for a list of shapes, and build each once, in parallel, with or without a GPU.
+
+from deep_gemm import precompile, workload
+summary = precompile.precompile(workload.load(Path("config.json"), tp=8))
+assert not summary.failed, summary.failed[0].error
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from deep_gemm import arch as archs
+from deep_gemm import engine, kernels, select
+from deep_gemm.errors import DeepGemmError
+from deep_gemm.jit.builder import Binary
+from deep_gemm.params import GemmProblem, KernelParams
+from deep_gemm.workload import GemmShape
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one kernel: a binary, or the error that stopped it. `shapes` are those that asked for it."""
+
+    name: str
+    shapes: tuple[GemmShape, ...]
+    params: KernelParams | None = None
+    binary: Binary | None = None
+    error: DeepGemmError | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All outcomes and how long it took, in seconds."""
+
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """Those without a binary."""
+        return [outcome for outcome in self.outcomes if outcome.binary is None]
+
+    def count(self, layer: str) -> int:
+        """How many binaries came from "compiled", "disk" or "memory"."""
+        return sum(outcome.binary is not None and outcome.binary.layer == layer for outcome in self.outcomes)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kernels to build with the shapes that want each, and the shapes for which none could be chosen."""
+
+    kernels: dict[KernelParams, tuple[GemmShape, ...]]
+    impossible: tuple[Outcome, ...] = ()
+
+
+def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
+    """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
+
+    It takes the same path as a call: problem, ranking, parameters. Helper kernels, which no shape chooses, come along.
+    """
+    spec = archs.get(arch)
+    wanted: dict[KernelParams, list[GemmShape]] = {}
+    impossible = []
+    for shape in dict.fromkeys(shapes):
+        try:
+            problem = GemmProblem(m=shape.m, n=shape.n, k=shape.k, num_sms=num_sms or spec.num_sms)
+            params = engine.kernel_params(problem, select.rank(problem, spec)[0].config, spec)
+        except DeepGemmError as error:
+            impossible.append(Outcome(f"no kernel for {shape}", (shape,), error=error))
+        else:
+            wanted.setdefault(params, []).append(shape)
+    if wanted:
+        helpers = [kernel for kernel in kernels.registry().values() if kernel.helper]
+        wanted |= {params: [] for kernel in helpers for params in kernel.cases() if params.arch == arch}
+    return Work({params: tuple(found) for params, found in wanted.items()}, tuple(impossible))
+
+
+def precompile(
+    shapes: Iterable[GemmShape],
+    *,
+    arch: str = "sm_90a",
+    num_sms: int | None = None,
+    jobs: int | None = None,
+    progress: Callable[[Outcome, int, int], None] | None = None,
+) -> Summary:
+    """Build every kernel that `shapes` need into the cache. A failure is an outcome; the others go on.
+
+    Args:
+        shapes: the products to prepare for; see `deep_gemm.workload`.
+        arch: the target, such as "sm_90a". No GPU need be present.
+        num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
+        jobs: threads that compile at once; the CPUs that this process may use if None.
+        progress: called as `progress(outcome, done, total)` after each kernel, from this thread.
+    """
+    start = time.perf_counter()
+    work = choose(shapes, arch, num_sms)
+    outcomes = list(work.impossible)
+    total = len(outcomes) + len(work.kernels)
+    if progress is not None:
+        for index, outcome in enumerate(outcomes):
+            progress(outcome, index + 1, total)
+    with ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0))) as pool:
+        futures = [pool.submit(_build, params, found) for params, found in work.kernels.items()]
+        for future in as_completed(futures):
+            outcomes.append(future.result())
+            if progress is not None:
+                progress(outcomes[-1], len(outcomes), total)
+    return Summary(tuple(outcomes), time.perf_counter() - start)
+
+
+def _build(params: KernelParams, shapes: tuple[GemmShape, ...]) -> Outcome:
+    try:
+        binary = engine.build(params)
+    except DeepGemmError as error:
+        return Outcome(params.kernel, shapes, params, error=error)
+    return Outcome(binary.name, shapes, params, binary)
