@@ -1,0 +1,130 @@
+"""Layouts of scale factors: what the kernels read, and getting there.
+
+The kernels read the scales of A column by column through TMA: "MN-major", stride 1 along rows, each column starting
+at a multiple of 16 bytes. Scales of B are read as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_gemm import engine
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.params import SCALE_BLOCK, align, ceil_div
+from deep_gemm.validate import TMA_BYTES, check_granularities
+
+__all__ = [
+    "align",
+    "ceil_div",
+    "get_mn_major_tma_aligned_tensor",
+    "get_tma_aligned_size",
+    "transform_sf_into_required_layout",
+]
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """The number of elements, at least ``x``, whose size in bytes is a multiple of 16.
+
+    ``element_size`` is in bytes and must divide 16.
+    """
+    if element_size not in (1, 2, 4, 8, 16):
+        raise InvalidInputError(f"element_size must be 1, 2, 4, 8 or 16 bytes, but it is {element_size}.")
+    return align(x, TMA_BYTES // element_size)
+
+
+def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
+    """Scales with the same shape and values, MN-major, each column padded to a multiple of 16 bytes.
+
+    Args:
+        sf: float32, (mn, columns) or (groups, mn, columns), of any strides.
+
+    Returns:
+        A tensor of the same shape with strides (1, align(mn, 4)), or (align(mn, 4) * columns, 1, align(mn, 4)) with
+        groups. ``sf`` itself when it is already so.
+    """
+    if not isinstance(sf, Tensor) or sf.dtype != torch.float32:
+        kind = sf.dtype if isinstance(sf, Tensor) else type(sf).__name__
+        raise InvalidInputError(f"sf must be a torch.float32 tensor, but it is {kind}.")
+    if sf.dim() not in (2, 3):
+        raise InvalidInputError(f"sf must have 2 or 3 dimensions, but it has {sf.dim()}: {tuple(sf.shape)}.")
+    strides = _mn_major_strides(sf)
+    if sf.stride() == strides and sf.data_ptr() % TMA_BYTES == 0:
+        return sf
+    if sf.dim() == 2 and sf.is_cuda and sf.numel():
+        return engine.transpose_scales(sf)
+    out = torch.empty_strided(sf.shape, strides, dtype=sf.dtype, device=sf.device)
+    return out.copy_(sf)
+
+
+def transform_sf_into_required_layout(
+    sf: Tensor,
+    mn: int,
+    k: int,
+    recipe: Any,
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+    psum_layout: Tensor | None = None,
+) -> Tensor:
+    """Bring scales into the layout that kernels on Hopper read without further work; for use at weight loading.
+
+    Args:
+        sf: float32, (ceil(mn / gran_mn), ceil(k / gran_k)), with ``num_groups`` in front if that is given.
+        mn, k: the sizes of the operand that the scales belong to.
+        recipe: (gran_m, gran_n, gran_k), of which ``is_sfa`` picks gran_m (True) or gran_n (False) as gran_mn; or
+            (gran_mn, gran_k), with ``is_sfa`` left out.
+        disable_ue8m0_cast, psum_layout: accepted for the sake of callers that also run on newer hardware. Here scales
+            stay float32, whatever their values, and rows of padding are laid out like any other.
+
+    Returns:
+        Per-row scales MN-major and TMA-aligned, as from `get_mn_major_tma_aligned_tensor`; scales of 128 x 128 blocks
+        as they came.
+
+    Raises:
+        InvalidInputError: the shape or an argument is wrong.
+        UnsupportedError: packed UE8M0 scales, or granularities other than (1, 128) and (128, 128).
+    """
+    gran_mn, gran_k = _granularity(recipe, is_sfa)
+    if not isinstance(sf, Tensor):
+        raise InvalidInputError(f"sf must be a torch.Tensor, but it is of type {type(sf).__name__}.")
+    if sf.dtype == torch.int32:
+        raise UnsupportedError("sf is torch.int32, packed UE8M0 scales, which Hopper cannot use. Pass torch.float32.")
+    if sf.dtype != torch.float32:
+        raise InvalidInputError(f"sf must be torch.float32, but it is {sf.dtype}.")
+    if gran_k != SCALE_BLOCK or gran_mn not in (1, SCALE_BLOCK):
+        raise UnsupportedError(
+            f"scales of blocks of {gran_mn} x {gran_k} are not supported on Hopper: only 1 x {SCALE_BLOCK} and "
+            f"{SCALE_BLOCK} x {SCALE_BLOCK} are."
+        )
+    groups = () if num_groups is None else (num_groups,)
+    expected = (*groups, ceil_div(mn, gran_mn), ceil_div(k, gran_k))
+    if tuple(sf.shape) != expected:
+        raise InvalidInputError(
+            f"sf must have the shape {expected} for mn = {mn}, k = {k}, blocks of {gran_mn} x {gran_k} and "
+            f"num_groups = {num_groups}, but it has {tuple(sf.shape)}."
+        )
+    return get_mn_major_tma_aligned_tensor(sf) if gran_mn == 1 else sf
+
+
+def _granularity(recipe: Any, is_sfa: bool | None) -> tuple[int, int]:
+    if isinstance(recipe, (tuple, list)) and len(recipe) == 2:
+        if is_sfa is not None:
+            raise InvalidInputError("is_sfa must be left out with a recipe of two numbers, which says it already.")
+        gran_mn, gran_k = check_granularities("recipe", recipe, 2)
+        return gran_mn, gran_k
+    gran_m, gran_n, gran_k = check_granularities("recipe", recipe, 3)
+    if not isinstance(is_sfa, bool):
+        raise InvalidInputError(
+            "is_sfa must be True or False with a recipe of three numbers, to choose between gran_m and gran_n, but it "
+            f"is {is_sfa!r}."
+        )
+    return (gran_m if is_sfa else gran_n), gran_k
+
+
+def _mn_major_strides(sf: Tensor) -> tuple[int, ...]:
+    mn, columns = sf.shape[-2:]
+    aligned = get_tma_aligned_size(mn, sf.element_size())
+    return (1, aligned) if sf.dim() == 2 else (aligned * columns, 1, aligned)

@@ -1,0 +1,113 @@
+"""Casting to FP8 with scales, and back.
+
+Every cast returns (tensor, scales): E4M3 values of the input's shape, and float32 scales such that value times scale
+is the input again. A scale is the block's largest magnitude / 448 (the largest E4M3 value), where magnitudes below
+1e-4 count as 1e-4, so that a block of zeros has a scale that can be divided by. With ``use_ue8m0`` it is rounded up
+to a power of two. Sizes need not be multiples of the block: the last block is then smaller. No gradient flows through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.params import SCALE_BLOCK, align, ceil_div
+
+E4M3_MAX = 448.0
+AMAX_MIN = 1e-4
+
+
+def per_token_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> tuple[Tensor, Tensor]:
+    """Cast x (m, k) with one scale per row per ``gran_k`` columns: (m, k) E4M3, (m, ceil(k / gran_k)) float32."""
+    return _cast_blocks(x, 1, gran_k, use_ue8m0)
+
+
+def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> tuple[Tensor, Tensor]:
+    """Cast x (k, n) with one scale per column per ``gran_k`` rows: (k, n) E4M3, (ceil(k / gran_k), n) float32."""
+    return _cast_blocks(x, gran_k, 1, use_ue8m0)
+
+
+def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> tuple[Tensor, Tensor]:
+    """Cast x (n, k) with one scale per square block of side ``gran_k``.
+
+    Returns (n, k) E4M3 and (ceil(n / gran_k), ceil(k / gran_k)) float32.
+    """
+    return _cast_blocks(x, gran_k, gran_k, use_ue8m0)
+
+
+def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """Cast x of any rank with one scale for each index of the dimensions ``dims``, shared along all the others.
+
+    Returns E4M3 of x's shape, and float32 whose shape is that of ``dims``, in the order of x.
+    """
+    _check_input("x", x)
+    kept = {dim % x.dim() if -x.dim() <= dim < x.dim() else dim for dim in dims}
+    if not kept <= set(range(x.dim())):
+        raise InvalidInputError(f"dims must name dimensions of x, which has {x.dim()}, but it is {tuple(dims)}.")
+    shared = [dim for dim in range(x.dim()) if dim not in kept]
+    values = x.detach().float()
+    magnitude = values.abs()
+    sf = _scale(magnitude.amax(dim=shared, keepdim=True) if shared else magnitude, use_ue8m0)
+    return (values / sf).to(torch.float8_e4m3fn), sf.reshape([size for dim, size in enumerate(x.shape) if dim in kept])
+
+
+def dequantise(
+    x: Tensor, sf: Tensor, granularity: tuple[int, int] = (1, SCALE_BLOCK), dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The values that an FP8 tensor and its scales stand for.
+
+    Args:
+        x: (rows, columns), E4M3.
+        sf: (ceil(rows / granularity[0]), ceil(columns / granularity[1])), float32, of any strides.
+        granularity: the size of the block that shares a scale.
+        dtype: in which to multiply, and what is returned.
+    """
+    rows, columns = x.shape
+    expected = (ceil_div(rows, granularity[0]), ceil_div(columns, granularity[1]))
+    if tuple(sf.shape) != expected:
+        raise InvalidInputError(
+            f"sf must have the shape {expected} for x {tuple(x.shape)} in blocks of {granularity}, but it has "
+            f"{tuple(sf.shape)}."
+        )
+    scales = sf.to(dtype)
+    if granularity[0] > 1:
+        scales = scales.repeat_interleave(granularity[0], dim=0)[:rows]
+    if granularity[1] > 1:
+        scales = scales.repeat_interleave(granularity[1], dim=1)[:, :columns]
+    return x.to(dtype) * scales
+
+
+def ceil_to_ue8m0(x: Tensor) -> Tensor:
+    """Each positive float32 rounded up to a power of two; infinity and NaN stay."""
+    exponent_mask, mantissa_mask = 0x7F800000, 0x007FFFFF
+    rounded = ((x.view(torch.int32) + mantissa_mask) & exponent_mask).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)
+
+
+def _cast_blocks(x: Tensor, block_rows: int, block_columns: int, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    _check_input("x", x, 2)
+    if min(block_rows, block_columns) < 1:
+        raise InvalidInputError(f"gran_k must be at least 1, but it is {min(block_rows, block_columns)}.")
+    rows, columns = x.shape
+    padded = x.new_zeros(align(rows, block_rows), align(columns, block_columns), dtype=torch.float32)
+    padded[:rows, :columns] = x.detach()
+    blocks = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, block_columns)
+    sf = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True), use_ue8m0)
+    cast = (blocks / sf).to(torch.float8_e4m3fn).view_as(padded)[:rows, :columns]
+    return cast.contiguous(), sf.view(blocks.shape[0], blocks.shape[2])
+
+
+def _scale(amax: Tensor, use_ue8m0: bool) -> Tensor:
+    sf = amax.clamp(min=AMAX_MIN) / E4M3_MAX
+    return ceil_to_ue8m0(sf) if use_ue8m0 else sf
+
+
+def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {kind}.")
+    if rank is not None and x.dim() != rank:
+        raise InvalidInputError(f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}.")

@@ -1,0 +1,77 @@
+"""The reference: plain torch, any device, slow and plain enough to be believed.
+
+It serves tensors on the CPU, GPUs that no kernel exists for (`DG_FALLBACK=torch`), and tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from deep_gemm.params import SCALE_BLOCK, align
+from deep_gemm.quantisation import dequantise
+from deep_gemm.validate import FP8GemmOperands
+
+CHUNK_ELEMENTS = 1 << 24
+"""At most this many dequantised elements of A, of B and of the product exist at a time (128 MiB each in float64)."""
+
+A_GRANULARITY = (1, SCALE_BLOCK)
+B_GRANULARITY = (SCALE_BLOCK, SCALE_BLOCK)
+
+
+def fp8_gemm_reference(operands: FP8GemmOperands) -> None:
+    """Write ``(a * sfa) @ (b * sfb)^T`` into ``operands.d``, rounded once to d's dtype.
+
+    Float32 on the CPU. Float64 on a GPU, where float32 may mean TF32: that is a process-wide switch of torch's which
+    a library must neither trust nor touch.
+    """
+    compute = torch.float32 if operands.device.type == "cpu" else torch.float64
+    with torch.no_grad():
+        for rows, columns, block in _product_blocks(operands.a, operands.sfa, operands.b, operands.sfb, compute):
+            operands.d[rows, columns].copy_(block)
+
+
+def exact_product(
+    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, elementwise: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The product of the dequantised operands in float64, shape (M, N).
+
+    a (M, K) and b (N, K) are E4M3, sfa (M, ceil(K / 128)) and sfb (ceil(N / 128), ceil(K / 128)) float32. Called exact
+    because a product of two E4M3 values and two float32 scales has at most 56 significant bits: its error is some
+    2^-53 times the sum of the magnitudes, which is nothing beside what a GPU kernel may round.
+    ``elementwise`` is applied to the dequantised operands first: torch.abs and torch.square give bounds on errors.
+    """
+    out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
+    with torch.no_grad():
+        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, elementwise):
+            out[rows, columns] = block
+    return out
+
+
+def _product_blocks(
+    a: Tensor,
+    sfa: Tensor,
+    b: Tensor,
+    sfb: Tensor,
+    dtype: torch.dtype,
+    elementwise: Callable[[Tensor], Tensor] | None = None,
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The product, block by block, so that memory stays bounded whatever the sizes: (rows, columns, values)."""
+
+    def factor(x: Tensor, sf: Tensor, granularity: tuple[int, int]) -> Tensor:
+        values = dequantise(x, sf, granularity, dtype)
+        return values if elementwise is None else elementwise(values)
+
+    (m, k), n = a.shape, b.shape[0]
+    # Rows of B come in whole scale blocks, so that a chunk's scales are a slice.
+    step_n = align(max(1, CHUNK_ELEMENTS // max(k, 1)), SCALE_BLOCK)
+    step_m = max(1, CHUNK_ELEMENTS // max(k, min(step_n, n), 1))
+    for n0 in range(0, n, step_n):
+        columns = slice(n0, min(n0 + step_n, n))
+        blocks = slice(n0 // SCALE_BLOCK, align(columns.stop, SCALE_BLOCK) // SCALE_BLOCK)
+        b_t = factor(b[columns], sfb[blocks], B_GRANULARITY).t()
+        for m0 in range(0, m, step_m):
+            rows = slice(m0, min(m0 + step_m, m))
+            yield rows, columns, factor(a[rows], sfa[rows], A_GRANULARITY) @ b_t

@@ -1,0 +1,30 @@
+"""What tests and benchmarks of GEMMs need: comparing, timing, making operands, guarding memory."""
+
+from deep_gemm.testing.accuracy import accumulation_bound, assert_close_to_exact
+from deep_gemm.testing.bench import bench, bench_flushed, bench_kineto, get_arch_major
+from deep_gemm.testing.buffers import Guarded, guarded, guarded_copy
+from deep_gemm.testing.numeric import calc_diff, count_bytes
+from deep_gemm.testing.operands import (
+    Operand,
+    integer_operands,
+    one_hot_operand,
+    random_operands,
+)
+
+__all__ = [
+    "Guarded",
+    "Operand",
+    "accumulation_bound",
+    "assert_close_to_exact",
+    "bench",
+    "bench_flushed",
+    "bench_kineto",
+    "calc_diff",
+    "count_bytes",
+    "get_arch_major",
+    "guarded",
+    "guarded_copy",
+    "integer_operands",
+    "one_hot_operand",
+    "random_operands",
+]

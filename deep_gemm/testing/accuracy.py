@@ -1,0 +1,107 @@
+"""Is each element of a GEMM's result as close to the exact product as the hardware allows?
+
+The bound, element by element, for D = A @ B^T with A and B dequantised::
+
+    |d - exact|  <=  u |exact| + (1 + u) E
+
+u is the unit roundoff of d's dtype (2^-8 for bfloat16): d is rounded once, at the end. E bounds what the accumulation
+loses before that rounding, and comes from how Hopper's tensor cores add FP8 products:
+
+* One wgmma instruction takes 32 of K. It shifts the 32 products and the accumulator to the largest exponent among
+  them and cuts each off 13 bits below it. (NVIDIA does not document this; it was measured by others, and DeepSeek-V3's
+  report puts it as "around 14 bits".) So each of the 33 addends is off by at most 2^-13 of the largest.
+* A block of 128 of K is four instructions: 132 cuts. After it, the sum is scaled and added to a float32 accumulator;
+  that and the scales round to 2^-24, some (K / 128 + 3) times in all.
+
+In the worst case every cut errs the same way, and the largest addend is the sum of all magnitudes S = |A| @ |B|^T::
+
+    E = (132 * 2^-13 + (K / 128 + 3) * 2^-24) S
+
+That is sound for any data, and too wide to notice a missing K block among many. When the products have random signs,
+cuts are of either sign, so that 132 of them add up like the square root of 132, and sums of products grow like
+R = sqrt(A^2 @ (B^2)^T) (squares of elements), of which no product is larger. The default is four times that::
+
+    E = 4 (sqrt(132) * 2^-13 + (K / 128 + 3) * 2^-24) R
+
+A simulation of such a tensor core (tests/unit/test_testing.py) stays below a fifth of it on quantised normal data, and
+below a half when every block holds a pair of outliers that pushes all other products to the edge of what is kept. A
+block of K that is left out errs by R / sqrt(K / 128) or so: for K = 7168, twenty times E. Data whose products mostly
+have one sign needs ``worst_case=True``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from deep_gemm.params import SCALE_BLOCK
+from deep_gemm.reference import exact_product
+
+INSTRUCTION_K = 32
+ACCUMULATOR_FRACTION_BITS = 13
+CUTS_PER_BLOCK = SCALE_BLOCK // INSTRUCTION_K * (INSTRUCTION_K + 1)
+
+CHUNK_ELEMENTS = 1 << 25
+"""Results are compared in groups of rows of about this many elements, to bound memory."""
+
+
+def accumulation_bound(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool = False) -> Tensor:
+    """E of this module's docstring for each element, (M, N) float64.
+
+    a (M, K), b (N, K) E4M3; sfa (M, ceil(K / 128)), sfb (ceil(N / 128), ceil(K / 128)) float32.
+    """
+    cut, rounding = 2.0**-ACCUMULATOR_FRACTION_BITS, (sfa.shape[1] + 3) * 2.0**-24
+    if worst_case:
+        return (CUTS_PER_BLOCK * cut + rounding) * exact_product(a, sfa, b, sfb, torch.abs)
+    root_sum_square = exact_product(a, sfa, b, sfb, torch.square).sqrt()
+    return 4 * (math.sqrt(CUTS_PER_BLOCK) * cut + rounding) * root_sum_square
+
+
+def assert_close_to_exact(d: Tensor, a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool = False) -> float:
+    """Raise AssertionError unless every element of d (M, N) is within the bound of the exact product.
+
+    Elements whose exact value is NaN or infinite must be the same in d.
+
+    Returns:
+        The largest error as a fraction of what was allowed, at most 1, for the record.
+    """
+    expected_shape = (a.shape[0], b.shape[0])
+    if tuple(d.shape) != expected_shape:
+        raise AssertionError(f"d has the shape {tuple(d.shape)}, and the product {expected_shape}")
+    step = max(1, CHUNK_ELEMENTS // max(1, b.shape[0]))
+    worst = 0.0
+    for start in range(0, a.shape[0], step):
+        rows = slice(start, min(start + step, a.shape[0]))
+        worst = max(worst, _check_rows(d[rows], a[rows], sfa[rows], b, sfb, worst_case, start))
+    return worst
+
+
+def _check_rows(d: Tensor, a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool, first_row: int) -> float:
+    info = torch.finfo(d.dtype)
+    unit = info.eps / 2
+    exact = exact_product(a, sfa, b, sfb)
+    bound = (1 + unit) * accumulation_bound(a, sfa, b, sfb, worst_case)
+    # The last term is for results below the dtype's normal range, whose spacing no longer shrinks.
+    tolerance = unit * exact.abs() + bound + info.smallest_normal * info.eps
+    error = (d.double() - exact).abs()
+    same = (d.double() == exact) | (d.isnan() & exact.isnan())
+    bad = ~(same | (error <= tolerance))
+    if bad.any():
+        count = int(bad.sum())
+        row, column = (int(i) for i in bad.nonzero()[0])
+        raise AssertionError(
+            f"{count} of {bad.numel()} elements are outside the bound, first d[{first_row + row}, {column}] = "
+            f"{float(d[row, column])!r}: exact {float(exact[row, column])!r}, error {float(error[row, column]):.3e}, "
+            f"allowed {float(tolerance[row, column]):.3e}; bad rows {_summary(bad.any(1), first_row)}, bad columns "
+            f"{_summary(bad.any(0))}"
+        )
+    ratio = torch.where(same, 0.0, error / tolerance)
+    return float(ratio.max()) if ratio.numel() else 0.0
+
+
+def _summary(mask: Tensor, offset: int = 0) -> str:
+    indices = [int(i) + offset for i in mask.nonzero().flatten()[:6]]
+    count = int(mask.sum())
+    return f"{indices} ({count} of {mask.numel()})" if count > len(indices) else str(indices)

@@ -1,0 +1,27 @@
+"""Layouts of scale factors and alignments of grouped operands."""
+
+from deep_gemm.layout import (
+    align,
+    ceil_div,
+    get_mn_major_tma_aligned_tensor,
+    get_tma_aligned_size,
+    transform_sf_into_required_layout,
+)
+from deep_gemm.options import (
+    get_k_alignment_for_contiguous_layout,
+    get_m_alignment_for_contiguous_layout,
+    get_mk_alignment_for_contiguous_layout,
+    set_mk_alignment_for_contiguous_layout,
+)
+
+__all__ = [
+    "align",
+    "ceil_div",
+    "get_k_alignment_for_contiguous_layout",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_tensor",
+    "get_tma_aligned_size",
+    "set_mk_alignment_for_contiguous_layout",
+    "transform_sf_into_required_layout",
+]

@@ -1,0 +1,22 @@
+"""Casts to FP8 and small arithmetic."""
+
+from deep_gemm.params import align, ceil_div
+from deep_gemm.quantisation import (
+    ceil_to_ue8m0,
+    dequantise,
+    per_block_cast_to_fp8,
+    per_channel_cast_to_fp8,
+    per_custom_dims_cast_to_fp8,
+    per_token_cast_to_fp8,
+)
+
+__all__ = [
+    "align",
+    "ceil_div",
+    "ceil_to_ue8m0",
+    "dequantise",
+    "per_block_cast_to_fp8",
+    "per_channel_cast_to_fp8",
+    "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp8",
+]
