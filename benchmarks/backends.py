@@ -33,19 +33,14 @@ def make_operands(shape: Shape, sets: int, device: str = "cuda") -> list[Operand
     import torch
 
     import deep_gemm
+    from deep_gemm.testing import random_operands
 
-    generator = torch.Generator(device).manual_seed(shape.m * 7919 + shape.n * 31 + shape.k)
-
-    def draw(rows: int) -> Tensor:
-        return torch.randn(rows, shape.k, generator=generator, device=device, dtype=torch.bfloat16)
-
-    a, sfa = deep_gemm.per_token_cast_to_fp8(draw(shape.m), use_ue8m0=False)
+    (a, sfa), _, _, _ = random_operands(shape.m, 1, shape.k, device)
     sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa)
     out = []
-    for _ in range(sets):
-        b, sfb = deep_gemm.per_block_cast_to_fp8(draw(shape.n), use_ue8m0=False)
-        d = torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device)
-        out.append(Operands(a, sfa, b, sfb, d))
+    for index in range(sets):
+        _, (b, sfb), _, _ = random_operands(1, shape.n, shape.k, device, seed=index)
+        out.append(Operands(a, sfa, b, sfb, torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device)))
     return out
 
 

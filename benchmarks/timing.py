@@ -16,9 +16,6 @@ from typing import Any
 
 Call = Callable[[], Any]
 
-FLUSH_BYTES = 512 << 20
-"""Written before each call in flush mode: several times the L2, and long enough to hide the launch."""
-
 GRAPH_WEIGHT_BYTES = 256 << 20
 """Weights that one graph goes through before it meets the same one again: several times the L2."""
 
@@ -26,6 +23,8 @@ GRAPH_WEIGHT_BYTES = 256 << 20
 def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict[str, float]:
     """Median of `repeats` single calls, each between two events, with 512 MB written before it."""
     import torch
+
+    from deep_gemm.testing.bench import FLUSH_BYTES
 
     if repeats < 20:
         raise ValueError(f"repeats must be at least 20 for a median to mean something, but it is {repeats}.")

@@ -60,7 +60,8 @@ class Work:
 def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
     """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
 
-    It takes the same path as a call: problem, ranking, parameters. Helper kernels, which no shape chooses, come along.
+    It takes the same path as a call: problem, ranking, parameters. Kernels without
+    tensor-core work, such as the transpose of scales, are helpers that any call may need: they come along.
     """
     spec = archs.get(arch)
     wanted: dict[KernelParams, list[GemmShape]] = {}
@@ -74,7 +75,7 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
         else:
             wanted.setdefault(params, []).append(shape)
     if wanted:
-        helpers = [kernel for kernel in kernels.registry().values() if kernel.helper]
+        helpers = [kernel for kernel in kernels.registry().values() if not kernel.mma_instruction]
         wanted |= {params: [] for kernel in helpers for params in kernel.cases() if params.arch == arch}
     return Work({params: tuple(found) for params, found in wanted.items()}, tuple(impossible))
 

@@ -1,0 +1,112 @@
+"""`deep-gemm bench`: the front door of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import click
+
+from deep_gemm.benchmarks import costs, run, shapes
+from deep_gemm.cli.console import console, table
+from deep_gemm.workload import DEFAULT_M, parse_shape, parse_sizes
+
+MODES = (*run.GEMM_MODES, "host", "cold")
+
+
+@click.command("bench")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="How to time; repeatable. [flush]")
+@click.option("--set", "set_name", type=click.Choice(sorted(shapes.SETS)), help="A named list of shapes. [reference]")
+@click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
+@click.option("--m", "m_text", metavar="SIZES", help="M for NxK shapes, or to choose from a set: 1,64-256:64.")
+@click.option("--random", "random_count", type=click.IntRange(1), metavar="COUNT", help="Log-uniform random shapes.")
+@click.option("--seed", default=0, show_default=True, help="Seed of --random.")
+@click.option("--against", multiple=True, type=click.Choice(["tensorwise", "blockwise"]), help="cuBLASLt [both].")
+@click.option("--seconds", type=float, default=math.inf, help="Begin no new measurement after this long.")
+@click.option("--output", type=click.Path(path_type=Path), help="Append JSON rows to this file, each once measured.")
+@click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
+@click.option(
+    "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing; use a file's rows."
+)
+def command(
+    modes: tuple[str, ...],
+    set_name: str | None,
+    texts: tuple[str, ...],
+    m_text: str | None,
+    random_count: int | None,
+    seed: int,
+    against: tuple[str, ...],
+    seconds: float,
+    output: Path | None,
+    chart: Path | None,
+    source: Path | None,
+) -> None:
+    """Time kernels side by side with cuBLASLt, in one process.
+
+    flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128). steady: power-limited, seconds a
+    shape. host: what a warm call costs the CPU. cold: import, compile and load times (needs no GPU).
+    """
+    modes = modes or ("flush",)
+    out = console()
+    rows = run.load(source) if source is not None else []
+    left_out: list[str] = []
+    if source is None:
+        gemm_modes = [mode for mode in modes if mode in run.GEMM_MODES]
+        if gemm_modes or "host" in modes:
+            _need_gpu(modes)
+        if gemm_modes:
+            chosen = _shapes(set_name, texts, m_text, random_count, seed)
+            names = ("ours", *(against or ("tensorwise", "blockwise")))
+            plan = run.Run(chosen, gemm_modes, seconds, output, names, progress=lambda text: out.print(text))
+            rows += plan.execute()
+            left_out = plan.left_out
+        for mode in modes:
+            if mode not in run.GEMM_MODES:
+                for row in costs.MODES[mode]():
+                    rows.append(row)
+                    out.print(costs.line(row))
+                    if output is not None:
+                        run.append(output, row)
+    entries = run.summary(rows)
+    if entries:
+        columns = list(entries[0])
+        out.print(table("Geometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
+    if chart is not None:
+        from deep_gemm.benchmarks.chart import draw
+
+        for mode in dict.fromkeys(row["mode"] for row in rows if row["mode"] in run.GEMM_MODES):
+            path = chart.with_name(f"{chart.stem}-{mode}.png")
+            draw(rows, path, mode)
+            out.print(f"chart: {path}")
+    if left_out:
+        raise click.ClickException(f"the time ran out before {len(left_out)} measurements: {json.dumps(left_out)}")
+
+
+def _shapes(
+    set_name: str | None, texts: tuple[str, ...], m_text: str | None, random_count: int | None, seed: int
+) -> list[shapes.Shape]:
+    chosen: list[shapes.Shape] = []
+    sizes = parse_sizes(m_text) if m_text else None
+    for text in texts:
+        chosen += [shapes.Shape(s.m, s.n, s.k, s.source) for s in parse_shape(text, sizes or DEFAULT_M)]
+    if random_count:
+        chosen += shapes.log_uniform(random_count, seed)
+    if set_name or not chosen:
+        named = shapes.SETS[set_name or "reference"]()
+        chosen += [shape for shape in named if sizes is None or shape.m in sizes]
+    if not chosen:
+        raise click.UsageError(f"no shape of the set {set_name} has an M among {m_text}")
+    return chosen
+
+
+def _need_gpu(modes: tuple[str, ...]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise click.ClickException(
+            f"the modes {', '.join(modes)} time kernels on a GPU, and torch sees none here. Mode cold needs none."
+        )
+    from deep_gemm import arch
+
+    arch.for_device(torch.cuda.current_device())

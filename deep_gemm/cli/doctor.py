@@ -1,0 +1,169 @@
+"""`deep-gemm doctor`: what was found on this machine, what is used, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deep_gemm import arch
+from deep_gemm.cli.console import console, size, table
+from deep_gemm.errors import UnsupportedError
+from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.jit.cache.root import default_root
+from deep_gemm.jit.compilers.find import find_all
+from deep_gemm.jit.driver.version import driver_release
+from deep_gemm.jit.generator import include_dir
+from deep_gemm.settings import settings
+
+DISTRIBUTION = "deep-gemm-jit"
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """Say what was found: GPU, driver, compilers, cache, and what is used and why.
+
+    Ends with status 1 if kernels cannot be compiled here; a missing GPU is no problem for that.
+    """
+    report = examine()
+    if as_json:
+        click.echo(json.dumps(report, indent=2, default=str))
+    else:
+        _print(report)
+    if report["problems"]:
+        raise SystemExit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor says, as plain data. `problems` are sentences: what stops compilation, or is dangerous."""
+    report: dict[str, Any] = {
+        "package": _package(),
+        "gpus": _gpus(),
+        "driver_cuda": ".".join(map(str, release)) if (release := driver_release()) else None,
+        "compilers": [asdict(found) for found in find_all()],
+        "headers": {"path": str(include_dir()), "files": len(list(include_dir().glob("*.cuh")))},
+        "cache": _cache(),
+        "other_packages": _others(),
+        "settings": _settings(),
+    }
+    report["problems"], report["notes"] = _judge(report)
+    return report
+
+
+def _package() -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for name in (DISTRIBUTION, "torch", "cuda-bindings", "jinja2"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    import torch
+
+    return {"path": _home(), "versions": versions, "torch_cuda": torch.version.cuda}
+
+
+def _home() -> str:
+    spec = importlib.util.find_spec("deep_gemm")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else "unknown"
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        try:
+            target, why = arch.for_device(index).name, ""
+        except UnsupportedError as error:
+            target, why = None, str(error)
+        capability = f"{properties.major}.{properties.minor}"
+        entry = {"index": index, "name": properties.name, "capability": capability, "memory": properties.total_memory}
+        found.append(entry | {"sms": properties.multi_processor_count, "arch": target, "why": why})
+    return found
+
+
+def _cache() -> dict[str, Any]:
+    root = default_root()
+    if root is None:
+        return {"root": None, "problem": "there is no home directory; set DG_JIT_CACHE_DIR", "writable": False}
+    return DiskCache(root, settings.trust_cache_dir).info()
+
+
+def _others() -> list[str]:
+    """Other packages that provide, or could shadow, the import name."""
+    home = Path(_home()).resolve()
+    found = []
+    for entry in sys.path:
+        for candidate in (Path(entry or ".", "deep_gemm"), Path(entry or ".", "deep_gemm.py")):
+            there = (candidate / "__init__.py").is_file() or (candidate.suffix == ".py" and candidate.is_file())
+            if there and candidate.resolve() != home:
+                found.append(str(candidate.resolve()))
+    for distribution in ("deep-gemm", "deepgemm"):
+        try:
+            found.append(f"the distribution {distribution} {importlib.metadata.version(distribution)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return list(dict.fromkeys(found))
+
+
+def _settings() -> list[dict[str, Any]]:
+    keys = ("variable", "value", "source")
+    return [{key: getattr(info, key) for key in keys} for info in settings.describe() if info.source != "default"]
+
+
+def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
+    problems, notes = [], []
+    if not any(compiler["chosen"] for compiler in report["compilers"]):
+        problems.append("No compiler can be used: see the reasons above.")
+    if not report["headers"]["files"]:
+        problems.append(f"The device headers are missing from {report['headers']['path']}: install the package again.")
+    if report["other_packages"]:
+        problems.append(f"Another deep_gemm is on the path: {'; '.join(report['other_packages'])}. Keep one of them.")
+    problems += [str(entry["value"]) for entry in report["settings"] if "invalid" in entry["source"]]
+    if not report["gpus"]:
+        notes.append("There is no GPU: kernels can be compiled ahead, and CPU tensors run the reference.")
+    notes += [f"GPU {gpu['index']}: {gpu['why']}" for gpu in report["gpus"] if gpu["why"]]
+    if report["cache"]["problem"] or not report["cache"]["writable"]:
+        why = report["cache"]["problem"] or f"{report['cache']['root']} cannot be written to"
+        notes.append(f"Kernels are kept in memory only, and compiled anew by each process: {why}.")
+    return problems, notes
+
+
+def _print(report: dict[str, Any]) -> None:
+    out = console()
+    package = report["package"]
+    versions = ", ".join(f"{name} {version}" for name, version in package["versions"].items())
+    out.print(f"package    {package['path']} ({versions})", markup=False)
+    out.print(f"driver     {'CUDA ' + report['driver_cuda'] if report['driver_cuda'] else 'none'}")
+    for gpu in report["gpus"]:
+        text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
+        out.print(f"GPU {gpu['index']}      {text}: {gpu['arch'] or 'no kernels'}")
+    out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)", markup=False)
+    cache = report["cache"]
+    if cache["root"]:
+        state = "writable" if cache["writable"] else "not writable"
+        out.print(f"cache      {cache['root']}: {state}, {cache.get('entries', 0)} kernels", markup=False)
+    for entry in report["settings"]:
+        out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})", markup=False)
+    rows = [
+        ["->" if c["chosen"] else "", c["kind"], c["version"], "yes" if c["usable"] else "no", c["path"], c["why"]]
+        for c in report["compilers"]
+    ]
+    out.print(table("\ncompilers", ["", "kind", "version", "usable", "path", "why"], rows))
+    for note in report["notes"]:
+        out.print(f"note: {note}", markup=False)
+    for problem in report["problems"]:
+        out.print(f"problem: {problem}", markup=False)
+    if not report["problems"]:
+        out.print("Kernels can be compiled here." + (" And run." if any(g["arch"] for g in report["gpus"]) else ""))
