@@ -1,12 +1,12 @@
 """From a template's name to a launch: render, compile, cache, load. Knows str, bytes and int; never torch, never GEMM.
 
-Nothing here runs at import; jinja2, cuda.bindings, platformdirs and filelock are imported by the functions that use them.
+Nothing here runs at import; the functions that use jinja2, cuda.bindings, platformdirs or filelock import them.
 """
 
-# from deep_gemm.jit.builder import Binary, Builder, BuildRequest, default_builder
+from deep_gemm.jit.builder import Binary, Builder, BuildRequest, default_builder
+from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.generator import include_dir, render, template_dir, variables
 from deep_gemm.jit.resources import Resources
-# from deep_gemm.jit.sass import sass
 
 __all__ = [
     "Binary",

@@ -1,7 +1,7 @@
 """The one Jinja environment: a template's name and its fields in, CUDA C++ out.
 
-The delimiters are C++ comments, `/*{ name }*/`, `/*% if ... %*/` and `/*# note #*/`: C++ braces such as `{{0}}` survive,
-and an editor still highlights a template as C++.
+The delimiters are C++ comments, `/*{ name }*/`, `/*% if ... %*/` and `/*# note #*/`: C++ braces such as `{{0}}`
+survive, and an editor still highlights a template as C++.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def render(template: str, fields: Mapping[str, str | int | bool], directory: Pat
         raise InvalidInputError(f"Template {where} is not valid Jinja: {error.message}") from error
     except jinja2.UndefinedError as error:
         missing = ", ".join(sorted(variables(template, directory) - fields.keys())) or "an attribute"
-        raise InvalidInputError(f"Template {template!r} uses {missing}, which its fields lack: {error.message}.") from error
+        raise InvalidInputError(
+            f"Template {template!r} uses {missing}, which its fields lack: {error.message}."
+        ) from error
 
 
 def variables(template: str, directory: Path | None = None) -> frozenset[str]:
@@ -103,7 +105,9 @@ def _to_cpp(value: object) -> object:
         return value
     if type(value).__name__ == "StrictUndefined":
         return value  # raises when it is printed, with a better message than ours
-    raise InvalidInputError(f"A template can print str, int and bool, but a field is {type(value).__name__}: {value!r}.")
+    raise InvalidInputError(
+        f"A template can print str, int and bool, but a field is {type(value).__name__}: {value!r}."
+    )
 
 
 def _no_template(template: str, directory: Path | None, error: Exception) -> InvalidInputError:

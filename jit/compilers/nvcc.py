@@ -111,9 +111,7 @@ class Nvcc(Compiler):
         return None if result.returncode == 0 else (result.stderr.strip() or f"exit status {result.returncode}")
 
 
-def _run(
-    command: list[str], timeout: float | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], timeout: float | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         capture_output=True,

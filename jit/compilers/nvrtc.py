@@ -76,9 +76,7 @@ class Nvrtc(Compiler):
             say(f"{self.path} {' '.join(options)} {source_path}")
         start = time.perf_counter()
         program = ctypes.c_void_p()
-        status = library.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), source_path.encode(), 0, None, None
-        )
+        status = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), source_path.encode(), 0, None, None)
         self._check(status, "nvrtcCreateProgram", source_path, options)
         try:
             array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])

@@ -1,0 +1,326 @@
+"""From a rendered source to a cubin: memory -> disk -> locks -> compile -> publish."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.errors import CompileError, DeepGemmError, InvalidInputError
+from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
+from deep_gemm.jit.cache.memory import MemoryCache
+from deep_gemm.jit.cache.root import default_root
+from deep_gemm.jit.compilers.base import Compiled, Compiler
+from deep_gemm.jit.compilers.find import choose
+from deep_gemm.jit.disassembler import sass
+from deep_gemm.jit.driver.version import driver_release
+from deep_gemm.jit.forking import ForkLock
+from deep_gemm.jit.generator import include_dir as default_include_dir
+from deep_gemm.jit.key import build_key
+from deep_gemm.jit.resources import Resources
+from deep_gemm.log import log, say, warn_once
+from deep_gemm.settings import settings
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """One kernel to build.
+
+    `name` is its extern "C" symbol and part of a directory's name, `arch` a target such as "sm_90a", `meta` JSON that
+    is stored beside the cubin and is no part of its identity. Raises InvalidInputError.
+    """
+
+    name: str
+    source: str
+    arch: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidInputError(f"name must be a C identifier of at most 160 characters, but it is {self.name!r}.")
+        if not _ARCH.fullmatch(self.arch):
+            raise InvalidInputError(f'arch must be a target such as "sm_90a", but it is {self.arch!r}.')
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel. `layer` tells where it came from: "memory", "disk" or "compiled".
+
+    `seconds` has "lookup" (of this build call until the binary was found, or found missing) and, from when it was
+    compiled, "compile" and, where known, "ptxas". `source_path` is None where the source could not be stored.
+    """
+
+    name: str
+    key: str
+    arch: str
+    cubin: bytes
+    resources: Resources
+    source_path: str | None
+    layer: str
+    compiler: str
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A request with all that today's settings add to it."""
+
+    request: BuildRequest
+    compiler: Compiler
+    flags: tuple[str, ...]
+    key: str
+    disk: DiskCache | None
+    # Entries are looked up under each driver in turn and written under the first.
+    addresses: tuple[Address, ...]
+    start: float
+
+    @property
+    def memory_key(self) -> tuple[str, str]:
+        return (str(self.disk.root) if self.disk else "", self.key)
+
+
+class Builder:
+    """Builds each key once: once a thread asks, the others wait for it; processes wait for each other likewise.
+
+    `root`, `compiler` and `include_dir` default to what the settings say at each call. `lock_limit` is how many seconds
+    another process may take for a key before it is compiled here too. All methods are safe from several threads.
+    """
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        compiler: Compiler | None = None,
+        include_dir: Path | None = None,
+        lock_limit: float = 60.0,
+    ) -> None:
+        self._root = root.absolute() if root is not None else None
+        self._compiler = compiler
+        self._include_dir = include_dir
+        self._lock_limit = lock_limit
+        self._memory: MemoryCache[Binary] = MemoryCache()
+        self._disks: dict[tuple[Path, bool], DiskCache] = {}
+        self._lock = ForkLock()
+        self._busy: dict[tuple[str, str], ForkLock] = {}
+        self._counts = {"memory": 0, "disk": 0, "compiled": 0, "failed": 0, "unstored": 0, "compile_seconds": 0.0}
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Builds by layer ("memory", "disk", "compiled"), "failed" ones, compiled but "unstored", "compile_seconds"."""
+        with self._lock:
+            return dict(self._counts)
+
+    def disk(self) -> DiskCache | None:
+        """The disk layer by today's settings, or None where there is no place for one."""
+        root = self._root or default_root()
+        if root is None:
+            message = "Kernels are kept in memory only: there is no home directory. Set DG_JIT_CACHE_DIR to keep them."
+            warn_once("cache-root:none", message)
+            return None
+        key = (root, settings.trust_cache_dir)
+        with self._lock:
+            return self._disks.setdefault(key, DiskCache(*key))
+
+    def key(self, request: BuildRequest) -> str:
+        """The identity of what `build` would return."""
+        return self._plan(request).key
+
+    def lookup(self, request: BuildRequest) -> Binary | None:
+        """The binary if memory or disk has it; never compiles."""
+        plan = self._plan(request)
+        return self._checked(self._from_memory(plan) or self._from_disk(plan))
+
+    def build(self, request: BuildRequest) -> Binary:
+        """The binary, compiled if need be.
+
+        Raises CompileError, also for what DG_JIT_PTXAS_CHECK refuses, and CompilerNotFoundError. No problem of the
+        cache raises.
+        """
+        plan = self._plan(request)
+        binary = self._from_memory(plan)
+        if binary is None:
+            with self._thread_lock(plan.memory_key):
+                binary = self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
+        checked = self._checked(binary)
+        assert checked is not None
+        return checked
+
+    def _plan(self, request: BuildRequest) -> _Plan:
+        start = time.perf_counter()
+        compiler = self._compiler or choose()
+        flags = compiler.flags(request.arch)
+        key = build_key(
+            name=request.name,
+            source=request.source,
+            arch=request.arch,
+            compiler=compiler.identity,
+            flags=flags,
+            include_dir=self._includes(),
+        )
+        cuda = f"{compiler.cuda_version[0]}.{compiler.cuda_version[1]}"
+        release = driver_release()
+        drivers = [f"{release[0]}.{release[1]}", "any"] if release else ["any"]
+        addresses = tuple(Address(request.arch, cuda, driver, request.name, key) for driver in drivers)
+        return _Plan(request, compiler, flags, key, self.disk(), addresses, start)
+
+    def _includes(self) -> Path:
+        return (self._include_dir or default_include_dir()).absolute()
+
+    def _from_memory(self, plan: _Plan) -> Binary | None:
+        binary = self._memory.get(plan.memory_key)
+        if binary is None:
+            return None
+        self._count("memory")
+        return replace(binary, layer="memory", seconds={**binary.seconds, "lookup": time.perf_counter() - plan.start})
+
+    def _from_disk(self, plan: _Plan) -> Binary | None:
+        if plan.disk is None:
+            return None
+        for address in plan.addresses:
+            entry = plan.disk.get(address)
+            binary = _from_entry(plan, entry) if entry else None
+            if binary is not None:
+                self._count("disk")
+                return self._memory.put(plan.memory_key, binary)
+        return None
+
+    def _compile_once(self, plan: _Plan) -> Binary:
+        if plan.disk is None:
+            return self._compile(plan)
+        with plan.disk.lock(plan.addresses[0], self._lock_limit):
+            # Another process may have published it while this one waited.
+            return self._from_disk(plan) or self._compile(plan)
+
+    def _compile(self, plan: _Plan) -> Binary:
+        request, looked = plan.request, time.perf_counter() - plan.start
+        stored = plan.disk.reserve(plan.addresses[0], request.source) if plan.disk else None
+        want_ptx = settings.dump_ptx or settings.dump_asm
+        log.debug("compiling %s for %s (key %s)", request.name, request.arch, plan.key)
+        try:
+            with _source_file(stored, request) as path:
+                compiled = plan.compiler.compile(
+                    request.name, request.source, path, plan.flags, self._includes(), want_ptx=want_ptx
+                )
+        except CompileError:
+            self._count("failed")
+            raise
+        if settings.ptxas_verbose:
+            say(f"{request.name}:\n{compiled.log.strip()}")
+        source_path = str(stored) if stored else None
+        binary = Binary(
+            request.name,
+            plan.key,
+            request.arch,
+            compiled.cubin,
+            compiled.resources,
+            source_path,
+            "compiled",
+            plan.compiler.identity,
+            {**compiled.seconds, "lookup": looked},
+        )
+        self._count("compiled", compiled.seconds.get("compile", 0.0))
+        # Where even the source could not be stored, there is no use in trying the rest.
+        if stored is None or plan.disk is None or not self._publish(plan, plan.disk, compiled):
+            self._count("unstored")
+        return self._memory.put(plan.memory_key, binary)
+
+    def _publish(self, plan: _Plan, disk: DiskCache, compiled: Compiled) -> bool:
+        meta = {
+            "compiler": plan.compiler.identity,
+            "flags": list(plan.flags),
+            "options": list(compiled.options),
+            "resources": compiled.resources.to_json(),
+            "seconds": dict(compiled.seconds),
+            "created": time.time(),
+            "log": compiled.log,
+            "meta": dict(plan.request.meta),
+        }
+        try:
+            return disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled)) is not None
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
+
+    def _checked(self, binary: Binary | None) -> Binary | None:
+        """DG_JIT_PTXAS_CHECK holds for cached binaries too."""
+        problems = binary.resources.problems() if binary is not None and settings.ptxas_check else []
+        if binary is not None and problems:
+            raise CompileError(
+                f"DG_JIT_PTXAS_CHECK refuses {binary.name}: {'; '.join(problems)}.", source_path=binary.source_path
+            )
+        return binary
+
+    @contextlib.contextmanager
+    def _thread_lock(self, key: tuple[str, str]) -> Iterator[None]:
+        with self._lock:
+            lock = self._busy.setdefault(key, ForkLock())
+        # It stays in `_busy` (some hundred bytes a key): removing it could let a new thread in beside one that waits.
+        with lock:
+            yield
+
+    def _count(self, what: str, seconds: float = 0.0) -> None:
+        with self._lock:
+            self._counts[what] += 1
+            self._counts["compile_seconds"] += seconds
+
+
+@functools.lru_cache(maxsize=1)
+def default_builder() -> Builder:
+    """The builder of this process; it follows the settings at each call."""
+    return Builder()
+
+
+def _from_entry(plan: _Plan, entry: Entry) -> Binary | None:
+    try:
+        resources = Resources.from_json(entry.meta["resources"])
+        seconds = {str(name): float(value) for name, value in entry.meta["seconds"].items()}
+        compiler = str(entry.meta["compiler"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        message = f"The cached kernel {entry.directory} lacks a field ({error!r}); it will be compiled again."
+        warn_once(f"cache-entry:{entry.directory}", message)
+        return None
+    seconds["lookup"] = time.perf_counter() - plan.start
+    source = str(entry.directory / SOURCE)
+    request = plan.request
+    return Binary(request.name, plan.key, request.arch, entry.cubin, resources, source, "disk", compiler, seconds)
+
+
+@contextlib.contextmanager
+def _source_file(stored: Path | None, request: BuildRequest) -> Iterator[str]:
+    """The path to give the compiler: the stored source, else a private temporary that stays only after a failure."""
+    if stored is not None:
+        yield str(stored)
+        return
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="deep_gemm-"))
+        path = folder / f"{request.name}.cu"
+        path.write_text(request.source)
+    except OSError as error:
+        # NVRTC reads no file, so this is no reason to give up; NVCC will say what it misses.
+        log.debug("no temporary file for %s: %s", request.name, error)
+        yield f"{request.name}.cu"
+        return
+    yield str(path)
+    with contextlib.suppress(OSError):
+        path.unlink()
+        folder.rmdir()
+
+
+def _dumps(compiled: Compiled) -> dict[str, bytes]:
+    files = {}
+    if compiled.ptx is not None:
+        files["kernel.ptx"] = compiled.ptx.encode()
+    if settings.dump_sass or settings.dump_asm:
+        try:
+            files["kernel.sass"] = sass(compiled.cubin).encode()
+        except DeepGemmError as error:
+            warn_once("dump-sass", f"DG_JIT_DUMP_SASS wrote nothing: {error}")
+    return files

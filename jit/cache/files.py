@@ -1,0 +1,81 @@
+"""Files as the disk cache needs them: private, never through a symbolic link, published by one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_STALE_SECONDS = 3600.0
+
+
+def make_directory(path: Path, mode: int = 0o700) -> None:
+    """Create one directory level; something else of that name, a symbolic link included, is replaced."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            os.mkdir(path, mode)
+
+
+def open_directory(path: Path) -> int:
+    """A descriptor that later reads go through, so that they all see one directory, whatever is renamed meanwhile."""
+    return os.open(path, _DIRECTORY | os.O_NOFOLLOW)
+
+
+def read_at(directory: int, name: str, limit: int) -> bytes:
+    """The content of a regular file. Raises OSError, and ValueError if it is none or is larger than `limit` bytes."""
+    # O_NONBLOCK: a FIFO in place of the file must not block us.
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{name} is not a regular file")
+        if status.st_size > limit:
+            raise ValueError(f"{name} has {status.st_size} bytes, more than {limit}")
+        return file.read(limit + 1)
+
+
+def publish(temporary: Path, target: Path, content: bytes) -> None:
+    """Write `content` to a private file in `temporary`, sync it, and rename it to `target`, whole or not at all."""
+    scratch = temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(scratch, flags, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.rename(scratch, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` durable, where the filesystem can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, _DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sweep(temporary: Path, older_than: float = _STALE_SECONDS) -> int:
+    """Delete what killed writers left in `temporary`. A file of the future (the clock went back) is left alone."""
+    removed = 0
+    now = time.time()
+    with contextlib.suppress(OSError), os.scandir(temporary) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if now - entry.stat(follow_symlinks=False).st_mtime > older_than:
+                    os.unlink(entry.path)
+                    removed += 1
+    return removed

@@ -1,0 +1,72 @@
+"""SASS of a cubin, through NVIDIA's disassemblers."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from deep_gemm.errors import CompilerNotFoundError, DeepGemmError
+from deep_gemm.settings import settings
+
+_TIMEOUT = 120.0
+
+
+def find_disassembler() -> tuple[str, list[str]] | None:
+    """(path, options) of nvdisasm or cuobjdump: in CUDA_HOME, on PATH, in /usr/local/cuda, or from NVIDIA's wheels."""
+    tools = {"nvdisasm": ["--print-code"], "cuobjdump": ["--dump-sass"]}
+    for tool, options in tools.items():
+        for path in _places(tool):
+            if path.is_file():
+                return str(path), options
+    return None
+
+
+def sass(cubin: bytes) -> str:
+    """The disassembly of `cubin`.
+
+    Raises CompilerNotFoundError where no disassembler is installed and DeepGemmError where it refuses the cubin.
+    """
+    found = find_disassembler()
+    if found is None:
+        raise CompilerNotFoundError(
+            "SASS needs nvdisasm or cuobjdump, and neither was found on PATH, in CUDA_HOME or in the Python "
+            "environment. Install one with `pip install nvidia-cuda-nvdisasm`."
+        )
+    path, options = found
+    # A real file: nvdisasm seeks in its input.
+    with tempfile.NamedTemporaryFile(prefix="deep_gemm-", suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        try:
+            result = subprocess.run(
+                [path, *options, file.name],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT,
+                check=False,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise DeepGemmError(f"{path} could not be run: {error}.") from error
+    if result.returncode:
+        said = (result.stderr or result.stdout).strip()
+        raise DeepGemmError(f"{path} could not disassemble the cubin (exit status {result.returncode}): {said[-800:]}")
+    return result.stdout
+
+
+def _places(tool: str) -> list[Path]:
+    places = [settings.cuda_home / "bin" / tool] if settings.cuda_home is not None else []
+    on_path = shutil.which(tool)
+    if on_path:
+        places.append(Path(on_path))
+    places.append(Path("/usr/local/cuda/bin") / tool)
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        spec = None
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        places += sorted(Path(root).glob(f"*/bin/{tool}"), reverse=True)
+    return places
