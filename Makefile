@@ -1,5 +1,6 @@
 # make demo    create .venv if it is not there, and run the main job
 # make test    create .venv if it is not there, and run the tests
+# make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode)
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree.
 
@@ -7,10 +8,11 @@ PYTHON ?= python3
 VENV ?= .venv
 INSTALL ?= editable
 PYTEST_ARGS ?=
+BUDGET ?= 600
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)
 
-.PHONY: demo test lint readme clean FORCE
+.PHONY: demo test bench lint readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -26,6 +28,14 @@ lint:
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
+
+# Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
+bench: $(STAMP)
+	$(RUN) -m deep_gemm bench --mode flush --mode graph --set reference --seconds $(BUDGET) \
+		--output benchmarks/results/reference.jsonl --chart benchmarks/results/reference.png
+	$(RUN) -m deep_gemm bench --mode steady --set steady --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
+	$(RUN) -m deep_gemm bench --mode host --mode cold --output benchmarks/results/costs.jsonl
+	$(RUN) -m deep_gemm.benchmarks.readme
 
 readme: $(STAMP)
 	$(RUN) -m deep_gemm.benchmarks.readme

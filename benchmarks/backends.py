@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deep_gemm.benchmarks.shapes import Shape
+    from deep_gemm.workload import GemmShape
 
 Call = Callable[[], Any]
 
@@ -25,7 +25,7 @@ class Operands:
     d: Tensor
 
 
-def make_operands(shape: Shape, sets: int, device: str = "cuda") -> list[Operands]:
+def make_operands(shape: GemmShape, sets: int, device: str = "cuda") -> list[Operands]:
     """Random normal data through the real 1x128 and 128x128 quantisation; zeros would run faster than any user's data.
 
     The sets share the activations and have weights and outputs of their own, as the layers of a model do.

@@ -15,7 +15,7 @@ from typing import Any
 
 from deep_gemm.benchmarks import backends, timing
 from deep_gemm.benchmarks.provenance import environment
-from deep_gemm.benchmarks.shapes import Shape
+from deep_gemm.workload import GemmShape
 
 GEMM_MODES = ("flush", "graph", "steady")
 GRAPH_MAX_M = 128
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 class Run:
     """What to measure. `seconds` bounds the whole run: no new measurement begins after it."""
 
-    shapes: Sequence[Shape]
+    shapes: Sequence[GemmShape]
     modes: Sequence[str] = ("flush",)
     seconds: float = math.inf
     output: Path | None = None
@@ -56,7 +56,7 @@ class Run:
         return rows
 
 
-def measure(shape: Shape, mode: str, names: Sequence[str] = tuple(backends.BACKENDS)) -> Row:
+def measure(shape: GemmShape, mode: str, names: Sequence[str] = tuple(backends.BACKENDS)) -> Row:
     """Time one shape in one mode with every backend that accepts it."""
     # Tiny weights would need thousands of sets to leave the L2; a real model's would not leave it either.
     graph_sets = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
@@ -73,7 +73,7 @@ def measure(shape: Shape, mode: str, names: Sequence[str] = tuple(backends.BACKE
     return make_row(shape, mode, us, {name: reason for name, reason in refused.items() if reason is not None})
 
 
-def make_row(shape: Shape, mode: str, us: dict[str, float], refused: dict[str, str]) -> Row:
+def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[str, str]) -> Row:
     """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster."""
     row: Row = {"mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
     mine = us["ours"]

@@ -4,31 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Shape:
-    """One GEMM, D (m x n) = A (m x k) @ B (n x k)^T, and the layer that it comes from."""
-
-    m: int
-    n: int
-    k: int
-    source: str = ""
-
-    @property
-    def flops(self) -> int:
-        """Multiply-adds, counted as two operations each."""
-        return 2 * self.m * self.n * self.k
-
-    def bytes_moved(self) -> int:
-        """Each operand, its scales and the bf16 output once: the least that FP8 with block scales must move."""
-        blocks = -(-self.k // 128)
-        return self.m * self.k + self.n * self.k + 2 * self.m * self.n + 4 * blocks * (self.m + -(-self.n // 128))
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}"
-
+from deep_gemm.workload import GemmShape
 
 REFERENCE_NK = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 """The seven N x K that results are summarised over: the linear layers of DeepSeek-V3 on one GPU."""
@@ -54,27 +31,27 @@ STEADY = ((4096, 7168, 16384), (8192, 8192, 8192), (4096, 4096, 7168), (4096, 24
 """M, N, K for power-limited runs: large enough to keep all SMs busy for the whole time."""
 
 
-def reference() -> list[Shape]:
+def reference() -> list[GemmShape]:
     """The seven N x K at decode and prefill sizes."""
-    return [Shape(m, n, k, "DeepSeek-V3") for m in REFERENCE_M for n, k in REFERENCE_NK]
+    return [GemmShape(m, n, k, "DeepSeek-V3") for m in REFERENCE_M for n, k in REFERENCE_NK]
 
 
-def sweep() -> list[Shape]:
+def sweep() -> list[GemmShape]:
     """The seven N x K over many M, for charts."""
-    return [Shape(m, n, k, "DeepSeek-V3") for n, k in REFERENCE_NK for m in SWEEP_M]
+    return [GemmShape(m, n, k, "DeepSeek-V3") for n, k in REFERENCE_NK for m in SWEEP_M]
 
 
-def models() -> list[Shape]:
+def models() -> list[GemmShape]:
     """Every public model's layers, at one decode, one middle and one prefill size."""
-    return [Shape(m, n, k, name) for name, pairs in MODEL_NK.items() for n, k in pairs for m in (16, 128, 4096)]
+    return [GemmShape(m, n, k, name) for name, pairs in MODEL_NK.items() for n, k in pairs for m in (16, 128, 4096)]
 
 
-def steady() -> list[Shape]:
+def steady() -> list[GemmShape]:
     """Large products for the power-limited mode."""
-    return [Shape(m, n, k, "steady") for m, n, k in STEADY]
+    return [GemmShape(m, n, k, "steady") for m, n, k in STEADY]
 
 
-def log_uniform(count: int, seed: int) -> list[Shape]:
+def log_uniform(count: int, seed: int) -> list[GemmShape]:
     """`count` shapes with M in 1..8192, N in 64..32768 and K in 128..16384, each log-uniform: the same for one seed.
 
     N and K are multiples of 16, which every backend beside ours needs; K is a multiple of 128 half the time.
@@ -88,8 +65,15 @@ def log_uniform(count: int, seed: int) -> list[Shape]:
     shapes = []
     for _ in range(count):
         step_k = generator.choice((16, 128))
-        shapes.append(Shape(draw(1, 8192, 1), draw(64, 32768, 16), draw(128, 16384, step_k), f"random, seed {seed}"))
+        shapes.append(
+            GemmShape(draw(1, 8192, 1), draw(64, 32768, 16), draw(128, 16384, step_k), f"random, seed {seed}")
+        )
     return shapes
 
 
-SETS = {"reference": reference, "sweep": sweep, "models": models, "steady": steady}
+def demo() -> list[GemmShape]:
+    """The down projection of DeepSeek-V3's shared expert, at prefill and at decode."""
+    return [GemmShape(m, 7168, 2048, source) for m, source in ((4096, "prefill"), (64, "decode"), (1, "one token"))]
+
+
+SETS = {"demo": demo, "reference": reference, "sweep": sweep, "models": models, "steady": steady}

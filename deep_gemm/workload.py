@@ -26,6 +26,16 @@ class GemmShape:
     k: int
     source: str = ""
 
+    @property
+    def flops(self) -> int:
+        """Multiply-adds, counted as two operations each."""
+        return 2 * self.m * self.n * self.k
+
+    def bytes_moved(self) -> int:
+        """Each operand, its scales and the bf16 output once: the least that FP8 with block scales must move."""
+        blocks = -(-self.k // 128)
+        return self.m * self.k + self.n * self.k + 2 * self.m * self.n + 4 * blocks * (self.m + -(-self.n // 128))
+
     def __str__(self) -> str:
         return f"{self.m} x {self.n} x {self.k}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import click
 
 from deep_gemm.benchmarks import costs, run, shapes
 from deep_gemm.cli.console import console, table
-from deep_gemm.workload import DEFAULT_M, parse_shape, parse_sizes
+from deep_gemm.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 
 MODES = (*run.GEMM_MODES, "host", "cold")
 
@@ -80,16 +79,16 @@ def command(
             draw(rows, path, mode)
             out.print(f"chart: {path}")
     if left_out:
-        raise click.ClickException(f"the time ran out before {len(left_out)} measurements: {json.dumps(left_out)}")
+        out.print(f"The time ran out before {len(left_out)} measurements: {'; '.join(left_out)}", markup=False)
 
 
 def _shapes(
     set_name: str | None, texts: tuple[str, ...], m_text: str | None, random_count: int | None, seed: int
-) -> list[shapes.Shape]:
-    chosen: list[shapes.Shape] = []
+) -> list[GemmShape]:
+    chosen: list[GemmShape] = []
     sizes = parse_sizes(m_text) if m_text else None
     for text in texts:
-        chosen += [shapes.Shape(s.m, s.n, s.k, s.source) for s in parse_shape(text, sizes or DEFAULT_M)]
+        chosen += parse_shape(text, sizes or DEFAULT_M)
     if random_count:
         chosen += shapes.log_uniform(random_count, seed)
     if set_name or not chosen:

@@ -1,0 +1,107 @@
+"""What a call costs besides the kernel: the host's work when warm; import, compile and load when cold."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deep_gemm.benchmarks import backends, timing
+from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.benchmarks.shapes import demo
+from deep_gemm.workload import GemmShape
+
+if TYPE_CHECKING:
+    from deep_gemm.params import KernelParams
+
+Row = dict[str, Any]
+
+HOST_SHAPE = GemmShape(16, 576, 7168)
+"""Small enough that the GPU keeps up, so that the queue never makes the host wait."""
+
+
+def line(row: Row) -> str:
+    """One row for a person."""
+    return f"{row['mode']:5} {row['us']:12.1f} us  {row['what']}"
+
+
+def host() -> Iterator[Row]:
+    """Warm calls, in us of host time: ours with scales ready and not, and what torch's own calls cost here."""
+    import torch
+
+    import deep_gemm
+
+    common = environment()
+    x = backends.make_operands(HOST_SHAPE, 1)[0]
+    row_major = (x.a, x.sfa.contiguous())
+    left = torch.randn(HOST_SHAPE.m, HOST_SHAPE.k, dtype=torch.bfloat16, device="cuda")
+    right = torch.randn(HOST_SHAPE.k, HOST_SHAPE.n, dtype=torch.bfloat16, device="cuda")
+    pair = (x.b, x.sfb)
+    calls: dict[str, Callable[[], Any]] = {
+        "fp8_gemm_nt, warm, scales ready": backends.ours(x),
+        "fp8_gemm_nt, warm, scales to transpose": lambda: deep_gemm.fp8_gemm_nt(row_major, pair, x.d),
+        "get_mn_major_tma_aligned_tensor, warm": lambda: deep_gemm.get_mn_major_tma_aligned_tensor(row_major[1]),
+        "torch._scaled_mm tensorwise, out=": backends.tensorwise(x),
+        "torch.matmul bf16, out=": lambda: torch.matmul(left, right, out=x.d),
+        "torch add_": lambda: x.d.add_(1),
+        "an empty Python call": lambda: None,
+    }
+    for what, call in calls.items():
+        yield {"mode": "host", "what": what, "us": round(timing.host(call), 3)} | common
+
+
+def cold() -> Iterator[Row]:
+    """Import on top of torch; each demo kernel compiled by each compiler that is usable here; read back from disk."""
+    common = environment()
+
+    def row(what: str, seconds: float) -> Row:
+        return {"mode": "cold", "what": what, "us": round(seconds * 1e6, 1)} | common
+
+    yield row("import deep_gemm, on top of torch", import_seconds())
+    from deep_gemm.jit.compilers.find import find_all
+    from deep_gemm.precompile import choose
+
+    kinds = dict.fromkeys(found.kind for found in find_all() if found.usable)
+    for params in choose(demo()).kernels:
+        for kind in kinds:
+            name, compiled, stored = build_seconds(params, kind)
+            yield row(f"{name}: first build, {kind}", compiled)
+            yield row(f"{name}: from disk, {kind}", stored)
+
+
+def import_seconds(repeats: int = 5) -> float:
+    """Median over fresh processes of the time that `import deep_gemm` adds to one that has torch."""
+    code = "import time, torch; t = time.perf_counter(); import deep_gemm; print(time.perf_counter() - t)"
+    times = []
+    for _ in range(repeats):
+        # Not from this directory: what is measured is what is installed.
+        with tempfile.TemporaryDirectory() as away:
+            result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=away)
+        times.append(float(result.stdout))
+    return statistics.median(times)
+
+
+def build_seconds(params: KernelParams, kind: str) -> tuple[str, float, float]:
+    """(name, seconds to build into an empty cache, seconds for another process' worth of look-up from disk)."""
+    from deep_gemm import engine
+    from deep_gemm.jit.builder import Builder
+    from deep_gemm.settings import settings
+
+    with tempfile.TemporaryDirectory() as root, settings.override(use_nvrtc=kind == "nvrtc"):
+        request = engine.build_request(params)
+        Builder(Path(root, "warm")).lookup(request)  # finds the compiler, which a process does once
+        times = []
+        for _ in range(2):
+            builder = Builder(Path(root, "cache"))
+            start = time.perf_counter()
+            builder.build(request)
+            times.append(time.perf_counter() - start)
+    return request.name, times[0], times[1]
+
+
+MODES: dict[str, Callable[[], Iterator[Row]]] = {"host": host, "cold": cold}

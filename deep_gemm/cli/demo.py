@@ -1,0 +1,150 @@
+"""`deep-gemm demo`: the main job once, on whatever this machine has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deep_gemm.benchmarks.shapes import demo
+from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.workload import GemmShape
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deep_gemm.jit.builder import Binary
+    from deep_gemm.params import KernelParams
+
+ARCH = "sm_90a"
+CPU_M = (512, 1)
+"""What the reference on the CPU runs: 4096 rows and their exact product would take a minute."""
+
+
+@click.command("demo")
+def command() -> None:
+    """Compile and run an FP8 projection of DeepSeek-V3, check it against the exact product, and run it again warm.
+
+    Without a GPU it compiles the same kernels for sm_90a, and runs the same call on CPU tensors through the reference.
+    """
+    import torch
+
+    from deep_gemm import arch
+
+    out = console()
+    if torch.cuda.is_available():
+        arch.for_device(torch.cuda.current_device())
+        _on_gpu(out)
+    else:
+        _without_gpu(out)
+
+
+def _on_gpu(out: Console) -> None:
+    import torch
+
+    from deep_gemm.benchmarks.run import measure
+
+    out.print(f"Running on {torch.cuda.get_device_name()}, torch {torch.__version__}.\n", markup=False)
+    for shape in demo():
+        out.print(f"[bold]M = {shape.m}, N = {shape.n}, K = {shape.k}[/bold] ({shape.source})")
+        first, second, layers, share, difference = _run("cuda", shape, torch.cuda.synchronize)
+        origin = ", ".join(f"{count} {name}" for name, count in layers.items()) or "everything was in memory"
+        out.print(f"  first call   {duration(first)} (kernels: {origin})")
+        out.print(f"  second call  {duration(second)}, nothing compiled, loaded or looked up on disk")
+        _print_check(out, share, difference)
+        row = measure(shape, "flush")
+        out.print(
+            f"  on the GPU   {row['us']:.1f} us, {row['tflops']:.0f} TFLOP/s, {row['gbps']:.0f} GB/s (flush mode)"
+        )
+        for name in ("tensorwise", "blockwise"):
+            if f"ratio_{name}" in row:
+                speed = f"{row[f'us_{name}']:.1f} us, we run at {row[f'ratio_{name}']:.2f} of its speed"
+                out.print(f"  cuBLASLt     {name}: {speed}")
+            else:
+                out.print(f"  cuBLASLt     {name}: not possible here ({row[f'refused_{name}']})", markup=False)
+        out.print("")
+    _print_kernels(out)
+    out.print("\nThis was the GPU: kernels compiled, run, checked against the exact product, and timed.")
+
+
+def _without_gpu(out: Console) -> None:
+    out.print(f"There is no GPU here, so nothing is timed. The kernels are compiled for {ARCH} all the same:\n")
+    _print_kernels(out)
+    out.print("\nThe same call on CPU tensors runs the reference implementation:\n")
+    for m in CPU_M:
+        shape = GemmShape(m, demo()[0].n, demo()[0].k)
+        out.print(f"[bold]M = {shape.m}, N = {shape.n}, K = {shape.k}[/bold]")
+        first, second, _, share, difference = _run("cpu", shape, lambda: None)
+        out.print(f"  first call   {duration(first)}, second call {duration(second)} (reference on the CPU)")
+        _print_check(out, share, difference)
+    out.print("\nThis was the CPU: the kernels were compiled and not run, and the reference was run and checked.")
+
+
+def _run(device: str, shape: GemmShape, wait: Callable[[], Any]) -> tuple[float, float, dict[str, int], float, float]:
+    """Call `fp8_gemm_nt` twice and check it. Times in microseconds, from call to finished result."""
+    import torch
+
+    import deep_gemm
+    from deep_gemm.jit.builder import default_builder
+    from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
+
+    a, b, x, y = random_operands(shape.m, shape.n, shape.k, device)
+    a = (a[0], deep_gemm.get_mn_major_tma_aligned_tensor(a[1]))
+    d = torch.full((shape.m, shape.n), float("nan"), dtype=torch.bfloat16, device=device)
+    before = default_builder().stats
+    times = []
+    for _ in range(2):
+        wait()
+        start = time.perf_counter()
+        deep_gemm.fp8_gemm_nt(a, b, d)
+        wait()
+        times.append((time.perf_counter() - start) * 1e6)
+    after = default_builder().stats
+    layers = {name: int(after[name] - before[name]) for name in ("compiled", "disk")}
+    share = assert_close_to_exact(d, *a, *b)
+    difference = float(calc_diff(d, x.float() @ y.float().t()))
+    return times[0], times[1], {name: count for name, count in layers.items() if count}, share, difference
+
+
+def _print_check(out: Console, share: float, difference: float) -> None:
+    if not difference < 1e-3:
+        raise click.ClickException(f"the result differs from the unquantised product by {difference:.1e}")
+    out.print(
+        f"  checked      every element within bounds of the exact product (largest error {share:.0%} of its bound)"
+    )
+    out.print(f"               calc_diff to the unquantised product {difference:.1e} (below 1e-3)")
+
+
+def _print_kernels(out: Console) -> None:
+    """Build the kernels of the demo's shapes, which after a run are there already, and show what they use."""
+    from deep_gemm import engine, kernels
+    from deep_gemm.precompile import choose
+
+    rows, built = [], []
+    for params, shapes in choose(demo(), ARCH).kernels.items():
+        binary = engine.build(params)
+        built.append((params, binary))
+        rows.append(_kernel_row(params, binary, shapes, kernels.get(params.kernel).shared_bytes(params)))
+    columns = ["kernel", "for M", "registers", "shared", "spills", "compile", "from"]
+    out.print(table("kernels", columns, rows))
+    stored = {str(Path(binary.source_path).parent.parent) for _, binary in built if binary.source_path}
+    for path in sorted(stored):
+        out.print(f"stored under {path}", markup=False)
+    if not stored:
+        out.print("stored nowhere: the cache cannot be written (see `deep-gemm doctor`), so they live in memory only")
+    start = time.perf_counter()
+    for params, _ in built:
+        engine.build(params)
+    again = (time.perf_counter() - start) / len(built) * 1e6
+    out.print(f"asked for again, each is there in {duration(again)}: nothing is compiled twice")
+
+
+def _kernel_row(params: KernelParams, binary: Binary, shapes: tuple[GemmShape, ...], shared: int) -> list[Any]:
+    resources = binary.resources
+    spills = resources.spill_stores + resources.spill_loads
+    asked = ", ".join(str(shape.m) for shape in shapes) or "any"
+    took = duration(binary.seconds["compile"] * 1e6)
+    return [binary.name, asked, resources.registers, size(shared), spills, took, binary.layer]

@@ -1,0 +1,110 @@
+"""`deep-gemm inspect`: what would run for a shape, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+
+from deep_gemm import arch as archs
+from deep_gemm import engine, kernels, select
+from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.params import GemmConfig, GemmProblem
+from deep_gemm.workload import GemmShape, parse_shape
+
+
+@click.command("inspect")
+@click.argument("shape", metavar="MxNxK")
+@click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
+@click.option("--num-sms", type=click.IntRange(1), help="SMs that the call may use. [all]")
+@click.option("--top", default=8, show_default=True, type=click.IntRange(1), help="How many configs to list.")
+@click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(shape: str, arch: str, num_sms: int | None, top: int, with_sass: bool, as_json: bool) -> None:
+    """Show the problem, the configs with the model's estimates, and the kernel: source, registers, shared memory, SASS.
+
+    The best config is compiled if it is not in the cache. Nothing runs, so no GPU is needed.
+    """
+    found = parse_shape(shape)
+    if len(found) != 1:
+        raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
+    report = examine(found[0], arch, num_sms, top, with_sass)
+    if as_json:
+        click.echo(json.dumps(report, indent=2, default=str))
+    else:
+        _print(report)
+
+
+def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
+    """All that inspect says, as plain data."""
+    spec = archs.get(arch)
+    problem = GemmProblem(m=shape.m, n=shape.n, k=shape.k, num_sms=num_sms or spec.num_sms)
+    ranked = select.rank(problem, spec)
+    params = engine.kernel_params(problem, ranked[0].config, spec)
+    binary = engine.build(params)
+    configs = [
+        {"config": dataclasses.asdict(choice.config), "estimate": dataclasses.asdict(choice.estimate)}
+        for choice in ranked[:top]
+    ]
+    for entry, choice in zip(configs, ranked, strict=False):
+        entry["config"]["name"] = describe(choice.config)
+        entry["estimate"]["bound"] = choice.estimate.bound
+    report: dict[str, Any] = {
+        "problem": dataclasses.asdict(problem),
+        "legal_configs": len(ranked),
+        "configs": configs,
+        "params": params.to_json(),
+        "kernel": binary.name,
+        "key": binary.key,
+        "compiler": binary.compiler,
+        "from": binary.layer,
+        "seconds": dict(binary.seconds),
+        "source": binary.source_path,
+        "cubin_bytes": len(binary.cubin),
+        "shared_bytes": kernels.get(params.kernel).shared_bytes(params),
+        "resources": binary.resources.to_json(),
+    }
+    if with_sass:
+        from deep_gemm.jit.sass import sass
+
+        report["sass"] = sass(binary.cubin)
+    return report
+
+
+def describe(config: GemmConfig) -> str:
+    """A config in a few letters: tile, stages, consumers, cluster, CTAs an SM."""
+    text = f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_consumers}"
+    text += f" c{config.cluster_m}x{config.cluster_n}"
+    return text + (f" r{config.ctas_per_sm}" if config.ctas_per_sm > 1 else "")
+
+
+def _print(report: dict[str, Any]) -> None:
+    out = console()
+    out.print("problem    " + ", ".join(f"{k} {v}" for k, v in report["problem"].items() if v != ""), markup=False)
+    terms = [name for name in report["configs"][0]["estimate"] if name not in ("total_us", "bound")]
+    rows = []
+    for entry in report["configs"]:
+        estimate = entry["estimate"]
+        cells = [_cell(estimate[name]) for name in terms]
+        rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
+    title = f"best of {report['legal_configs']} legal configs, by the model (us)"
+    out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound by", *terms], rows))
+    resources = report["resources"]
+    out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}", markup=False)
+    took = duration(report["seconds"]["compile"] * 1e6)
+    out.print(f"compiler   {report['compiler']}, {took}, cubin {size(report['cubin_bytes'])}", markup=False)
+    out.print(f"source     {report['source'] or 'not stored: the cache cannot be written'}", markup=False)
+    out.print(
+        f"resources  {resources['registers']} registers a thread, {size(report['shared_bytes'])} shared memory, spills "
+        f"{resources['spill_stores']} + {resources['spill_loads']} bytes, stack {resources['stack']} bytes"
+    )
+    for warning in resources["warnings"]:
+        out.print(f"warning    {warning}", markup=False)
+    if "sass" in report:
+        out.print(report["sass"], markup=False)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

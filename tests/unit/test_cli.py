@@ -1,0 +1,207 @@
+"""Every command, through click's runner; one subprocess, for `python -m`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from deep_gemm import cli, engine
+from deep_gemm.cli.app import COMMANDS, app
+from deep_gemm.errors import CompileError, DeepGemmError
+
+
+def run(*arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(app, list(arguments), **options)
+
+
+def test_help_lists_every_command_and_each_has_its_own() -> None:
+    text = run("--help").output
+    for name in COMMANDS:
+        assert name in text
+        result = run(name, "--help")
+        assert result.exit_code == 0, result.output
+        assert "Usage:" in result.output
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    assert run("dance").exit_code == 2
+
+
+def test_python_dash_m() -> None:
+    result = subprocess.run([sys.executable, "-m", "deep_gemm", "--version"], capture_output=True, text=True, cwd="/")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("deep-gemm, version 0.")
+
+
+def test_without_the_cli_extra_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "pip install 'deep-gemm-jit[cli]'" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_one_line_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command("doctor")
+    def command() -> None:
+        raise DeepGemmError("the reason")
+
+    import deep_gemm.cli.doctor as module
+
+    monkeypatch.setattr(module, "command", command)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert result.output == "Error: the reason\n"
+
+
+def test_doctor() -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code in (0, 1), result.output
+    report = json.loads(result.output)
+    assert {"package", "gpus", "compilers", "headers", "cache", "settings", "problems", "notes"} <= set(report)
+    assert (result.exit_code == 1) == bool(report["problems"])
+    assert report["headers"]["files"] > 0
+    assert sum(compiler["chosen"] for compiler in report["compilers"]) <= 1
+    text = run("doctor").output
+    assert report["headers"]["path"] in text
+    assert report["cache"]["root"] in text
+
+
+def test_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "deep_gemm").mkdir()
+    (tmp_path / "deep_gemm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "perhaps")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert f"Another deep_gemm is on the path: {(tmp_path / 'deep_gemm').resolve()}" in result.output
+    assert "DG_JIT_USE_NVRTC" in result.output
+
+
+def test_cache_info_and_clear(cache_dir: Path) -> None:
+    report = json.loads(run("cache", "info", "--json").output)
+    assert report["root"] == str(cache_dir)
+    assert report["entries"] == 0
+    assert "holds no kernels" in run("cache", "clear", "--yes").output
+
+    from deep_gemm.jit.cache.disk import DiskCache
+    from deep_gemm.jit.cache.entry import Address
+
+    address, disk = Address("sm_90a", "13.0", "any", "some_kernel", "0" * 64), DiskCache(cache_dir)
+    disk.reserve(address, "source")
+    disk.put(address, b"cubin", {})
+    assert "1 kernels" in run("cache", "info").output
+    assert run("cache", "clear", input="n\n").exit_code == 1
+    assert disk.get(address) is not None
+    assert "1 kernels deleted" in run("cache", "clear", "--yes").output
+    assert disk.get(address) is None
+
+
+def test_precompile_refuses_what_it_cannot_read() -> None:
+    assert run("precompile").exit_code == 2
+    result = run("precompile", "--shape", "7x")
+    assert result.exit_code == 1
+    assert "MxNxK" in result.output
+    assert run("precompile", "--shape", "8x128x128", "--arch", "sm_12").exit_code == 1
+
+
+def test_precompile_exits_with_one_when_a_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(params: Any) -> Any:
+        raise CompileError("that did not compile", log="error: line 7")
+
+    monkeypatch.setattr(engine, "build", build)
+    result = run("precompile", "--shape", "64x576x7168", "--jobs", "1")
+    assert result.exit_code == 1
+    assert "that did not compile" in result.output
+    assert "error: line 7" in result.output
+    assert "0 kernels compiled" in result.output
+
+
+def test_bench_without_a_gpu_says_so() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = run("bench", "--mode", "flush")
+    assert result.exit_code == 1
+    assert "time kernels on a GPU" in result.output
+
+
+def rows(path: Path) -> Path:
+    from deep_gemm.benchmarks.run import append
+
+    for m, ratio in ((64, 0.5), (128, 0.9), (4096, 2.0)):
+        row = {"mode": "flush", "m": m, "n": 576, "k": 7168, "us": 10.0, "tflops": 1.0, "gbps": 1.0}
+        append(path, row | {"ratio_tensorwise": ratio, "device": "GPU X", "date": "2026-01-02"})
+    return path
+
+
+def test_bench_sums_up_recorded_rows(tmp_path: Path) -> None:
+    result = run("bench", "--from", str(rows(tmp_path / "rows.jsonl")))
+    assert result.exit_code == 0, result.output
+    assert "M <= 64" in result.output
+    assert "64 x 576 x 7168" in result.output
+
+
+def test_bench_draws_a_chart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = rows(tmp_path / "rows.jsonl")
+    result = run("bench", "--from", str(path), "--chart", str(tmp_path / "chart.png"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "chart-flush.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.compile
+def test_inspect(cache_dir: Path) -> None:
+    result = run("inspect", "64x576x7168", "--json", "--top", "3")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report["problem"]["m"] == 64
+    assert len(report["configs"]) == 3
+    totals = [entry["estimate"]["total_us"] for entry in report["configs"]]
+    assert totals == sorted(totals)
+    assert Path(report["source"]).read_text()
+    text = run("inspect", "64x576x7168").output
+    assert report["kernel"] in text
+    assert "from: memory" in text or "from: disk" in text
+    assert run("inspect", "576x7168").exit_code == 2
+
+
+@pytest.mark.compile
+def test_precompile_then_ready(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deep_gemm.jit import builder
+
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    first = run("precompile", "--shape", "64x576x7168")
+    assert first.exit_code == 0, first.output
+    assert "0 failed" in first.output
+    assert " 0 kernels compiled" not in first.output
+    # Another process finds them on disk: a builder without this one's memory.
+    monkeypatch.setattr(builder, "default_builder", builder.Builder)
+    monkeypatch.setattr(engine, "default_builder", builder.Builder, raising=False)
+    second = run("precompile", "--shape", "64x576x7168")
+    assert " 0 kernels compiled" in second.output
+    assert "disk" in second.output
+
+
+@pytest.mark.compile
+def test_demo_runs_and_says_what_it_did(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from deep_gemm.cli import demo
+
+    monkeypatch.setattr(demo, "CPU_M", (4,))
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    assert str(cache_dir) in result.output
+    assert "every element within bounds" in result.output
+    assert ("This was the GPU" if torch.cuda.is_available() else "This was the CPU") in result.output
