@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
         "deep_gemm.quantisation",
         "deep_gemm.reference",
         "deep_gemm.testing",
+        "deep_gemm.unsupported",
         "deep_gemm.utils",
         "deep_gemm.validate",
     ),

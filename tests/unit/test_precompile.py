@@ -11,7 +11,7 @@ import pytest
 
 from deep_gemm import engine, precompile, workload
 from deep_gemm.errors import CompileError, InvalidInputError
-from deep_gemm.workload import GemmShape, Layer
+from deep_gemm.workload import GemmShape
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,

@@ -1,4 +1,4 @@
-"""The README and the packaging say what is true: the example runs, generated parts are fresh, commands and lists agree."""
+"""The README and the packaging say what is true: the example runs, generated parts are fresh, lists agree."""
 
 from __future__ import annotations
 
