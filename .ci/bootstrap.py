@@ -119,7 +119,7 @@ def install_project(python: Path, mode: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--venv", type=lambda text: Path(text).absolute(), default=ROOT / ".venv")
     parser.add_argument("--mode", choices=("editable", "wheel"), default="editable")
     parser.add_argument("--lint", action="store_true", help="also install the linter and the type checker")
     options = parser.parse_args()
