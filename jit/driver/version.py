@@ -1,4 +1,4 @@
-"""The driver's version, asked without initialising CUDA and without importing cuda.bindings."""
+"""The driver's library and its version, asked without initialising CUDA and without importing cuda.bindings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import functools
 
 
 @functools.lru_cache(maxsize=1)
+def driver_library() -> ctypes.CDLL | None:
+    """libcuda, or None where no driver is installed. Loading it initialises nothing."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
 def driver_version() -> int | None:
     """1000 * major + 10 * minor of the CUDA version that the driver supports (13000), or None without a driver."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int()
-        status = library.cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
+    library = driver_library()
+    if library is None:
         return None
+    version = ctypes.c_int()
+    status = library.cuDriverGetVersion(ctypes.byref(version))
     # The stub library that toolkits carry for linking answers with an error.
     return version.value if status == 0 and version.value > 0 else None
 

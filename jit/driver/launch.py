@@ -1,0 +1,138 @@
+"""A launch, prepared once and called many times."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.driver import api
+from deep_gemm.jit.driver.module import Function, primary_context
+from deep_gemm.jit.driver.tensor_map import ALIGNMENT, SIZE
+
+# An encoded tensor map, or ("ptr" | "i32" | "u32" | "i64" | "f32", value).
+Arg: TypeAlias = bytes | tuple[str, int | float]
+
+_CODES = {"ptr": "=Q", "i32": "=i", "u32": "=I", "i64": "=q", "f32": "=f"}
+_FORMATS = {name: struct.Struct(code) for name, code in _CODES.items()}
+# What a launch reports on a thread that has no context yet, or the context of another device.
+_CONTEXT_ERRORS = (201, 400)
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """Grid and cluster in blocks, `block` in threads, `dynamic_shared` in bytes; `pdl` lets the kernel start before
+    its predecessor has finished, for kernels that wait for it themselves."""
+
+    grid: tuple[int, int, int]
+    block: int
+    dynamic_shared: int
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in (*self.grid, *self.cluster, self.block)) or self.dynamic_shared < 0:
+            raise InvalidInputError(f"A launch needs positive sizes, but it has {self}.")
+        if any(size % part for size, part in zip(self.grid, self.cluster, strict=True)):
+            raise InvalidInputError(f"The grid {self.grid} must be a multiple of the cluster {self.cluster}.")
+
+
+class Launch:
+    """A launch record: arguments, shape and stream, packed once and never changed, so that any number of threads may
+    call it at once.
+
+    `args` are the kernel's parameters in order. `call` is the launch itself without our error handling; it returns a
+    tuple whose first item is the CUresult.
+    """
+
+    __slots__ = ("_block", "_config", "_pointers", "call", "function", "shape", "stream")
+
+    def __init__(self, function: Function, shape: LaunchShape, stream: int, args: Sequence[Arg]) -> None:
+        self.function = function
+        self.shape = shape
+        self.stream = stream
+        self._block, self._pointers = _pack(args)
+        self._config = _config(shape, stream)
+        # An integer is taken as the address of the array of parameter pointers; `self` keeps all of it alive.
+        parameters = ctypes.addressof(self._pointers)
+        self.call = functools.partial(api.cuda().cuLaunchKernelEx, self._config, function.handle, parameters, 0)
+
+    def __call__(self) -> None:
+        """Launch. Raises DriverError."""
+        status = self.call()[0]
+        if status:
+            self._recover(int(status))
+
+    def _recover(self, status: int) -> None:
+        if status in _CONTEXT_ERRORS:
+            with primary_context(self.function.device):
+                status = int(self.call()[0])
+        api.check(status, "cuLaunchKernelEx", f"{self.function.symbol} with {self.shape}")
+
+
+def _pack(args: Sequence[Arg]) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_void_p]]:
+    """The values, each at its natural alignment (tensor maps at 64 bytes), and the array of pointers to them."""
+    offsets = []
+    end = 0
+    for argument in args:
+        size, alignment = _measure(argument)
+        start = -(-end // alignment) * alignment
+        offsets.append(start)
+        end = start + size
+    block = ctypes.create_string_buffer(end + ALIGNMENT)
+    base = ctypes.addressof(block)
+    shift = -base % ALIGNMENT
+    for argument, offset in zip(args, offsets, strict=True):
+        at = shift + offset
+        if isinstance(argument, bytes):
+            ctypes.memmove(base + at, argument, SIZE)
+        else:
+            try:
+                _FORMATS[argument[0]].pack_into(block, at, argument[1])
+            except struct.error as error:
+                raise InvalidInputError(f"The kernel argument {argument} does not fit its type: {error}.") from error
+    pointers = (ctypes.c_void_p * max(len(args), 1))(*[base + shift + offset for offset in offsets])
+    return block, pointers
+
+
+def _measure(argument: Arg) -> tuple[int, int]:
+    if isinstance(argument, bytes):
+        if len(argument) != SIZE:
+            raise InvalidInputError(f"A tensor map has {SIZE} bytes, but this argument has {len(argument)}.")
+        return SIZE, ALIGNMENT
+    if argument[0] not in _FORMATS:
+        raise InvalidInputError(f"A kernel argument is one of {', '.join(_FORMATS)}, but this is {argument!r}.")
+    size = _FORMATS[argument[0]].size
+    return size, size
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(shape: LaunchShape, stream: int) -> Any:
+    # Shared by the records of one shape and stream, which differ in their pointers: nobody changes it, and building it
+    # takes most of the time of a new record.
+    driver = api.cuda()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.block, 1, 1
+    config.sharedMemBytes = shape.dynamic_shared
+    config.hStream = driver.CUstream(stream)
+    attributes = []
+    if shape.cluster != (1, 1, 1):
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        value = attribute.value.clusterDim
+        value.x, value.y, value.z = shape.cluster
+        attributes.append(attribute)
+    if shape.pdl:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    # cuda.bindings copies them into an array that the config owns.
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config

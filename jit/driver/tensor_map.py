@@ -1,0 +1,107 @@
+"""TMA descriptors: what a tensor is to the copy engine, in 128 opaque bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.driver import api
+
+# Values of the driver's enumerations CUtensorMapDataType, ...Swizzle and ...L2promotion, and bytes of an element.
+_DTYPES = {"u8": (0, 1), "f32": (7, 4), "bf16": (9, 2)}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+_NO_INTERLEAVE = 0
+_ZERO_FILL = 0
+
+SIZE = 128
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """A tiled tensor map, all but its address.
+
+    `dims` (elements), innermost first; `strides` (bytes) of all dimensions but the innermost; `box` (elements), the
+    tile that one copy moves; `swizzle` and `l2_promotion` in bytes. Elements outside of the tensor read as zero and are
+    not written. Raises InvalidInputError for what the hardware cannot address, naming the field.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+    l2_promotion: int = 128
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise InvalidInputError(f"Tensor map: {problem}.")
+
+    def encode(self, address: int) -> bytes:
+        """The descriptor for a tensor at `address` (bytes, a multiple of 16): 128 bytes, remembered by both."""
+        return _encode(self, address)
+
+    def _problem(self) -> str:
+        rank = len(self.dims)
+        if self.dtype not in _DTYPES:
+            return f"dtype must be one of {', '.join(_DTYPES)}, but it is {self.dtype!r}"
+        if not 1 <= rank <= 5:
+            return f"dims must have 1 to 5 entries, but it is {self.dims}"
+        if len(self.strides) != rank - 1 or len(self.box) != rank:
+            return f"{rank} dims need {rank - 1} strides and {rank} box sizes, not {self.strides} and {self.box}"
+        if any(not 1 <= size <= 1 << 32 for size in self.dims):
+            return f"dims must be in 1 .. 2**32, but they are {self.dims}"
+        if any(stride % 16 or not 0 < stride < 1 << 40 for stride in self.strides):
+            return f"strides must be multiples of 16 bytes below 2**40, but they are {self.strides}"
+        if any(not 1 <= size <= 256 for size in self.box):
+            return f"box sizes must be in 1 .. 256, but they are {self.box}"
+        if self.swizzle not in _SWIZZLES or self.l2_promotion not in _L2_PROMOTIONS:
+            return (
+                f"swizzle must be in {tuple(_SWIZZLES)} and l2_promotion in {tuple(_L2_PROMOTIONS)}, "
+                f"but they are {self.swizzle} and {self.l2_promotion}"
+            )
+        inner = self.box[0] * _DTYPES[self.dtype][1]
+        if inner % 16:
+            return f"the innermost box must be a multiple of 16 bytes, but it is {inner}"
+        if self.swizzle and inner > self.swizzle:
+            return f"the innermost box must be at most the swizzle's {self.swizzle} bytes, but it is {inner}"
+        return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(spec: TensorMapSpec, address: int) -> bytes:
+    if address <= 0 or address % 16:
+        raise InvalidInputError(f"Tensor map: the address must be a multiple of 16 bytes, but it is {address:#x}.")
+    api.initialise()
+    rank = len(spec.dims)
+    # Through ctypes: cuda.bindings keeps its CUtensorMap at an address that is not a multiple of 64, which the driver
+    # requires (NVIDIA/cuda-python pull request 1692).
+    buffer = ctypes.create_string_buffer(SIZE + ALIGNMENT)
+    target = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
+    u32s, u64s, strides = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank, ctypes.c_uint64 * max(rank - 1, 1)
+    status = api.library_function("cuTensorMapEncodeTiled")(
+        ctypes.c_void_p(target),
+        ctypes.c_int(_DTYPES[spec.dtype][0]),
+        ctypes.c_uint32(rank),
+        ctypes.c_void_p(address),
+        u64s(*spec.dims),
+        strides(*spec.strides),
+        u32s(*spec.box),
+        u32s(*[1] * rank),
+        ctypes.c_int(_NO_INTERLEAVE),
+        ctypes.c_int(_SWIZZLES[spec.swizzle]),
+        ctypes.c_int(_L2_PROMOTIONS[spec.l2_promotion]),
+        ctypes.c_int(_ZERO_FILL),
+    )
+    api.check(int(status), "cuTensorMapEncodeTiled", f"{spec} at {address:#x}")
+    return ctypes.string_at(target, SIZE)
+
+
+def box_bytes(spec: TensorMapSpec) -> int:
+    """What one copy of a full box moves, and what its barrier is told to expect."""
+    return math.prod(spec.box) * _DTYPES[spec.dtype][1]
