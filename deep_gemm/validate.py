@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.params import SCALE_BLOCK, ceil_div
+from deep_gemm.params import SCALE_BLOCK, align, ceil_div
 
 TMA_BYTES = 16
 """The Tensor Memory Accelerator wants base addresses and row strides that are multiples of this many bytes."""
@@ -98,11 +98,6 @@ def fp8_gemm(
         )
     if n == 0:
         raise InvalidInputError(f"b must have at least one row (N >= 1), but it is {_shape(b)}.")
-    if k % TMA_BYTES:
-        raise InvalidInputError(
-            f"K must be a multiple of {TMA_BYTES}, because rows of FP8 are read in pieces of {TMA_BYTES} bytes, but it "
-            f"is {k}. Pad a and b with zero columns up to K = {k + -k % TMA_BYTES}."
-        )
     _check_scales("a", sfa, (m, ceil_div(k, SCALE_BLOCK)), f"one per row per {SCALE_BLOCK} of K")
     _check_scales(
         "b",
@@ -243,6 +238,11 @@ def _check_operand(name: str, x: Tensor) -> tuple[int, int]:
     if x.dtype != torch.float8_e4m3fn:
         raise InvalidInputError(f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}.")
     _check_sizes(name, x)
+    if k % TMA_BYTES:
+        raise InvalidInputError(
+            f"K must be a multiple of {TMA_BYTES}, because rows of FP8 are read in pieces of {TMA_BYTES} bytes, but "
+            f"{name} is {_shape(x)}. Pad a and b with zero columns up to K = {align(k, TMA_BYTES)}."
+        )
     if rows == 0 or k == 0:
         return rows, k
     if k > 1 and x.stride(1) != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -151,6 +152,8 @@ def _time_of(name: str, seen: list[tuple[str, float]], num_tests: int, several: 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Send what is written to stdout and stderr, by C++ code too, nowhere."""
+    for text in (sys.stdout, sys.stderr):
+        text.flush()  # what was printed before must not go out late, and so nowhere
     saved = [os.dup(stream) for stream in (1, 2)]
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -158,6 +161,8 @@ def _silence() -> Iterator[None]:
                 os.dup2(nowhere.fileno(), stream)
         yield
     finally:
+        for text in (sys.stdout, sys.stderr):
+            text.flush()
         for stream, original in zip((1, 2), saved, strict=True):
             os.dup2(original, stream)
             os.close(original)

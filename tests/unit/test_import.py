@@ -1,0 +1,129 @@
+"""Importing is light, complete, and leaves the machine alone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deep_gemm
+from deep_gemm import UnsupportedError
+from deep_gemm.settings import child_environment
+
+# What callers written for this interface import on Hopper, for what this version has.
+NAMES = [
+    *("fp8_gemm_nt", "fp8_gemm_nn", "fp8_gemm_tn", "fp8_gemm_tt"),
+    *("fp8_fp4_gemm_nt", "fp8_fp4_gemm_nn", "fp8_fp4_gemm_tn", "fp8_fp4_gemm_tt"),
+    *("transform_sf_into_required_layout", "get_mn_major_tma_aligned_tensor", "get_tma_aligned_size"),
+    *("ceil_div", "align", "per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"),
+    *("per_custom_dims_cast_to_fp8", "get_m_alignment_for_contiguous_layout", "get_k_alignment_for_contiguous_layout"),
+    *("get_mk_alignment_for_contiguous_layout", "set_mk_alignment_for_contiguous_layout"),
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+    *("get_num_sms", "set_num_sms", "get_tc_util", "set_tc_util", "get_pdl", "set_pdl"),
+    *("set_ignore_compile_dims", "set_block_size_multiple_of"),
+    *("fp8_fp4_mega_moe", "get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"),
+    *("InvalidInputError", "UnsupportedError", "settings", "debug_info", "testing", "utils", "__version__"),
+]
+
+
+def child(code: str, *options: str, **environment: str) -> str:
+    env = child_environment("HOME", "CUDA_HOME", "CUDA_PATH") | environment
+    done = subprocess.run([sys.executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names(name: str) -> None:
+    assert hasattr(deep_gemm, name)
+
+
+def test_all_is_sorted_and_true() -> None:
+    assert deep_gemm.__all__ == sorted(deep_gemm.__all__)
+    assert all(hasattr(deep_gemm, name) for name in deep_gemm.__all__)
+
+
+def test_the_old_places_lead_to_the_same_functions() -> None:
+    from deep_gemm.testing import bench, bench_kineto, calc_diff, count_bytes, get_arch_major
+    from deep_gemm.utils import align, ceil_div, per_block_cast_to_fp8, per_token_cast_to_fp8
+    from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor, get_tma_aligned_size
+    from deep_gemm.utils.math import per_channel_cast_to_fp8, per_custom_dims_cast_to_fp8
+
+    assert all(callable(f) for f in (bench, bench_kineto, calc_diff, count_bytes, get_arch_major))
+    assert align is deep_gemm.align
+    assert ceil_div is deep_gemm.ceil_div
+    assert per_block_cast_to_fp8 is deep_gemm.per_block_cast_to_fp8
+    assert per_token_cast_to_fp8 is deep_gemm.per_token_cast_to_fp8
+    assert per_channel_cast_to_fp8 is deep_gemm.per_channel_cast_to_fp8
+    assert per_custom_dims_cast_to_fp8 is deep_gemm.per_custom_dims_cast_to_fp8
+    assert get_mn_major_tma_aligned_tensor is deep_gemm.get_mn_major_tma_aligned_tensor
+    assert get_tma_aligned_size is deep_gemm.get_tma_aligned_size
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert deep_gemm.__version__ == importlib.metadata.version("deep-gemm-jit")
+
+
+@pytest.mark.parametrize("name", ["fp8_fp4_mega_moe", "get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"])
+def test_names_without_an_implementation_say_so(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name} is not implemented"):
+        getattr(deep_gemm, name)(1, 2, three=3)
+
+
+def test_importing_is_light() -> None:
+    code = """
+import torch, sys, time
+before = set(sys.modules)
+start = time.perf_counter()
+import deep_gemm
+seconds = time.perf_counter() - start
+heavy = {"jinja2", "cuda", "platformdirs", "filelock", "click", "rich", "matplotlib", "yaml", "triton", "pytest"}
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not new & heavy, new & heavy
+assert not torch.cuda.is_initialized()
+print(seconds)
+"""
+    best = min(float(child(code)) for _ in range(3))
+    assert best < 0.15, f"importing took {best:.3f} s on top of torch"
+
+
+def test_importing_touches_no_environment_disk_or_process(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, torch
+
+class Watched(dict):
+    def __getitem__(self, key): raise AssertionError("read of " + repr(key))
+    get = __contains__ = __getitem__
+
+def hook(event, args):
+    if event == "open" and isinstance(args[0], str) and not args[0].endswith((".py", ".pyc")):
+        # Looking into directories on the path for modules is what an import is.
+        raise AssertionError(f"opened {{args[0]}}")
+    if event.startswith(("subprocess", "os.exec", "os.posix_spawn", "os.mkdir", "os.remove", "ctypes.dlopen")):
+        raise AssertionError(f"{{event}} {{args}}")
+
+sys.dont_write_bytecode = True
+sys.addaudithook(hook)
+environ, os.environ = os.environ, Watched()
+import deep_gemm
+os.environ = environ
+assert os.listdir({str(tmp_path)!r}) == []
+"""
+    child(code, HOME=str(tmp_path))
+
+
+def test_a_process_may_fork_after_importing() -> None:
+    code = """
+import os, torch, deep_gemm
+pid = os.fork()
+if pid == 0:
+    a, b = torch.ones(4, 128), torch.ones(128, 128)
+    d = torch.zeros(4, 128, dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt(deep_gemm.per_token_cast_to_fp8(a, False), deep_gemm.per_block_cast_to_fp8(b, False), d)
+    os._exit(0 if bool((d == 128).all()) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+    child(code)

@@ -1,0 +1,159 @@
+"""Layouts of scales, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_gemm import InvalidInputError, UnsupportedError
+from deep_gemm.layout import (
+    get_mn_major_tma_aligned_tensor,
+    get_tma_aligned_size,
+    transform_sf_into_required_layout,
+)
+from deep_gemm.params import align
+from deep_gemm.testing import guarded
+from deep_gemm.validate import tma_ready_scales
+
+
+@pytest.mark.parametrize(
+    ("x", "size", "expected"), [(1, 4, 4), (4, 4, 4), (5, 4, 8), (0, 4, 0), (3, 1, 16), (9, 2, 16)]
+)
+def test_tma_aligned_size(x: int, size: int, expected: int) -> None:
+    assert get_tma_aligned_size(x, size) == expected
+
+
+@pytest.mark.parametrize("size", [0, 3, 32])
+def test_element_sizes_that_do_not_exist(size: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"element_size must be .* is {size}"):
+        get_tma_aligned_size(8, size)
+
+
+@settings(deadline=None)
+@given(mn=st.integers(0, 70), columns=st.integers(0, 9), groups=st.none() | st.integers(0, 4), transposed=st.booleans())
+def test_mn_major(mn: int, columns: int, groups: int | None, transposed: bool) -> None:
+    leading = () if groups is None else (groups,)
+    sf = torch.rand(*leading, columns, mn).mT if transposed else torch.rand(*leading, mn, columns)
+    out = get_mn_major_tma_aligned_tensor(sf)
+    aligned = align(mn, 4)
+    assert out.shape == sf.shape
+    assert torch.equal(out, sf)
+    assert out.stride() == ((1, aligned) if groups is None else (aligned * columns, 1, aligned))
+    assert out.dtype == torch.float32
+    if groups is None:
+        assert tma_ready_scales(out)
+    assert get_mn_major_tma_aligned_tensor(out) is out
+
+
+def test_a_slice_is_copied_because_its_columns_are_too_far_apart() -> None:
+    whole = get_mn_major_tma_aligned_tensor(torch.rand(40, 3))
+    part = get_mn_major_tma_aligned_tensor(whole[:13])
+    assert part.stride() == (1, 16)
+    assert torch.equal(part, whole[:13])
+
+
+def test_a_misaligned_tensor_is_copied() -> None:
+    sf = guarded((8, 3), torch.float32, "cpu", (1, 8), offset=4).tensor
+    sf.fill_(2.0)
+    out = get_mn_major_tma_aligned_tensor(sf)
+    assert out is not sf
+    assert out.data_ptr() % 16 == 0
+    assert torch.equal(out, sf)
+
+
+@pytest.mark.parametrize(
+    ("sf", "words"),
+    [
+        (torch.ones(4), "sf must have 2 or 3 dimensions, but it has 1"),
+        (torch.ones(4, 4, 4, 4), "has 4"),
+        (torch.ones(4, 4, dtype=torch.int32), "sf must be a torch.float32 tensor, but it is torch.int32"),
+        ([[1.0]], "but it is list"),
+    ],
+)
+def test_mistakes(sf: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        get_mn_major_tma_aligned_tensor(sf)
+
+
+@pytest.mark.parametrize("groups", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("recipe", "is_sfa"), [((1, 128, 128), True), ((1, 128), None), ((1, 1, 128), True), ((1, 1, 128), False)]
+)
+@pytest.mark.parametrize("disable_ue8m0_cast", [False, True])
+def test_scales_per_row_become_mn_major(
+    recipe: tuple[int, ...], is_sfa: bool | None, groups: int | None, disable_ue8m0_cast: bool
+) -> None:
+    leading = () if groups is None else (groups,)
+    sf = torch.rand(*leading, 50, 3)
+    out = transform_sf_into_required_layout(
+        sf, 50, 272, recipe, num_groups=groups, is_sfa=is_sfa, disable_ue8m0_cast=disable_ue8m0_cast
+    )
+    assert torch.equal(out, sf)
+    assert out.stride()[-2:] == (1, 52)
+
+
+@pytest.mark.parametrize("groups", [None, 1, 3])
+@pytest.mark.parametrize(("recipe", "is_sfa"), [((1, 128, 128), False), ((128, 128), None), ([1, 128, 128], False)])
+def test_scales_of_blocks_stay_as_they_are(recipe: Any, is_sfa: bool | None, groups: int | None) -> None:
+    leading = () if groups is None else (groups,)
+    sf = torch.rand(*leading, 2, 3)
+    assert transform_sf_into_required_layout(sf, 200, 272, recipe, groups, is_sfa) is sf
+
+
+def test_rows_of_padding_do_no_harm() -> None:
+    sf = torch.rand(50, 3)
+    out = transform_sf_into_required_layout(sf, 50, 384, (1, 128), psum_layout=torch.zeros(2, dtype=torch.int32))
+    assert torch.equal(out, sf)
+
+
+INVALID: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: transform_sf_into_required_layout(torch.ones(50, 3), 50, 272, (1, 128, 128)),
+        "is_sfa must be True or False",
+    ),
+    (
+        lambda: transform_sf_into_required_layout(torch.ones(50, 3), 50, 272, (1, 128), is_sfa=True),
+        "is_sfa must be left",
+    ),
+    (lambda: transform_sf_into_required_layout(torch.ones(50, 3), 50, 272, 128), "recipe must be 3 positive integers"),
+    (
+        lambda: transform_sf_into_required_layout(torch.ones(50, 3), 50, 272, (1, 0)),
+        "recipe must be 2 positive integers",
+    ),
+    (lambda: transform_sf_into_required_layout(torch.ones(50, 2), 50, 272, (1, 128)), r"shape \(50, 3\).*\(50, 2\)"),
+    (
+        lambda: transform_sf_into_required_layout(torch.ones(1, 50, 3), 50, 272, (1, 128)),
+        r"shape \(50, 3\).*\(1, 50, 3\)",
+    ),
+    (lambda: transform_sf_into_required_layout(torch.ones(50, 3), 50, 272, (1, 128), 1), r"shape \(1, 50, 3\)"),
+    (
+        lambda: transform_sf_into_required_layout(torch.ones(50, 3).half(), 50, 272, (1, 128)),
+        "float32, but it is .*float16",
+    ),
+    (lambda: transform_sf_into_required_layout(None, 50, 272, (1, 128)), "sf must be a torch.Tensor.*NoneType"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("index", range(len(INVALID)))
+def test_mistakes_in_a_transform(index: int) -> None:
+    call, words = INVALID[index]
+    with pytest.raises(InvalidInputError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("sf", "recipe", "words"),
+    [
+        (torch.ones(50, 1, dtype=torch.int32), (1, 128), "packed UE8M0"),
+        (torch.ones(50, 9), (1, 32), "1 x 32 are not supported"),
+        (torch.ones(1, 9), (64, 32), "64 x 32"),
+    ],
+)
+def test_what_hopper_cannot_use(sf: torch.Tensor, recipe: tuple[int, int], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        transform_sf_into_required_layout(sf, 50, 272, recipe)

@@ -1,0 +1,173 @@
+"""Casts to FP8: shapes, scales, and values that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_gemm import InvalidInputError
+from deep_gemm import quantisation as q
+from deep_gemm.params import ceil_div
+
+Cast = Callable[[torch.Tensor, bool, int], tuple[torch.Tensor, torch.Tensor]]
+
+CASTS: dict[str, tuple[Cast, Callable[[int], tuple[int, int]]]] = {
+    "token": (q.per_token_cast_to_fp8, lambda gran: (1, gran)),
+    "channel": (q.per_channel_cast_to_fp8, lambda gran: (gran, 1)),
+    "block": (q.per_block_cast_to_fp8, lambda gran: (gran, gran)),
+}
+
+
+def scale_of(block: torch.Tensor, use_ue8m0: bool) -> float:
+    """The rule, spelled out for one block."""
+    scale = max(float(block.abs().max()), 1e-4) / 448
+    return 2.0 ** torch.tensor(scale).log2().ceil().item() if use_ue8m0 else scale
+
+
+@pytest.mark.parametrize("name", CASTS)
+@settings(deadline=None)
+@given(
+    rows=st.integers(1, 150),
+    columns=st.integers(1, 150),
+    gran=st.sampled_from([32, 128]),
+    use_ue8m0=st.booleans(),
+    seed=st.integers(0, 99),
+    log_size=st.integers(-6, 6),
+)
+def test_every_block_has_its_own_scale(
+    name: str, rows: int, columns: int, gran: int, use_ue8m0: bool, seed: int, log_size: int
+) -> None:
+    cast, granularity = CASTS[name]
+    block = granularity(gran)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 10.0**log_size
+    y, sf = cast(x, use_ue8m0, gran)
+    assert y.dtype == torch.float8_e4m3fn
+    assert y.shape == x.shape
+    assert y.is_contiguous()
+    assert sf.dtype == torch.float32
+    assert sf.shape == (ceil_div(rows, block[0]), ceil_div(columns, block[1]))
+    for i in {0, sf.shape[0] - 1}:
+        for j in {0, sf.shape[1] - 1}:
+            part = x[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            assert float(sf[i, j]) == pytest.approx(scale_of(part, use_ue8m0), rel=1e-6)
+    # Half a unit in the last of E4M3's 3 bits; below 2^-6 the spacing is 2^-9.
+    error = (q.dequantise(y, sf, block) - x).abs()
+    full = q.dequantise(torch.ones_like(y), sf, block)
+    assert bool((error <= torch.maximum(x.abs() * 2.0**-4, full * 2.0**-10) * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_the_largest_value_becomes_448(name: str) -> None:
+    x = torch.randn(130, 260, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    y, _ = CASTS[name][0](x, False, 128)
+    assert float(y.float().abs().max()) == 448.0
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_power_of_two_scales_lose_nothing(name: str) -> None:
+    """Rounded up, never down: no value may pass 448."""
+    x = torch.randn(130, 260, generator=torch.Generator().manual_seed(1)) * 3
+    y, sf = CASTS[name][0](x, True, 128)
+    assert torch.equal(torch.frexp(sf)[0], torch.full_like(sf, 0.5))
+    assert float(y.float().abs().max()) <= 448
+    assert float(y.float().abs().max()) >= 224
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+def test_zeros(use_ue8m0: bool) -> None:
+    y, sf = q.per_token_cast_to_fp8(torch.zeros(3, 200), use_ue8m0)
+    assert not y.float().any()
+    assert bool((sf > 0).all())
+    assert float(sf[0, 0]) == pytest.approx(scale_of(torch.zeros(1), use_ue8m0), rel=1e-6)
+
+
+def test_no_rows() -> None:
+    y, sf = q.per_token_cast_to_fp8(torch.zeros(0, 256), False)
+    assert (y.shape, sf.shape) == ((0, 256), (0, 2))
+
+
+def test_infinity_and_nan_stay_in_their_block() -> None:
+    x = torch.ones(2, 256)
+    x[0, 3] = float("nan")
+    x[1, 200] = float("inf")
+    y, sf = q.per_token_cast_to_fp8(x, True)
+    values = q.dequantise(y, sf)
+    assert bool(values[0, 3].isnan())
+    assert bool((values[0, 128:] == 1).all())
+    assert bool((values[1, :128] == 1).all())
+    assert not bool(values[1, 200].isfinite())
+
+
+def test_no_gradient_flows() -> None:
+    y, sf = q.per_token_cast_to_fp8(torch.ones(2, 128, requires_grad=True), False)
+    assert not y.requires_grad
+    assert not sf.requires_grad
+
+
+@pytest.mark.parametrize("strided", [torch.ones(300, 64).t(), torch.ones(64, 600)[:, ::2]])
+def test_strided_input(strided: torch.Tensor) -> None:
+    y, sf = q.per_token_cast_to_fp8(strided, False)
+    assert torch.allclose(q.dequantise(y, sf), strided)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [((0,), (6,)), ((0, 1), (6, 5)), ((1, 2), (5, 4)), ((-1,), (4,)), ((), ()), ((0, 1, 2), (6, 5, 4))],
+)
+def test_custom_dims(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    x = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
+    y, sf = q.per_custom_dims_cast_to_fp8(x, dims, False)
+    assert y.shape == x.shape
+    assert sf.shape == shape
+    kept = {dim % 3 for dim in dims}
+    wide = sf.reshape([size if dim in kept else 1 for dim, size in enumerate(x.shape)])
+    assert torch.allclose(y.float() * wide, x, rtol=2**-4, atol=float(sf.max()) * 2**-9)
+    shared = tuple(dim for dim in range(3) if dim not in kept)
+    if shared:
+        assert torch.allclose(wide * 448, x.abs().amax(dim=shared, keepdim=True))
+
+
+def test_one_row_keeps_its_dimension() -> None:
+    _, sf = q.per_custom_dims_cast_to_fp8(torch.ones(1, 128), (0,), False)
+    assert sf.shape == (1,)
+
+
+@pytest.mark.parametrize("exponent", [-100, -1, 0, 1, 100])
+def test_powers_of_two_are_their_own_ceiling(exponent: int) -> None:
+    exact = torch.tensor(2.0**exponent)
+    above = torch.nextafter(exact, torch.tensor(float("inf")))
+    below = torch.nextafter(exact, torch.tensor(0.0))
+    assert float(q.ceil_to_ue8m0(exact)) == 2.0**exponent
+    assert float(q.ceil_to_ue8m0(above)) == 2.0 ** (exponent + 1)
+    assert float(q.ceil_to_ue8m0(below)) == 2.0**exponent
+
+
+def test_infinity_and_nan_have_no_ceiling() -> None:
+    out = q.ceil_to_ue8m0(torch.tensor([float("inf"), float("nan")]))
+    assert bool(out[0].isinf())
+    assert bool(out[1].isnan())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: q.per_token_cast_to_fp8(torch.ones(2, 2, 2), False), "x must have 2 dimensions, but it has 3"),
+        (lambda: q.per_block_cast_to_fp8(torch.ones(4), True), "x must have 2 dimensions, but it has 1"),
+        (lambda: q.per_token_cast_to_fp8(torch.ones(2, 2, dtype=torch.int32), False), "x must be a tensor of .*int32"),
+        (lambda: q.per_token_cast_to_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), False), "float8_e4m3fn"),
+        (lambda: q.per_token_cast_to_fp8([[1.0]], False), "x must be a tensor .* list"),
+        (lambda: q.per_channel_cast_to_fp8(torch.ones(2, 2), False, 0), "gran_k must be at least 1, but it is 0"),
+        (lambda: q.per_custom_dims_cast_to_fp8(torch.ones(2, 2), (2,), False), r"dims must name.*\(2,\)"),
+        (
+            lambda: q.dequantise(torch.ones(2, 256).to(torch.float8_e4m3fn), torch.ones(2, 3)),
+            r"shape \(2, 2\).*\(2, 3\)",
+        ),
+    ],
+)
+def test_mistakes(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        call()
