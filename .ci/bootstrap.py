@@ -56,11 +56,11 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def run(*command: str | Path) -> None:
-    """Run a command and end with its status, in words, if it fails."""
+def run(*command: str | Path, why: str) -> None:
+    """Run a command and, if it fails, say why it was needed and end with its status."""
     result = subprocess.run([str(part) for part in command], cwd=ROOT)
     if result.returncode:
-        print(f"bootstrap: this command failed with status {result.returncode}: {' '.join(map(str, command))}")
+        print(f"bootstrap: {' '.join(map(str, command))}\nbootstrap: failed with status {result.returncode}; {why}")
         sys.exit(result.returncode)
 
 
@@ -106,7 +106,7 @@ def install_project(python: Path, mode: str) -> None:
     """Install this project: editable, or as the wheel that users get."""
     pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
     if mode == "editable":
-        run(*pip, "-e", ROOT)
+        run(*pip, "-e", ROOT, why="the project could not be installed from its sources")
         return
     # From a copy: a build directory left in the tree would pack files that were deleted since.
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,7 +114,7 @@ def install_project(python: Path, mode: str) -> None:
             shutil.copytree(ROOT / name, Path(scratch, name), ignore=shutil.ignore_patterns("__pycache__", "results"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy2(ROOT / name, scratch)
-        run(*pip, "--force-reinstall", scratch)
+        run(*pip, "--force-reinstall", scratch, why="the project's wheel could not be built or installed")
 
 
 def main() -> None:
@@ -137,7 +137,8 @@ def main() -> None:
         else:
             constraint.write_text("" if has_gpu() else (ROOT / "constraints.txt").read_text())
         print(f"bootstrap: installing {', '.join(wanted)}", flush=True)
-        run(python, "-m", "pip", "install", "--quiet", "--constraint", constraint, *wanted)
+        pip = (python, "-m", "pip", "install", "--quiet", "--constraint", constraint)
+        run(*pip, *wanted, why="these packages are missing here, and pip's index did not give them")
     install_project(python, options.mode)
     origin = f"shares torch {torch} of {sys.executable}" if torch else "has its own torch"
     print(f"bootstrap: {options.venv} is ready ({options.mode} install, {origin})")

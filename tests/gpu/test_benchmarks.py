@@ -1,0 +1,42 @@
+"""The three timing modes on a real kernel: times that are possible, and cuBLASLt beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deep_gemm.benchmarks import backends, costs, run, timing
+from deep_gemm.workload import GemmShape
+
+SHAPE = GemmShape(64, 4096, 4096)
+
+
+@pytest.mark.parametrize("mode", ["flush", "graph"])
+def test_measure(mode: str) -> None:
+    row = run.measure(SHAPE, mode)
+    # No GPU reads 16 MiB of weights faster than 10 TB/s, and none needs a millisecond for it.
+    assert 1.0 < row["us"] < 1000.0
+    assert 0.1 < row["ratio_tensorwise"] < 10.0
+
+
+def test_steady() -> None:
+    operands = backends.make_operands(SHAPE, 4)
+    us = timing.steady({"ours": [backends.ours(x) for x in operands]}, seconds=0.2)
+    assert 1.0 < us["ours"] < 1000.0
+
+
+def test_blockwise_is_compared_before_it_is_timed() -> None:
+    x = backends.make_operands(GemmShape(128, 512, 1024), 1)[0]
+    assert backends.usable("blockwise", x) is None
+    x.sfb = x.sfb * 2
+    other = backends.blockwise(x)()
+    x.sfb = x.sfb / 2
+    backends.ours(x)()
+    assert not torch.allclose(other.float(), x.d.float(), rtol=0.1)
+
+
+def test_host_costs() -> None:
+    rows = {row["what"]: row["us"] for row in costs.host()}
+    ours = rows["fp8_gemm_nt, warm, scales ready"]
+    assert 0.5 < ours < 200.0
+    assert ours < rows["fp8_gemm_nt, warm, scales to transpose"]
