@@ -80,9 +80,11 @@ def parse_shape(text: str, ms: Sequence[int] = DEFAULT_M) -> list[GemmShape]:
     except ValueError:
         sizes = []
     if len(sizes) == 2:
-        return shapes([Layer("", *sizes)], ms)
+        n, k = sizes
+        return shapes([Layer("", n, k)], ms)
     if len(sizes) == 3:
-        return [GemmShape(*sizes)]
+        m, n, k = sizes
+        return [GemmShape(m, n, k)]
     raise InvalidInputError(f"A shape must look like MxNxK or NxK, such as 64x7168x2048, but it is {text!r}.")
 
 
