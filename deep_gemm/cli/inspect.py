@@ -67,7 +67,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
         "resources": binary.resources.to_json(),
     }
     if with_sass:
-        from deep_gemm.jit.sass import sass
+        from deep_gemm.jit.disassembler import sass
 
         report["sass"] = sass(binary.cubin)
     return report
