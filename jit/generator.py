@@ -110,10 +110,10 @@ def _to_cpp(value: object) -> object:
     )
 
 
-def _no_template(template: str, directory: Path | None, error: Exception) -> InvalidInputError:
+def _no_template(template: str, directory: Path | None, error: jinja2.TemplateNotFound) -> InvalidInputError:
     folder = directory or template_dir()
     have = ", ".join(sorted(path.name for path in folder.glob("*.jinja"))) or "none"
-    return InvalidInputError(f"There is no template {str(error) or template!r} in {folder}; the templates are: {have}.")
+    return InvalidInputError(f"There is no template {error.name or template!r} in {folder}; the templates are: {have}.")
 
 
 def _templates_root() -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from deep_gemm.jit.compilers.base import MIN_VERSION, Compiler
 from deep_gemm.jit.compilers.nvcc import Nvcc
 from deep_gemm.jit.compilers.nvrtc import Nvrtc, library_version
 from deep_gemm.jit.driver.version import driver_release
+from deep_gemm.jit.forking import ForkLock
 from deep_gemm.log import log, warn_once
 from deep_gemm.settings import settings
 
@@ -44,7 +44,7 @@ class _Candidate:
 
 _chosen: dict[tuple[object, ...], Compiler] = {}
 _nvccs: dict[tuple[str, int, int], Nvcc] = {}
-_lock = threading.Lock()
+_lock = ForkLock()
 
 
 def choose() -> Compiler:

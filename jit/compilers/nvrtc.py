@@ -7,7 +7,6 @@ ctypes releases the GIL, so that several threads compile at once.
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit.compilers import elf
 from deep_gemm.jit.compilers.base import Compiled, Compiler
+from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.resources import ptxas_seconds
 from deep_gemm.log import say
 from deep_gemm.settings import settings
@@ -53,7 +53,7 @@ class Nvrtc(Compiler):
         except (OSError, ValueError) as error:
             raise CompilerNotFoundError(f"{path} cannot be used as NVRTC: {error}.") from error
         self._library: ctypes.CDLL | None = None
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def arch_flags(self, arch: str) -> tuple[str, ...]:
         # -default-device lets a plain constexpr function be called, as --expt-relaxed-constexpr does for NVCC.

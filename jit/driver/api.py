@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from typing import Any
 
 from deep_gemm.errors import DriverError
 from deep_gemm.jit.driver import version as _version
 from deep_gemm.jit.driver.version import driver_release, driver_version
+from deep_gemm.jit.forking import ForkLock
 
 __all__ = ["call", "check", "cuda", "driver_release", "driver_version", "initialise"]
 
@@ -104,7 +104,7 @@ def _describe(status: int) -> tuple[str, str]:
 
 
 _initialised_in: int | None = None
-_lock = threading.Lock()
+_lock = ForkLock()
 
 
 def initialise() -> None:
@@ -131,12 +131,3 @@ def library_function(name: str) -> Any:
     if function is None:
         raise DriverError(f"The installed NVIDIA driver has no {name}: it is too old, or there is none.")
     return function
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

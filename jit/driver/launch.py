@@ -132,7 +132,8 @@ def _config(shape: LaunchShape, stream: int) -> Any:
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
-    # cuda.bindings copies them into an array that the config owns.
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
+    if attributes:
+        # cuda.bindings copies them into an array that the config owns. (An empty list makes 12.9.0 free it twice.)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
     return config

@@ -1,0 +1,144 @@
+"""Settings: the environment at each access, words for what is wrong, and overrides that nest and reach threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from deep_gemm.errors import SettingError
+from deep_gemm.log import reset_warnings, warn_once
+from deep_gemm.settings import Settings, child_environment, settings
+
+
+def test_the_environment_is_read_at_each_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings.use_nvrtc is False
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    assert settings.use_nvrtc is True
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "off")
+    assert settings.use_nvrtc is False
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "")
+    assert settings.use_nvrtc is False
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("Yes", True), ("on", True), ("0", False)])
+def test_booleans(monkeypatch: pytest.MonkeyPatch, text: str, value: bool) -> None:
+    monkeypatch.setenv("DG_JIT_DEBUG", text)
+    assert settings.debug is value
+
+
+def test_a_bad_value_names_variable_value_and_expectation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_DEBUG", "maybe")
+    with pytest.raises(SettingError, match=r"DG_JIT_DEBUG must be 1/true/yes/on or 0/false/no/off, but it is 'maybe'"):
+        _ = settings.debug
+    monkeypatch.setenv("DG_FALLBACK", "numpy")
+    with pytest.raises(SettingError, match="DG_FALLBACK must be \"torch\" or empty, but it is 'numpy'"):
+        _ = settings.fallback
+
+
+def test_paths_expand_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "~/kernels")
+    assert settings.cache_dir == Path("/somewhere/kernels")
+
+
+def test_cuda_home_comes_before_cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("CUDA_PATH", "/b")
+    assert settings.cuda_home == Path("/b")
+    monkeypatch.setenv("CUDA_HOME", "/a")
+    assert settings.cuda_home == Path("/a")
+
+
+def test_overrides_nest_and_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_DEBUG", "0")
+    with settings.override(debug=True, cache_dir="/x"):
+        assert settings.debug is True
+        assert settings.cache_dir == Path("/x")
+        with settings.override(debug="no"):
+            assert settings.debug is False
+            assert settings.cache_dir == Path("/x")
+        assert settings.debug is True
+        with settings.override(cache_dir=None):
+            assert settings.cache_dir is None
+    assert settings.debug is False
+
+
+def test_an_override_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), settings.override(debug=True):
+        raise KeyError
+    assert settings.debug is False
+
+
+def test_overrides_may_end_in_another_order_than_they_began() -> None:
+    first, second = settings.override(debug=True), settings.override(lineinfo=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (settings.debug, settings.lineinfo) == (False, True)
+    second.__exit__(None, None, None)
+    assert (settings.debug, settings.lineinfo) == (False, False)
+
+
+def test_worker_threads_see_an_override() -> None:
+    seen = []
+    with settings.override(debug=True):
+        thread = threading.Thread(target=lambda: seen.append(settings.debug))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+def test_an_override_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(SettingError, match="no setting 'speed'"), settings.override(speed=11):
+        pass
+    with pytest.raises(SettingError, match=r"override\(debug=\.\.\.\) must be"), settings.override(debug="perhaps"):
+        pass
+    with pytest.raises(SettingError, match="must be a path"), settings.override(cache_dir=3):
+        pass
+    assert settings.debug is False
+
+
+def test_settings_are_not_assigned() -> None:
+    with pytest.raises(AttributeError, match=r"settings\.override\(debug=\.\.\.\) or set DG_JIT_DEBUG|use `with"):
+        settings.debug = True  # type: ignore[misc]
+
+
+def test_describe_lists_every_setting_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_DEBUG", "1")
+    monkeypatch.setenv("DG_JIT_WITH_LINEINFO", "sideways")
+    with settings.override(use_nvrtc=True):
+        lines = {line.attribute: line for line in settings.describe()}
+    assert (lines["debug"].value, lines["debug"].source) == (True, "DG_JIT_DEBUG")
+    assert (lines["use_nvrtc"].value, lines["use_nvrtc"].source) == (True, "override")
+    assert (lines["dump_ptx"].value, lines["dump_ptx"].source) == (False, "default")
+    assert "sideways" in lines["lineinfo"].value
+    assert lines["lineinfo"].source.endswith("(invalid)")
+    assert all(line.doc and line.type for line in lines.values())
+    expected = """DG_JIT_CACHE_DIR DG_JIT_USE_NVRTC DG_JIT_NVCC_COMPILER DG_JIT_DEBUG DG_PRINT_CONFIGS
+        DG_JIT_PRINT_COMPILER_COMMAND DG_JIT_PTXAS_VERBOSE DG_JIT_PTXAS_CHECK DG_JIT_WITH_LINEINFO DG_JIT_DUMP_PTX
+        DG_JIT_DUMP_SASS DG_JIT_DUMP_ASM DG_JIT_PRINT_LOAD_TIME DG_JIT_DEBUG_DUMP DG_FALLBACK"""
+    assert set(expected.split()) <= {line.variable for line in lines.values()}
+    assert Settings.debug.default is False
+
+
+def test_a_child_process_gets_the_environment_less_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-O0")
+    monkeypatch.setenv("OTHER", "1")
+    environment = child_environment("NVCC_APPEND_FLAGS")
+    assert "NVCC_APPEND_FLAGS" not in environment
+    assert environment["OTHER"] == "1"
+
+
+def test_a_warning_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    reset_warnings()
+    with caplog.at_level(logging.WARNING, logger="deep_gemm"):
+        threads = [threading.Thread(target=warn_once, args=("key", "careful")) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        warn_once("other", "careful too")
+    assert [record.message for record in caplog.records] == ["careful", "careful too"]
