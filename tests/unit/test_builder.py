@@ -35,16 +35,8 @@ def test_layers_are_asked_in_order(tmp_path: Path) -> None:
     assert (found.source_path, found.compiler) == (built.source_path, "fake 1.0 build 7")
     assert second.build(request()).layer == "memory"
     assert len(compiler.calls) == 1
-    assert {name: first.stats[name] for name in ("memory", "disk", "compiled")} == {
-        "memory": 1,
-        "disk": 0,
-        "compiled": 1,
-    }
-    assert {name: second.stats[name] for name in ("memory", "disk", "compiled")} == {
-        "memory": 1,
-        "disk": 1,
-        "compiled": 0,
-    }
+    assert [first.stats[name] for name in ("memory", "disk", "compiled")] == [1, 0, 1]
+    assert [second.stats[name] for name in ("memory", "disk", "compiled")] == [1, 1, 0]
 
 
 def test_the_compiler_gets_the_stored_path_and_the_flags_of_the_key(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""The cache under many real processes: one compilation a key, and a killed process never matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jit_fakes import FakeCompiler, builder, compilations, cubin_of, request
+
+from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.log import reset_warnings
+
+WORKER = Path(__file__).parents[1] / "jit_worker.py"
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts workers on tmp_path/root, which write their compilations to tmp_path/journal."""
+    reset_warnings()
+    running = []
+
+    def begin(**job: Any) -> subprocess.Popen[str]:
+        job = {"root": str(tmp_path / "root"), "journal": str(tmp_path / "journal"), **job}
+        worker = subprocess.Popen([sys.executable, str(WORKER), json.dumps(job)], stdout=subprocess.PIPE, text=True)
+        running.append(worker)
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+        return worker
+
+    yield begin
+    for worker in running:
+        worker.kill()
+        worker.communicate()
+
+
+def result(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    output = worker.communicate(timeout=60)[0]
+    assert worker.returncode == 0
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answer
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_sixteen_processes_compile_one_key_once(tmp_path: Path, start: Start) -> None:
+    gate = tmp_path / "gate"
+    workers = [start(gate=str(gate), seconds=0.3) for _ in range(16)]
+    gate.touch()
+    results = [result(worker) for worker in workers]
+    assert len(compilations(tmp_path / "journal")) == 1
+    layers = sorted(layer for answer in results for layer in answer["layers"])
+    assert layers == ["compiled"] + ["disk"] * 15
+    assert sum(answer["wrong"] for answer in results) == 0
+
+
+def test_eight_writers_of_25_keys_with_readers(tmp_path: Path, start: Start) -> None:
+    gate = tmp_path / "gate"
+    workers = [start(gate=str(gate), seconds=0.002, keys=25, seed=i) for i in range(8)]
+    gate.touch()
+    reader = builder(tmp_path / "root")
+    bodies = [f"int body{i};\n" for i in range(25)]
+    while any(worker.poll() is None for worker in workers):
+        for body in bodies:
+            found = reader.lookup(request(source=body))
+            assert found is None or found.cubin == cubin_of(body)
+    assert sum(result(worker)["wrong"] for worker in workers) == 0
+    assert len(compilations(tmp_path / "journal")) == 25
+    assert DiskCache(tmp_path / "root").info()["entries"] == 25
+
+
+def test_eviction_during_reads(tmp_path: Path, start: Start) -> None:
+    workers = [start(keys=5, seed=i, repeat_for=1.5) for i in range(3)]
+    cache = DiskCache(tmp_path / "root")
+    evicted = 0
+    while any(worker.poll() is None for worker in workers):
+        evicted += cache.clear()["entries"]
+    answers = [result(worker) for worker in workers]
+    assert sum(answer["wrong"] for answer in answers) == 0
+    assert evicted > 0
+    assert {"disk", "compiled"} <= {layer for answer in answers for layer in answer["layers"]}
+
+
+def test_a_killed_lock_holder_blocks_nobody(tmp_path: Path, start: Start) -> None:
+    victim = start(seconds=600)
+    wait_for(lambda: len(compilations(tmp_path / "journal")) == 1)
+    victim.kill()
+    victim.wait()
+    begin = time.monotonic()
+    assert builder(tmp_path / "root").build(request(source="int body0;\n")).layer == "compiled"
+    assert time.monotonic() - begin < 5
+
+
+def test_a_slow_holder_is_not_waited_for_beyond_the_limit(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(seconds=600)
+    wait_for(lambda: len(compilations(tmp_path / "journal")) == 1)
+    built = builder(tmp_path / "root", lock_limit=0.2).build(request(source="int body0;\n"))
+    assert built.layer == "compiled"
+    assert [record.message for record in caplog.records] == [
+        "Another process has been compiling k for 0.2 s; compiling it here too."
+    ]
+    assert builder(tmp_path / "root").build(request(source="int body0;\n")).layer == "disk"
+
+
+@pytest.mark.parametrize("file", ["kernel.cu", "kernel.cubin", "kernel.json"])
+def test_killed_between_write_and_rename(
+    tmp_path: Path, start: Start, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    victim = start(stall=file)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "stalled\n"
+    victim.kill()
+    victim.wait()
+    root = tmp_path / "root"
+    (left,) = (root / "tmp").iterdir()
+    again = builder(root)
+    assert again.lookup(request(source="int body0;\n")) is None
+    assert again.build(request(source="int body0;\n")).layer == "compiled"
+    assert builder(root).build(request(source="int body0;\n")).layer == "disk"
+    assert caplog.records == []
+    os.utime(left, (0, 0))
+    builder(root).build(request(source="int other;\n"))
+    assert not left.exists()
+
+
+def test_a_forked_child_finds_the_locks_free(start: Start) -> None:
+    assert result(start(fork=True, seconds=1.0)) == {"child": 0}
+
+
+def test_a_read_only_root_is_read(tmp_path: Path, start: Start) -> None:
+    root = tmp_path / "root"
+    builder(root).build(request(source="int body0;\n"))
+    job: dict[str, Any] = {}
+    if os.geteuid() == 0:
+        # Root may write anywhere: somebody else has to try.
+        job["uid"] = 65534
+        for path in [root, *root.rglob("*")]:
+            os.chown(path, 65534, 65534)
+        for parent in [tmp_path, *list(tmp_path.parents)[:-1]]:
+            if parent.stat().st_uid == 0 and parent.name.startswith(("pytest-", "test_")):
+                parent.chmod(0o711)
+        (tmp_path / "journal").touch()
+        (tmp_path / "journal").chmod(0o666)
+    for path in [*root.rglob("*"), root]:
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    worker = start(keys=2, **job)
+    layers = result(worker)["layers"]
+    for path in [root, *root.rglob("*")]:
+        path.chmod(0o700)
+    assert sorted(layers) == ["compiled", "disk"]
+    assert DiskCache(root, trust=True).info()["entries"] == 1
+
+
+def test_the_memory_of_a_builder_does_not_need_the_disk(tmp_path: Path, start: Start) -> None:
+    compiler = FakeCompiler()
+    build = builder(tmp_path / "root", compiler)
+    build.build(request())
+    DiskCache(tmp_path / "root").clear()
+    assert build.build(request()).layer == "memory"
+    assert len(compiler.calls) == 1

@@ -1,0 +1,297 @@
+"""Finding compilers, and reading what they say. No compiler runs here: nvcc is a shell script, NVRTC stays closed."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deep_gemm.errors import CompileError, CompilerNotFoundError
+from deep_gemm.jit import disassembler
+from deep_gemm.jit.compilers import Nvcc, Nvrtc, choose, elf, find, find_all
+from deep_gemm.jit.resources import Resources, parse_ptxas, ptxas_seconds
+from deep_gemm.log import reset_warnings
+from deep_gemm.settings import settings
+
+NVCC_LOG = """\
+ptxas info    : (C7508) Potential Performance Loss: wgmma.mma_async instructions are serialized due to a branch
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'other' for 'sm_90a'
+ptxas info    : Function properties for other
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 16 registers, used 0 barriers
+ptxas info    : Compile time = 2.000 ms
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Function properties for k
+    320 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 3 barriers, 320 bytes cumulative stack size, 1152 bytes smem
+ptxas info    : Compile time = 21.730 ms
+ptxas info    : Function properties for _Z1gfi
+    16 bytes stack frame, 0 bytes spill stores, 40 bytes spill loads
+"""
+NVRTC_LOG = """\
+kernel.cu(3): warning #177-D: variable "x" was declared but never referenced
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Function properties for k
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 90 registers, used 1 barriers
+ptxas info    : Compile time = 6.234 ms
+"""
+
+
+def test_resources_are_read_from_either_compilers_log() -> None:
+    found = parse_ptxas(NVCC_LOG, "k")
+    assert found is not None
+    assert found == Resources(168, 1152, 320, 8, 40, 3, found.warnings)
+    assert "C7508" in found.warnings[0]
+    assert len(found.problems()) == 3
+    assert ptxas_seconds(NVCC_LOG) == pytest.approx(0.02373)
+
+    found = parse_ptxas(NVRTC_LOG, "k")
+    assert found is not None
+    assert found == Resources(90, 0, 0, 0, 0, 1, found.warnings)
+    assert found.warnings == ('kernel.cu(3): warning #177-D: variable "x" was declared but never referenced',)
+    # An unused variable is no reason to refuse a kernel.
+    assert found.problems() == []
+    assert parse_ptxas(NVRTC_LOG, "another") is None
+    assert ptxas_seconds("") is None
+
+
+def test_resources_survive_json() -> None:
+    found = parse_ptxas(NVCC_LOG, "k")
+    assert found is not None
+    assert Resources.from_json(found.to_json()) == found
+    with pytest.raises(KeyError):
+        Resources.from_json({"registers": 1})
+
+
+def library(path: Path, build_id: bytes, padding: int = 0) -> str:
+    """A file with an ELF header and one note, which is all that anybody looks at."""
+    note = struct.pack("<III", 4, len(build_id), 3) + b"GNU\0" + build_id
+    header = b"\x7fELF\x02\x01\x01" + bytes(25) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 1)
+    program = struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(note), len(note), 4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.ljust(64, b"\0") + program + note + bytes(padding))
+    return str(path)
+
+
+def test_a_library_is_known_by_its_build_id(tmp_path: Path) -> None:
+    assert elf.identity(library(tmp_path / "a.so", b"\x01" * 20)) == "01" * 20
+    # Elsewhere, and padded differently: the same build.
+    assert elf.identity(library(tmp_path / "x" / "b.so", b"\x01" * 20, padding=9)) == "01" * 20
+    assert elf.identity(library(tmp_path / "c.so", b"\x02" * 20)) == "02" * 20
+    # Replaced in place.
+    assert elf.identity(library(tmp_path / "a.so", b"\x03" * 20, padding=1)) == "03" * 20
+
+
+def test_a_library_without_a_build_id_is_known_by_its_content(tmp_path: Path) -> None:
+    one, two = library(tmp_path / "a.so", b""), library(tmp_path / "b.so", b"", padding=1)
+    assert len(elf.identity(one)) == 40
+    assert elf.identity(one) != elf.identity(two)
+
+
+@pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n", b"\x7fELF\x01\x01" + bytes(100)])
+def test_what_is_no_library_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "libnvrtc.so.12").write_bytes(content)
+    with pytest.raises(CompilerNotFoundError, match="cannot be used as NVRTC"):
+        Nvrtc(str(tmp_path / "libnvrtc.so.12"), (12, 9))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine without compilers or a driver, in `tmp_path`; PATH holds tmp_path/bin."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gcc").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(find, "driver_release", lambda: None)
+    monkeypatch.setattr(find, "_toolkits", lambda: [settings.cuda_home] if settings.cuda_home else [])
+    monkeypatch.setattr(find, "_loaded", list)
+    monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    find.forget()
+    reset_warnings()
+    yield tmp_path
+    find.forget()
+
+
+def nvcc(path: Path, version: str = "13.0.88", body: str = "exit 3") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    release = version.rpartition(".")[0]
+    path.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --version ]; then\n'
+        f'echo "Cuda compilation tools, release {release}, V{version}"\n'
+        f'echo "Build cuda_{release}.r{release}/compiler.1_0"; exit 0; fi\n{body}\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def nvrtc(machine: Path, version: str, build_id: bytes = b"\x09" * 20) -> str:
+    """An NVRTC in a toolkit that CUDA_HOME names."""
+    folder = machine / "toolkit" / "lib64"
+    path = library(folder / f"libnvrtc.so.{version.partition('.')[0]}", build_id)
+    (folder / f"libnvrtc-builtins.so.{version}").write_bytes(b"")
+    return path
+
+
+def why(path: str) -> str:
+    return next(found.why for found in find_all() if found.path == path)
+
+
+def test_without_a_compiler_the_error_says_what_to_install(machine: Path) -> None:
+    assert find_all() == []
+    with pytest.raises(CompilerNotFoundError, match=r"none was found.*pip install nvidia-cuda-nvrtc-cu12"):
+        choose()
+
+
+def test_nvcc_is_the_default_and_a_setting_prefers_nvrtc(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = nvcc(machine / "bin" / "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(machine / "toolkit"))
+    other = nvrtc(machine, "12.9")
+    assert (choose().kind, choose().path, choose().cuda_version) == ("nvcc", path, (13, 0))
+    assert choose().identity == "nvcc 13.0.88 build cuda_13.0.r13.0/compiler.1_0"
+    with settings.override(use_nvrtc=True):
+        assert (choose().kind, choose().path, choose().cuda_version) == ("nvrtc", other, (12, 9))
+        assert [(found.kind, found.chosen) for found in find_all()] == [("nvcc", False), ("nvrtc", True)]
+    assert [(found.kind, found.version, found.chosen) for found in find_all()] == [
+        ("nvcc", "13.0.88", True),
+        ("nvrtc", "12.9", False),
+    ]
+
+
+def test_an_old_nvcc_gives_way(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = nvcc(machine / "bin" / "nvcc", "12.2.140")
+    with pytest.raises(CompilerNotFoundError, match=r"older than 12\.3"):
+        choose()
+    monkeypatch.setenv("CUDA_HOME", str(machine / "toolkit"))
+    nvrtc(machine, "12.9")
+    assert choose().kind == "nvrtc"
+    assert "older than 12.3" in why(path)
+
+
+@pytest.mark.parametrize("kind", ["missing", "old", "not nvcc", "directory"])
+def test_a_named_nvcc_that_cannot_be_used_is_an_error(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    nvcc(machine / "bin" / "nvcc")
+    named = machine / "mine"
+    make: dict[str, Callable[[], object]] = {
+        "missing": lambda: None,
+        "old": lambda: nvcc(named, "11.8.89"),
+        "not nvcc": lambda: named.symlink_to("/bin/true"),
+        "directory": named.mkdir,
+    }
+    make[kind]()
+    monkeypatch.setenv("DG_JIT_NVCC_COMPILER", str(named))
+    with pytest.raises(CompilerNotFoundError, match=f"DG_JIT_NVCC_COMPILER names {named}, which cannot be used"):
+        choose()
+    assert [found.chosen for found in find_all()] == [False]
+
+
+def test_a_named_nvcc_wins_over_the_path(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc(machine / "bin" / "nvcc")
+    named = nvcc(machine / "mine", "12.4.99")
+    monkeypatch.setenv("DG_JIT_NVCC_COMPILER", named)
+    assert choose().path == named
+
+
+def test_the_driver_decides_what_is_too_new(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(machine / "toolkit"))
+    path = nvcc(machine / "bin" / "nvcc", "13.0.88")
+    old, new = nvrtc(machine, "12.9"), nvrtc(machine, "13.1", b"\x0a" * 20)
+    monkeypatch.setattr(find, "driver_release", lambda: (12, 4))
+    assert choose().path == old
+    assert "cannot load what CUDA 13.0.88 compiles" in why(path)
+    assert "may refuse" in why(new)
+    find.forget()
+    monkeypatch.setattr(find, "driver_release", lambda: (13, 0))
+    assert choose().kind == "nvcc"
+    with settings.override(use_nvrtc=True):
+        assert choose().path == new
+
+
+def test_an_nvrtc_that_is_too_new_is_taken_if_there_is_no_other(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(machine / "toolkit"))
+    path = nvrtc(machine, "13.1")
+    monkeypatch.setattr(find, "driver_release", lambda: (12, 4))
+    assert choose().path == path
+    assert "may refuse cubins of CUDA 13.1" in caplog.records[0].message
+
+
+def test_a_loaded_nvrtc_comes_first(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(machine / "toolkit"))
+    new = nvrtc(machine, "12.9")
+    loaded = library(machine / "torch" / "libnvrtc.so.12", b"\x0b" * 20)
+    (machine / "torch" / "libnvrtc-builtins.so.12.6").write_bytes(b"")
+    assert choose().path == new
+    find.forget()
+    monkeypatch.setattr(find, "_loaded", lambda: [loaded])
+    assert choose().path == loaded
+    assert why(loaded) == "this process has loaded it already"
+
+
+def test_nvcc_without_a_host_compiler_gives_way(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_which = find.shutil.which
+    monkeypatch.setattr(find.shutil, "which", lambda tool: None if tool == "gcc" else real_which(tool))
+    path = nvcc(machine / "bin" / "nvcc", body='echo "gcc: not found" >&2; exit 1')
+    assert "needs a host C++ compiler such as g++ (gcc: not found)" in why(path)
+    nvcc(machine / "bin" / "nvcc", body="exit 0  # knows of another host compiler")
+    assert choose().kind == "nvcc"
+
+
+COMPILES = f"""\
+while [ $# -gt 1 ]; do [ "$1" = -o ] && output=$2; shift; done
+echo "flags:$NVCC_APPEND_FLAGS:$NVCC_PREPEND_FLAGS" >&2
+printf cubin > "$output"
+cat >&2 <<'EOF'
+{NVCC_LOG}EOF
+"""
+
+
+def test_nvcc_compiles_without_hidden_flags(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-O0")
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-G")
+    compiler = Nvcc(nvcc(machine / "bin" / "nvcc", body=COMPILES))
+    source = machine / "kernel.cu"
+    source.write_text("int x;\n")
+    flags = compiler.flags("sm_90a")
+    assert flags[:3] == ("-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3")
+    done = compiler.compile("k", "int x;\n", str(source), flags, machine)
+    assert (done.cubin, done.resources.registers) == (b"cubin", 168)
+    assert "flags::\n" in done.log
+    assert done.options == (*flags, f"-I{machine}")
+    with pytest.raises(CompileError, match="reported no entry function 'missing'"):
+        compiler.compile("missing", "int x;\n", str(source), flags, None)
+
+
+def test_a_failing_nvcc_tells_log_source_and_options(machine: Path) -> None:
+    compiler = Nvcc(nvcc(machine / "bin" / "nvcc", body='echo "kernel.cu(1): error: no" >&2; exit 2'))
+    with pytest.raises(CompileError, match=r"could not compile k \(exit status 2\)") as caught:
+        compiler.compile("k", "", "/stored/kernel.cu", ("-O3",), None)
+    assert caught.value.log == "kernel.cu(1): error: no\n"
+    assert (caught.value.source_path, caught.value.options) == ("/stored/kernel.cu", ("-O3",))
+
+
+def test_debug_and_lineinfo_are_flags(machine: Path) -> None:
+    for compiler in (Nvcc(nvcc(machine / "bin" / "nvcc")), Nvrtc(nvrtc(machine, "12.9"), (12, 9))):
+        plain = compiler.flags("sm_90a")
+        with settings.override(debug=True, lineinfo=True):
+            assert compiler.flags("sm_90a") == (*plain, "-lineinfo", "-DDG_DEBUG=1")
+        assert not any("/" in flag for flag in plain)
+
+
+def test_a_missing_disassembler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disassembler, "_places", lambda tool: [tmp_path / tool])
+    with pytest.raises(CompilerNotFoundError, match="pip install nvidia-cuda-nvdisasm"):
+        disassembler.sass(b"cubin")
+    tool = tmp_path / "cuobjdump"
+    tool.write_text('#!/bin/sh\n[ "$1" = --dump-sass ] && cat "$2"\n')
+    tool.chmod(0o755)
+    assert disassembler.sass(b"MOV R1") == "MOV R1"
