@@ -82,10 +82,12 @@ class GemmConfig:
 @dataclass(frozen=True)
 class FP8Config(GemmConfig):
     """A GEMM config with scale factors: A's are 1 x ``scale_k``, B's ``scale_n`` x ``scale_k``, float32, promoted
-    into float32 accumulators once every ``scale_k`` of K."""
+    into float32 accumulators once every ``scale_k`` of K. ``num_partials`` blocks of K are multiplied into separate
+    partial sums before the first of them is promoted."""
 
     scale_n: int = SCALE_BLOCK
     scale_k: int = SCALE_BLOCK
+    num_partials: int = 1
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ DG_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives on the barrier at the same offset in the shared memory of CTA `rank` of this cluster.
+// Arrives on the barrier at the same offset in the shared memory of CTA `rank` of this cluster. What it announces are
+// finished reads of shared memory, so no wider release is asked for: one at cluster scope costs a membar.gpu each time.
 DG_DEVICE void barrier_arrive_remote(u32 barrier, u32 rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n"
       " mapa.shared::cluster.u32 remote, %0, %1;\n"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}"
+      " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
       ::"r"(barrier), "r"(rank) : "memory");
 }
 
@@ -56,6 +57,12 @@ DG_DEVICE void barrier_wait(u32 barrier, u32 parity) {
 // A barrier among `threads` threads of one CTA; id 0 is __syncthreads.
 DG_DEVICE void named_barrier_sync(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+DG_DEVICE float load_shared(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
 }
 
 DG_DEVICE u32 cluster_rank() {

@@ -22,14 +22,22 @@ DG_DEVICE void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Descriptor of a K-major operand tile in 128B-swizzled shared memory: rows of 128 bytes, atoms of 8 rows (1024 bytes,
-// the stride offset), so the leading offset is unused. Advancing along K inside the row adds bytes / 16.
-DG_DEVICE u64 matrix_descriptor(u32 address) {
+// Low word of the descriptor of a K-major operand tile in 128B-swizzled shared memory: rows of 128 bytes, atoms of 8 rows
+// (1024 bytes, the stride offset), so the leading offset is unused. Moving by bytes, along K inside a row or to another
+// tile, adds bytes / 16.
+DG_DEVICE u32 descriptor_low(u32 address) {
+  constexpr u32 kLeadingOffset = 1u << 16;
+  return kLeadingOffset | ((address & 0x3FFFF) >> 4);
+}
+
+DG_DEVICE u64 matrix_descriptor(u32 low) {
   constexpr u64 kSwizzle128B = 1ull << 62;
   constexpr u64 kStrideOffset = static_cast<u64>(1024 >> 4) << 32;
-  constexpr u64 kLeadingOffset = 1ull << 16;
-  return kSwizzle128B | kStrideOffset | kLeadingOffset | ((address & 0x3FFFF) >> 4);
+  return kSwizzle128B | kStrideOffset | low;
 }
+
+// The value of lane 0, in all lanes: tells the compiler that it is uniform, and keeps it from being computed again.
+DG_DEVICE u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // True in exactly one lane of a converged warp.
 DG_DEVICE bool elect_one() {

@@ -1,0 +1,26 @@
+"""Kernel families. A module here with a ``KERNEL`` is a kernel; there is no other list."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from typing import Any
+
+from .base import Kernel
+
+
+@functools.lru_cache(maxsize=1)
+def registry() -> dict[str, Kernel[Any]]:
+    """Every kernel family by name."""
+    found: dict[str, Kernel[Any]] = {}
+    for module in pkgutil.iter_modules(__path__):
+        kernel = getattr(importlib.import_module(f"{__name__}.{module.name}"), "KERNEL", None)
+        if kernel is not None:
+            found[kernel.name] = kernel
+    return found
+
+
+def get(name: str) -> Kernel[Any]:
+    """The kernel family called ``name``; KeyError if there is none."""
+    return registry()[name]

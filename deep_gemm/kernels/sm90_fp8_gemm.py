@@ -1,0 +1,219 @@
+"""Dense FP8 GEMM for Hopper: 1x128 scales for A, 128x128 for B, promoted every 128 of K, bf16 out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from ..arch import SM90, ArchSpec
+from ..params import FP8Config, KernelParams
+from .base import Kernel
+
+MAX_STAGES = 16
+"""More than this hides no more latency: 16 stages of the smallest tile are already two microseconds of bandwidth."""
+
+_BLOCK_M = ((64, 1), (128, 2), (192, 3), (256, 2))
+"""Tile heights with the consumer warpgroups that share them."""
+
+_REGISTERS_BESIDE_ACCUMULATORS = 24
+"""What the main loop needs besides accumulators, from ptxas: a config that leaves less would spill."""
+
+
+class Sm90Fp8Gemm(Kernel[FP8Config]):
+    """See ``templates/include/fp8_gemm.cuh`` for the algorithm."""
+
+    name = "sm90_fp8_gemm"
+    archs = (SM90.name,)
+    mma_instruction = "QGMMA"
+
+    def configs(self, arch: ArchSpec) -> Iterator[FP8Config]:
+        """Tiles from 64x16 to 256x128 and 128x256, alone or in clusters of two, one or two CTAs on an SM; always with
+        as many stages as fit, since a deeper ring is never slower."""
+        for block_m, num_consumers in _BLOCK_M:
+            for block_n in range(16, 257, 16):
+                for num_partials in (1, 2, 4):
+                    for cluster_m, cluster_n in ((1, 1), (2, 1), (1, 2)):
+                        for ctas_per_sm in (1, 2):
+                            config = self._deepest(
+                                FP8Config(
+                                    block_m=block_m,
+                                    block_n=block_n,
+                                    block_k=128,
+                                    num_stages=0,
+                                    num_consumers=num_consumers,
+                                    cluster_m=cluster_m,
+                                    cluster_n=cluster_n,
+                                    ctas_per_sm=ctas_per_sm,
+                                    num_partials=num_partials,
+                                ),
+                                arch,
+                            )
+                            if self.illegal(config, arch) is None:
+                                yield config
+
+    def _deepest(self, config: FP8Config, arch: ArchSpec) -> FP8Config:
+        """``config`` with as many stages as fit into shared memory beside the TMA-store staging area."""
+        budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
+        stages = (budget - staging_bytes(config)) // (stage_bytes(config) + BARRIER_BYTES)
+        stages = max(0, min(MAX_STAGES, stages))
+        return FP8Config(**{**vars(config), "num_stages": stages})
+
+    def illegal(self, config: FP8Config, arch: ArchSpec) -> str | None:
+        """Why ``config`` cannot run on ``arch``, or None."""
+        c = config
+        if (c.scale_n, c.scale_k, c.block_k) != (128, 128, 128):
+            return f"block_k, scale_n and scale_k must be 128, not {c.block_k}, {c.scale_n} and {c.scale_k}"
+        if c.block_m == 256 and c.block_n < 64:
+            return "a tile of 256 rows and under 64 columns reads A more often than two tiles of 128 rows"
+        if (c.block_m, c.num_consumers) not in _BLOCK_M:
+            return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_BLOCK_M}"
+        if c.block_n % 16 or not 16 <= c.block_n <= 256:
+            return f"block_n must be a multiple of 16 from 16 to 256, not {c.block_n}"
+        if c.block_n > 128 + math.gcd(c.block_n, 128):
+            return f"a tile of {c.block_n} columns can touch three rows of B's scales, and the kernel holds two"
+        if c.cluster_size > 2 or min(c.cluster_m, c.cluster_n) < 1:
+            return f"clusters have one or two CTAs, not {c.cluster_m} x {c.cluster_n}"
+        slices, mma_n = instruction_shape(c)
+        units = slices * c.block_n // mma_n
+        if c.num_partials not in (1, 2, 4) or (c.num_partials == 2 and units > 2) or (c.num_partials > 2 and units > 1):
+            return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
+        if c.num_partials > 2 and c.block_n > 32:
+            return "rounds of four products are for tiles too narrow to hide their own latency"
+        if mma_n % 8 or scale_group(c) < 16:
+            return f"instructions of {mma_n} columns would meet the borders of B's scale blocks in too many places"
+        if accumulators(c) + _REGISTERS_BESIDE_ACCUMULATORS > register_limit(c):
+            return f"{accumulators(c)} accumulator registers a thread leave too few of {register_limit(c)}"
+        if c.num_stages < max(2, c.num_partials + 1):
+            return f"{c.num_stages} stages are too few for {c.num_partials} partial sums in flight"
+        if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
+            return f"{c.ctas_per_sm} CTAs with {c.num_consumers} consumers each leave too few registers a thread"
+        shared = config_shared_bytes(c, tma_store=True)
+        if not arch.ctas_fit(shared, c.ctas_per_sm):
+            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
+        return None
+
+    def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
+        """Constants of ``sm90_fp8_gemm.cu.jinja``."""
+        c = _config(params)
+        _, mma_n = instruction_shape(c)
+        producer_registers, consumer_registers = register_split(c)
+        return {
+            "name": self.entry(params),
+            "block_m": c.block_m,
+            "block_n": c.block_n,
+            "num_stages": c.num_stages,
+            "num_consumers": c.num_consumers,
+            "num_threads": c.num_threads,
+            "ctas_per_sm": c.ctas_per_sm,
+            "cluster_m": c.cluster_m,
+            "cluster_n": c.cluster_n,
+            "num_partials": c.num_partials,
+            "scale_group": scale_group(c),
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+            "shape_m": params.shape[0],
+            "shape_n": params.shape[1],
+            "shape_k": params.shape[2],
+            "tma_store": params.store == "tma",
+            "shared_bytes": self.shared_bytes(params),
+            "mma_n": mma_n,
+            "mma_registers": mma_n // 2,
+            "mma_operand_a": mma_n // 2,
+            "mma_operand_b": mma_n // 2 + 1,
+            "mma_operand_keep": mma_n // 2 + 2,
+        }
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """Stages, staging area and barriers, as ``Fp8Gemm`` lays them out (it asserts the same number)."""
+        return config_shared_bytes(_config(params), params.store == "tma")
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``fp8_gemm_128x128_s5_c2x1_tma``."""
+        c = _config(params)
+        parts = [f"fp8_gemm_{c.block_m}x{c.block_n}", f"s{c.num_stages}", f"c{c.cluster_m}x{c.cluster_n}"]
+        if c.ctas_per_sm > 1:
+            parts.append(f"r{c.ctas_per_sm}")
+        parts.append(params.store)
+        parts += [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
+        return "_".join(parts)
+
+    def cases(self) -> list[KernelParams]:
+        """Every legal tile and residency without a cluster, clusters both ways on three tiles, the direct store, and
+        compile-time dimensions."""
+        every = list(self.configs(SM90))
+        alone = [c for c in every if c.cluster_size == 1]
+        paired = [c for c in every if c.cluster_size > 1 and c.ctas_per_sm == 1]
+        tiles = {(64, 64), (128, 128), (256, 128)}
+        paired = [c for c in paired if (c.block_m, c.block_n) in tiles]
+        big = next(c for c in alone if (c.block_m, c.block_n, c.ctas_per_sm) == (128, 128, 1))
+        straddling = next(c for c in alone if (c.block_m, c.block_n, c.ctas_per_sm) == (128, 192, 1))
+        return (
+            [make_params(c) for c in alone + paired]
+            + [make_params(c, store="direct") for c in (big, straddling)]
+            + [make_params(big, shape=(0, 2112, 7168))]
+        )
+
+
+BARRIER_BYTES = 16
+"""A full and an empty mbarrier."""
+
+
+def make_params(config: FP8Config, store: str = "tma", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:
+    """The identity of this kernel with ``config``."""
+    return KernelParams(kernel=KERNEL.name, arch=SM90.name, config=config, store=store, shape=shape)
+
+
+def instruction_shape(config: FP8Config) -> tuple[int, int]:
+    """(m64 slices, columns of one wgmma) of one consumer. A tile is split into two instructions along n where the
+    accumulators of one would not fit beside the sums; wide instructions read least from shared memory."""
+    slices = config.block_m // (64 * config.num_consumers)
+    whole = accumulators(config, config.block_n) + _REGISTERS_BESIDE_ACCUMULATORS <= register_limit(config)
+    return slices, config.block_n if whole else config.block_n // 2
+
+
+def scale_group(config: FP8Config) -> int:
+    """Columns that are sure to share one of B's scales, wherever the tile starts and whichever instruction they are in."""
+    return math.gcd(config.block_n, config.scale_n, instruction_shape(config)[1])
+
+
+def accumulators(config: FP8Config, mma_n: int = 0) -> int:
+    """Registers a consumer thread spends on sums and partial sums, with instructions of ``mma_n`` columns."""
+    slices = config.block_m // (64 * config.num_consumers)
+    return slices * config.block_n // 2 + config.num_partials * (mma_n or instruction_shape(config)[1]) // 2
+
+
+def register_split(config: FP8Config) -> tuple[int, int]:
+    """(producer, consumer) registers a thread for setmaxnreg; (0, 0) where the launch bound already gives enough."""
+    if config.ctas_per_sm == 2:
+        return 40, 216
+    return {1: (0, 0), 2: (24, 240), 3: (24, 160)}[config.num_consumers]
+
+
+def register_limit(config: FP8Config) -> int:
+    """Registers that a consumer thread can have."""
+    return register_split(config)[1] or 232  # ptxas keeps some of 255 for the producer's code in the same kernel
+
+
+def stage_bytes(config: FP8Config) -> int:
+    """One stage: a tile of A, a tile of B, and A's scales."""
+    return (config.block_m + config.block_n) * config.block_k + config.block_m * 4
+
+
+def staging_bytes(config: FP8Config) -> int:
+    """The bf16 tile on its way out."""
+    return config.block_m * config.block_n * 2
+
+
+def config_shared_bytes(config: FP8Config, tma_store: bool) -> int:
+    """Dynamic shared memory of one CTA; without a TMA store there is no staging area."""
+    stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
+    return stages + (staging_bytes(config) if tma_store else 0)
+
+
+def _config(params: KernelParams) -> FP8Config:
+    if not isinstance(params.config, FP8Config):
+        raise TypeError(f"{params.kernel} takes an FP8Config, not {type(params.config).__name__}")
+    return params.config
+
+
+KERNEL = Sm90Fp8Gemm()

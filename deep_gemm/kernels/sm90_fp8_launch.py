@@ -1,0 +1,112 @@
+"""Launching ``sm90_fp8_gemm``: grid, rasterisation, tensor maps, arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..jit.driver.launch import Arg, LaunchShape
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import SCALE_BLOCK, FP8Config, KernelParams, align, ceil_div
+from .sm90_fp8_gemm import KERNEL
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes and strides of one call, all but its addresses. Strides in elements: rows of A, B and D; columns of A's
+    scales (whose rows are contiguous); rows and columns of B's scales."""
+
+    m: int
+    n: int
+    k: int
+    stride_a: int
+    stride_b: int
+    stride_d: int
+    stride_sfa: int
+    stride_sfb: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the five tensors of one call begin."""
+
+    a: int
+    sfa: int
+    b: int
+    sfb: int
+    d: int
+
+
+def raster_band(config: FP8Config, m: int, n: int, num_sms: int) -> int:
+    """Width in cluster tiles of the bands in which tiles are walked. A wave of C clusters that covers w columns of
+    tiles reads w B-tiles and C / w A-tiles: least bytes at w = sqrt(C * cluster rows / cluster columns). Bands are made
+    equally wide, so that the last is not a sliver."""
+    rows, columns = config.block_m * config.cluster_m, config.block_n * config.cluster_n
+    tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
+    clusters = min(num_sms * config.ctas_per_sm // config.cluster_size, tiles_m * tiles_n)
+    best = max(1.0, math.sqrt(clusters * rows / columns), clusters / max(tiles_m, 1))
+    bands = max(1, round(tiles_n / best))
+    return max(1, ceil_div(tiles_n, bands))
+
+
+def num_ctas(config: FP8Config, m: int, n: int, num_sms: int) -> int:
+    """Grid size: one CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
+    tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
+    return min(tiles, max(1, num_sms * config.ctas_per_sm // config.cluster_size)) * config.cluster_size
+
+
+def box_rows(config: FP8Config, m: int) -> int:
+    """Rows of A that are loaded for a tile: no more than there are, in whole swizzle atoms, since a box that hangs far
+    over the edge slows loads; a full tile where a cluster shares it."""
+    return config.block_m if config.cluster_n > 1 else min(config.block_m, align(max(m, 1), 8))
+
+
+def store_columns(config: FP8Config) -> int:
+    """Columns of one TMA store: as wide as a swizzled row can be and still divide the tile (see ``TmaStore``)."""
+    return next(columns for columns in (64, 32, 16) if config.block_n % columns == 0)
+
+
+def launch(
+    params: KernelParams, shape: Geometry, at: Addresses, num_sms: int, pdl: bool
+) -> tuple[LaunchShape, list[Arg]]:
+    """Launch shape and arguments, in the order of the kernel's parameters."""
+    config = params.config
+    if not isinstance(config, FP8Config):
+        raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")
+    m, n, k = shape.m, shape.n, shape.k
+    rows, columns = box_rows(config, m), store_columns(config)
+    blocks = ceil_div(k, SCALE_BLOCK)
+    map_a = TensorMapSpec("u8", (k, m), (shape.stride_a,), (config.block_k, rows // config.cluster_n), 128, 256)
+    map_b = TensorMapSpec(
+        "u8", (k, n), (shape.stride_b,), (config.block_k, config.block_n // config.cluster_m), 128, 256
+    )
+    map_scale_a = TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (rows, 1))
+    if params.store == "tma":
+        map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (columns, 64), columns * 2).encode(at.d)
+    else:
+        map_d = bytes(128)  # never read
+    args: list[Arg] = [
+        map_a.encode(at.a),
+        map_b.encode(at.b),
+        map_scale_a.encode(at.sfa),
+        map_d,
+        ("ptr", at.sfb),
+        ("i64", shape.stride_sfb[0]),
+        ("i64", shape.stride_sfb[1]),
+        ("ptr", at.d),
+        ("i64", shape.stride_d),
+        ("u32", m),
+        ("u32", n),
+        ("u32", k),
+        ("u32", rows),
+        ("u32", raster_band(config, m, n, num_sms)),
+    ]
+    ctas = num_ctas(config, m, n, num_sms)
+    launch_shape = LaunchShape(
+        grid=(ctas, 1, 1),
+        block=config.num_threads,
+        dynamic_shared=KERNEL.shared_bytes(params),
+        cluster=(config.cluster_size, 1, 1),
+        pdl=pdl,
+    )
+    return launch_shape, args

@@ -1,0 +1,118 @@
+"""Process-wide choices that callers make through functions: how many SMs, dependent launch, block sizes.
+
+Plans depend on them, so every change calls the listeners, which drop what was decided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .arch import SM90, device_sms
+from .errors import InvalidInputError
+
+
+@dataclass
+class _Options:
+    num_sms: int | None = None
+    tc_util: int = 100
+    pdl: bool = False
+    ignore_compile_dims: bool = False
+    block_multiple: tuple[int, int] = (1, 1)
+
+
+_options = _Options()
+_listeners: list[Callable[[], None]] = []
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` after every change of an option."""
+    _listeners.append(listener)
+
+
+def _changed() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Let kernels launch on at most ``num_sms`` SMs, leaving the rest to communication or other streams.
+
+    Raises:
+        InvalidInputError: not an integer from 1 to the number of SMs of the current device.
+    """
+    limit = _device_limit()
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or not 1 <= num_sms <= limit:
+        raise InvalidInputError(f"num_sms must be an integer from 1 to {limit}, the SMs of this GPU, not {num_sms!r}.")
+    _options.num_sms = num_sms
+    _changed()
+
+
+def get_num_sms() -> int:
+    """How many SMs kernels launch on: what was set, or all of the current device."""
+    return _options.num_sms or _device_limit()
+
+
+def num_sms_for(device: int) -> int:
+    """How many SMs kernels launch on on CUDA device ``device``."""
+    return min(_options.num_sms or device_sms(device), device_sms(device))
+
+
+def set_tc_util(tc_util: int) -> None:
+    """Set the share of tensor-core time, in percent from 0 to 100, that callers plan with. It is kept and returned by
+    `get_tc_util`; kernels on Hopper do not throttle themselves."""
+    if isinstance(tc_util, bool) or not isinstance(tc_util, int) or not 0 <= tc_util <= 100:
+        raise InvalidInputError(f"tc_util must be an integer from 0 to 100 (percent), not {tc_util!r}.")
+    _options.tc_util = tc_util
+
+
+def get_tc_util() -> int:
+    """The share that `set_tc_util` was given; 100 at first."""
+    return _options.tc_util
+
+
+def set_pdl(enabled: bool) -> None:
+    """Whether kernels are launched so that they may start before their predecessor in the stream has finished
+    (programmatic dependent launch). They wait for it before they touch global memory."""
+    if not isinstance(enabled, bool):
+        raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
+    _options.pdl = enabled
+    _changed()
+
+
+def get_pdl() -> bool:
+    """Whether programmatic dependent launch is on; off at first."""
+    return _options.pdl
+
+
+def set_ignore_compile_dims(ignore: bool) -> None:
+    """Whether to treat every ``compiled_dims`` argument as empty, so that all sizes are run-time arguments."""
+    if not isinstance(ignore, bool):
+        raise InvalidInputError(f"ignore must be True or False, not {ignore!r}.")
+    _options.ignore_compile_dims = ignore
+    _changed()
+
+
+def ignore_compile_dims() -> bool:
+    """What `set_ignore_compile_dims` was given."""
+    return _options.ignore_compile_dims
+
+
+def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
+    """Only choose tiles whose block_m and block_n are multiples of ``multiple``: one number for both, or a pair."""
+    pair = (multiple, multiple) if isinstance(multiple, int) else tuple(multiple)
+    if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in pair):
+        raise InvalidInputError(f"multiple must be a positive integer or a pair of them, not {multiple!r}.")
+    _options.block_multiple = (pair[0], pair[1])
+    _changed()
+
+
+def get_block_size_multiple_of() -> tuple[int, int]:
+    """The multiples of (block_m, block_n) that are allowed; (1, 1) at first."""
+    return _options.block_multiple
+
+
+def _device_limit() -> int:
+    import torch
+
+    return device_sms(torch.cuda.current_device()) if torch.cuda.is_available() else SM90.num_sms
