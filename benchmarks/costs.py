@@ -56,7 +56,10 @@ def host() -> Iterator[Row]:
 
 
 def cold() -> Iterator[Row]:
-    """Import on top of torch; each demo kernel compiled by each compiler that is usable here; read back from disk."""
+    """Import on top of torch; each demo kernel compiled by each compiler that is usable here, and read back from disk; on a
+    GPU, whole first calls."""
+    import torch
+
     common = environment()
 
     def row(what: str, seconds: float) -> Row:
@@ -72,6 +75,13 @@ def cold() -> Iterator[Row]:
             name, compiled, stored = build_seconds(params, kind)
             yield row(f"{name}: first build, {kind}", compiled)
             yield row(f"{name}: from disk, {kind}", stored)
+    if torch.cuda.is_available():
+        for kind in kinds:
+            with tempfile.TemporaryDirectory() as root:
+                for state in ("nothing compiled", "kernels on disk"):
+                    first, next_ = first_call_seconds(kind, root)
+                    yield row(f"first call of a process, {state}, {kind}", first)
+                    yield row(f"first call of another shape and kernel, {state}, {kind}", next_)
 
 
 def import_seconds(repeats: int = 5) -> float:
@@ -84,6 +94,31 @@ def import_seconds(repeats: int = 5) -> float:
             result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=away)
         times.append(float(result.stdout))
     return statistics.median(times)
+
+
+FIRST_CALL = """
+import sys, time, torch, deep_gemm
+from deep_gemm.benchmarks import backends, shapes
+kind, root = sys.argv[1:]
+prefill, decode, _ = [backends.make_operands(shape, 1)[0] for shape in shapes.demo()]
+with deep_gemm.settings.override(cache_dir=root, use_nvrtc=kind == "nvrtc"):
+    for x in (decode, prefill):
+        call = backends.ours(x)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        print(time.perf_counter() - start)
+"""
+
+
+def first_call_seconds(kind: str, root: str) -> tuple[float, float]:
+    """In a fresh process with a CUDA context: the first call of all, and the first of another shape, until it is done."""
+    command = [sys.executable, "-c", FIRST_CALL, kind, root]
+    with tempfile.TemporaryDirectory() as away:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=away)
+    first, following = result.stdout.split()[-2:]
+    return float(first), float(following)
 
 
 def build_seconds(params: KernelParams, kind: str) -> tuple[str, float, float]:

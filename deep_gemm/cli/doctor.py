@@ -15,7 +15,7 @@ import click
 
 from deep_gemm import arch
 from deep_gemm.cli.console import console, size, table
-from deep_gemm.errors import UnsupportedError
+from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.find import find_all
@@ -48,7 +48,7 @@ def examine() -> dict[str, Any]:
         "package": _package(),
         "gpus": _gpus(),
         "driver_cuda": ".".join(map(str, release)) if (release := driver_release()) else None,
-        "compilers": [asdict(found) for found in find_all()],
+        "compilers": _compilers(),
         "headers": {"path": str(include_dir()), "files": len(list(include_dir().glob("*.cuh")))},
         "cache": _cache(),
         "other_packages": _others(),
@@ -93,11 +93,22 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
+def _compilers() -> list[dict[str, Any]]:
+    try:
+        return [asdict(found) for found in find_all()]
+    except SettingError:  # named among the problems
+        return []
+
+
 def _cache() -> dict[str, Any]:
-    root = default_root()
-    if root is None:
-        return {"root": None, "problem": "there is no home directory; set DG_JIT_CACHE_DIR", "writable": False}
-    return DiskCache(root, settings.trust_cache_dir).info()
+    try:
+        root = default_root()
+        if root is not None:
+            return DiskCache(root, settings.trust_cache_dir).info()
+        problem = "there is no home directory; set DG_JIT_CACHE_DIR"
+    except SettingError as error:
+        problem = str(error)
+    return {"root": None, "problem": problem, "writable": False}
 
 
 def _others() -> list[str]:
