@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from dataclasses import dataclass
 
 from deep_gemm.errors import InvalidInputError
@@ -100,8 +99,3 @@ def _encode(spec: TensorMapSpec, address: int) -> bytes:
     )
     api.check(int(status), "cuTensorMapEncodeTiled", f"{spec} at {address:#x}")
     return ctypes.string_at(target, SIZE)
-
-
-def box_bytes(spec: TensorMapSpec) -> int:
-    """What one copy of a full box moves, and what its barrier is told to expect."""
-    return math.prod(spec.box) * _DTYPES[spec.dtype][1]

@@ -155,4 +155,3 @@ def test_what_the_copy_engine_cannot_address_is_refused(change: dict[str, Any], 
 def test_a_misaligned_address_is_refused(encoder: FakeEncoder, address: int) -> None:
     with pytest.raises(InvalidInputError, match="address must be a multiple of 16 bytes"):
         TensorMapSpec(**GOOD).encode(address)
-    assert tensor_map.box_bytes(TensorMapSpec(**GOOD)) == 128 * 64
