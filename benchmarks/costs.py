@@ -56,8 +56,7 @@ def host() -> Iterator[Row]:
 
 
 def cold() -> Iterator[Row]:
-    """Import on top of torch; each demo kernel compiled by each compiler that is usable here, and read back from disk; on a
-    GPU, whole first calls."""
+    """Import on top of torch; each demo kernel compiled by each usable compiler, and read back; on a GPU, first calls."""
     import torch
 
     common = environment()
@@ -100,8 +99,8 @@ FIRST_CALL = """
 import sys, time, torch, deep_gemm
 from deep_gemm.benchmarks import backends, shapes
 kind, root = sys.argv[1:]
-prefill, decode, _ = [backends.make_operands(shape, 1)[0] for shape in shapes.demo()]
 with deep_gemm.settings.override(cache_dir=root, use_nvrtc=kind == "nvrtc"):
+    prefill, decode, _ = [backends.make_operands(shape, 1)[0] for shape in shapes.demo()]
     for x in (decode, prefill):
         call = backends.ours(x)
         torch.cuda.synchronize()
@@ -113,7 +112,7 @@ with deep_gemm.settings.override(cache_dir=root, use_nvrtc=kind == "nvrtc"):
 
 
 def first_call_seconds(kind: str, root: str) -> tuple[float, float]:
-    """In a fresh process with a CUDA context: the first call of all, and the first of another shape, until it is done."""
+    """In a fresh process with a CUDA context: the first call of all, and the first of another shape, until done."""
     command = [sys.executable, "-c", FIRST_CALL, kind, root]
     with tempfile.TemporaryDirectory() as away:
         result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=away)
