@@ -56,7 +56,7 @@ def host() -> Iterator[Row]:
 
 
 def cold() -> Iterator[Row]:
-    """Import on top of torch; each demo kernel compiled by each usable compiler, and read back; on a GPU, first calls."""
+    """Import on top of torch; demo kernels compiled by each usable compiler, and read back; on a GPU first calls."""
     import torch
 
     common = environment()
