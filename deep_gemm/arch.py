@@ -77,7 +77,7 @@ def for_capability(capability: tuple[int, int], device_name: str = "this GPU") -
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def for_device(index: int) -> ArchSpec:
     """The spec of CUDA device ``index``. Raises UnsupportedError for a GPU without kernels."""
     import torch
@@ -85,7 +85,7 @@ def for_device(index: int) -> ArchSpec:
     return for_capability(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def device_sms(index: int) -> int:
     """How many SMs CUDA device ``index`` has."""
     import torch

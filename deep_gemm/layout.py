@@ -14,6 +14,7 @@ from torch import Tensor
 from deep_gemm import engine
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.params import SCALE_BLOCK, align, ceil_div
+from deep_gemm.settings import settings
 from deep_gemm.validate import TMA_BYTES, check_granularities
 
 __all__ = [
@@ -43,7 +44,11 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
 
     Returns:
         A tensor of the same shape with strides (1, align(mn, 4)), or (align(mn, 4) * columns, 1, align(mn, 4)) with
-        groups. ``sf`` itself when it is already so.
+        groups. ``sf`` itself when it is already so. On a GPU it is written on the current stream.
+
+    Raises:
+        InvalidInputError: wrong dtype or rank.
+        UnsupportedError: on a GPU without kernels, unless DG_FALLBACK=torch lets torch do it.
     """
     if not isinstance(sf, Tensor) or sf.dtype != torch.float32:
         kind = sf.dtype if isinstance(sf, Tensor) else type(sf).__name__
@@ -53,8 +58,12 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
     strides = _mn_major_strides(sf)
     if sf.stride() == strides and sf.data_ptr() % TMA_BYTES == 0:
         return sf
-    if sf.dim() == 2 and sf.is_cuda and sf.numel():
-        return engine.transpose_scales(sf)
+    if sf.is_cuda:
+        try:
+            return engine.transpose_scales(sf)
+        except UnsupportedError:
+            if settings.fallback != "torch":
+                raise
     out = torch.empty_strided(sf.shape, strides, dtype=sf.dtype, device=sf.device)
     return out.copy_(sf)
 

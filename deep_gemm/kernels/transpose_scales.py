@@ -49,7 +49,9 @@ class TransposeScales(Kernel[GemmConfig]):
 
 def make_params(arch: ArchSpec) -> KernelParams:
     """The identity of this kernel."""
-    return KernelParams(kernel=KERNEL.name, arch=arch.name, config=next(KERNEL.configs(arch)), d_dtype="f32", store="direct")
+    return KernelParams(
+        kernel=KERNEL.name, arch=arch.name, config=next(KERNEL.configs(arch)), d_dtype="f32", store="direct"
+    )
 
 
 def launch(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import torch
@@ -75,7 +75,7 @@ def bench_kineto(
 @overload
 def bench_kineto(
     fn: Callable[[], Any],
-    kernel_names: Sequence[str],
+    kernel_names: tuple[str, ...] | list[str],
     num_tests: int = ...,
     suppress_kineto_output: bool = ...,
     trace_path: str | None = ...,
@@ -85,7 +85,7 @@ def bench_kineto(
 ) -> tuple[float, ...]: ...
 def bench_kineto(
     fn: Callable[[], Any],
-    kernel_names: str | Sequence[str],
+    kernel_names: str | tuple[str, ...] | list[str],
     num_tests: int = 30,
     suppress_kineto_output: bool = False,
     trace_path: str | None = None,
@@ -127,7 +127,7 @@ def bench_kineto(
     seen = [
         (event.name, event.time_range.elapsed_us() / 1e6)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     names = (kernel_names,) if isinstance(kernel_names, str) else tuple(kernel_names)
     times = tuple(_time_of(name, seen, num_tests, with_multiple_kernels) for name in names)

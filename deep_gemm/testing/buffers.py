@@ -35,7 +35,7 @@ class Guarded:
         if mine is not None:
             expected.view(bits).as_strided(mine.shape, mine.stride(), mine.storage_offset()).copy_(mine)
         if not torch.equal(expected, self.memory):
-            changed = (expected != self.memory).nonzero().flatten() - view.storage_offset() * view.element_size()
+            changed = (expected != self.memory).nonzero().flatten() - int(view.storage_offset()) * view.element_size()
             raise AssertionError(
                 f"{len(changed)} bytes around {name} were overwritten, from byte {int(changed[0])} of it "
                 f"to byte {int(changed[-1])}; it is {tuple(view.shape)} {view.dtype}, strides {view.stride()}"

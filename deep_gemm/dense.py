@@ -1,0 +1,277 @@
+"""Dense GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import engine, options
+from .errors import InvalidInputError, UnsupportedError
+from .jit.driver.launch import Launch
+from .kernels.sm90_fp8_launch import Addresses, Geometry
+from .log import warn_once
+from .params import GemmProblem, align
+from .reference import fp8_gemm_reference
+from .settings import settings
+from .validate import FP8GemmOperands
+from .validate import fp8_gemm as validate_fp8_gemm
+
+_MAX_WARM = 8192
+"""Launch records kept, about a kilobyte each: past it all are dropped, since what repeats is soon back."""
+
+_MAX_SCRATCH = 64
+"""Places for transposed scales that one call remembers."""
+
+# What a warm call does, by everything that a launch depends on: addresses, shapes, strides, dtypes, stream.
+_warm: dict[Any, Callable[[], object]] = {}
+options.on_change(_warm.clear)
+
+_raw_stream = engine.raw_stream
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def fp8_gemm_nt(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    c: Tensor | None = None,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """``d = (a * scales of a) @ (b * scales of b)^T``, on the current stream of the tensors' device.
+
+    Args:
+        a: (M, K) E4M3 and its float32 scales (M, ceil(K / 128)): one per row per 128 of K. K a multiple of 16, K-major,
+            rows 16-byte aligned and any distance apart. Scales of any strides; those whose rows are contiguous and whose
+            columns are 16-byte aligned (`get_mn_major_tma_aligned_tensor`) are read as they are, others cost a launch.
+        b: (N, K) E4M3 and its float32 scales (ceil(N / 128), ceil(K / 128)): one per 128 x 128 block, of any strides.
+        d: (M, N) bfloat16, row-major, rows any distance apart; written in place.
+        c: must be None in this version.
+        recipe: None or (1, 128, 128).
+        recipe_a, recipe_b: None, or (1, 128) and (128, 128).
+        compiled_dims: sizes to bake into the kernel, letters of "mnk". None leaves it to the library, which bakes in
+            none: run-time sizes cost nothing measurable, and one kernel then serves all shapes.
+        disable_ue8m0_cast: of no effect on Hopper, where scales stay float32 whatever their values.
+
+    The tensor cores' sums are promoted to float32 every 128 of K, where the scales are applied. Results are bitwise
+    repeatable. M = 0 does nothing and K = 0 writes zeros. Tensors on the CPU are multiplied by the reference
+    implementation. Inside CUDA-graph capture the shape must have been called before.
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it.
+        UnsupportedError: this version or this GPU cannot do it.
+        NotWarmError: first call of a shape inside CUDA-graph capture.
+        CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+    """
+    key: Any
+    warm: Callable[[], object] | None
+    try:
+        x, x_scales = a
+        y, y_scales = b
+        device = d.get_device()
+        key = (
+            x.data_ptr(),
+            x_scales.data_ptr(),
+            y.data_ptr(),
+            y_scales.data_ptr(),
+            d.data_ptr(),
+            x.shape,
+            x_scales.shape,
+            y.shape,
+            y_scales.shape,
+            d.shape,
+            x.stride(),
+            x_scales.stride(),
+            y.stride(),
+            y_scales.stride(),
+            d.stride(),
+            x.dtype,
+            x_scales.dtype,
+            y.dtype,
+            y_scales.dtype,
+            d.dtype,
+            d.requires_grad,
+            c is None,
+            recipe,
+            recipe_a,
+            recipe_b,
+            compiled_dims,
+            disable_ue8m0_cast,
+            _raw_stream(device) if device >= 0 else None,
+            _current_device() if device >= 0 else None,
+        )
+        warm = _warm.get(key)
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        # Something is wrong with the arguments, or a list stands for a tuple: validation says which.
+        key = warm = None
+    if warm is not None:
+        warm()
+    else:
+        _first_call(key, a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+
+
+def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
+    """Validate, run, and remember under ``key`` what to do the next time."""
+    recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast = rest
+    x = validate_fp8_gemm(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims or "", disable_ue8m0_cast)
+    if x.m == 0:
+        return
+    if x.k == 0:
+        x.d.zero_()
+        return
+    if x.device.type == "cpu":
+        fp8_gemm_reference(x)
+        return
+    device = x.device.index
+    problem = GemmProblem(
+        m=x.m,
+        n=x.n,
+        k=x.k,
+        num_sms=options.num_sms_for(device),
+        d_tma=x.d_tma,
+        compiled_dims="" if options.ignore_compile_dims() else x.compiled_dims,
+        block_multiple=options.get_block_size_multiple_of(),
+    )
+    try:
+        engine.plan(problem, device)
+    except UnsupportedError as error:
+        if settings.fallback != "torch":
+            raise
+        warn_once("fallback", f"DG_FALLBACK=torch: running the reference implementation, which is slow. {error}")
+        fp8_gemm_reference(x)
+        return
+    geometry, addresses = _layout(x)
+    make = _Gemm(problem, geometry, addresses, device, _raw_stream(device))
+    inner = make.launch(addresses.sfa) if x.sfa_ready else _TransposeFirst(make, x.sfa)
+    call = _OnDevice(device, inner)
+    call()
+    if key is not None:
+        if len(_warm) >= _MAX_WARM:
+            _warm.clear()
+        # The common case, the tensors' device being the current one, needs no guard.
+        _warm[key] = inner if _current_device() == device else call
+
+
+def _layout(x: FP8GemmOperands) -> tuple[Geometry, Addresses]:
+    """Strides and addresses of the operands, scales of A as they will be when TMA reads them."""
+    ready = x.sfa_ready and x.sfa.shape[1] > 1
+    geometry = Geometry(
+        m=x.m,
+        n=x.n,
+        k=x.k,
+        stride_a=_row_stride(x.a),
+        stride_b=_row_stride(x.b),
+        stride_d=_row_stride(x.d),
+        stride_sfa=x.sfa.stride(1) if ready else align(x.m, 4),
+        stride_sfb=(x.sfb.stride(0), x.sfb.stride(1)),
+    )
+    addresses = Addresses(
+        a=x.a.data_ptr(), sfa=x.sfa.data_ptr(), b=x.b.data_ptr(), sfb=x.sfb.data_ptr(), d=x.d.data_ptr()
+    )
+    return geometry, addresses
+
+
+def _row_stride(x: Tensor) -> int:
+    """Elements from row to row. The stride of a single row may be anything, and TMA wants a multiple of 16 bytes."""
+    return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], 16)
+
+
+@dataclass(frozen=True)
+class _Gemm:
+    """A call but for the address of the scales of A."""
+
+    problem: GemmProblem
+    geometry: Geometry
+    addresses: Addresses
+    device: int
+    stream: int
+
+    def launch(self, sfa: int) -> Launch:
+        addresses = replace(self.addresses, sfa=sfa)
+        return engine.fp8_gemm_launch(self.problem, self.geometry, addresses, self.device, self.stream)
+
+
+class _TransposeFirst:
+    """A call whose scales of A are transposed each time, into memory that torch hands out: often the same, so that its
+    two launch records are kept. Holds addresses and sizes only, never the caller's tensors."""
+
+    def __init__(self, gemm: _Gemm, sfa: Tensor) -> None:
+        self._gemm = gemm
+        self._source = sfa.data_ptr()
+        self._shape = (1, sfa.shape[0], sfa.shape[1])
+        self._strides = (0, sfa.stride(0), sfa.stride(1))
+        self._padded = (sfa.shape[1], align(sfa.shape[0], 4))
+        self._device = sfa.device
+        self._launches: dict[int, tuple[Launch, Launch]] = {}
+
+    def __call__(self) -> None:
+        scales = torch.empty(self._padded, dtype=torch.float32, device=self._device)
+        target = scales.data_ptr()
+        launches = self._launches.get(target)
+        if launches is None:
+            gemm = self._gemm
+            transpose = engine.transpose_launch(
+                self._source, target, self._shape, self._strides, gemm.device, gemm.stream
+            )
+            if len(self._launches) >= _MAX_SCRATCH:
+                self._launches.clear()
+            launches = self._launches[target] = (transpose, gemm.launch(target))
+        launches[0]()
+        launches[1]()
+
+
+class _OnDevice:
+    """A call made with its device current, whatever the caller's is."""
+
+    def __init__(self, device: int, inner: Callable[[], object]) -> None:
+        self._device = device
+        self._inner = inner
+
+    def __call__(self) -> None:
+        with torch.cuda.device(self._device):
+            self._inner()
+
+
+def _as_nt(x: tuple[Tensor, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """An operand given transposed, with its scales, as views the other way round."""
+    if not isinstance(x, (tuple, list)) or len(x) != 2 or not all(isinstance(t, Tensor) and t.dim() == 2 for t in x):
+        raise InvalidInputError(f"{name} must be a pair (tensor, scales) of tensors with 2 dimensions.")
+    values, scales = x
+    if values.shape[0] > 1 and values.stride(0) != 1 and values.dtype == torch.float8_e4m3fn:
+        raise UnsupportedError(
+            f"{name} is stored with K along its rows' outer dimension ({tuple(values.shape)}, strides "
+            f"{values.stride()}), and Hopper multiplies FP8 only where K is contiguous. Store it K-major: pass "
+            f"{name}.t().contiguous().t()."
+        )
+    return values.t(), scales.t()
+
+
+def fp8_gemm_nn(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, *args: Any, **kwargs: Any) -> None:
+    """`fp8_gemm_nt` with b given as (K, N) and its scales as (ceil(K / 128), ceil(N / 128)).
+
+    Hopper's FP8 needs K contiguous in memory: b must be a transposed view of K-major storage, else UnsupportedError.
+    """
+    fp8_gemm_nt(a, _as_nt(b, "b"), d, *args, **kwargs)
+
+
+def fp8_gemm_tn(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, *args: Any, **kwargs: Any) -> None:
+    """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise; both views of K-major storage."""
+    fp8_gemm_nt(_as_nt(a, "a"), _as_nt(b, "b"), d, *args, **kwargs)
+
+
+def fp8_gemm_tt(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, *args: Any, **kwargs: Any) -> None:
+    """`fp8_gemm_nt` with a given as (K, M) and its scales likewise; a view of K-major storage."""
+    fp8_gemm_nt(_as_nt(a, "a"), b, d, *args, **kwargs)
+
+
+fp8_fp4_gemm_nt = fp8_gemm_nt
+fp8_fp4_gemm_nn = fp8_gemm_nn
+fp8_fp4_gemm_tn = fp8_gemm_tn
+fp8_fp4_gemm_tt = fp8_gemm_tt

@@ -1,0 +1,219 @@
+"""How a call flows: problem -> plan -> launch.
+
+A problem (sizes and formats) is given a config by the selector; problem and config make the params, which identify a
+binary; the builder compiles or finds it; loaded on a device it is a plan. A plan and one call's addresses make a launch
+record, which is all that a warm call needs (`deep_gemm.dense` keeps those).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from . import arch as archs
+from . import options, record, select
+from .errors import InvalidInputError, NotWarmError
+from .jit.builder import Binary, BuildRequest, default_builder
+from .jit.driver.launch import Launch
+from .jit.driver.module import Function, load_function
+from .jit.generator import render
+from .kernels import get as get_kernel
+from .kernels import sm90_fp8_launch
+from .kernels import transpose_scales as transpose
+from .log import say
+from .params import GemmConfig, GemmProblem, KernelParams, align
+from .record import debug_info, dump_debug_info
+from .settings import settings
+
+__all__ = [
+    "Plan",
+    "build",
+    "build_request",
+    "debug_info",
+    "dump_debug_info",
+    "fp8_gemm_launch",
+    "kernel_params",
+    "plan",
+    "raw_stream",
+    "transpose_launch",
+    "transpose_scales",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem's kernel, loaded on a device."""
+
+    problem: GemmProblem
+    params: KernelParams
+    function: Function
+
+
+_lock = threading.RLock()
+_plans: dict[tuple[GemmProblem, int], Plan] = {}
+_functions: dict[tuple[KernelParams, int], tuple[Function, Binary]] = {}
+
+
+def kernel_params(problem: GemmProblem, config: GemmConfig, arch: archs.ArchSpec) -> KernelParams:
+    """The identity of the binary that computes ``problem`` with ``config`` on ``arch``."""
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
+    return KernelParams(
+        kernel="sm90_fp8_gemm",
+        arch=arch.name,
+        config=config,
+        d_dtype=problem.d_dtype,
+        store="tma" if problem.d_tma else "direct",
+        shape=tuple(size if name in problem.compiled_dims else 0 for name, size in sizes.items()),  # type: ignore[arg-type]
+    )
+
+
+def build_request(params: KernelParams) -> BuildRequest:
+    """What the builder needs for ``params``: the rendered source, and the params beside it as JSON."""
+    kernel = get_kernel(params.kernel)
+    source = render(kernel.template, kernel.fields(params))
+    return BuildRequest(name=kernel.entry(params), source=source, arch=params.arch, meta={"params": params.to_json()})
+
+
+def build(params: KernelParams) -> Binary:
+    """The binary of ``params``, from the cache or compiled. Needs no GPU. Raises CompileError."""
+    return default_builder().build(build_request(params))
+
+
+def plan(problem: GemmProblem, device: int) -> Plan:
+    """The plan of ``problem`` on CUDA device ``device``: chosen, built and loaded the first time, remembered then.
+
+    Raises:
+        UnsupportedError: there is no kernel for this GPU or for these options.
+        NotWarmError: the kernel would have to be loaded inside CUDA-graph capture.
+        CompileError, DriverError: the kernel could not be compiled or loaded.
+    """
+    found = _plans.get((problem, device))
+    if found is not None:
+        return found
+    with _lock:
+        found = _plans.get((problem, device))
+        if found is None:
+            found = _plans[problem, device] = _make_plan(problem, device)
+        return found
+
+
+def forget_plans() -> None:
+    """Choose again from now on; loaded kernels stay loaded."""
+    with _lock:
+        _plans.clear()
+
+
+options.on_change(forget_plans)
+
+
+def _make_plan(problem: GemmProblem, device: int) -> Plan:
+    start = time.perf_counter()
+    spec = archs.for_device(device)
+    ranked = select.rank(problem, spec)
+    chosen = ranked[0]
+    params = kernel_params(problem, chosen.config, spec)
+    selected = time.perf_counter()
+    where = f"M={problem.m}, N={problem.n}, K={problem.k}"
+    function, binary = _load(params, device, f"fp8_gemm_nt with {where}")
+    loaded = time.perf_counter()
+    if settings.print_configs:
+        say(f"{where} on {problem.num_sms} SMs: {chosen.config}, {chosen.estimate}")
+    record.add_plan(
+        {
+            "problem": asdict(problem),
+            "device": device,
+            "params": params.to_json(),
+            "estimate": asdict(chosen.estimate),
+            "next_best": [
+                {"config": asdict(other.config), "total_us": other.estimate.total_us} for other in ranked[1:4]
+            ],
+            "kernel": binary.name,
+            "key": binary.key,
+            "layer": binary.layer,
+            "compiler": binary.compiler,
+            "source": binary.source_path,
+            "resources": binary.resources.to_json(),
+            "seconds": {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected},
+        }
+    )
+    return Plan(problem, params, function)
+
+
+def _load(params: KernelParams, device: int, what: str) -> tuple[Function, Binary]:
+    """The kernel of ``params`` on ``device``; plans share it."""
+    with _lock:
+        found = _functions.get((params, device))
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise NotWarmError(
+                    f"{what} needs a kernel that is not loaded yet, and a CUDA graph is being captured, during which "
+                    f"modules cannot be loaded. Call it once before the capture to warm this shape."
+                )
+            binary = build(params)
+            kernel = get_kernel(params.kernel)
+            function = load_function(binary.cubin, binary.name, device, kernel.shared_bytes(params))
+            found = _functions[params, device] = (function, binary)
+        return found
+
+
+def fp8_gemm_launch(
+    problem: GemmProblem,
+    geometry: sm90_fp8_launch.Geometry,
+    addresses: sm90_fp8_launch.Addresses,
+    device: int,
+    stream: int,
+) -> Launch:
+    """The launch record of one FP8 GEMM at these addresses on ``stream`` of ``device``."""
+    made = plan(problem, device)
+    shape, args = sm90_fp8_launch.launch(made.params, geometry, addresses, problem.num_sms, options.get_pdl())
+    return Launch(made.function, shape, stream, args)
+
+
+def transpose_launch(
+    source: int, target: int, shape: tuple[int, int, int], strides: tuple[int, int, int], device: int, stream: int
+) -> Launch:
+    """The launch record that brings scales (batch, rows, columns) at ``source``, with ``strides`` in elements, to
+    ``target``, as (batch, columns, align(rows, 4))."""
+    function, _ = _load(transpose.make_params(archs.for_device(device)), device, "transposing scales")
+    launch_shape, args = transpose.launch(source, target, shape, strides, options.get_pdl())
+    return Launch(function, launch_shape, stream, args)
+
+
+def transpose_scales(sf: Tensor) -> Tensor:
+    """``sf`` as MN-major scales: same shape and values, rows contiguous, columns (align(mn, 4)) floats apart.
+
+    ``sf`` is float32 on a CUDA device, (mn, columns) or (groups, mn, columns), of any strides. Runs on the current
+    stream of its device.
+    """
+    if sf.dim() not in (2, 3) or sf.dtype != torch.float32 or not sf.is_cuda:
+        raise InvalidInputError(
+            f"sf must be float32 on a CUDA device with 2 or 3 dimensions, but it is {sf.dtype} on {sf.device} with "
+            f"{sf.dim()}."
+        )
+    batched = sf if sf.dim() == 3 else sf.unsqueeze(0)
+    batch, rows, columns = batched.shape
+    # Not empty_strided, which would leave out what lies past the last row of the last column: columns are written whole.
+    whole = torch.empty((batch, columns, align(rows, 4)), dtype=sf.dtype, device=sf.device)
+    if sf.numel():
+        device = sf.get_device()
+        strides = batched.stride()
+        with torch.cuda.device(device):
+            transpose_launch(
+                sf.data_ptr(), whole.data_ptr(), (batch, rows, columns), strides, device, raw_stream(device)
+            )()
+    out = whole.transpose(1, 2)[:, :rows]
+    return out if sf.dim() == 3 else out[0]
+
+
+def _slow_raw_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
+"""The handle of the current stream of a CUDA device. The first way is not in torch's public interface, and forty times
+faster than making a torch.cuda.Stream."""

@@ -1,0 +1,67 @@
+"""The debug record: what was decided for each plan, and why."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import platform
+import threading
+from pathlib import Path
+from typing import Any
+
+from .log import warn_once
+from .settings import settings
+
+_lock = threading.Lock()
+_plans: list[dict[str, Any]] = []
+_dump_registered = False
+
+
+def add_plan(entry: dict[str, Any]) -> None:
+    """Keep ``entry``, and see to it that the record is written at exit if DG_JIT_DEBUG_DUMP names a file."""
+    global _dump_registered
+    with _lock:
+        _plans.append(entry)
+        if not _dump_registered and settings.debug_dump:
+            _dump_registered = True
+            atexit.register(_dump_at_exit)
+
+
+def debug_info() -> dict[str, Any]:
+    """Versions, settings that differ from their defaults, build statistics, and one entry for each plan: the problem,
+    the config and the next best with the model's estimates, where the binary came from, its resources, and times in
+    seconds. JSON-ready."""
+    import torch
+
+    from .jit.builder import default_builder
+    from .jit.driver.version import driver_release
+
+    release = driver_release()
+    with _lock:
+        plans = list(_plans)
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "driver": ".".join(map(str, release)) if release else None,
+        "settings": {
+            described.attribute: described.value
+            for described in settings.describe()
+            if described.value != described.default
+        },
+        "builder": default_builder().stats,
+        "plans": plans,
+    }
+
+
+def dump_debug_info(path: str | Path) -> None:
+    """Write `debug_info` to ``path`` as JSON. Raises OSError if it cannot be written."""
+    Path(path).write_text(json.dumps(debug_info(), indent=1, default=str) + "\n")
+
+
+def _dump_at_exit() -> None:
+    path = settings.debug_dump
+    try:
+        if path:
+            dump_debug_info(path)
+    except OSError as error:
+        warn_once("debug-dump", f"DG_JIT_DEBUG_DUMP could not be written to {path}: {error}.")
