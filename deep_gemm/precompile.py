@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, select
+from deep_gemm import engine, kernels, options, select
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit.builder import Binary
 from deep_gemm.params import GemmProblem, KernelParams
@@ -57,6 +57,18 @@ class Work:
     impossible: tuple[Outcome, ...] = ()
 
 
+def problem(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> GemmProblem:
+    """The problem that a call with freshly allocated tensors of this shape is, under the options of this process."""
+    return GemmProblem(
+        m=shape.m,
+        n=shape.n,
+        k=shape.k,
+        num_sms=num_sms or spec.num_sms,
+        d_tma=shape.n % 8 == 0,  # rows of bf16 that start at multiples of 16 bytes
+        block_multiple=options.get_block_size_multiple_of(),
+    )
+
+
 def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
     """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
 
@@ -68,8 +80,8 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
     impossible = []
     for shape in dict.fromkeys(shapes):
         try:
-            problem = GemmProblem(m=shape.m, n=shape.n, k=shape.k, num_sms=num_sms or spec.num_sms)
-            params = engine.kernel_params(problem, select.rank(problem, spec)[0].config, spec)
+            asked = problem(shape, spec, num_sms)
+            params = engine.kernel_params(asked, select.rank(asked, spec)[0].config, spec)
         except DeepGemmError as error:
             impossible.append(Outcome(f"no kernel for {shape}", (shape,), error=error))
         else:

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, select
+from deep_gemm import engine, kernels, precompile, select
 from deep_gemm.cli.console import console, duration, size, table
-from deep_gemm.params import GemmConfig, GemmProblem
+from deep_gemm.params import GemmConfig
 from deep_gemm.workload import GemmShape, parse_shape
 
 
@@ -40,7 +40,7 @@ def command(shape: str, arch: str, num_sms: int | None, top: int, with_sass: boo
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
     """All that inspect says, as plain data."""
     spec = archs.get(arch)
-    problem = GemmProblem(m=shape.m, n=shape.n, k=shape.k, num_sms=num_sms or spec.num_sms)
+    problem = precompile.problem(shape, spec, num_sms)
     ranked = select.rank(problem, spec)
     params = engine.kernel_params(problem, ranked[0].config, spec)
     binary = engine.build(params)
@@ -50,7 +50,6 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     ]
     for entry, choice in zip(configs, ranked, strict=False):
         entry["config"]["name"] = describe(choice.config)
-        entry["estimate"]["bound"] = choice.estimate.bound
     report: dict[str, Any] = {
         "problem": dataclasses.asdict(problem),
         "legal_configs": len(ranked),
