@@ -1,7 +1,8 @@
 """Layouts of scale factors: what the kernels read, and getting there.
 
 The kernels read the scales of A column by column through TMA: "MN-major", stride 1 along rows, each column starting
-at a multiple of 16 bytes. Scales of B are read as they are.
+at a multiple of 16 bytes. Scales of B are read as they are. Also here: the alignment of groups in contiguous grouped
+layouts, which callers ask for when they lay out tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +21,46 @@ from deep_gemm.validate import TMA_BYTES, check_granularities
 __all__ = [
     "align",
     "ceil_div",
+    "get_k_alignment_for_contiguous_layout",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_tensor",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
+    "set_mk_alignment_for_contiguous_layout",
     "transform_sf_into_required_layout",
 ]
+
+_DEFAULT_ALIGNMENT = 128
+_mk_alignment = _DEFAULT_ALIGNMENT
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """Rows to whose multiples each group starts in a contiguous grouped layout; 128 unless set otherwise."""
+    return _mk_alignment
+
+
+def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
+    """Set the alignment of groups for the whole process.
+
+    Raises:
+        InvalidInputError: not a positive multiple of 16.
+    """
+    global _mk_alignment
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment % 16:
+        raise InvalidInputError(f"alignment must be a positive multiple of 16, but it is {alignment!r}.")
+    _mk_alignment = alignment
+
+
+def get_theoretical_mk_alignment_for_contiguous_layout(
+    expected_m: int | None = None, num_groups: int | None = None
+) -> int:
+    """The alignment to choose for ``expected_m`` rows in ``num_groups`` groups: 128, the tile that suits all sizes."""
+    return _DEFAULT_ALIGNMENT
+
+
+get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
+get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:

@@ -3,15 +3,14 @@
 from deep_gemm.layout import (
     align,
     ceil_div,
-    get_mn_major_tma_aligned_tensor,
-    get_tma_aligned_size,
-    transform_sf_into_required_layout,
-)
-from deep_gemm.options import (
     get_k_alignment_for_contiguous_layout,
     get_m_alignment_for_contiguous_layout,
     get_mk_alignment_for_contiguous_layout,
+    get_mn_major_tma_aligned_tensor,
+    get_theoretical_mk_alignment_for_contiguous_layout,
+    get_tma_aligned_size,
     set_mk_alignment_for_contiguous_layout,
+    transform_sf_into_required_layout,
 )
 
 __all__ = [
@@ -21,6 +20,7 @@ __all__ = [
     "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_tensor",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
     "set_mk_alignment_for_contiguous_layout",
     "transform_sf_into_required_layout",

@@ -69,6 +69,16 @@ def test_positional_arguments_lists_and_the_other_name(
     assert torch.equal(d, expected)
 
 
+@pytest.mark.parametrize(("form", "flip_a", "flip_b"), [("nn", False, True), ("tn", True, True), ("tt", True, False)])
+def test_transposed_views(
+    operands: tuple[Operand, Operand], expected: torch.Tensor, form: str, flip_a: bool, flip_b: bool
+) -> None:
+    a, b = ((x[0].t(), x[1].t()) if flip else x for x, flip in zip(operands, (flip_a, flip_b), strict=True))
+    d = nan_output(M, N)
+    getattr(deep_gemm, f"fp8_gemm_{form}")(a, b, d)
+    assert torch.equal(d, expected)
+
+
 @pytest.mark.parametrize("kind", ["mn-major", "transformed", "slice", "column slice", "expanded"])
 def test_scales_of_a_in_every_layout(operands: tuple[Operand, Operand], kind: str) -> None:
     (a, sfa), b = operands

@@ -157,3 +157,24 @@ def test_mistakes_in_a_transform(index: int) -> None:
 def test_what_hopper_cannot_use(sf: torch.Tensor, recipe: tuple[int, int], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         transform_sf_into_required_layout(sf, 50, 272, recipe)
+
+
+def test_the_alignment_of_groups_can_be_set_and_restored() -> None:
+    import deep_gemm
+
+    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    assert before == 128
+    try:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(64)
+        assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 64
+        assert deep_gemm.get_m_alignment_for_contiguous_layout() == 64
+        assert deep_gemm.get_k_alignment_for_contiguous_layout() == 64
+        for wrong in (0, -16, 24, 64.0, True, None):
+            with pytest.raises(InvalidInputError, match="alignment must be a positive multiple of 16"):
+                deep_gemm.set_mk_alignment_for_contiguous_layout(wrong)  # type: ignore[arg-type]
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    theoretical = deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout
+    assert (
+        theoretical() == theoretical(200) == theoretical(expected_m=200, num_groups=4) == theoretical(4096, 32) == 128
+    )
