@@ -18,11 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# requirement -> modules of which one must be importable. tests/unit/test_readme.py compares this with pyproject.toml.
+# requirement -> how to see that it is there, any one of: a module, "file:" and a pattern in a directory of packages, "tool:"
+# and a program. tests/unit/test_readme.py compares the requirements with pyproject.toml.
 BASE = {
     "torch>=2.7": ("torch",),
     "cuda-python>=12.9,<14": ("cuda.bindings.driver",),
-    "nvidia-cuda-nvrtc-cu12>=12.3": ("nvidia.cuda_nvrtc", "nvidia.cu13"),
+    "nvidia-cuda-nvrtc-cu12>=12.3": ("file:nvidia/*/lib/libnvrtc.so.*",),
     "jinja2>=3.1": ("jinja2",),
     "platformdirs>=4": ("platformdirs",),
     "filelock>=3.12": ("filelock",),
@@ -31,6 +32,7 @@ TEST = {
     "pytest>=8": ("pytest",),
     "hypothesis>=6.100": ("hypothesis",),
     "numpy>=1.26": ("numpy",),
+    "nvidia-cuda-nvdisasm": ("tool:nvdisasm", "tool:cuobjdump", "file:nvidia/*/bin/nvdisasm"),
     "pyyaml>=6": ("yaml",),
     "click>=8.1": ("click",),
     "rich>=13": ("rich",),
@@ -43,15 +45,20 @@ LINT = {
 BUILD = {"setuptools>=68": ("setuptools",), "wheel": ("wheel",)}
 
 PROBE = """
-import importlib.util, sys
+import importlib.util, pathlib, shutil, sys
 def there(name):
+    kind, _, rest = name.rpartition(":")
+    if kind == "file":
+        return any(any(pathlib.Path(entry).glob(rest)) for entry in sys.path if entry)
+    if kind == "tool":
+        return shutil.which(rest) is not None or pathlib.Path("/usr/local/cuda/bin", rest).exists()
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(rest) is not None
     except ImportError:
         return False
 for line in sys.stdin.read().splitlines():
-    requirement, modules = line.split("|")
-    if not any(there(module) for module in modules.split(",")):
+    requirement, ways = line.split("|")
+    if not any(there(way) for way in ways.split(",")):
         print(requirement)
 """
 
@@ -96,8 +103,8 @@ def create(directory: Path, shared: bool) -> Path:
 
 
 def missing(python: Path, wanted: dict[str, tuple[str, ...]]) -> list[str]:
-    """The requirements of which no module can be found from the environment's Python."""
-    lines = "\n".join(f"{requirement}|{','.join(modules)}" for requirement, modules in wanted.items())
+    """The requirements that cannot be found from the environment's Python."""
+    lines = "\n".join(f"{requirement}|{','.join(ways)}" for requirement, ways in wanted.items())
     result = subprocess.run([python, "-c", PROBE], input=lines, capture_output=True, text=True, cwd="/", check=True)
     return result.stdout.split("\n")[:-1]
 
