@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# requirement -> how to see that it is there, any one of: a module, "file:" and a pattern in a directory of packages, "tool:"
-# and a program. tests/unit/test_readme.py compares the requirements with pyproject.toml.
+# requirement -> how to see that it is there, any one of: a module, "file:" and a pattern in a directory of packages,
+# "tool:" and a program. tests/unit/test_readme.py compares the requirements with pyproject.toml.
 BASE = {
     "torch>=2.7": ("torch",),
     "cuda-python>=12.9,<14": ("cuda.bindings.driver",),
@@ -72,8 +72,11 @@ def run(*command: str | Path, why: str) -> None:
 
 
 def cuda_torch() -> str | None:
-    """The version of a CUDA build of torch in the Python that runs this, or None."""
-    code = "import torch; print(torch.__version__ if torch.version.cuda else '')"
+    """The version of a CUDA build of torch in the Python that runs this, or None; also None if it is too old for us."""
+    code = (
+        "import torch; new = tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 7); "
+        "print(torch.__version__ if torch.version.cuda and new else '')"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     return result.stdout.strip() or None if result.returncode == 0 else None
 
