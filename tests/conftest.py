@@ -1,17 +1,15 @@
-"""What all tests share: markers by directory, a private kernel cache, and the record of a run on a GPU."""
+"""What all tests share: markers by directory, a private kernel cache, the record of a GPU run."""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
+from gpu_record import GpuRecord
 
 TESTS = Path(__file__).parent
-GPU_TESTS = TESTS / "gpu"
 SCRATCH = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
 
@@ -31,34 +29,6 @@ def why_no_gpu() -> str | None:
     return None
 
 
-class GpuRecord:
-    """Writes tests/gpu/last_run.json when all of tests/gpu, and no selection of it, ran on a GPU."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.outcomes: Counter[str] = Counter()
-        self.complete = False
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        files = {item.path for item in session.items if item.path.parent == GPU_TESTS}
-        narrowed = any("::" in argument for argument in session.config.args)
-        deselected = session.config.option.keyword or session.config.option.markexpr or session.config.option.lf
-        self.complete = files == set(GPU_TESTS.glob("test_*.py")) and not narrowed and not deselected
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.nodeid.startswith("tests/gpu/") and (report.when == "call" or not report.passed):
-            self.outcomes[report.outcome] += 1
-
-    def pytest_sessionfinish(self) -> None:
-        # Neither a pass nor a failure: everything was skipped, so there is no GPU to report about.
-        if not self.complete or not self.outcomes["passed"] + self.outcomes["failed"]:
-            return
-        from deep_gemm.benchmarks.provenance import environment
-
-        counts = {name: self.outcomes[name] for name in ("passed", "failed", "skipped")}
-        self.path.write_text(json.dumps(counts | environment(), indent=2) + "\n")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # Settings of the caller's shell must not decide what a test sees, and tests never touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
@@ -66,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)
     os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
     config.stash[SCRATCH] = scratch
-    config.pluginmanager.register(GpuRecord(GPU_TESTS / "last_run.json"))
+    config.pluginmanager.register(GpuRecord(TESTS / "gpu"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import conftest
 import pytest
+from gpu_record import GpuRecord
 
 
 def report(outcome: str, when: str = "call", nodeid: str = "tests/gpu/test_x.py::test") -> Any:
@@ -22,14 +22,13 @@ def session(paths: list[Path], **options: Any) -> Any:
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> conftest.GpuRecord:
-    monkeypatch.setattr(conftest, "GPU_TESTS", tmp_path)
+def record(tmp_path: Path) -> GpuRecord:
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).touch()
-    return conftest.GpuRecord(tmp_path / "last_run.json")
+    return GpuRecord(tmp_path)
 
 
-def test_a_whole_run_is_recorded(record: conftest.GpuRecord, tmp_path: Path) -> None:
+def test_a_whole_run_is_recorded(record: GpuRecord, tmp_path: Path) -> None:
     record.pytest_collection_finish(session([tmp_path / "test_a.py", tmp_path / "test_b.py"]))
     for outcome, when in (("passed", "setup"), ("passed", "call"), ("passed", "teardown"), ("failed", "call")):
         record.pytest_runtest_logreport(report(outcome, when))
@@ -46,21 +45,21 @@ def test_a_whole_run_is_recorded(record: conftest.GpuRecord, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("options", [{"keyword": "x"}, {"markexpr": "gpu"}, {"lf": True}])
-def test_a_selection_is_not_recorded(record: conftest.GpuRecord, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_selection_is_not_recorded(record: GpuRecord, tmp_path: Path, options: dict[str, Any]) -> None:
     record.pytest_collection_finish(session([tmp_path / "test_a.py", tmp_path / "test_b.py"], **options))
     record.pytest_runtest_logreport(report("passed"))
     record.pytest_sessionfinish()
     assert not record.path.exists()
 
 
-def test_one_file_of_two_is_not_recorded(record: conftest.GpuRecord, tmp_path: Path) -> None:
+def test_one_file_of_two_is_not_recorded(record: GpuRecord, tmp_path: Path) -> None:
     record.pytest_collection_finish(session([tmp_path / "test_a.py"]))
     record.pytest_runtest_logreport(report("passed"))
     record.pytest_sessionfinish()
     assert not record.path.exists()
 
 
-def test_a_run_without_a_gpu_is_not_recorded(record: conftest.GpuRecord, tmp_path: Path) -> None:
+def test_a_run_without_a_gpu_is_not_recorded(record: GpuRecord, tmp_path: Path) -> None:
     record.pytest_collection_finish(session([tmp_path / "test_a.py", tmp_path / "test_b.py"]))
     record.pytest_runtest_logreport(report("skipped", "setup"))
     record.pytest_sessionfinish()
