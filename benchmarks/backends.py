@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,7 @@ def usable(name: str, x: Operands) -> str | None:
     except DeepGemmError:
         raise
     except (RuntimeError, ValueError, ImportError, AttributeError, NotImplementedError) as error:
-        return str(error).split("\n")[0] or type(error).__name__
+        return textwrap.shorten(str(error), 100) or type(error).__name__
     if name == "blockwise":
         ours(x)()
         difference = float(calc_diff(result, x.d))

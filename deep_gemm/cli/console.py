@@ -11,8 +11,8 @@ from rich.table import Table
 
 def console() -> Console:
     """A console that neither wraps nor cuts lines where the output is a file or a log."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=200)
+    found = Console(highlight=False, soft_wrap=True)
+    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, width=200)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:

@@ -57,13 +57,15 @@ def test_a_recorded_row_reaches_the_tables(tmp_path: Path) -> None:
 
     append(tmp_path / "reference.jsonl", older)
     append(tmp_path / "reference.jsonl", row | {"date": "2026-01-02"})
-    append(tmp_path / "costs.jsonl", cost)
+    append(tmp_path / "costs.jsonl", cost | {"what": "a kernel of an older version", "source_digest": "0"})
+    append(tmp_path / "costs.jsonl", cost | {"source_digest": "1"})
     text = readme.numbers(tmp_path)
     assert "| 64 | 576 x 7168 | 12.0 | 44 | 390 | 0.91 | - |" in text
     assert "**0.91**" in text
     assert "99" not in text, "a later row replaces an earlier one"
     assert "GPU X, driver 1.2, torch 2.7, 2026-01-02" in text
     assert "| a call | 7.5 us |" in text
+    assert "older version" not in text
 
 
 def test_fill_refuses_a_readme_without_the_marks() -> None:
