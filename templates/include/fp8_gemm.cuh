@@ -64,7 +64,7 @@ struct Fp8Gemm {
   DG_DEVICE u32 k() const { return Tile::kShapeK ? Tile::kShapeK : arg.k; }
   DG_DEVICE u32 n() const { return Tile::kShapeN ? Tile::kShapeN : arg.n; }
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
-  DG_DEVICE u32 blocks() const { return Mainloop::padded(ceil_div(k(), kBlockK)); }
+  DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;

@@ -4,11 +4,9 @@
 #include "promotion.cuh"
 #include "warpgroup.cuh"
 
-// The tensor cores must not wait for promotion. Three schedules, by how many sets of partial sums fit in registers:
-//   1: one block after the other; the other consumer's products hide this one's promotion.
+// The tensor cores must not wait for promotion. Two schedules, by how many sets of partial sums fit in registers:
+//   1: one block after the other; the other consumers' products hide this one's promotion.
 //   2: the next products are always issued before the last ones are promoted.
-//   more: a whole round of short products is issued, then promoted in order; for narrow tiles, whose instructions are
-//      all latency. Blocks are padded to whole rounds: loads past the end of K bring zeros.
 template <class Tile, class Mma, class Barriers, u32 kSlices, u32 kScaleRows>
 struct Fp8Mainloop {
   static constexpr u32 kBlockN = Tile::kBlockN, kBlockK = 128;
@@ -17,7 +15,7 @@ struct Fp8Mainloop {
   // A block's products come in units of one m64 slice by Mma::kN columns.
   static constexpr u32 kParts = kBlockN / Mma::kN, kUnits = kSlices * kParts;
   static_assert(kParts * Mma::kN == kBlockN);
-  static_assert(kPartials == 1 || kUnits == 1 || (kPartials == 2 && kUnits == 2));
+  static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2));
 
   // What one block of K needs besides its operands, read before its products start.
   struct Block {
@@ -49,112 +47,95 @@ struct Fp8Mainloop {
   // Starts fetching B's scales for the tile at `column`, well before multiply() needs them.
   DG_DEVICE void open(u32 column) { scales.open(column / 128); }
 
-  static DG_DEVICE u32 padded(u32 blocks) { return kPartials > 2 ? ceil_div(blocks, kPartials) * kPartials : blocks; }
-
   // Adds `blocks` blocks of K of the opened tile to `sum`. Its first `first_columns` columns lie in one row of B's scales.
   DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 first_columns) {
     this->first_columns = first_columns;
     next_block = 0;
     if constexpr (kPartials == 1) {
-      for (u32 i = 0; i < blocks; ++i) one_by_one(sum);
-    } else if constexpr (kPartials == 2) {
-      always_ahead(sum, blocks);
+      one_by_one(sum, blocks);
     } else {
-      for (u32 i = 0; i < blocks; i += kPartials) whole_round(sum);
+      always_ahead(sum, blocks);
     }
   }
 
  private:
-  DG_DEVICE void one_by_one(Sums& sum) {
-    Block block;
-    open(block);
-    each_unit<0>(sum, block);
+  // The next block is opened while the last products of this one run: only promotion stands between the two.
+  DG_DEVICE void one_by_one(Sums& sum, u32 blocks) {
+    Block even, odd;
+    open(even);
+    for (; blocks > 2; blocks -= 2) {
+      each_unit<0>(sum, even, &odd);
+      each_unit<0>(sum, odd, &even);
+    }
+    if (blocks == 2) {
+      each_unit<0>(sum, even, &odd);
+      each_unit<0>(sum, odd, nullptr);
+    } else {
+      each_unit<0>(sum, even, nullptr);
+    }
   }
 
   template <u32 kUnit>
-  DG_DEVICE void each_unit(Sums& sum, const Block& block) {
+  DG_DEVICE void each_unit(Sums& sum, const Block& block, Block* next) {
+    constexpr bool kLast = kUnit + 1 == kUnits;
     issue<kUnit>(partial[0], block);
+    if (kLast && next != nullptr) open(*next);
     finish<0>(partial[0]);
-    if constexpr (kUnit + 1 == kUnits) release(block);
+    if constexpr (kLast) release(block);
     promote_unit<kUnit>(sum, partial[0], block);
-    if constexpr (kUnit + 1 < kUnits) each_unit<kUnit + 1>(sum, block);
+    if constexpr (!kLast) each_unit<kUnit + 1>(sum, block, next);
   }
 
+  // Units take the two sets in turn, over the borders of blocks: an even number of units starts each block with set 0.
   DG_DEVICE void always_ahead(Sums& sum, u32 blocks) {
     Block even, odd;
     open(even);
     issue<0>(partial[0], even);
-    if constexpr (kUnits == 1) {
-      for (; blocks > 2; blocks -= 2) {
-        follow<0, 0>(sum, partial[1], odd, partial[0], even);
-        follow<0, 0>(sum, partial[0], even, partial[1], odd);
-      }
-      if (blocks == 2) {
-        follow<0, 0>(sum, partial[1], odd, partial[0], even);
-        last<0>(sum, partial[1], odd);
-      } else {
-        last<0>(sum, partial[0], even);
-      }
-    } else {
-      for (; blocks > 2; blocks -= 2) {
-        both_units(sum, even);
-        follow<0, 1>(sum, partial[0], odd, partial[1], even);
-        both_units(sum, odd);
-        follow<0, 1>(sum, partial[0], even, partial[1], odd);
-      }
-      if (blocks == 2) {
-        both_units(sum, even);
-        follow<0, 1>(sum, partial[0], odd, partial[1], even);
-        both_units(sum, odd);
-        last<1>(sum, partial[1], odd);
-      } else {
-        both_units(sum, even);
-        last<1>(sum, partial[1], even);
-      }
+    for (; blocks > 2; blocks -= 2) {
+      all_but_last<0>(sum, even);
+      follow<0>(sum, odd, even);
+      all_but_last<0>(sum, odd);
+      follow<1>(sum, even, odd);
+    }
+    if (blocks == 2) {
+      all_but_last<0>(sum, even);
+      follow<0>(sum, odd, even);
+      all_but_last<0>(sum, odd);
+      last<1>(sum, odd);
+    } else {  // the same first line in both: hoisted, ptxas would no longer see that no product is touched in flight
+      all_but_last<0>(sum, even);
+      last<0>(sum, even);
     }
   }
 
-  // Starts the second unit of a block, then ends the first.
-  DG_DEVICE void both_units(Sums& sum, const Block& block) {
-    issue<1>(partial[1], block);
-    finish<1>(partial[0]);
-    promote_unit<0>(sum, partial[0], block);
-  }
-
-  // Starts unit kNext of the next block in one set, then ends unit kPrevious, the last of its block, in the other.
-  template <u32 kNext, u32 kPrevious>
-  DG_DEVICE void follow(Sums& sum, float (&next)[Mma::kN / 2], Block& next_block, float (&previous)[Mma::kN / 2],
-                        const Block& previous_block) {
-    open(next_block);
-    issue<kNext>(next, next_block);
-    finish<1>(previous);
-    release(previous_block);
-    promote_unit<kPrevious>(sum, previous, previous_block);
-  }
-
+  // Starts each next unit of a block before it ends the one before.
   template <u32 kUnit>
-  DG_DEVICE void last(Sums& sum, float (&set)[Mma::kN / 2], const Block& block) {
-    finish<0>(set);
-    release(block);
-    promote_unit<kUnit>(sum, set, block);
-  }
-
-  DG_DEVICE void whole_round(Sums& sum) {
-    Block round[kPartials];
-#pragma unroll
-    for (u32 i = 0; i < kPartials; ++i) {
-      open(round[i]);
-      issue<0>(partial[i], round[i]);
+  DG_DEVICE void all_but_last(Sums& sum, const Block& block) {
+    if constexpr (kUnit + 1 < kUnits) {
+      issue<kUnit + 1>(partial[(kUnit + 1) % 2], block);
+      finish<1>(partial[kUnit % 2]);
+      promote_unit<kUnit>(sum, partial[kUnit % 2], block);
+      all_but_last<kUnit + 1>(sum, block);
     }
-    drain<0>(sum, round);
   }
 
-  template <u32 kIndex>
-  DG_DEVICE void drain(Sums& sum, const Block (&round)[kPartials]) {
-    finish<kPartials - 1 - kIndex>(partial[kIndex]);
-    release(round[kIndex]);
-    promote_unit<0>(sum, partial[kIndex], round[kIndex]);
-    if constexpr (kIndex + 1 < kPartials) drain<kIndex + 1>(sum, round);
+  // Starts the next block, then ends the last unit of the previous one, whose place is odd or even.
+  template <u32 kOdd>
+  DG_DEVICE void follow(Sums& sum, Block& next, const Block& previous) {
+    constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
+    open(next);
+    issue<0>(partial[1 - kLast], next);
+    finish<1>(partial[kLast]);
+    release(previous);
+    promote_unit<kUnits - 1>(sum, partial[kLast], previous);
+  }
+
+  template <u32 kOdd>
+  DG_DEVICE void last(Sums& sum, const Block& block) {
+    constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
+    finish<0>(partial[kLast]);
+    release(block);
+    promote_unit<kUnits - 1>(sum, partial[kLast], block);
   }
 
   // Waits for the next block's bytes and takes its scales: for this thread's two rows in each slice, and the tile's.
