@@ -49,8 +49,8 @@ def fp8_gemm_nt(
 
     Args:
         a: (M, K) E4M3 and its float32 scales (M, ceil(K / 128)): one per row per 128 of K. K a multiple of 16, K-major,
-            rows 16-byte aligned and any distance apart. Scales of any strides; those whose rows are contiguous and whose
-            columns are 16-byte aligned (`get_mn_major_tma_aligned_tensor`) are read as they are, others cost a launch.
+            rows 16-byte aligned and any distance apart. Scales of any strides: those from
+            `get_mn_major_tma_aligned_tensor`, and slices of them, are read as they are, others cost a launch.
         b: (N, K) E4M3 and its float32 scales (ceil(N / 128), ceil(K / 128)): one per 128 x 128 block, of any strides.
         d: (M, N) bfloat16, row-major, rows any distance apart; written in place.
         c: must be None in this version.

@@ -197,11 +197,11 @@ def transpose_scales(sf: Tensor) -> Tensor:
         )
     batched = sf if sf.dim() == 3 else sf.unsqueeze(0)
     batch, rows, columns = batched.shape
-    # Not empty_strided, which would leave out what lies past the last row of the last column: columns are written whole.
+    # Not empty_strided, which would leave out what lies past the last row of the last column.
     whole = torch.empty((batch, columns, align(rows, 4)), dtype=sf.dtype, device=sf.device)
     if sf.numel():
         device = sf.get_device()
-        strides = batched.stride()
+        strides = (batched.stride(0), batched.stride(1), batched.stride(2))
         with torch.cuda.device(device):
             transpose_launch(
                 sf.data_ptr(), whole.data_ptr(), (batch, rows, columns), strides, device, raw_stream(device)

@@ -44,7 +44,7 @@ def debug_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "driver": ".".join(map(str, release)) if release else None,
         "settings": {
-            described.attribute: described.value
+            described.attribute: str(described.value) if isinstance(described.value, Path) else described.value
             for described in settings.describe()
             if described.value != described.default
         },
@@ -55,7 +55,7 @@ def debug_info() -> dict[str, Any]:
 
 def dump_debug_info(path: str | Path) -> None:
     """Write `debug_info` to ``path`` as JSON. Raises OSError if it cannot be written."""
-    Path(path).write_text(json.dumps(debug_info(), indent=1, default=str) + "\n")
+    Path(path).write_text(json.dumps(debug_info(), indent=1) + "\n")
 
 
 def _dump_at_exit() -> None:

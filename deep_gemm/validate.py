@@ -118,7 +118,7 @@ def fp8_gemm(
         k=k,
         device=device,
         compiled_dims=dims,
-        d_tma=d.data_ptr() % TMA_BYTES == 0 and d.stride(0) * d.element_size() % TMA_BYTES == 0,
+        d_tma=_tma_writable(d),
         sfa_ready=tma_ready_scales(sfa),
     )
 
@@ -176,6 +176,15 @@ def tma_ready_scales(sf: Tensor) -> bool:
     if sf.data_ptr() % TMA_BYTES or (rows > 1 and sf.stride(0) != 1):
         return False
     return columns <= 1 or (sf.stride(1) >= rows and sf.stride(1) * sf.element_size() % TMA_BYTES == 0)
+
+
+def _tma_writable(d: Tensor) -> bool:
+    """Whether TMA can write d and nothing else: aligned base and rows, and rows of whole 16-byte units, since it writes
+    units whole (seen on an H200: with N = 2436, eight bytes past the end of each row were lost)."""
+    rows, columns = d.shape
+    size = d.element_size()
+    aligned = d.data_ptr() % TMA_BYTES == 0 and (rows <= 1 or d.stride(0) * size % TMA_BYTES == 0)
+    return aligned and columns * size % TMA_BYTES == 0
 
 
 def _pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:

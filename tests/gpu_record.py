@@ -21,7 +21,8 @@ class GpuRecord:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         files = {item.path for item in session.items if item.path.parent == self.directory}
         narrowed = any("::" in argument for argument in session.config.args)
-        deselected = session.config.option.keyword or session.config.option.markexpr or session.config.option.lf
+        options = session.config.option
+        deselected = options.keyword or options.markexpr or getattr(options, "lf", False)
         self.complete = files == set(self.directory.glob("test_*.py")) and not narrowed and not deselected
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -185,7 +185,7 @@ def _fits(config: FP8Config, mma_n: int) -> bool:
 
 
 def scale_group(config: FP8Config) -> int:
-    """Columns that are sure to share one of B's scales, wherever a tile starts and whichever instruction they are in."""
+    """Columns that are sure to share one of B's scales, wherever a tile starts and in whichever instruction."""
     return math.gcd(config.block_n, config.scale_n, instruction_shape(config)[1])
 
 

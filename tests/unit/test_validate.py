@@ -269,6 +269,12 @@ def test_whether_tma_can_write_d(stride: int, offset: int, ready: bool) -> None:
     assert validate.fp8_gemm(**with_d(bf16(M, N, stride, offset))).d_tma is ready
 
 
+def test_tma_does_not_write_rows_that_end_inside_a_16_byte_unit() -> None:
+    args = arguments(M, 156)
+    args["d"] = bf16(M, 156, 160)
+    assert not validate.fp8_gemm(**args).d_tma
+
+
 @pytest.mark.parametrize(
     ("shape", "strides", "offset", "ready"),
     [
@@ -313,7 +319,8 @@ def test_flags_say_what_they_promise(m: int, n: int, k: int, pad_a: int, pad_d: 
     args["a"] = (fp8(m, k, k + 16 * pad_a), args["a"][1])
     args["d"] = bf16(m, n, n + pad_d, 2 * offset_d)
     operands = validate.fp8_gemm(**args)
-    assert operands.d_tma == (operands.d.data_ptr() % 16 == 0 and operands.d.stride(0) * 2 % 16 == 0)
+    rows_aligned = m == 1 or operands.d.stride(0) * 2 % 16 == 0
+    assert operands.d_tma == (operands.d.data_ptr() % 16 == 0 and rows_aligned and n * 2 % 16 == 0)
 
 
 def test_it_is_cheap() -> None:
