@@ -1,0 +1,285 @@
+"""What a launch of the FP8 GEMM and of the transposing kernel passes to the driver, for random geometries."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_gemm import arch
+from deep_gemm.engine import build_request
+from deep_gemm.jit.driver.launch import Arg, LaunchShape
+from deep_gemm.jit.driver.tensor_map import TensorMapSpec
+from deep_gemm.kernels import transpose_scales
+from deep_gemm.kernels.sm90_fp8_gemm import KERNEL, make_params
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, raster_band
+from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
+
+CONFIGS = list(KERNEL.configs(arch.SM90))
+AT = Addresses(a=0x1000, sfa=0x2000, b=0x3000, sfb=0x4004, d=0x5000)
+ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
+
+SIZES = st.one_of(st.integers(1, 300), st.integers(1, 9000), st.sampled_from([1 << 17, (1 << 20) + 1]))
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> Geometry:
+    m, n, k = draw(SIZES), draw(SIZES), 16 * draw(st.integers(1, 1200))
+    pad = st.sampled_from([0, 0, 1, 7])
+    return Geometry(
+        m=m,
+        n=n,
+        k=k,
+        stride_a=k + 16 * draw(pad),
+        stride_b=k + 16 * draw(pad),
+        stride_d=align(n, 8) + 8 * draw(pad),
+        stride_sfa=align(m, 4) + 4 * draw(pad),
+        stride_sfb=draw(st.sampled_from([(ceil_div(k, 128), 1), (1, ceil_div(n, 128)), (300, 2)])),
+    )
+
+
+PARAMS = st.builds(make_params, st.sampled_from(CONFIGS), st.sampled_from(["tma", "tma", "direct"]))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch, and the tensor maps that it made: (spec, address) by their place among the arguments."""
+
+    shape: LaunchShape
+    args: list[Arg]
+    maps: dict[int, tuple[TensorMapSpec, int]]
+
+
+@contextmanager
+def encoder() -> Iterator[list[tuple[TensorMapSpec, int]]]:
+    """In place of the driver's: each map is its own number."""
+    made: list[tuple[TensorMapSpec, int]] = []
+
+    def encode(spec: TensorMapSpec, address: int) -> bytes:
+        made.append((spec, address))
+        return bytes([len(made)]) + bytes(127)
+
+    with mock.patch.object(TensorMapSpec, "encode", encode):
+        yield made
+
+
+def record(params: KernelParams, geometry: Geometry, num_sms: int = 132, pdl: bool = False) -> Recorded:
+    with encoder() as made:
+        shape, args = launch(params, geometry, AT, num_sms, pdl)
+    places = {index: arg[0] - 1 for index, arg in enumerate(args) if isinstance(arg, bytes) and arg[0]}
+    return Recorded(shape, args, {index: made[which] for index, which in places.items()})
+
+
+def fp8(params: KernelParams) -> FP8Config:
+    assert isinstance(params.config, FP8Config)
+    return params.config
+
+
+@settings(max_examples=500, deadline=None)
+@given(PARAMS, geometries())
+def test_tensor_maps_are_within_the_limits_of_the_hardware(params: KernelParams, g: Geometry) -> None:
+    maps = record(params, g).maps
+    assert sorted(maps) == [0, 1, 2, 3] if params.store == "tma" else [0, 1, 2]
+    for spec, address in maps.values():
+        size = ELEMENT_BYTES[spec.dtype]
+        assert len(spec.dims) == len(spec.box) == len(spec.strides) + 1 == 2
+        assert all(1 <= length <= 1 << 32 for length in spec.dims)
+        assert all(1 <= length <= 256 for length in spec.box)
+        assert all(stride % 16 == 0 and stride < 1 << 40 for stride in spec.strides)
+        assert spec.box[0] * size % 16 == 0
+        assert spec.swizzle == 0 or spec.box[0] * size == spec.swizzle
+        assert address % 16 == 0
+        # Rows do not overlap.
+        assert spec.strides[0] >= spec.dims[0] * size
+
+
+@settings(max_examples=500, deadline=None)
+@given(PARAMS, geometries())
+def test_tensor_maps_are_of_the_right_tensors(params: KernelParams, g: Geometry) -> None:
+    maps = record(params, g).maps
+    blocks = ceil_div(g.k, 128)
+    assert (maps[0][0].dims, maps[0][0].strides, maps[0][1]) == ((g.k, g.m), (g.stride_a,), AT.a)
+    assert (maps[1][0].dims, maps[1][0].strides, maps[1][1]) == ((g.k, g.n), (g.stride_b,), AT.b)
+    assert (maps[2][0].dims, maps[2][0].strides, maps[2][1]) == ((g.m, blocks), (4 * g.stride_sfa,), AT.sfa)
+    if params.store == "tma":
+        assert (maps[3][0].dims, maps[3][0].strides, maps[3][1]) == ((g.n, g.m), (2 * g.stride_d,), AT.d)
+    # wgmma reads both operands as rows of 128 swizzled bytes.
+    assert maps[0][0].swizzle == maps[1][0].swizzle == 128
+    assert [maps[i][0].dtype for i in range(3)] == ["u8", "u8", "f32"]
+
+
+@settings(max_examples=500, deadline=None)
+@given(PARAMS, geometries())
+def test_boxes_bring_the_bytes_that_the_kernel_waits_for(params: KernelParams, g: Geometry) -> None:
+    """The producer announces `kBytesB + box_rows * (128 + 4)`; one byte off, and the kernel hangs."""
+    config, recorded = fp8(params), record(params, g)
+    a, b, scales = (recorded.maps[i][0] for i in range(3))
+    box_rows = dict(zip(parameter_names(params), recorded.args, strict=True))["box_rows"][1]
+    announced = config.block_n * 128 + int(box_rows) * (128 + 4)
+    # The CTAs of a cluster each bring their part of a shared tile to all.
+    bytes_a = a.box[0] * a.box[1] * config.cluster_n
+    bytes_b = b.box[0] * b.box[1] * config.cluster_m
+    assert bytes_a + bytes_b + scales.box[0] * scales.box[1] * 4 == announced
+    assert min(g.m, config.block_m) <= int(box_rows) <= config.block_m
+    assert a.box[1] * config.cluster_n == scales.box[0] == box_rows
+    # Parts begin on a swizzle atom of eight rows; else later rows would be permuted differently.
+    assert a.box[1] % 8 == b.box[1] % 8 == 0
+    # The kernel places CTA i's part at i / cluster_n of the full tile.
+    assert config.cluster_n == 1 or box_rows == config.block_m
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(CONFIGS), geometries())
+def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: FP8Config, g: Geometry) -> None:
+    d = record(make_params(config), g).maps[3][0]
+    columns = 64 if config.block_n % 64 == 0 else 32 if config.block_n % 32 == 0 else 16
+    assert d.box == (columns, 64)
+    assert d.swizzle == 2 * columns
+
+
+def walk(config: FP8Config, g: Geometry, clusters: int, band: int) -> list[tuple[int, int]]:
+    """Cluster tiles (along m, along n) in the order of all clusters: what `TileScheduler::locate` says."""
+    tiles_m = ceil_div(g.m, config.block_m * config.cluster_m)
+    tiles_n = ceil_div(g.n, config.block_n * config.cluster_n)
+    walked = []
+    for cluster in range(clusters):
+        for index in range(cluster, tiles_m * tiles_n, clusters):
+            first = index // (band * tiles_m) * band
+            width = min(band, tiles_n - first)
+            inside = index % (band * tiles_m)
+            walked.append((inside // width, first + inside % width))
+    return walked
+
+
+@settings(max_examples=400, deadline=None)
+@given(PARAMS, st.integers(1, 2500), st.integers(1, 5000), st.integers(1, 160))
+def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms: int) -> None:
+    config = fp8(params)
+    num_sms = max(num_sms, config.cluster_size)
+    g = Geometry(m, n, 128, 128, 128, align(n, 8), align(m, 4), (1, 1))
+    recorded = record(params, g, num_sms)
+    shape, arguments = recorded.shape, dict(zip(parameter_names(params), recorded.args, strict=True))
+    assert shape.grid[0] % config.cluster_size == 0
+    assert config.cluster_size <= shape.grid[0] <= num_sms * config.ctas_per_sm
+    assert shape.grid[1:] == (1, 1)
+    assert shape.cluster == (config.cluster_size, 1, 1)
+    band = int(arguments["band"][1])
+    tiles_m = ceil_div(m, config.block_m * config.cluster_m)
+    tiles_n = ceil_div(n, config.block_n * config.cluster_n)
+    assert 1 <= band <= tiles_n
+    walked = walk(config, g, shape.grid[0] // config.cluster_size, band)
+    assert len(walked) == tiles_m * tiles_n
+    assert set(walked) == {(i, j) for i in range(tiles_m) for j in range(tiles_n)}
+
+
+def test_bands_are_equally_wide() -> None:
+    """A last band of one column would read all of A for little."""
+    for config in CONFIGS:
+        for n in (576, 2112, 7168, 24576):
+            tiles = ceil_div(n, config.block_n * config.cluster_n)
+            band = raster_band(config, 4096, n, 132)
+            assert tiles - (ceil_div(tiles, band) - 1) * band >= band - ceil_div(tiles, band), (config, n)
+
+
+TYPES = {"const __grid_constant__ TensorMap": bytes, "i64": "i64", "u32": "u32"}
+
+
+def parameters(params: KernelParams) -> list[tuple[str, str]]:
+    """(type, name) of the kernel's parameters, from its source."""
+    request = build_request(params)
+    found = re.search(rf"{request.name}\(([^)]*)\)", request.source)
+    assert found is not None
+    return [tuple(part.strip().rsplit(" ", 1)) for part in found.group(1).replace("\n", " ").split(",")]  # type: ignore[misc]
+
+
+def parameter_names(params: KernelParams) -> list[str]:
+    names = NAMES.get(params.kernel)
+    if names is None:
+        names = NAMES[params.kernel] = [name for _, name in parameters(params)]
+    return names
+
+
+NAMES: dict[str, list[str]] = {}
+
+
+def check_types(params: KernelParams, args: list[Arg]) -> None:
+    declared = [TYPES.get(kind, "ptr" if kind.endswith("*") else kind) for kind, _ in parameters(params)]
+    assert declared == [bytes if isinstance(arg, bytes) else arg[0] for arg in args]
+
+
+@pytest.mark.parametrize("store", ["tma", "direct"])
+def test_arguments_are_the_parameters_of_the_kernel(store: str) -> None:
+    g = Geometry(200, 1000, 912, 928, 960, 1016, 208, (8, 1))
+    params = make_params(CONFIGS[0], store)
+    recorded = record(params, g)
+    check_types(params, recorded.args)
+    values = {
+        name: arg[1]
+        for name, arg in zip(parameter_names(params), recorded.args, strict=True)
+        if not isinstance(arg, bytes)
+    }
+    del values["box_rows"], values["band"]
+    assert values == {
+        "scale_b": AT.sfb,
+        "scale_b_stride_n": 8,
+        "scale_b_stride_k": 1,
+        "d": AT.d,
+        "d_stride": 1016,
+        "m": 200,
+        "n": 1000,
+        "k": 912,
+    }
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_shape_of_a_launch(pdl: bool) -> None:
+    g = Geometry(200, 1000, 912, 912, 912, 1000, 200, (8, 1))
+    for config in CONFIGS:
+        params = make_params(config)
+        shape = record(params, g, pdl=pdl).shape
+        assert shape.block == 128 * (config.num_consumers + 1) <= 1024
+        assert shape.dynamic_shared == KERNEL.shared_bytes(params)
+        assert shape.pdl is pdl
+
+
+def test_small_products_leave_sms_alone() -> None:
+    """One tile is one cluster, however many SMs there are."""
+    for config in CONFIGS:
+        g = Geometry(1, 16, 128, 128, 128, 16, 4, (1, 1))
+        assert record(make_params(config), g).shape.grid[0] == config.cluster_size
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 5), SIZES, st.integers(1, 500))
+def test_transposing_covers_rows_and_columns(batch: int, rows: int, columns: int) -> None:
+    strides = (rows * columns, columns, 1)
+    shape, args = transpose_scales.launch(0x100, 0x200, (batch, rows, columns), strides, False)
+    params = transpose_scales.make_params(arch.SM90)
+    values = {name: arg[1] for name, arg in zip(parameter_names(params), args, strict=True)}
+    assert values == {
+        "input": 0x100,
+        "output": 0x200,
+        "rows": rows,
+        "columns": columns,
+        "stride_row": columns,
+        "stride_column": 1,
+        "stride_batch": rows * columns,
+        "padded_rows": align(rows, 4),
+    }
+    fields = transpose_scales.KERNEL.fields(params)
+    across = ceil_div(columns, 32)
+    assert shape.grid[0] == math.ceil(align(rows, 4) / int(fields["tile_rows"])) * across
+    assert shape.grid[1:] == (batch, 1)
+    assert shape.block == fields["num_threads"]
+
+
+def test_arguments_of_the_transposing_kernel() -> None:
+    params = transpose_scales.make_params(arch.SM90)
+    check_types(params, transpose_scales.launch(0x100, 0x200, (1, 7, 9), (63, 9, 1), False)[1])
