@@ -55,8 +55,8 @@ class GemmConfig:
     """Tile, pipeline and launch shape that every GEMM kernel has.
 
     ``block_m x block_n x block_k`` is one CTA's tile; ``num_consumers`` warpgroups do the wgmma, one more warpgroup
-    is the producer; ``cluster_m x cluster_n`` CTAs form a cluster whose members along m share (multicast) the B tile
-    and along n the A tile; ``ctas_per_sm`` is the residency that registers and shared memory are budgeted for.
+    is the producer; ``cluster_m x cluster_n x cluster_k`` CTAs form a cluster whose members along m share (multicast)
+    the B tile, along n the A tile, and along k split the K of one tile; ``ctas_per_sm`` is the residency that registers and shared memory are budgeted for.
     """
 
     block_m: int
@@ -66,12 +66,13 @@ class GemmConfig:
     num_consumers: int
     cluster_m: int = 1
     cluster_n: int = 1
+    cluster_k: int = 1
     ctas_per_sm: int = 1
 
     @property
     def cluster_size(self) -> int:
         """CTAs in a cluster."""
-        return self.cluster_m * self.cluster_n
+        return self.cluster_m * self.cluster_n * self.cluster_k
 
     @property
     def num_threads(self) -> int:
@@ -82,12 +83,23 @@ class GemmConfig:
 @dataclass(frozen=True)
 class FP8Config(GemmConfig):
     """A GEMM config with scale factors: A's are 1 x ``scale_k``, B's ``scale_n`` x ``scale_k``, float32, promoted
-    into float32 accumulators once every ``scale_k`` of K. ``num_partials`` blocks of K are multiplied into separate
-    partial sums before the first of them is promoted."""
+    into float32 accumulators once every ``scale_k`` of K, through ``num_partials`` sets of partial sums. In groups of
+    ``consumers_k`` consumers share a tile's rows and take its blocks of K in turn."""
 
     scale_n: int = SCALE_BLOCK
     scale_k: int = SCALE_BLOCK
     num_partials: int = 1
+    consumers_k: int = 1
+
+    @property
+    def slices(self) -> int:
+        """m64 slices of rows that one consumer multiplies."""
+        return self.block_m * self.consumers_k // (64 * self.num_consumers)
+
+    @property
+    def k_shares(self) -> int:
+        """Parts that a tile's K is split into, to be added up at the end."""
+        return self.cluster_k * self.consumers_k
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,9 +17,23 @@ MAX_STAGES = 16
 _BLOCK_M = ((64, 1), (128, 2), (192, 3), (256, 2))
 """Tile heights with the consumer warpgroups that share them."""
 
-_OTHER_REGISTERS = 20
+_SPLITS = (
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 1, 2),
+    (1, 1, 2, 1),
+    (1, 1, 2, 2),
+    (1, 1, 4, 1),
+    (1, 1, 4, 2),
+)
+"""How a tile's work is shared: CTAs of a cluster along m, n and k, and consumers of a CTA along k."""
+
+_OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
-"""What the main loop needs besides accumulators, from ptxas: a config that leaves less would spill."""
+_OTHER_REGISTERS_OF_PARTS = 20
+"""What the main loop needs besides accumulators, for each m64 slice, and where a slice is multiplied in two parts; from
+ptxas: a config that leaves less would spill."""
 
 
 class Sm90Fp8Gemm(Kernel[FP8Config]):
@@ -31,29 +46,31 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
     def configs(self, arch: ArchSpec) -> Iterator[FP8Config]:
         """Tiles from 64x16 to 256x128 and 128x256, alone or in clusters of two, one or two CTAs on an SM; always with
         as many stages as fit, since a deeper ring is never slower."""
-        for block_m, num_consumers in _BLOCK_M:
-            for block_n in range(16, 257, 16):
-                for cluster_m, cluster_n in ((1, 1), (2, 1), (1, 2)):
-                    for ctas_per_sm in (1, 2):
-                        config = FP8Config(
-                            block_m=block_m,
-                            block_n=block_n,
-                            block_k=128,
-                            num_stages=0,
-                            num_consumers=num_consumers,
-                            cluster_m=cluster_m,
-                            cluster_n=cluster_n,
-                            ctas_per_sm=ctas_per_sm,
-                        )
-                        config = self._deepest(_with_partials(config), arch)
-                        if self.illegal(config, arch) is None:
-                            yield config
+        for (block_m, consumers), block_n, split, ctas_per_sm in itertools.product(
+            _BLOCK_M, range(16, 257, 16), _SPLITS, (1, 2)
+        ):
+            cluster_m, cluster_n, cluster_k, consumers_k = split
+            config = FP8Config(
+                block_m=block_m,
+                block_n=block_n,
+                block_k=128,
+                num_stages=0,
+                num_consumers=consumers * consumers_k,
+                cluster_m=cluster_m,
+                cluster_n=cluster_n,
+                cluster_k=cluster_k,
+                ctas_per_sm=ctas_per_sm,
+                consumers_k=consumers_k,
+            )
+            config = self._deepest(_with_partials(config), arch)
+            if self.illegal(config, arch) is None:
+                yield config
 
     def _deepest(self, config: FP8Config, arch: ArchSpec) -> FP8Config:
         """``config`` with as many stages as fit into shared memory beside the TMA-store staging area."""
         budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
-        stages = (budget - staging_bytes(config)) // (stage_bytes(config) + BARRIER_BYTES)
-        stages = max(0, min(MAX_STAGES, stages))
+        stages = (budget - staging_bytes(config) - reduction_bytes(config)) // (stage_bytes(config) + BARRIER_BYTES)
+        stages = max(0, min(MAX_STAGES, stages)) // config.consumers_k * config.consumers_k
         return replace(config, num_stages=stages)
 
     def illegal(self, config: FP8Config, arch: ArchSpec) -> str | None:
@@ -63,16 +80,18 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"block_k, scale_n and scale_k must be 128, not {c.block_k}, {c.scale_n} and {c.scale_k}"
         if c.block_m == 256 and c.block_n < 64:
             return "a tile of 256 rows and under 64 columns reads A more often than two tiles of 128 rows"
-        if (c.block_m, c.num_consumers) not in _BLOCK_M:
+        if (c.block_m, c.num_consumers) not in ((m, n * c.consumers_k) for m, n in _BLOCK_M):
             return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_BLOCK_M}"
+        if (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k) not in _SPLITS:
+            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {_SPLITS}"
+        if c.k_shares > 1 and (c.block_m > 64 or c.block_n not in (16, 32, 64, 128)):
+            return "K is split for tiles of 64 rows and 16, 32, 64 or 128 columns only, where tiles are too few"
         if c.block_n % 16 or not 16 <= c.block_n <= 256:
             return f"block_n must be a multiple of 16 from 16 to 256, not {c.block_n}"
         if c.block_n > 128 + math.gcd(c.block_n, 128):
             return f"a tile of {c.block_n} columns can touch three rows of B's scales, and the kernel holds two"
-        if c.cluster_size > 1 and (c.block_m < 128 or c.block_n < 64):
+        if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 64):
             return "a cluster of small tiles waits for itself longer than sharing loads saves"
-        if c.cluster_size > 2 or min(c.cluster_m, c.cluster_n) < 1:
-            return f"clusters have one or two CTAs, not {c.cluster_m} x {c.cluster_n}"
         slices, mma_n = instruction_shape(c)
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
@@ -81,8 +100,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"instructions of {mma_n} columns would meet the borders of B's scale blocks in too many places"
         if not _fits(c, mma_n):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
-        if c.num_stages < max(2, c.num_partials + 1):
-            return f"{c.num_stages} stages are too few for {c.num_partials} partial sums in flight"
+        if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
+            return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
         if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
             return f"{c.ctas_per_sm} CTAs with {c.num_consumers} consumers each leave too few registers a thread"
         shared = config_shared_bytes(c, tma_store=True)
@@ -105,6 +124,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             "min_ctas": 2 if c.num_consumers == 1 else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
+            "cluster_k": c.cluster_k,
+            "consumers_k": c.consumers_k,
             "num_partials": c.num_partials,
             "scale_group": scale_group(c),
             "producer_registers": producer_registers,
@@ -129,8 +150,10 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         """Such as ``fp8_gemm_128x128_s5_p2_c2x1_tma``."""
         c = _config(params)
         parts = [f"fp8_gemm_{c.block_m}x{c.block_n}", f"s{c.num_stages}", f"p{c.num_partials}"]
-        if c.cluster_size > 1:
+        if c.cluster_m * c.cluster_n > 1:
             parts.append(f"c{c.cluster_m}x{c.cluster_n}")
+        if c.k_shares > 1:
+            parts.append(f"k{c.cluster_k}x{c.consumers_k}")
         if c.ctas_per_sm > 1:
             parts.append(f"r{c.ctas_per_sm}")
         parts.append(params.store)
@@ -141,14 +164,15 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         """Every legal tile and residency without a cluster, clusters both ways on three tiles, the direct store, and
         compile-time dimensions."""
         every = list(self.configs(SM90))
-        alone = [c for c in every if c.cluster_size == 1]
-        paired = [c for c in every if c.cluster_size > 1 and c.ctas_per_sm == 1]
+        alone = [c for c in every if c.cluster_size == 1 and c.k_shares == 1]
+        paired = [c for c in every if c.cluster_m * c.cluster_n > 1 and c.ctas_per_sm == 1]
+        split = [c for c in every if c.k_shares > 1 and c.block_n == 32]
         tiles = {(64, 64), (128, 128), (256, 128)}
         paired = [c for c in paired if (c.block_m, c.block_n) in tiles]
         big = next(c for c in alone if (c.block_m, c.block_n, c.ctas_per_sm) == (128, 128, 1))
         straddling = next(c for c in alone if (c.block_m, c.block_n, c.ctas_per_sm) == (128, 192, 1))
         return (
-            [make_params(c) for c in alone + paired]
+            [make_params(c) for c in alone + paired + split]
             + [make_params(c, store="direct") for c in (big, straddling)]
             + [make_params(big, shape=(0, 2112, 7168))]
         )
@@ -174,13 +198,15 @@ def _with_partials(config: FP8Config) -> FP8Config:
 def instruction_shape(config: FP8Config) -> tuple[int, int]:
     """(m64 slices, columns of one wgmma) of one consumer. A tile is split into two instructions along n where the
     accumulators of one would not fit beside the sums; wide instructions read least from shared memory."""
-    slices = config.block_m // (64 * config.num_consumers)
+    slices = config.slices
     return slices, config.block_n if _fits(config, config.block_n) else config.block_n // 2
 
 
 def _fits(config: FP8Config, mma_n: int) -> bool:
     """Whether consumers have registers for instructions of ``mma_n`` columns."""
-    others = _OTHER_REGISTERS + config.block_m // (64 * config.num_consumers) * _OTHER_REGISTERS_PER_SLICE
+    others = _OTHER_REGISTERS + config.slices * _OTHER_REGISTERS_PER_SLICE
+    if mma_n < config.block_n:
+        others += _OTHER_REGISTERS_OF_PARTS
     return accumulators(config, mma_n) + others <= register_split(config)[1]
 
 
@@ -191,15 +217,14 @@ def scale_group(config: FP8Config) -> int:
 
 def accumulators(config: FP8Config, mma_n: int = 0) -> int:
     """Registers a consumer thread spends on sums and partial sums, with instructions of ``mma_n`` columns."""
-    slices = config.block_m // (64 * config.num_consumers)
-    return slices * config.block_n // 2 + config.num_partials * (mma_n or instruction_shape(config)[1]) // 2
+    return config.slices * config.block_n // 2 + config.num_partials * (mma_n or instruction_shape(config)[1]) // 2
 
 
 def register_split(config: FP8Config) -> tuple[int, int]:
     """(producer, consumer) registers a thread, for setmaxnreg. CTAs with one consumer get half of an SM's registers
     even where they live there alone: that is enough, and without setmaxnreg ptxas does not see that a warp's threads
     stay together, and recomputes addresses in every block of K (H200: 5-13% slower)."""
-    return {1: (40, 216), 2: (24, 240), 3: (24, 160)}[config.num_consumers]
+    return {1: (40, 216), 2: (24, 240), 3: (24, 160)}.get(config.num_consumers, (24, 112))
 
 
 def stage_bytes(config: FP8Config) -> int:
@@ -212,10 +237,15 @@ def staging_bytes(config: FP8Config) -> int:
     return config.block_m * config.block_n * 2
 
 
+def reduction_bytes(config: FP8Config) -> int:
+    """Slots for the other shares of a tile, and two barriers."""
+    return (config.k_shares - 1) * config.block_n * 256 + (BARRIER_BYTES if config.k_shares > 1 else 0)
+
+
 def config_shared_bytes(config: FP8Config, tma_store: bool) -> int:
     """Dynamic shared memory of one CTA; without a TMA store there is no staging area."""
     stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
-    return stages + (staging_bytes(config) if tma_store else 0)
+    return stages + reduction_bytes(config) + (staging_bytes(config) if tma_store else 0)
 
 
 def _config(params: KernelParams) -> FP8Config:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arch import ArchSpec
-from ..kernels.sm90_fp8_gemm import instruction_shape, stage_bytes
+from ..kernels.sm90_fp8_gemm import instruction_shape
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, ceil_div
 
 
@@ -29,6 +29,8 @@ class Calibration:
     """A tile's fixed cost: drain, staging, barriers."""
     epilogue_elements_per_us: float
     """Output elements a CTA converts and stores in a microsecond."""
+    reduce_us: float
+    """Handing over shares of K: barriers of a cluster."""
     instruction_cycles: float
     """Fixed cost of a wgmma beside its columns; it hides under wide ones."""
     chain_cycles: float
@@ -45,9 +47,11 @@ class Calibration:
     """Shared memory of an SM: operands that wgmma reads, and tiles that TMA writes."""
     fill_bytes_per_cycle: float
     """From L2 into one SM."""
+    load_cycles: float
+    """From asking for a stage to having it."""
     hbm_gb_per_s: float
-    hbm_latency_us: float
-    """Together with bytes in flight this bounds the bandwidth of few CTAs."""
+    l2_gb_per_s: float
+    """From L2 into all SMs together."""
     peak_tflops: float
     """What power allows over a whole GEMM."""
 
@@ -58,6 +62,7 @@ H200 = Calibration(
     fill_us=1.1,
     epilogue_us=0.5,
     epilogue_elements_per_us=60000.0,
+    reduce_us=0.8,
     instruction_cycles=16.0,
     chain_cycles=180.0,
     promote_cycles=0.7,
@@ -66,8 +71,9 @@ H200 = Calibration(
     straddle=1.2,
     shared_bytes_per_cycle=128.0,
     fill_bytes_per_cycle=60.0,
+    load_cycles=1000.0,
     hbm_gb_per_s=4200.0,
-    hbm_latency_us=1.0,
+    l2_gb_per_s=9000.0,
     peak_tflops=1550.0,
 )
 
@@ -81,6 +87,7 @@ class Estimate:
     tensor_us: float
     chain_us: float
     shared_us: float
+    l2_us: float
     hbm_us: float
     epilogue_us: float
     waves: int
@@ -96,48 +103,55 @@ def estimate(problem: GemmProblem, config: FP8Config, arch: ArchSpec, c: Calibra
     slots = max(1, problem.num_sms * config.ctas_per_sm // config.cluster_size) * config.cluster_size
     waves = ceil_div(tiles, slots)
     resident = min(config.ctas_per_sm, ceil_div(tiles, problem.num_sms))
-    active_ctas = min(tiles, slots)
-    blocks = ceil_div(problem.k, SCALE_BLOCK)
+    blocks = ceil_div(ceil_div(problem.k, SCALE_BLOCK), config.cluster_k)
+    consumers = config.num_consumers // config.consumers_k  # that multiply the same block
 
     slices, mma_n = instruction_shape(config)
     products = slices * config.block_n // mma_n * 4  # instructions a consumer issues for a block of K
     instruction = max(mma_n / 2.0, c.instruction_cycles)
-    tensor = config.num_consumers * products * instruction
+    tensor = consumers * products * instruction
     rows = min(config.block_m, problem.m) if config.cluster_n == 1 else config.block_m
     filled = (rows + config.block_n) * config.block_k
-    read = config.num_consumers * products * (64 + mma_n) * 32
+    read = consumers * products * (64 + mma_n) * 32
     shared = (read + filled) / c.shared_bytes_per_cycle
     fill = filled / c.fill_bytes_per_cycle
     columns = slices * config.block_n
     straddle = 1.0 if 128 % config.block_n == 0 or config.block_n == 256 else c.straddle
     promote = columns * c.promote_cycles * straddle
     if config.num_partials > 1:
-        chain = max(tensor / config.num_consumers, promote + c.ahead_cycles)
+        chain = max(tensor / consumers, promote + c.ahead_cycles)
         busy = resident * max(tensor, shared, fill)
     else:
-        chain = tensor / config.num_consumers + promote + c.chain_cycles
+        chain = tensor / consumers + promote + c.chain_cycles
         # Promotion that the other consumers' products do not cover.
         others = (config.num_consumers * resident - 1) / (config.num_consumers * resident)
         busy = resident * max(tensor + c.overlap_loss * promote / max(others, 0.25), shared, fill)
+    chain /= config.consumers_k
+    # A ring of few stages cannot hide the latency of its loads.
+    refill = c.load_cycles / config.num_stages
     # Near the limit of one resource the others still cost: a smooth maximum.
-    block_cycles = (busy**8 + chain**8) ** 0.125
+    block_cycles = (busy**8 + chain**8 + refill**8) ** 0.125
     cycle_us = 1e-3 / c.clock_ghz
     steps = waves * blocks * cycle_us
     epilogue = waves * (c.epilogue_us + config.block_m * config.block_n / c.epilogue_elements_per_us)
-    in_flight = active_ctas * config.num_stages * min(stage_bytes(config), (rows + config.block_n) * config.block_k)
-    bandwidth = min(c.hbm_gb_per_s * 1e3, in_flight / c.hbm_latency_us)  # bytes per us
     traffic = problem.m * problem.k + problem.n * problem.k + 2 * problem.m * problem.n
-    hbm = traffic / bandwidth
+    hbm = traffic / (c.hbm_gb_per_s * 1e3)
+    if config.k_shares > 1:
+        handed = (config.k_shares - 1) * min(problem.m, config.block_m) * config.block_n
+        epilogue += waves * (c.reduce_us + handed / c.epilogue_elements_per_us)
+    l2 = tiles * blocks * (rows / config.cluster_n + config.block_n / config.cluster_m) * config.block_k
+    l2 /= c.l2_gb_per_s * 1e3
     power = 2.0 * tiles * config.block_m * config.block_n * blocks * SCALE_BLOCK / (c.peak_tflops * 1e6)
     on_chip = block_cycles * steps
     # Loads of HBM and work on chip overlap, but not perfectly: a smooth maximum.
-    body = (on_chip**4 + hbm**4 + power**4) ** 0.25
+    body = (on_chip**4 + hbm**4 + l2**4 + power**4) ** 0.25
     total = c.launch_us + c.fill_us + body + epilogue
     parts = {
         "launch": c.launch_us + c.fill_us,
         "tensor": max(busy * steps, power),
         "chain": chain * steps,
         "shared": resident * max(shared, fill) * steps,
+        "l2": l2,
         "hbm": hbm,
         "epilogue": epilogue,
     }
@@ -147,6 +161,7 @@ def estimate(problem: GemmProblem, config: FP8Config, arch: ArchSpec, c: Calibra
         tensor_us=parts["tensor"],
         chain_us=parts["chain"],
         shared_us=parts["shared"],
+        l2_us=l2,
         hbm_us=hbm,
         epilogue_us=epilogue,
         waves=waves,

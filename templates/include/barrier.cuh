@@ -32,26 +32,53 @@ DG_DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+template <bool kAcquireCluster>
 DG_DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
   u32 done;
-  asm volatile(
-      "{\n .reg .pred p;\n"
-      " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      " selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  if constexpr (kAcquireCluster) {
+    asm volatile(
+        "{\n .reg .pred p;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } else {
+    asm volatile(
+        "{\n .reg .pred p;\n"
+        " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  }
   return done != 0;
 }
 
-// Blocks until the phase with this parity has completed. A debug build gives up and traps instead of hanging: a wait
-// that a working pipeline needs is microseconds, the bound is seconds.
+// Blocks until the phase with this parity has completed; with kAcquireCluster, what other CTAs of the cluster wrote
+// before they arrived is then visible. A debug build gives up and traps instead of hanging: a wait that a working
+// pipeline needs is microseconds, the bound is seconds.
+template <bool kAcquireCluster = false>
 DG_DEVICE void barrier_wait(u32 barrier, u32 parity) {
 #if DG_DEBUG
-  for (u32 tries = 0; !barrier_try_wait(barrier, parity); ++tries)
+  for (u32 tries = 0; !barrier_try_wait<kAcquireCluster>(barrier, parity); ++tries)
     if (tries > (1u << 22)) __trap();
 #else
-  while (!barrier_try_wait(barrier, parity)) {
+  while (!barrier_try_wait<kAcquireCluster>(barrier, parity)) {
   }
 #endif
+}
+
+// The address, in the cluster's shared memory, of what CTA `rank` has at `address`.
+DG_DEVICE u32 remote_address(u32 address, u32 rank) {
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+DG_DEVICE void store_remote(u32 address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// Arrives at a barrier anywhere in the cluster, announcing this thread's writes there.
+DG_DEVICE void barrier_arrive_release(u32 remote) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 
 // A barrier among `threads` threads of one CTA; id 0 is __syncthreads.

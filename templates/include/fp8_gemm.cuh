@@ -9,6 +9,7 @@
 #include "epilogue.cuh"
 #include "fp8_mainloop.cuh"
 #include "pipeline.cuh"
+#include "reduction.cuh"
 #include "scheduler.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
@@ -29,18 +30,24 @@ struct Fp8Gemm {
   static constexpr u32 kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128;
   static constexpr u32 kStages = Tile::kStages, kConsumers = Tile::kConsumers;
   static constexpr u32 kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN;
-  static constexpr u32 kClusterSize = kClusterM * kClusterN;
+  static constexpr u32 kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK;
+  static constexpr u32 kClusterSize = kClusterM * kClusterN * kClusterK;
+  // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
+  static constexpr u32 kShares = kClusterK * kConsumersK;
+  static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
   static constexpr bool kTmaStore = Tile::kTmaStore;
 
   // One consumer's share of a tile, in m64 slices of rows.
-  static constexpr u32 kSlices = kBlockM / (64 * kConsumers);
-  static_assert(kSlices * 64 * kConsumers == kBlockM);
+  static constexpr u32 kSlices = kBlockM * kConsumersK / (64 * kConsumers);
+  static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
+  static_assert(kShares == 1 || kBlockM == 64);
   // How many rows of B's scales a tile can touch.
   static constexpr u32 kScaleRows = 128 % kBlockN == 0 ? 1 : 2;
 
   using Store = TmaStore<kBlockN, kSlices>;
-  using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN>;
-  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterSize>;
+  using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+  using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
+  using Reduction = ShareReduction<kBlockN / 2, kShares, kClusterSize>;
   using Cursor = PipelineCursor<kStages>;
   using Mainloop = Fp8Mainloop<Tile, Mma, Barriers, kSlices, kScaleRows>;
 
@@ -48,23 +55,30 @@ struct Fp8Gemm {
   static constexpr u32 kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4;
   static constexpr u32 kOffsetB = kStages * kBytesA;
   static constexpr u32 kOffsetStaging = kOffsetB + kStages * kBytesB;
-  static constexpr u32 kOffsetScale = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0);
-  static constexpr u32 kOffsetBarriers = kOffsetScale + kStages * kBytesScale;
-  static constexpr u32 kSharedBytes = kOffsetBarriers + Barriers::kBytes;
+  static constexpr u32 kOffsetScale = kOffsetStaging + (kTmaStore ? kConsumers / kConsumersK * Store::kBytes : 0);
+  static constexpr u32 kOffsetSlots = kOffsetScale + kStages * kBytesScale;
+  static constexpr u32 kOffsetBarriers = kOffsetSlots + Reduction::kBytes;
+  static constexpr u32 kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Reduction::kBarrierBytes : 0);
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
   u32 shared;
   Barriers barriers;
+  Reduction reduction;
 
   DG_DEVICE Fp8Gemm(const Fp8GemmArguments& arg, u32 shared) : arg(arg), shared(shared) {
     barriers.base = shared + kOffsetBarriers;
+    reduction.slots = shared + kOffsetSlots;
+    reduction.barrier = shared + kOffsetBarriers + Barriers::kBytes;
   }
 
   DG_DEVICE u32 k() const { return Tile::kShapeK ? Tile::kShapeK : arg.k; }
   DG_DEVICE u32 n() const { return Tile::kShapeN ? Tile::kShapeN : arg.n; }
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
+  DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
+  // The first of a CTA's blocks of K, and the end of the one's before it. CTAs differ by one block at most.
+  DG_DEVICE u32 first_block(u32 rank) const { return blocks() * rank / kClusterK; }
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
@@ -75,6 +89,8 @@ struct Fp8Gemm {
         tma_prefetch_map(arg.map_scale_a);
         if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
         barriers.init();
+        if constexpr (kShares > 1) reduction.init();
+        barrier_init_fence();
       }
       __syncwarp();
     }
@@ -101,25 +117,28 @@ struct Fp8Gemm {
 
   // One thread: loads the stages of every tile in order.
   DG_DEVICE void produce() {
-    constexpr u16 kAll = (1u << kClusterSize) - 1;
+    constexpr u16 kAll = (1u << kClusterM * kClusterN) - 1;
     const u32 bytes = kBytesB + arg.box_rows * (kBlockK + 4);
-    const u32 rank = kClusterSize > 1 ? cluster_rank() : 0;
-    const u32 count = blocks();
+    const u32 rank = kClusterM * kClusterN > 1 ? cluster_rank() : 0;
+    const u32 begin = first_block(rank_k()), end = first_block(rank_k() + 1);
+    // Consumers that take blocks in turn all take as many: what is missing is loaded from past the end of K, as zeros.
+    const u32 padded_end = begin + ceil_div(end - begin, kConsumersK) * kConsumersK;
     Cursor at;
     for (Scheduler tile(m(), n(), arg.band); tile.valid(); tile.advance()) {
-      for (u32 block = 0; block < count; ++block, at.advance()) {
+      for (u32 i = begin; i < padded_end; ++i, at.advance()) {
+        const u32 block = kConsumersK == 1 || i < end ? i : blocks();
         barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
         const u32 full = barriers.full(at.stage);
         const u32 a = shared + at.stage * kBytesA, b = shared + kOffsetB + at.stage * kBytesB;
         barrier_arrive_expect(full, bytes);
         if constexpr (kClusterN > 1) {
-          const u32 part = rank * (kBlockM / kClusterSize);
+          const u32 part = rank * (kBlockM / kClusterN);
           tma_load_multicast(a + part * kBlockK, arg.map_a, full, block * kBlockK, tile.row + part, kAll);
         } else {
           tma_load(a, arg.map_a, full, block * kBlockK, tile.row);
         }
         if constexpr (kClusterM > 1) {
-          const u32 part = rank * (kBlockN / kClusterSize);
+          const u32 part = rank * (kBlockN / kClusterM);
           tma_load_multicast(b + part * kBlockK, arg.map_b, full, block * kBlockK, tile.column + part, kAll);
         } else {
           tma_load(b, arg.map_b, full, block * kBlockK, tile.column);
@@ -129,32 +148,46 @@ struct Fp8Gemm {
     }
   }
 
-  // One warpgroup: rows [consumer * 64 * kSlices, + 64 * kSlices) of every tile.
+  // One warpgroup: rows [64 * kSlices * its number, + 64 * kSlices) of every tile, or a share of the tile's K.
   DG_DEVICE void consume() {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const u32 first_row = consumer * 64 * kSlices;
-    const u32 staging = shared + kOffsetStaging + consumer * Store::kBytes;
+    const u32 first_row = consumer / kConsumersK * 64 * kSlices, turn = consumer % kConsumersK;
+    const u32 share = rank_k() * kConsumersK + turn;
+    const u32 staging = shared + kOffsetStaging + consumer / kConsumersK * Store::kBytes;
+    // Blocks of K of this CTA. This consumer takes every kConsumersK-th from its turn on, those past the end included.
+    const u32 begin = first_block(rank_k()), count = first_block(rank_k() + 1) - begin;
+    const u32 mine = ceil_div(count, kConsumersK), real = (count + kConsumersK - 1 - turn) / kConsumersK;
     float sum[kSlices][kBlockN / 2];
 
     Mainloop mainloop(
         barriers,
-        ColumnScales<kScaleRows>(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128),
-                                 ceil_div(k(), kBlockK), lane),
+        ColumnScales<kScaleRows>(arg.scale_b + (begin + turn) * arg.scale_b_stride_k, arg.scale_b_stride_n,
+                                 arg.scale_b_stride_k * kConsumersK, ceil_div(n(), 128), real, lane),
         uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
         shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4, lane);
     Scheduler tile(m(), n(), arg.band);
+    mainloop.at.stage = turn;
     if (tile.valid()) mainloop.open(tile.column);
     while (tile.valid()) {
 #pragma unroll
       for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
         for (u32 i = 0; i < kBlockN / 2; ++i) sum[slice][i] = 0.0f;
-      mainloop.multiply(sum, blocks(), 128 - tile.column % 128);
+      mainloop.multiply(sum, mine, 128 - tile.column % 128);
 
       const u32 row = tile.row + first_row, column = tile.column;
       tile.advance();
       if (tile.valid()) mainloop.open(tile.column);
+      if constexpr (kShares > 1) {
+        const u32 own_row = row + warp * 16 + lane / 4;
+        const bool wanted[2] = {own_row < m(), own_row + 8 < m()};
+        if (share > 0) {
+          reduction.send(sum[0], share, thread, wanted);
+          continue;
+        }
+        reduction.receive(sum[0], thread, wanted);
+      }
       if constexpr (kTmaStore) {
         // The staging area is free once the stores of the tile before have been read out of it.
         if (thread == 0) tma_store_wait_read();

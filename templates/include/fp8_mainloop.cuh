@@ -9,6 +9,8 @@
 //   2: the next products are always issued before the last ones are promoted.
 template <class Tile, class Mma, class Barriers, u32 kSlices, u32 kScaleRows>
 struct Fp8Mainloop {
+  // Consumers that share a tile's K take its blocks in turn; each walks every kStep-th stage.
+  static constexpr u32 kStep = Tile::kConsumersK;
   static constexpr u32 kBlockN = Tile::kBlockN, kBlockK = 128;
   static constexpr u32 kBytesA = Tile::kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = Tile::kBlockM * 4;
   static constexpr u32 kPartials = Tile::kPartials;
@@ -51,6 +53,7 @@ struct Fp8Mainloop {
   DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 first_columns) {
     this->first_columns = first_columns;
     next_block = 0;
+    if (blocks == 0) return;  // more shares of K than blocks
     if constexpr (kPartials == 1) {
       one_by_one(sum, blocks);
     } else {
@@ -149,7 +152,7 @@ struct Fp8Mainloop {
       block.scale_a[slice][0] = load_shared(address + slice * 256);
       block.scale_a[slice][1] = load_shared(address + slice * 256 + 32);
     }
-    at.advance();
+    at.template advance<kStep>();
   }
 
   DG_DEVICE void release(const Block& block) { barriers.release(block.stage, lane); }

@@ -2,14 +2,18 @@
 #pragma once
 #include "barrier.cuh"
 
-// A position in the ring: which stage, and the parity of its current round.
+// A position in the ring: which stage, and the parity of its current round. Each stage always has the same reader: a wait
+// tells a phase from the one before it, not from the one before that, so no round of a stage may go unwaited.
 template <u32 kStages>
 struct PipelineCursor {
   u32 stage = 0, parity = 0;
 
+  template <u32 kSteps = 1>
   DG_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
+    static_assert(kStages % kSteps == 0);
+    stage += kSteps;
+    if (stage >= kStages) {
+      stage -= kStages;
       parity ^= 1;
     }
   }
@@ -30,7 +34,6 @@ struct PipelineBarriers {
       barrier_init(full(stage), 1);
       barrier_init(empty(stage), kConsumerWarps * kClusterSize);
     }
-    barrier_init_fence();
   }
 
   // Called by a whole consumer warp: one arrival at every CTA of the cluster.

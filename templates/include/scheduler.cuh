@@ -6,7 +6,7 @@
 // `band` cluster tiles along n, m inside a band, so that the clusters running at one time read few distinct rows of A
 // and of B and find them in L2. A cluster tile may hang over the edge: its loads read zeros and its stores are clipped,
 // so that all CTAs of a cluster always do the same steps.
-template <u32 kBlockM, u32 kBlockN, u32 kClusterM, u32 kClusterN>
+template <u32 kBlockM, u32 kBlockN, u32 kClusterM, u32 kClusterN, u32 kClusterK>
 struct TileScheduler {
   u32 tiles_m, tiles_n, band, count, stride, index;
   u32 row, column;  // first element of this CTA's current tile
@@ -15,8 +15,8 @@ struct TileScheduler {
     tiles_m = ceil_div(m, kBlockM * kClusterM);
     tiles_n = ceil_div(n, kBlockN * kClusterN);
     count = tiles_m * tiles_n;
-    stride = gridDim.x / (kClusterM * kClusterN);
-    index = blockIdx.x / (kClusterM * kClusterN);
+    stride = gridDim.x / (kClusterM * kClusterN * kClusterK);
+    index = blockIdx.x / (kClusterM * kClusterN * kClusterK);
     if (valid()) locate();
   }
 
