@@ -1,0 +1,119 @@
+"""Every kernel and case through both compilers: fast code, and the resources that the host counted on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from golden_renders import find_config
+from kernel_builds import KINDS, Built, build_all, open_compiler
+from mutations import edited_headers
+
+from deep_gemm import engine, kernels
+from deep_gemm.errors import CompileError
+from deep_gemm.jit import Builder
+from deep_gemm.jit.compilers import Compiler
+from deep_gemm.jit.generator import render
+from deep_gemm.kernels.sm90_fp8_gemm import KERNEL, make_params
+from deep_gemm.params import FP8Config, KernelParams
+from deep_gemm.settings import settings
+
+CASES = [params for kernel in kernels.registry().values() for params in kernel.cases()]
+GEMMS = [params for params in CASES if params.kernel == KERNEL.name]
+STATIC_SHARED = {"transpose_scales": 32 * 65 * 4}
+
+
+def entry(params: KernelParams) -> str:
+    return kernels.get(params.kernel).entry(params)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    return open_compiler(request.param)
+
+
+@pytest.fixture(scope="module")
+def builds(compiler: Compiler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[KernelParams, Future[Built]]]:
+    yield from build_all(compiler, tmp_path_factory.mktemp("kernels"), CASES)
+
+
+@pytest.mark.parametrize("params", CASES, ids=entry)
+def test_nothing_is_spilled_or_serialised(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+    built = builds[params].result()
+    resources = built.binary.resources
+    assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
+    assert resources.warnings == ()
+    assert resources.problems() == []
+    assert resources.shared_static == STATIC_SHARED.get(params.kernel, 0)
+    # Local memory under any name: loads and stores, and what indexing an array of registers would become.
+    assert re.findall(r"\b(?:LDL|STL|LDLM|STLM)\b.*", built.sass) == []
+    instruction = kernels.get(params.kernel).mma_instruction
+    assert instruction in built.sass
+    if not instruction:
+        assert "GMMA" not in built.sass
+
+
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_the_gemm_is_made_of_the_instructions_it_asks_for(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    built = builds[params].result()
+    fields, config = KERNEL.fields(params), params.config
+    assert isinstance(config, FP8Config)
+    assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{fields['mma_n']}x32.F32.E4M3.E4M3"}
+    loads, stores = "UTMALDG.2D" in built.sass, "UTMASTG.2D" in built.sass
+    assert (loads, stores) == (True, params.store == "tma")
+    # Operands are multicast in clusters along m or n, and only there.
+    assert ("UTMALDG.2D.MULTICAST" in built.sass) == (config.cluster_m * config.cluster_n > 1)
+    assert ("USETMAXREG" in built.sass) == (int(fields["consumer_registers"]) > 0)
+    threads = int(fields["num_threads"]) * int(fields["min_ctas"])
+    assert built.binary.resources.registers * threads <= 65536
+
+
+@pytest.fixture
+def builder(compiler: Compiler, tmp_path: Path) -> Builder:
+    return Builder(tmp_path / "kernels", compiler)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        make_params(find_config(block_m=128, block_n=64)),
+        make_params(find_config(block_m=64, block_n=16), store="direct"),
+        make_params(find_config(block_m=64, block_n=32, cluster_k=2)),
+    ],
+    ids=entry,
+)
+def test_shared_memory_that_the_host_counts_otherwise_is_an_error(builder: Builder, params: KernelParams) -> None:
+    request = engine.build_request(params)
+    fields = {**KERNEL.fields(params), "shared_bytes": KERNEL.shared_bytes(params) + 16}
+    with pytest.raises(CompileError, match="the host computed another shared memory size"):
+        builder.build(replace(request, source=render(KERNEL.template, fields)))
+
+
+def test_serialised_products_would_be_seen(builder: Builder, compiler: Compiler, tmp_path: Path) -> None:
+    """The check above must be able to fail: here sums are changed while products are still being added to them."""
+    commit = "    wgmma_commit();\n"
+    folder = edited_headers(tmp_path / "include", "fp8_mainloop.cuh", commit, "    set[0] += 1.0f;\n" + commit)
+    broken = Builder(tmp_path / "broken", compiler, folder)
+    request = engine.build_request(make_params(find_config(block_m=64, block_n=64)))
+    built = broken.build(request)
+    assert built.resources.warnings
+    with settings.override(ptxas_check=True):
+        with pytest.raises(CompileError, match="serialised"):
+            broken.build(request)
+        assert builder.build(request).resources.warnings == ()
+
+
+def test_a_debug_build_compiles(builder: Builder) -> None:
+    request = engine.build_request(make_params(find_config(block_m=128, block_n=64)))
+    plain = builder.build(request)
+    with settings.override(debug=True):
+        debug = builder.build(request)
+    assert debug.key != plain.key
+    # The bounded waits are what it is for.
+    assert debug.cubin != plain.cubin

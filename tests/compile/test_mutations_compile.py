@@ -1,0 +1,54 @@
+"""The mutations of tests/gpu/test_mutations.py apply to today's device code, and compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kernel_builds import open_compiler
+from mutations import MUTATIONS, Mutation, edited_headers, mutated_kernels
+
+from deep_gemm import engine
+from deep_gemm.jit import Builder
+from deep_gemm.jit.compilers import Compiler
+from deep_gemm.jit.generator import include_dir
+
+KERNELS = mutated_kernels()
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Compiler:
+    return open_compiler("nvrtc")
+
+
+@pytest.fixture(scope="module")
+def sound(nvrtc: Compiler, tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    return Builder(tmp_path_factory.mktemp("sound"), nvrtc)
+
+
+def test_names_are_distinct() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_an_edit_that_fits_nowhere_or_twice_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="0 times"):
+        edited_headers(tmp_path / "none", "fp8_gemm.cuh", "no such line", "")
+    with pytest.raises(LookupError, match=r"\d+ times"):
+        edited_headers(tmp_path / "many", "fp8_gemm.cuh", "u32", "")
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_it_applies_once_compiles_and_changes_the_code(
+    mutation: Mutation, nvrtc: Compiler, sound: Builder, tmp_path: Path
+) -> None:
+    headers = mutation.headers(tmp_path / "include")
+    changed = [p.name for p in include_dir().glob("*.cuh") if p.read_bytes() != (headers / p.name).read_bytes()]
+    assert changed == [mutation.file]
+    broken = Builder(tmp_path / "broken", nvrtc, headers)
+    for kernel in mutation.kernels:
+        request = engine.build_request(KERNELS[kernel])
+        mutant, original = broken.build(request), sound.build(request)
+        assert mutant.key != original.key
+        assert mutant.cubin != original.cubin, kernel
+        # It must run as it did: spills would do no harm, but more registers would not launch.
+        assert mutant.resources.registers <= original.resources.registers, kernel

@@ -1,0 +1,163 @@
+"""Device code broken on purpose, one way at a time: tests that a kernel passes must fail for each of these.
+
+Each is one edit of one header. None of them makes a kernel wait for something that never comes, read outside its
+operands, or depend on timing: a wrong result, the same every time, is all that happens.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from golden_renders import find_config
+
+from deep_gemm.jit.generator import include_dir
+from deep_gemm.kernels.sm90_fp8_gemm import make_params
+from deep_gemm.params import KernelParams
+
+
+def edited_headers(folder: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the device headers in `folder`, which must not exist, with the one `old` in `file` made `new`."""
+    shutil.copytree(include_dir(), folder)
+    text = (folder / file).read_text()
+    if text.count(old) != 1:
+        raise LookupError(f"{old!r} is {text.count(old)} times in {file}, and must be there once: adapt the mutation")
+    (folder / file).write_text(text.replace(old, new))
+    return folder
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in the header `file` becomes `new`, which the kernels named in `kernels` do not survive."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    kernels: tuple[str, ...] = ("ahead", "one by one", "straddling", "split", "direct")
+
+    def headers(self, folder: Path) -> Path:
+        """The device headers with this mutation, in `folder`."""
+        return edited_headers(folder, self.file, self.old, self.new)
+
+
+STAGED = ("ahead", "one by one", "straddling", "split")
+
+MUTATIONS = [
+    Mutation(
+        "skip A's scale in every other row group",
+        "fp8_mainloop.cuh",
+        "block.scale_a[slice][0] = load_shared(address + slice * 256);",
+        "block.scale_a[slice][0] = 1.0f;",
+    ),
+    Mutation(
+        "take A's scale of the row above",
+        "fp8_mainloop.cuh",
+        "load_shared(address + slice * 256 + 32);",
+        "load_shared(address + slice * 256 + 28);",
+    ),
+    Mutation(
+        "take B's scales from the first block of K",
+        "promotion.cuh",
+        "scale[r] = __shfl_sync(0xffffffffu, now[r], block % 32);",
+        "scale[r] = __shfl_sync(0xffffffffu, now[r], 0);",
+    ),
+    Mutation("take B's scales from the first row", "promotion.cuh", "    first_row = row;\n", "    first_row = 0;\n"),
+    Mutation(
+        "never use the second row of B's scales",
+        "promotion.cuh",
+        "const bool first = kOffset + group * kGroup < first_columns;",
+        "const bool first = true;",
+        ("straddling",),
+    ),
+    Mutation(
+        "drop the last block of K",
+        "fp8_gemm.cuh",
+        "return Tile::kShapeK ? Tile::kShapeK : arg.k;",
+        "return (Tile::kShapeK ? Tile::kShapeK : arg.k) - kBlockK;",
+    ),
+    Mutation(
+        "drop a quarter of every block of K",
+        "fp8_mainloop.cuh",
+        "for (u32 step = 1; step < kBlockK / 32; ++step)",
+        "for (u32 step = 2; step < kBlockK / 32; ++step)",
+    ),
+    Mutation(
+        "forget the promotion of a tile's last partial sums",
+        "fp8_mainloop.cuh",
+        "promote_unit<kUnits - 1>(sum, partial[kLast], block);",
+        "",
+        ("ahead", "split"),
+    ),
+    Mutation(
+        "forget the promotion of one register",
+        "promotion.cuh",
+        "for (u32 i = 0; i < kColumns / 2; ++i) sum[i] +=",
+        "for (u32 i = 1; i < kColumns / 2; ++i) sum[i] +=",
+        ("ahead", "one by one", "split"),
+    ),
+    Mutation(
+        "promote a partial sum twice",
+        "promotion.cuh",
+        "sum[i] += ((i & 2) ? high : low) * partial[i];\n  } else {",
+        "sum[i] += ((i & 2) ? high : low) * partial[i] * (i == 1 ? 2.0f : 1.0f);\n  } else {",
+        ("ahead", "one by one", "split"),
+    ),
+    Mutation(
+        "keep the old partial sums",
+        "fp8_mainloop.cuh",
+        "matrix_descriptor(b), opaque_zero);",
+        "matrix_descriptor(b), opaque_zero + 1);",
+    ),
+    Mutation(
+        "read operands with another swizzle",
+        "warpgroup.cuh",
+        "constexpr u64 kSwizzle128B = 1ull << 62;",
+        "constexpr u64 kSwizzle128B = 2ull << 62;",
+    ),
+    Mutation(
+        "swap rows on their way out",
+        "epilogue.cuh",
+        "const u32 row = warp * 16 + lane % 16;",
+        "const u32 row = warp * 16 + (lane % 16 ^ 1);",
+        STAGED,
+    ),
+    Mutation(
+        "stage without the swizzle that the store undoes",
+        "epilogue.cuh",
+        "return unit ^ (row / (8 / kUnits) % kUnits);",
+        "return unit;",
+        STAGED,
+    ),
+    Mutation(
+        "swap columns in a direct store",
+        "epilogue.cuh",
+        "out[0] = static_cast<u16>(packed);",
+        "out[0] = static_cast<u16>(packed >> 16);",
+        ("direct",),
+    ),
+    Mutation(
+        "leave out a share of K",
+        "reduction.cuh",
+        "for (u32 share = 1; share < kShares; ++share) {",
+        "for (u32 share = 2; share < kShares; ++share) {",
+        ("split",),
+    ),
+]
+
+
+def mutated_kernels() -> dict[str, KernelParams]:
+    """The kernels that are broken: every schedule of products and promotion, both ways out, and split K."""
+    return {
+        "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
+        "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
+        "straddling": make_params(find_config(block_m=64, block_n=96)),
+        "split": make_params(find_config(block_m=64, block_n=32, cluster_k=2, consumers_k=2)),
+        "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
+    }
+
+
+def mutants() -> list[tuple[Mutation, str]]:
+    """Every mutation with each of the kernels that it breaks."""
+    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]
