@@ -1,0 +1,87 @@
+"""One config at work: built, loaded and launched as it is, past validation and the selector."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from deep_gemm import engine
+from deep_gemm.jit import Binary, Builder
+from deep_gemm.jit.compilers import Compiler, choose
+from deep_gemm.jit.driver.launch import Launch
+from deep_gemm.jit.driver.module import Function, load_function
+from deep_gemm.kernels.sm90_fp8_gemm import KERNEL
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
+from deep_gemm.params import KernelParams, align, ceil_div
+from deep_gemm.settings import settings
+from deep_gemm.testing import Operand
+
+COMPILING_THREADS = 16
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def nvrtc() -> Compiler:
+    """The NVRTC that suits the driver here."""
+    with settings.override(use_nvrtc=True):
+        return choose()
+
+
+@contextmanager
+def compiled(jobs: Iterable[tuple[Key, Builder, KernelParams]]) -> Iterator[dict[Key, Future[Binary]]]:
+    """Kernels, compiled several at a time; one that fails raises where it is asked for."""
+    with ThreadPoolExecutor(COMPILING_THREADS) as pool:
+        yield {key: pool.submit(builder.build, engine.build_request(params)) for key, builder, params in jobs}
+        pool.shutdown(cancel_futures=True)
+
+
+def load(params: KernelParams, binary: Binary, device: int = 0) -> Function:
+    """The kernel on a device."""
+    return load_function(binary.cubin, binary.name, device, KERNEL.shared_bytes(params))
+
+
+@dataclass(frozen=True)
+class Forced:
+    """A launch with these operands, to be made any number of times, and what of it must stay alive."""
+
+    launch: Launch
+    scales: Tensor
+
+    def __call__(self) -> None:
+        self.launch()
+
+
+def force(
+    params: KernelParams, function: Function, a: Operand, b: Operand, d: Tensor, num_sms: int, stream: int
+) -> Forced:
+    """Make the launch of ``params``' kernel for d (M, N) = a @ b^T on a stream.
+
+    a and b are (M, K) and (N, K) E4M3 with scales (M, ceil(K / 128)) and (ceil(N / 128), ceil(K / 128)), all dense.
+    Scales of a are brought into the kernel's layout here, by torch, with NaN where the layout has room to spare.
+    """
+    (x, sfa), (y, sfb) = a, b
+    (m, k), n = x.shape, y.shape[0]
+    if d.shape != (m, n) or (params.store == "tma" and d.stride(0) % 8):
+        raise ValueError(f"d is {tuple(d.shape)} with strides {d.stride()}: no output for {params.store}")
+    rows, blocks = align(m, 4), ceil_div(k, 128)
+    scales = torch.full((blocks, rows), float("nan"), device=sfa.device)
+    scales[:, :m] = sfa.t()
+    geometry = Geometry(
+        m=m,
+        n=n,
+        k=k,
+        stride_a=k,
+        stride_b=k,
+        stride_d=d.stride(0),
+        stride_sfa=rows,
+        stride_sfb=(sfb.stride(0), sfb.stride(1)),
+    )
+    at = Addresses(a=x.data_ptr(), sfa=scales.data_ptr(), b=y.data_ptr(), sfb=sfb.data_ptr(), d=d.data_ptr())
+    shape, args = launch(params, geometry, at, num_sms, False)
+    return Forced(Launch(function, shape, stream, args), scales)

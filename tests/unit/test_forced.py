@@ -1,0 +1,80 @@
+"""The helper that GPU tests force configs with, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from driver_fakes import FakeDriver
+from forced import compiled, force, load, nvrtc
+from golden_renders import find_config
+from jit_fakes import FakeCompiler, cubin_of
+
+from deep_gemm import engine
+from deep_gemm.errors import CompileError
+from deep_gemm.jit import Builder
+from deep_gemm.jit.driver import api
+from deep_gemm.kernels.sm90_fp8_gemm import KERNEL, make_params
+from deep_gemm.params import KernelParams
+from deep_gemm.testing import random_operands
+
+PARAMS = [make_params(find_config(block_m=128, block_n=64)), make_params(find_config(block_m=64, block_n=16), "direct")]
+
+
+def test_kernels_are_compiled_and_loaded(driver: FakeDriver, tmp_path: Path) -> None:
+    builder = Builder(tmp_path, FakeCompiler())
+    with compiled((params, builder, params) for params in PARAMS) as binaries:
+        for params in PARAMS:
+            binary = binaries[params].result()
+            assert binary.cubin == cubin_of(engine.build_request(params).source)
+            function = load(params, binary)
+            assert function.symbol == KERNEL.entry(params)
+            assert function.dynamic_shared == KERNEL.shared_bytes(params)
+
+
+def test_one_that_does_not_compile_raises_when_it_is_asked_for(tmp_path: Path) -> None:
+    def refuse(source: str) -> None:
+        if "kTmaStore = false" in source:
+            raise CompileError("no")
+
+    builder = Builder(tmp_path, FakeCompiler(on_compile=refuse))
+    with compiled((params, builder, params) for params in PARAMS) as binaries:
+        assert binaries[PARAMS[0]].result().layer == "compiled"
+        with pytest.raises(CompileError, match="no"):
+            binaries[PARAMS[1]].result()
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=KERNEL.entry)
+def test_a_launch_has_the_operands(
+    driver: FakeDriver, params: KernelParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "library_function", lambda name: lambda *arguments: 0)
+    function = load(params, Builder(tmp_path, FakeCompiler()).build(engine.build_request(params)))
+    (a, sfa), (b, sfb), _, _ = random_operands(37, 200, 272, "cpu")
+    d = torch.empty(37, 200, dtype=torch.bfloat16)
+    forced = force(params, function, (a, sfa), (b, sfb), d, num_sms=132, stream=7)
+    assert torch.equal(forced.scales[:, :37], sfa.t())
+    assert bool(forced.scales[:, 37:].isnan().all())
+    assert forced.scales.shape == (3, 40)
+    forced()
+    name, (config, _, parameters, _) = driver.calls[-1]
+    assert name == "cuLaunchKernelEx"
+    assert (config.gridDimX, config.blockDimX) == (forced.launch.shape.grid[0], params.config.num_threads)
+    pointers = struct.unpack("=14Q", ctypes.string_at(parameters, 14 * 8))
+    assert ctypes.c_uint64.from_address(pointers[4]).value == sfb.data_ptr()
+    assert ctypes.c_uint64.from_address(pointers[7]).value == d.data_ptr()
+    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[9:12]] == [37, 200, 272]
+
+
+def test_an_output_that_cannot_be_stored_by_tma_is_refused(driver: FakeDriver, tmp_path: Path) -> None:
+    function = load(PARAMS[0], Builder(tmp_path, FakeCompiler()).build(engine.build_request(PARAMS[0])))
+    a, b, _, _ = random_operands(37, 201, 272, "cpu")
+    with pytest.raises(ValueError, match="no output for tma"):
+        force(PARAMS[0], function, a, b, torch.empty(37, 201, dtype=torch.bfloat16), 132, 0)
+
+
+def test_nvrtc_whatever_is_the_default() -> None:
+    assert nvrtc().kind == "nvrtc"
