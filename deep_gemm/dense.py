@@ -31,6 +31,7 @@ _warm: dict[Any, Callable[[], object]] = {}
 options.on_change(_warm.clear)
 
 _raw_stream = engine.raw_stream
+_is_grad_enabled = torch.is_grad_enabled
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -98,6 +99,7 @@ def fp8_gemm_nt(
             y_scales.dtype,
             d.dtype,
             d.requires_grad,
+            _is_grad_enabled(),
             c is None,
             recipe,
             recipe_a,

@@ -56,7 +56,8 @@ class GemmConfig:
 
     ``block_m x block_n x block_k`` is one CTA's tile; ``num_consumers`` warpgroups do the wgmma, one more warpgroup
     is the producer; ``cluster_m x cluster_n x cluster_k`` CTAs form a cluster whose members along m share (multicast)
-    the B tile, along n the A tile, and along k split the K of one tile; ``ctas_per_sm`` is the residency that registers and shared memory are budgeted for.
+    the B tile, along n the A tile, and along k split the K of one tile; ``ctas_per_sm`` is the residency that
+    registers and shared memory are budgeted for.
     """
 
     block_m: int

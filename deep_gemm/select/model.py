@@ -29,6 +29,8 @@ class Calibration:
     """A tile's fixed cost: drain, staging, barriers."""
     epilogue_elements_per_us: float
     """Output elements a CTA converts and stores in a microsecond."""
+    cluster_us: float
+    """What launching and ending CTAs together costs."""
     reduce_us: float
     """Handing over shares of K: barriers of a cluster."""
     instruction_cycles: float
@@ -58,24 +60,29 @@ class Calibration:
 
 H200 = Calibration(
     clock_ghz=1.755,
-    launch_us=4.2,
-    fill_us=1.1,
-    epilogue_us=0.5,
-    epilogue_elements_per_us=60000.0,
-    reduce_us=0.8,
-    instruction_cycles=16.0,
-    chain_cycles=180.0,
-    promote_cycles=0.7,
-    overlap_loss=0.35,
-    ahead_cycles=120.0,
-    straddle=1.2,
-    shared_bytes_per_cycle=128.0,
-    fill_bytes_per_cycle=60.0,
-    load_cycles=1000.0,
-    hbm_gb_per_s=4200.0,
-    l2_gb_per_s=9000.0,
-    peak_tflops=1550.0,
+    launch_us=4.19,
+    fill_us=0.2657,
+    epilogue_us=0.7147,
+    epilogue_elements_per_us=21080.0,
+    cluster_us=2.133,
+    reduce_us=1.158,
+    instruction_cycles=39.22,
+    chain_cycles=5.0,
+    promote_cycles=1.654,
+    overlap_loss=0.02,
+    ahead_cycles=179.7,
+    straddle=1.753,
+    shared_bytes_per_cycle=148.1,
+    fill_bytes_per_cycle=74.05,
+    load_cycles=3000.0,
+    hbm_gb_per_s=4800.0,
+    l2_gb_per_s=11920.0,
+    peak_tflops=2100.0,
 )
+"""Fitted by differential evolution to 392 shapes timed in flush mode on an NVIDIA H200 on 2026-11-21, log-uniform ones
+and DeepSeek-V3's, three quarters of them: what counts is the time of the config that is selected, and then the estimate
+itself. The selected config runs at 0.975 of the best by geometric mean, on the quarter that was held out as on the
+rest, and at 0.86 at worst. The constants stand together: the clock, for one, is a mean over short and power-limited runs."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +101,19 @@ class Estimate:
     bound: str
 
 
+_PACKING = {1: 1.0, 2: 1.0, 4: 0.9}
+"""Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
+of four (32 clusters of four took two waves)."""
+
+
 def estimate(problem: GemmProblem, config: FP8Config, arch: ArchSpec, c: Calibration = H200) -> Estimate:
     """The time of ``problem`` with ``config``, including the launch."""
     tiles = ceil_div(problem.m, config.block_m * config.cluster_m) * ceil_div(
         problem.n, config.block_n * config.cluster_n
     )
     tiles *= config.cluster_size
-    slots = max(1, problem.num_sms * config.ctas_per_sm // config.cluster_size) * config.cluster_size
+    slots = max(1, int(_PACKING[config.cluster_size] * problem.num_sms * config.ctas_per_sm / config.cluster_size))
+    slots *= config.cluster_size
     waves = ceil_div(tiles, slots)
     resident = min(config.ctas_per_sm, ceil_div(tiles, problem.num_sms))
     blocks = ceil_div(ceil_div(problem.k, SCALE_BLOCK), config.cluster_k)
@@ -145,9 +158,10 @@ def estimate(problem: GemmProblem, config: FP8Config, arch: ArchSpec, c: Calibra
     on_chip = block_cycles * steps
     # Loads of HBM and work on chip overlap, but not perfectly: a smooth maximum.
     body = (on_chip**4 + hbm**4 + l2**4 + power**4) ** 0.25
-    total = c.launch_us + c.fill_us + body + epilogue
+    launch = c.launch_us + c.fill_us + (c.cluster_us if config.cluster_size > 1 else 0.0)
+    total = launch + body + epilogue
     parts = {
-        "launch": c.launch_us + c.fill_us,
+        "launch": launch,
         "tensor": max(busy * steps, power),
         "chain": chain * steps,
         "shared": resident * max(shared, fill) * steps,
@@ -157,7 +171,7 @@ def estimate(problem: GemmProblem, config: FP8Config, arch: ArchSpec, c: Calibra
     }
     return Estimate(
         total_us=total,
-        launch_us=parts["launch"],
+        launch_us=launch,
         tensor_us=parts["tensor"],
         chain_us=parts["chain"],
         shared_us=parts["shared"],
