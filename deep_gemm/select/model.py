@@ -82,7 +82,8 @@ H200 = Calibration(
 """Fitted by differential evolution to 392 shapes timed in flush mode on an NVIDIA H200 on 2026-11-21, log-uniform ones
 and DeepSeek-V3's, three quarters of them: what counts is the time of the config that is selected, and then the estimate
 itself. The selected config runs at 0.975 of the best by geometric mean, on the quarter that was held out as on the
-rest, and at 0.86 at worst. The constants stand together: the clock, for one, is a mean over short and power-limited runs."""
+rest, and at 0.86 at worst. The constants stand together: the clock, for one, is a mean over short and power-limited
+runs."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "driver_version", lambda: None)
+    monkeypatch.setattr(api, "_initialised_in", None)  # on a machine with a GPU another test may have used it
     api.cuda.cache_clear()
 
 
