@@ -51,7 +51,7 @@ struct Fp8Mainloop {
 
   // Adds `blocks` blocks of K of the opened tile to `sum`. Its first `first_columns` columns lie in one row of B's scales.
   DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 first_columns) {
-    this->first_columns = first_columns;
+    this->first_columns = kBlockN % 128 == 0 ? 128 : first_columns;
     next_block = 0;
     if (blocks == 0) return;  // more shares of K than blocks
     if constexpr (kPartials == 1) {
@@ -64,18 +64,13 @@ struct Fp8Mainloop {
  private:
   // The next block is opened while the last products of this one run: only promotion stands between the two.
   DG_DEVICE void one_by_one(Sums& sum, u32 blocks) {
-    Block even, odd;
-    open(even);
-    for (; blocks > 2; blocks -= 2) {
-      each_unit<0>(sum, even, &odd);
-      each_unit<0>(sum, odd, &even);
+    Block block, next;
+    open(block);
+    for (; blocks > 1; --blocks) {
+      each_unit<0>(sum, block, &next);
+      block = next;
     }
-    if (blocks == 2) {
-      each_unit<0>(sum, even, &odd);
-      each_unit<0>(sum, odd, nullptr);
-    } else {
-      each_unit<0>(sum, even, nullptr);
-    }
+    each_unit<0>(sum, block, nullptr);
   }
 
   template <u32 kUnit>
