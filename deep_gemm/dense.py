@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,15 @@ _MAX_SCRATCH = 64
 
 # What a warm call does, by everything that a launch depends on: addresses, shapes, strides, dtypes, stream.
 _warm: dict[Any, Callable[[], object]] = {}
-options.on_change(_warm.clear)
+_warm_lock = threading.Lock()
+
+
+def _forget_warm() -> None:
+    with _warm_lock:
+        _warm.clear()
+
+
+options.on_change(_forget_warm)
 
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
@@ -98,6 +107,8 @@ def fp8_gemm_nt(
             y.dtype,
             y_scales.dtype,
             d.dtype,
+            x.requires_grad,
+            y.requires_grad,
             d.requires_grad,
             _is_grad_enabled(),
             c is None,
@@ -106,6 +117,7 @@ def fp8_gemm_nt(
             recipe_b,
             compiled_dims,
             disable_ue8m0_cast,
+            device,
             _raw_stream(device) if device >= 0 else None,
             _current_device() if device >= 0 else None,
         )
@@ -131,7 +143,24 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
     if x.device.type == "cpu":
         fp8_gemm_reference(x)
         return
-    device = x.device.index
+    changes = options.changes()
+    device, current = x.device.index, _current_device()
+    with torch.cuda.device(device):
+        call = _prepare(x, device)
+        call()
+    # The reference, which a fallback runs, holds tensors and is not kept.
+    if key is None or isinstance(call, _Reference):
+        return
+    with _warm_lock:
+        if options.changes() == changes:
+            if len(_warm) >= _MAX_WARM:
+                _warm.clear()
+            # The common case, the tensors' device being the current one, needs no guard.
+            _warm[key] = call if current == device else _OnDevice(device, call)
+
+
+def _prepare(x: FP8GemmOperands, device: int) -> Callable[[], object]:
+    """What multiplies these operands, on the current stream of ``device``."""
     problem = GemmProblem(
         m=x.m,
         n=x.n,
@@ -140,6 +169,7 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
         d_tma=x.d_tma,
         compiled_dims="" if options.ignore_compile_dims() else x.compiled_dims,
         block_multiple=options.get_block_size_multiple_of(),
+        whole_gpu=options.whole_gpu(device),
     )
     try:
         engine.plan(problem, device)
@@ -147,18 +177,20 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
         if settings.fallback != "torch":
             raise
         warn_once("fallback", f"DG_FALLBACK=torch: running the reference implementation, which is slow. {error}")
-        fp8_gemm_reference(x)
-        return
+        return _Reference(x)
     geometry, addresses = _layout(x)
-    make = _Gemm(problem, geometry, addresses, device, _raw_stream(device))
-    inner = make.launch(addresses.sfa) if x.sfa_ready else _TransposeFirst(make, x.sfa)
-    call = _OnDevice(device, inner)
-    call()
-    if key is not None:
-        if len(_warm) >= _MAX_WARM:
-            _warm.clear()
-        # The common case, the tensors' device being the current one, needs no guard.
-        _warm[key] = inner if _current_device() == device else call
+    gemm = _Gemm(problem, geometry, addresses, device, _raw_stream(device))
+    return gemm.launch(addresses.sfa) if x.sfa_ready else _TransposeFirst(gemm, x.sfa)
+
+
+class _Reference:
+    """The reference implementation on these operands."""
+
+    def __init__(self, operands: FP8GemmOperands) -> None:
+        self._operands = operands
+
+    def __call__(self) -> None:
+        fp8_gemm_reference(self._operands)
 
 
 def _layout(x: FP8GemmOperands) -> tuple[Geometry, Addresses]:

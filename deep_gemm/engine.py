@@ -7,6 +7,7 @@ record, which is all that a warm call needs (`deep_gemm.dense` keeps those).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from . import options, record, select
 from .errors import InvalidInputError, NotWarmError
 from .jit.builder import Binary, BuildRequest, default_builder
 from .jit.driver.launch import Launch
-from .jit.driver.module import Function, load_function
+from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render
 from .kernels import get as get_kernel
 from .kernels import sm90_fp8_launch
@@ -55,6 +56,16 @@ class Plan:
 
 
 _lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    # A thread of the parent may have been compiling; nobody in the child would release its lock.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 _plans: dict[tuple[GemmProblem, int], Plan] = {}
 _functions: dict[tuple[KernelParams, int], tuple[Function, Binary]] = {}
 
@@ -170,7 +181,8 @@ def fp8_gemm_launch(
 ) -> Launch:
     """The launch record of one FP8 GEMM at these addresses on ``stream`` of ``device``."""
     made = plan(problem, device)
-    shape, args = sm90_fp8_launch.launch(made.params, geometry, addresses, problem.num_sms, options.get_pdl())
+    with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
+        shape, args = sm90_fp8_launch.launch(made.params, geometry, addresses, problem.num_sms, options.get_pdl())
     return Launch(made.function, shape, stream, args)
 
 

@@ -24,6 +24,7 @@ class _Options:
 
 _options = _Options()
 _listeners: list[Callable[[], None]] = []
+_changes = 0
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -31,13 +32,21 @@ def on_change(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
+def changes() -> int:
+    """How often an option was changed: what was decided at another count may be out of date."""
+    return _changes
+
+
 def _changed() -> None:
+    global _changes
+    _changes += 1
     for listener in _listeners:
         listener()
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Let kernels launch on at most ``num_sms`` SMs, leaving the rest to communication or other streams.
+    """Let GEMM kernels launch on at most ``num_sms`` SMs, leaving the rest to communication or other streams. (The
+    kernel that transposes scales of A, where they need it, is not limited: it lasts microseconds.)
 
     Raises:
         InvalidInputError: not an integer from 1 to the number of SMs of the current device.
@@ -57,6 +66,11 @@ def get_num_sms() -> int:
 def num_sms_for(device: int) -> int:
     """How many SMs kernels launch on on CUDA device ``device``."""
     return min(_options.num_sms or device_sms(device), device_sms(device))
+
+
+def whole_gpu(device: int) -> bool:
+    """Whether kernels may use all SMs of CUDA device ``device``."""
+    return num_sms_for(device) == device_sms(device)
 
 
 def set_tc_util(tc_util: int) -> None:

@@ -31,7 +31,8 @@ class GemmProblem:
 
     ``d_tma`` says whether D's rows can be written by TMA (16-byte aligned base and row stride);
     ``compiled_dims`` is the subset of ``"mnk"`` that the caller wants baked into the binary;
-    ``num_sms`` is how many SMs the launch may use; ``block_multiple`` restricts (block_m, block_n).
+    ``num_sms`` is how many SMs the launch may use, and ``whole_gpu`` whether these are all: if not, two CTAs must not
+    share one, since the GPU would spread them over others. ``block_multiple`` restricts (block_m, block_n).
     """
 
     m: int
@@ -42,6 +43,7 @@ class GemmProblem:
     d_tma: bool = True
     compiled_dims: str = ""
     block_multiple: tuple[int, int] = (1, 1)
+    whole_gpu: bool = True
     kind: str = "fp8_gemm_1d2d"
 
     @property

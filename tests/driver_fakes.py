@@ -29,9 +29,15 @@ class FakeDriver:
             "cuModuleGetFunction": lambda module, name: (OK, bindings.CUfunction(88)),
             "cuFuncGetAttribute": lambda attribute, function: (OK, 100 + int(attribute)),
             "cuDeviceGetAttribute": lambda attribute, device: (OK, 232448),
+            "cuThreadExchangeStreamCaptureMode": self._exchange_mode,
             "cuOccupancyMaxActiveBlocksPerMultiprocessor": lambda *_: (OK, 2),
         }
         self.current = 0
+        self.capture_mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+    def _exchange_mode(self, mode: Any) -> tuple[Any, ...]:
+        before, self.capture_mode = self.capture_mode, mode
+        return (OK, before)
 
     def _set_current(self, context: Any) -> tuple[Any, ...]:
         self.current = int(context)

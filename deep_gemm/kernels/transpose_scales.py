@@ -72,7 +72,7 @@ def launch(
         ("i64", strides[0]),
         ("u32", padded),
     ]
-    return LaunchShape(grid=(tiles, batch, 1), block=NUM_THREADS, dynamic_shared=0, pdl=pdl), args
+    return LaunchShape(grid=(tiles * batch, 1, 1), block=NUM_THREADS, dynamic_shared=0, pdl=pdl), args
 
 
 KERNEL = TransposeScales()

@@ -50,6 +50,6 @@ def _candidates(arch: ArchSpec) -> tuple[FP8Config, ...]:
 
 def _fits(config: FP8Config, problem: GemmProblem) -> bool:
     multiple_m, multiple_n = problem.block_multiple
-    return (
-        config.block_m % multiple_m == 0 and config.block_n % multiple_n == 0 and config.cluster_size <= problem.num_sms
-    )
+    multiples = config.block_m % multiple_m == 0 and config.block_n % multiple_n == 0
+    alone = problem.whole_gpu or config.ctas_per_sm == 1
+    return multiples and alone and config.cluster_size <= problem.num_sms

@@ -4,17 +4,18 @@
 #include "barrier.cuh"
 
 // One CTA moves kTileRows rows x 32 columns through shared memory, so that reads run along a row-major input's columns
-// and writes along the output's rows. Tiles are numbered along x; blockIdx.y is the batch.
+// and writes along the output's rows. CTAs are numbered by batch, then rows, then columns.
 template <u32 kTileRows, u32 kThreads>
 DG_DEVICE void transpose_scales(const float* input, float* output, u32 rows, u32 columns, i64 stride_row,
                                 i64 stride_column, i64 stride_batch, u32 padded_rows) {
   __shared__ float tile[32][kTileRows + 1];
-  const u32 tiles_across = ceil_div(columns, 32);
-  const u32 first_row = blockIdx.x / tiles_across * kTileRows, first_column = blockIdx.x % tiles_across * 32;
+  const u32 across = ceil_div(columns, 32), tiles = ceil_div(padded_rows, kTileRows) * across;
+  const u32 batch = blockIdx.x / tiles, place = blockIdx.x % tiles;
+  const u32 first_row = place / across * kTileRows, first_column = place % across * 32;
   wait_for_previous_kernel();
   allow_next_kernel();
-  input += blockIdx.y * stride_batch;
-  output += static_cast<i64>(blockIdx.y) * columns * padded_rows;
+  input += batch * stride_batch;
+  output += static_cast<i64>(batch) * columns * padded_rows;
   for (u32 i = threadIdx.x; i < kTileRows * 32; i += kThreads) {
     const u32 row = first_row + i / 32, column = first_column + i % 32;
     tile[i % 32][i / 32] =

@@ -15,7 +15,7 @@ import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
 from deep_gemm.params import align
 from deep_gemm.reference import exact_product
-from deep_gemm.testing import Operand, guarded, integer_operands, random_operands
+from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 
 M, N, K = 200, 640, 1040
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -212,6 +212,19 @@ def test_set_num_sms_is_honoured(tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError, match="num_sms"):
             deep_gemm.set_num_sms(wrong)
     assert deep_gemm.get_num_sms() == device
+
+
+@cuda_only
+def test_part_of_the_gpu_has_no_more_ctas_than_sms(tmp_path: Path) -> None:
+    """A shape for which two CTAs on an SM would be best, and would spread over SMs that were left to others."""
+    a, b, _, _ = random_operands(32, 65536, 512, DEVICE)
+    device = torch.cuda.get_device_properties(0).multi_processor_count
+    for num_sms in (device // 2, device - 24):
+        deep_gemm.set_num_sms(num_sms)
+        d = nan_output(32, 65536)
+        grids = launched_grids(lambda d=d: deep_gemm.fp8_gemm_nt(a, b, d), tmp_path / f"{num_sms}.json")
+        assert 0 < grids[0] <= num_sms
+        assert_close_to_exact(d, *a, *b)
 
 
 @cuda_only

@@ -217,6 +217,34 @@ def test_threads(cases: list[tuple[Operand, Operand, torch.Tensor]]) -> None:
     assert failures == []
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_thread_that_has_done_nothing_on_the_gpu_yet(ready: bool) -> None:
+    """Its first CUDA action is ours, on tensors that others made, of a warm shape at new addresses."""
+    a, b = integer_operands(67, 520, 784, DEVICE)
+    if ready:
+        a = (a[0], deep_gemm.get_mn_major_tma_aligned_tensor(a[1]))
+    call(a, b)
+    expected = exact_product(*a, *b).bfloat16()
+    fresh = (a[0].clone(), a[1]), (b[0].clone(), b[1])
+    d = torch.full((67, 520), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            deep_gemm.fp8_gemm_nt(*fresh, d)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == []
+    torch.cuda.synchronize()
+    assert torch.equal(d, expected)
+
+
 @pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_of_a_device_that_is_not_current() -> None:
     with torch.cuda.device(0):

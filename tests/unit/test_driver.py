@@ -30,6 +30,7 @@ CALLS = {
     "cuCtxGetCurrent": 0,
     "cuCtxSetCurrent": 1,
     "cuModuleLoadData": 1,
+    "cuThreadExchangeStreamCaptureMode": 1,
     "cuModuleGetFunction": 2,
     "cuFuncGetAttribute": 2,
     "cuFuncSetAttribute": 3,
@@ -160,3 +161,17 @@ def test_too_much_shared_memory_is_said_in_numbers(driver: FakeDriver) -> None:
 def test_an_empty_cubin_is_refused(driver: FakeDriver) -> None:
     with pytest.raises(InvalidInputError, match="cubin of k is empty"):
         load_function(b"", "k", 0, 0)
+
+
+def test_loading_stands_beside_a_capture_of_another_thread(driver: FakeDriver) -> None:
+    modes = bindings.CUstreamCaptureMode
+    seen = []
+    answer = driver.answers["cuModuleLoadData"]
+    driver.answers["cuModuleLoadData"] = lambda image: (seen.append(driver.capture_mode), answer(image))[1]
+    load_function(b"cubin", "k", 0, 0)
+    assert seen == [modes.CU_STREAM_CAPTURE_MODE_RELAXED]
+    assert driver.capture_mode == modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+    driver.fail("cuModuleLoadData", "CUDA_ERROR_INVALID_IMAGE")
+    with pytest.raises(DriverError):
+        load_function(b"cubin", "k", 0, 0)
+    assert driver.capture_mode == modes.CU_STREAM_CAPTURE_MODE_GLOBAL
