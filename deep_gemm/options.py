@@ -19,7 +19,6 @@ class _Options:
     pdl: bool = False
     ignore_compile_dims: bool = False
     block_multiple: tuple[int, int] = (1, 1)
-    mk_alignment: int = 128
 
 
 _options = _Options()
@@ -125,23 +124,6 @@ def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
 def get_block_size_multiple_of() -> tuple[int, int]:
     """The multiples of (block_m, block_n) that are allowed; (1, 1) at first."""
     return _options.block_multiple
-
-
-def get_mk_alignment_for_contiguous_layout() -> int:
-    """Rows that each group of a contiguous grouped layout is padded to (and K, for groups along K): 128 at first."""
-    return _options.mk_alignment
-
-
-def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
-    """Promise that groups of contiguous layouts start at multiples of ``alignment`` rows, a multiple of 64."""
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 64 or alignment % 64:
-        raise InvalidInputError(f"alignment must be a positive multiple of 64, not {alignment!r}.")
-    _options.mk_alignment = alignment
-    _changed()
-
-
-get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
-get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def _device_limit() -> int:

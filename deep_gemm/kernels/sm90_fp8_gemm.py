@@ -161,20 +161,29 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         return "_".join(parts)
 
     def cases(self) -> list[KernelParams]:
-        """Every legal tile and residency without a cluster, clusters both ways on three tiles, the direct store, and
+        """Every legal tile without a cluster, and with two CTAs on an SM for one width; clusters along m and n for each
+        block_m; every split of K for two widths; direct stores of a plain, a straddling, and a split tile; and
         compile-time dimensions."""
         every = list(self.configs(SM90))
-        alone = [c for c in every if c.cluster_size == 1 and c.k_shares == 1]
-        paired = [c for c in every if c.cluster_m * c.cluster_n > 1 and c.ctas_per_sm == 1]
-        split = [c for c in every if c.k_shares > 1 and c.block_n == 32]
-        tiles = {(64, 64), (128, 128), (256, 128)}
-        paired = [c for c in paired if (c.block_m, c.block_n) in tiles]
-        big = next(c for c in alone if (c.block_m, c.block_n, c.ctas_per_sm) == (128, 128, 1))
-        straddling = next(c for c in alone if (c.block_m, c.block_n, c.ctas_per_sm) == (128, 192, 1))
+
+        def chosen(
+            block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1), consumers_k: int = 1
+        ) -> FP8Config:
+            return next(
+                c
+                for c in every
+                if (c.block_m, c.block_n, c.consumers_k, c.ctas_per_sm) == (block_m, block_n, consumers_k, 1)
+                and (c.cluster_m, c.cluster_n, c.cluster_k) == cluster
+            )
+
+        plain = [c for c in every if c.cluster_size == c.k_shares == 1 and (c.ctas_per_sm == 1 or c.block_n == 48)]
+        shared = [c for c in every if c.cluster_m * c.cluster_n > 1 and c.block_n == 128]
+        split = [c for c in every if c.k_shares > 1 and c.block_n in (32, 64)]
+        direct = [chosen(128, 128), chosen(128, 192), chosen(64, 16, (1, 1, 4), 2)]
         return (
-            [make_params(c) for c in alone + paired + split]
-            + [make_params(c, store="direct") for c in (big, straddling)]
-            + [make_params(big, shape=(0, 2112, 7168))]
+            [make_params(c) for c in plain + shared + split]
+            + [make_params(c, store="direct") for c in direct]
+            + [make_params(chosen(128, 128), shape=(0, 2112, 7168))]
         )
 
 
