@@ -10,10 +10,7 @@ from .errors import InvalidInputError, UnsupportedError
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """Limits of one architecture. Sizes in bytes, per CTA or per SM as named; clocks in SM cycles.
-
-    ``mma_flops_per_cycle`` is for one SM and FP8 operands. The numbers are the vendor's published limits.
-    """
+    """Limits of one architecture, as its vendor publishes them. Sizes in bytes, per CTA or per SM as named."""
 
     name: str
     capability: tuple[int, int]
@@ -21,10 +18,6 @@ class ArchSpec:
     shared_per_cta: int
     shared_per_sm: int
     shared_reserved_per_cta: int
-    registers_per_sm: int
-    registers_per_thread: int
-    mma_flops_per_cycle: int
-    l2_bytes: int
 
     def ctas_fit(self, shared_bytes: int, ctas: int) -> bool:
         """Whether ``ctas`` CTAs with this much dynamic shared memory live on one SM together."""
@@ -40,10 +33,6 @@ SM90 = ArchSpec(
     shared_per_cta=227 * 1024,
     shared_per_sm=228 * 1024,
     shared_reserved_per_cta=1024,
-    registers_per_sm=64 * 1024,
-    registers_per_thread=255,
-    mma_flops_per_cycle=8192,
-    l2_bytes=50 * 1024 * 1024,
 )
 
 _ARCHS = {spec.name: spec for spec in (SM90,)}

@@ -9,8 +9,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-DTYPE_BYTES = {"e4m3": 1, "bf16": 2, "f32": 4}
-
 SCALE_BLOCK = 128
 """Elements of K (and, for B, of N) that share one scale factor."""
 
@@ -44,7 +42,6 @@ class GemmProblem:
     compiled_dims: str = ""
     block_multiple: tuple[int, int] = (1, 1)
     whole_gpu: bool = True
-    kind: str = "fp8_gemm_1d2d"
 
     @property
     def flops(self) -> int:

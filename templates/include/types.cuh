@@ -14,11 +14,5 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
-// Integers as types, to choose among compile-time variants.
-template <u32 kValue>
-struct Constant {
-  static constexpr u32 value = kValue;
-};
-
 DG_DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
 DG_DEVICE constexpr u32 min_of(u32 x, u32 y) { return x < y ? x : y; }
