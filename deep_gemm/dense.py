@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import engine, options
+from . import arch, engine, options
 from .errors import InvalidInputError, UnsupportedError
 from .jit.driver.launch import Launch
 from .kernels.sm90_fp8_launch import Addresses, Geometry
@@ -67,7 +67,7 @@ def fp8_gemm_nt(
         recipe: None or (1, 128, 128).
         recipe_a, recipe_b: None, or (1, 128) and (128, 128).
         compiled_dims: sizes to bake into the kernel, letters of "mnk". None leaves it to the library, which bakes in
-            none: run-time sizes cost nothing measurable, and one kernel then serves all shapes.
+            none, so that one kernel serves all shapes.
         disable_ue8m0_cast: of no effect on Hopper, where scales stay float32 whatever their values.
 
     The tensor cores' sums are promoted to float32 every 128 of K, where the scales are applied. Results are bitwise
@@ -172,12 +172,13 @@ def _prepare(x: FP8GemmOperands, device: int) -> Callable[[], object]:
         whole_gpu=options.whole_gpu(device),
     )
     try:
-        engine.plan(problem, device)
+        arch.for_device(device)
     except UnsupportedError as error:
         if settings.fallback != "torch":
             raise
         warn_once("fallback", f"DG_FALLBACK=torch: running the reference implementation, which is slow. {error}")
         return _Reference(x)
+    engine.plan(problem, device)  # before scales are transposed, so that an error names the shape
     geometry, addresses = _layout(x)
     gemm = _Gemm(problem, geometry, addresses, device, _raw_stream(device))
     return gemm.launch(addresses.sfa) if x.sfa_ready else _TransposeFirst(gemm, x.sfa)

@@ -104,7 +104,7 @@ class Estimate:
 
 _PACKING = {1: 1.0, 2: 1.0, 4: 0.9}
 """Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
-of four (32 clusters of four took two waves)."""
+of four. Inferred: 32 clusters of four took 1.4 times as long as fewer should."""
 
 
 def estimate(problem: GemmProblem, config: FP8Config, arch: ArchSpec, c: Calibration = H200) -> Estimate:
