@@ -24,6 +24,7 @@ from .jit.driver.launch import Launch
 from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render
 from .kernels import get as get_kernel
+from .kernels import of as kernel_of
 from .kernels import sm90_fp8_launch
 from .kernels import transpose_scales as transpose
 from .log import say
@@ -74,7 +75,7 @@ def kernel_params(problem: GemmProblem, config: GemmConfig, arch: archs.ArchSpec
     """The identity of the binary that computes ``problem`` with ``config`` on ``arch``."""
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
     return KernelParams(
-        kernel="sm90_fp8_gemm",
+        kernel=kernel_of(config).name,
         arch=arch.name,
         config=config,
         d_dtype=problem.d_dtype,
@@ -178,11 +179,13 @@ def fp8_gemm_launch(
     addresses: sm90_fp8_launch.Addresses,
     device: int,
     stream: int,
+    constant_b: bool = False,
 ) -> Launch:
-    """The launch record of one FP8 GEMM at these addresses on ``stream`` of ``device``."""
+    """The launch record of one FP8 GEMM at these addresses on ``stream`` of ``device``; ``constant_b`` promises that
+    nothing still running writes B or its scales."""
     made = plan(problem, device)
     with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
-        shape, args = sm90_fp8_launch.launch(made.params, geometry, addresses, problem.num_sms, options.get_pdl())
+        shape, args = sm90_fp8_launch.launch(made.params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b)
     return Launch(made.function, shape, stream, args)
 
 

@@ -103,6 +103,17 @@ class FP8Config(GemmConfig):
 
 
 @dataclass(frozen=True)
+class SwappedConfig(FP8Config):
+    """An FP8 config whose kernel multiplies weights by tokens: ``block_n`` rows of B are the tensor cores' M, ``block_m``
+    rows of A their N."""
+
+    @property
+    def slices(self) -> int:
+        """m64 slices of B's rows that one consumer multiplies."""
+        return self.block_n * self.consumers_k // (64 * self.num_consumers)
+
+
+@dataclass(frozen=True)
 class KernelParams:
     """The identity of a binary: what changes the machine code, and nothing else.
 

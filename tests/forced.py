@@ -16,7 +16,7 @@ from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
-from deep_gemm.kernels.sm90_fp8_gemm import KERNEL
+from deep_gemm.kernels import get as get_kernel
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
 from deep_gemm.params import KernelParams, align, ceil_div
 from deep_gemm.settings import settings
@@ -43,7 +43,7 @@ def compiled(jobs: Iterable[tuple[Key, Builder, KernelParams]]) -> Iterator[dict
 
 def load(params: KernelParams, binary: Binary, device: int = 0) -> Function:
     """The kernel on a device."""
-    return load_function(binary.cubin, binary.name, device, KERNEL.shared_bytes(params))
+    return load_function(binary.cubin, binary.name, device, get_kernel(params.kernel).shared_bytes(params))
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Forced:
 
 
 def force(
-    params: KernelParams, function: Function, a: Operand, b: Operand, d: Tensor, num_sms: int, stream: int
+    params: KernelParams, function: Function, a: Operand, b: Operand, d: Tensor, num_sms: int, stream: int,
+    pdl: bool = False, constant_b: bool = False,
 ) -> Forced:
     """Make the launch of ``params``' kernel for d (M, N) = a @ b^T on a stream.
 
@@ -83,5 +84,5 @@ def force(
         stride_sfb=(sfb.stride(0), sfb.stride(1)),
     )
     at = Addresses(a=x.data_ptr(), sfa=scales.data_ptr(), b=y.data_ptr(), sfb=sfb.data_ptr(), d=d.data_ptr())
-    shape, args = launch(params, geometry, at, num_sms, False)
+    shape, args = launch(params, geometry, at, num_sms, pdl, constant_b)
     return Forced(Launch(function, shape, stream, args), scales)

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from typing import Any
 
+from ..params import GemmConfig
 from .base import Kernel
 
 
@@ -24,3 +25,11 @@ def registry() -> dict[str, Kernel[Any]]:
 def get(name: str) -> Kernel[Any]:
     """The kernel family called ``name``; KeyError if there is none."""
     return registry()[name]
+
+
+def of(config: GemmConfig) -> Kernel[Any]:
+    """The kernel family that ``config`` is a config of; LookupError if there is none."""
+    for kernel in registry().values():
+        if type(config) is kernel.config_class:
+            return kernel
+    raise LookupError(f"no kernel takes a {type(config).__name__}")

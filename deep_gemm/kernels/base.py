@@ -25,6 +25,9 @@ class Kernel(ABC, Generic[ConfigT]):
     archs: tuple[str, ...]
     """Compiler targets that it can be built for."""
 
+    config_class: type[ConfigT]
+    """What configs of this family are: it tells the family."""
+
     mma_instruction: str = ""
     """The tensor-core instruction that its SASS must hold; empty for a kernel without one."""
 

@@ -41,6 +41,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
 
     name = "sm90_fp8_gemm"
     archs = (SM90.name,)
+    config_class = FP8Config
     mma_instruction = "QGMMA"
 
     def configs(self, arch: ArchSpec) -> Iterator[FP8Config]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
-from ..params import SCALE_BLOCK, FP8Config, KernelParams, align, ceil_div
-from .sm90_fp8_gemm import KERNEL
+from ..params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig, align, ceil_div
+from . import get, sm90_fp8_swapped
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,23 @@ def box_rows(config: FP8Config, m: int) -> int:
     return config.block_m if config.cluster_n > 1 else min(config.block_m, align(max(m, 1), 8))
 
 
-def store_columns(config: FP8Config) -> int:
-    """Columns of one TMA store: as wide as a swizzled row can be and still divide the tile (see ``TmaStore``)."""
-    return next(columns for columns in (64, 32, 16) if config.block_n % columns == 0)
+def store_box(config: FP8Config) -> tuple[int, int]:
+    """(columns, rows) of one TMA store (see ``TmaStore`` and ``TransposedTmaStore``): rows of 64 columns where the tile
+    can be cut so."""
+    if isinstance(config, SwappedConfig):
+        return 64, sm90_fp8_swapped.box_chunks(config) * 8
+    return next(columns for columns in (64, 32, 16) if config.block_n % columns == 0), 64
 
 
 def launch(
-    params: KernelParams, shape: Geometry, at: Addresses, num_sms: int, pdl: bool
+    params: KernelParams, shape: Geometry, at: Addresses, num_sms: int, pdl: bool, constant_b: bool = False
 ) -> tuple[LaunchShape, list[Arg]]:
-    """Launch shape and arguments, in the order of the kernel's parameters."""
+    """Launch shape and arguments, in the order of the kernel's parameters. ``constant_b``: see `engine.fp8_gemm_launch`."""
     config = params.config
     if not isinstance(config, FP8Config):
         raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")
     m, n, k = shape.m, shape.n, shape.k
-    rows, columns = box_rows(config, m), store_columns(config)
+    rows, (columns, store_rows) = box_rows(config, m), store_box(config)
     blocks = ceil_div(k, SCALE_BLOCK)
     map_a = TensorMapSpec("u8", (k, m), (shape.stride_a,), (config.block_k, rows // config.cluster_n), 128, 256)
     map_b = TensorMapSpec(
@@ -82,7 +85,7 @@ def launch(
     )
     map_scale_a = TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (rows, 1))
     if params.store == "tma":
-        map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (columns, 64), columns * 2).encode(at.d)
+        map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (columns, store_rows), columns * 2).encode(at.d)
     else:
         map_d = bytes(128)  # never read
     args: list[Arg] = [
@@ -100,12 +103,15 @@ def launch(
         ("u32", k),
         ("u32", rows),
         ("u32", raster_band(config, m, n, num_sms)),
+        ("u32", int(constant_b and pdl)),
+        ("u32", int(m <= config.block_m * config.cluster_m)),
     ]
+    kernel = get(params.kernel)
     ctas = num_ctas(config, m, n, num_sms)
     launch_shape = LaunchShape(
         grid=(ctas, 1, 1),
         block=config.num_threads,
-        dynamic_shared=KERNEL.shared_bytes(params),
+        dynamic_shared=kernel.shared_bytes(params),
         cluster=(config.cluster_size, 1, 1),
         pdl=pdl,
     )

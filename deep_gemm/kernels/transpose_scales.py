@@ -21,6 +21,7 @@ class TransposeScales(Kernel[GemmConfig]):
 
     name = "transpose_scales"
     archs = (SM90.name,)
+    config_class = GemmConfig
 
     def configs(self, arch: ArchSpec) -> Iterator[GemmConfig]:
         """One: the kernel moves a few kilobytes, and its launch is all that it costs."""

@@ -92,6 +92,10 @@ DG_DEVICE float load_shared(u32 address) {
   return value;
 }
 
+DG_DEVICE void load_shared_pair(u32 address, float& first, float& second) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");
+}
+
 DG_DEVICE u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

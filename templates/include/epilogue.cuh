@@ -67,3 +67,65 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
     }
   }
 }
+
+// The same two ways out for accumulators with weights on their rows and tokens on their columns, transposed as they go.
+// `wanted(chunk)` says which chunks of eight tokens are this warpgroup's to store: kStored of them, one after the other
+// from `first`, in TMA boxes of 64 weights by kBoxChunks chunks.
+template <u32 kTokens, u32 kSlices, u32 kStored, u32 kBoxChunks>
+struct TransposedTmaStore {
+  static constexpr u32 kChunkBytes = 8 * 128;  // eight tokens, 64 weights: one swizzle atom
+  static constexpr u32 kBytes = kSlices * kStored * kChunkBytes;  // one warpgroup's staging area
+  static_assert(kStored % kBoxChunks == 0);
+
+  template <class Wanted>
+  static DG_DEVICE void stage(u32 staging, const float (&sum)[kSlices][kTokens / 2], u32 warp, u32 lane,
+                              const Wanted& wanted) {
+    const u32 token = lane % 8, unit = warp * 2 + lane / 8 % 2;
+    const u32 place = staging + token * 128 + (unit ^ token) * 16;
+#pragma unroll
+    for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
+      if (wanted(chunk)) {
+#pragma unroll
+        for (u32 slice = 0; slice < kSlices; ++slice) {
+          const float* v = &sum[slice][chunk * 4];
+          store_matrix_x2_transposed(place + (slice * kStored + chunk % kStored) * kChunkBytes, pack_bf16(v[0], v[1]),
+                                     pack_bf16(v[2], v[3]));
+        }
+      }
+    }
+  }
+
+  static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 token, u32 weight, u32 tokens, u32 weights) {
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (u32 box = 0; box < kStored; box += kBoxChunks) {
+        if (token + box * 8 < tokens && weight + slice * 64 < weights)
+          tma_store(map, staging + (slice * kStored + box) * kChunkBytes, weight + slice * 64, token + box * 8);
+      }
+    }
+    tma_store_commit();
+  }
+};
+
+template <u32 kTokens, u32 kSlices, class Wanted>
+DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[kSlices][kTokens / 2], u32 token,
+                                       u32 weight, u32 tokens, u32 weights, u32 warp, u32 lane, const Wanted& wanted) {
+#pragma unroll
+  for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
+    if (wanted(chunk)) {
+#pragma unroll
+      for (u32 slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i += 2) {
+          const u32 x = weight + slice * 64 + warp * 16 + lane / 4 + i * 4;
+          const u32 y = token + chunk * 8 + lane % 4 * 2;
+          const u32 packed = pack_bf16(sum[slice][chunk * 4 + i], sum[slice][chunk * 4 + i + 1]);
+          u16* out = d + y * stride + x;
+          if (x < weights && y < tokens) out[0] = static_cast<u16>(packed);
+          if (x < weights && y + 1 < tokens) out[stride] = static_cast<u16>(packed >> 16);
+        }
+      }
+    }
+  }
+}

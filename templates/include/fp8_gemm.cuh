@@ -7,23 +7,13 @@
 #pragma once
 #include "barrier.cuh"
 #include "epilogue.cuh"
+#include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "pipeline.cuh"
 #include "reduction.cuh"
 #include "scheduler.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
-
-struct Fp8GemmArguments {
-  const TensorMap *map_a, *map_b, *map_scale_a, *map_d;
-  const float* scale_b;
-  i64 scale_b_stride_n, scale_b_stride_k;
-  u16* d;
-  i64 d_stride;
-  u32 m, n, k;
-  u32 box_rows;  // rows of A, and of its scales, that are loaded for a tile: fewer than kBlockM when m is small
-  u32 band;      // see TileScheduler
-};
 
 template <class Tile, class Mma>
 struct Fp8Gemm {
@@ -49,7 +39,12 @@ struct Fp8Gemm {
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
   using Reduction = ShareReduction<kBlockN / 2, kShares, kClusterSize>;
   using Cursor = PipelineCursor<kStages>;
-  using Mainloop = Fp8Mainloop<Tile, Mma, Barriers, kSlices, kScaleRows>;
+  struct Shape {
+    static constexpr u32 kStages = Tile::kStages, kStep = kConsumersK, kPartials = Tile::kPartials;
+    static constexpr u32 kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices;
+  };
+  using Scaling = RowTokens<kSlices, kScaleRows, kBlockN, Tile::kScaleGroup, kBlockM * 4>;
+  using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
   static constexpr u32 kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4;
@@ -160,25 +155,24 @@ struct Fp8Gemm {
     const u32 mine = ceil_div(count, kConsumersK), real = (count + kConsumersK - 1 - turn) / kConsumersK;
     float sum[kSlices][kBlockN / 2];
 
-    Mainloop mainloop(
-        barriers,
-        ColumnScales<kScaleRows>(arg.scale_b + (begin + turn) * arg.scale_b_stride_k, arg.scale_b_stride_n,
-                                 arg.scale_b_stride_k * kConsumersK, ceil_div(n(), 128), real, lane),
-        uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
-        shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4, lane);
+    const BlockScales<kScaleRows> weights(arg.scale_b + (begin + turn) * arg.scale_b_stride_k, arg.scale_b_stride_n,
+                                          arg.scale_b_stride_k * kConsumersK, ceil_div(n(), 128), real, lane);
+    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
+                      uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
+                      lane);
     Scheduler tile(m(), n(), arg.band);
     mainloop.at.stage = turn;
-    if (tile.valid()) mainloop.open(tile.column);
+    if (tile.valid()) mainloop.scaling.fetch(tile.column);
     while (tile.valid()) {
 #pragma unroll
       for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
         for (u32 i = 0; i < kBlockN / 2; ++i) sum[slice][i] = 0.0f;
-      mainloop.multiply(sum, mine, 128 - tile.column % 128);
+      mainloop.multiply(sum, mine, tile.column);
 
       const u32 row = tile.row + first_row, column = tile.column;
       tile.advance();
-      if (tile.valid()) mainloop.open(tile.column);
+      if (tile.valid()) mainloop.scaling.fetch(tile.column);
       if constexpr (kShares > 1) {
         const u32 own_row = row + warp * 16 + lane / 4;
         const bool wanted[2] = {own_row < m(), own_row + 8 < m()};

@@ -7,38 +7,36 @@
 // The tensor cores must not wait for promotion. Two schedules, by how many sets of partial sums fit in registers:
 //   1: one block after the other; the other consumers' products hide this one's promotion.
 //   2: the next products are always issued before the last ones are promoted.
-template <class Tile, class Mma, class Barriers, u32 kSlices, u32 kScaleRows>
+// Shape gives kStages, kStep, kBlockM and kBlockN (rows of the left and of the right operand's tile), kSlices,
+// kPartials; Scaling (see promotion.cuh) what promotion multiplies by.
+template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
   // Consumers that share a tile's K take its blocks in turn; each walks every kStep-th stage.
-  static constexpr u32 kStep = Tile::kConsumersK;
-  static constexpr u32 kBlockN = Tile::kBlockN, kBlockK = 128;
-  static constexpr u32 kBytesA = Tile::kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = Tile::kBlockM * 4;
-  static constexpr u32 kPartials = Tile::kPartials;
+  static constexpr u32 kStep = Shape::kStep;
+  static constexpr u32 kSlices = Shape::kSlices, kColumns = Shape::kColumns, kBlockK = 128;
+  static constexpr u32 kBytesLeft = Shape::kRows * kBlockK, kBytesRight = kColumns * kBlockK;
+  static constexpr u32 kPartials = Shape::kPartials;
   // A block's products come in units of one m64 slice by Mma::kN columns.
-  static constexpr u32 kParts = kBlockN / Mma::kN, kUnits = kSlices * kParts;
-  static_assert(kParts * Mma::kN == kBlockN);
+  static constexpr u32 kParts = kColumns / Mma::kN, kUnits = kSlices * kParts;
+  static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2));
 
-  // What one block of K needs besides its operands, read before its products start.
   struct Block {
     u32 stage;
-    float scale_a[kSlices][2], scale_b[kScaleRows];
+    typename Scaling::Factors factors;
   };
-  using Sums = float[kSlices][kBlockN / 2];
+  using Sums = float[kSlices][kColumns / 2];
 
   const Barriers barriers;
-  ColumnScales<kScaleRows> scales;
-  const u32 tile_a, tile_b;  // low descriptor words of this consumer's rows of A, and of B, in stage 0
-  const u32 scale_row;       // address of this thread's first scale of A in stage 0
+  Scaling scaling;
+  const u32 left, right;  // low descriptor words of this consumer's rows, and of all columns, in stage 0
   const u32 lane;
-  PipelineCursor<Tile::kStages> at;
+  PipelineCursor<Shape::kStages> at;
   u32 opaque_zero;  // zero, but not to the compiler
-  u32 next_block, first_columns;
   float partial[kPartials][Mma::kN / 2];
 
-  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const ColumnScales<kScaleRows>& scales, u32 tile_a, u32 tile_b,
-                        u32 scale_row, u32 lane)
-      : barriers(barriers), scales(scales), tile_a(tile_a), tile_b(tile_b), scale_row(scale_row), lane(lane) {
+  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 lane)
+      : barriers(barriers), scaling(scaling), left(left), right(right), lane(lane) {
     asm volatile("mov.u32 %0, 0;" : "=r"(opaque_zero));
 #pragma unroll
     for (u32 set = 0; set < kPartials; ++set)
@@ -46,13 +44,9 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < Mma::kN / 2; ++i) partial[set][i] = 0.0f;
   }
 
-  // Starts fetching B's scales for the tile at `column`, well before multiply() needs them.
-  DG_DEVICE void open(u32 column) { scales.open(column / 128); }
-
-  // Adds `blocks` blocks of K of the opened tile to `sum`. Its first `first_columns` columns lie in one row of B's scales.
-  DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 first_columns) {
-    this->first_columns = kBlockN % 128 == 0 ? 128 : first_columns;
-    next_block = 0;
+  // Adds `blocks` blocks of K of the tile whose scales were fetched last to `sum`; B's rows begin at `weight`.
+  DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 weight) {
+    scaling.begin(weight);
     if (blocks == 0) return;  // more shares of K than blocks
     if constexpr (kPartials == 1) {
       one_by_one(sum, blocks);
@@ -79,8 +73,9 @@ struct Fp8Mainloop {
     issue<kUnit>(partial[0], block);
     if (kLast && next != nullptr) open(*next);
     finish<0>(partial[0]);
-    if constexpr (kLast) release(block);
+    if constexpr (kLast && !Scaling::kReadsLate) release(block);
     promote_unit<kUnit>(sum, partial[0], block);
+    if constexpr (kLast && Scaling::kReadsLate) release(block);
     if constexpr (!kLast) each_unit<kUnit + 1>(sum, block, next);
   }
 
@@ -124,29 +119,26 @@ struct Fp8Mainloop {
     open(next);
     issue<0>(partial[1 - kLast], next);
     finish<1>(partial[kLast]);
-    release(previous);
+    if constexpr (!Scaling::kReadsLate) release(previous);
     promote_unit<kUnits - 1>(sum, partial[kLast], previous);
+    if constexpr (Scaling::kReadsLate) release(previous);
   }
 
   template <u32 kOdd>
   DG_DEVICE void last(Sums& sum, const Block& block) {
     constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
     finish<0>(partial[kLast]);
-    release(block);
+    if constexpr (!Scaling::kReadsLate) release(block);
     promote_unit<kUnits - 1>(sum, partial[kLast], block);
+    if constexpr (Scaling::kReadsLate) release(block);
   }
 
-  // Waits for the next block's bytes and takes its scales: for this thread's two rows in each slice, and the tile's.
+  // Waits for the next block's bytes and takes its scales.
   DG_DEVICE void open(Block& block) {
     block.stage = at.stage;
-    scales.get(next_block++, block.scale_b);
+    scaling.before_arrival(block.factors);
     barrier_wait(barriers.full(at.stage), at.parity);
-    const u32 address = scale_row + at.stage * kBytesScale;
-#pragma unroll
-    for (u32 slice = 0; slice < kSlices; ++slice) {
-      block.scale_a[slice][0] = load_shared(address + slice * 256);
-      block.scale_a[slice][1] = load_shared(address + slice * 256 + 32);
-    }
+    scaling.after_arrival(block.factors, at.stage);
     at.template advance<kStep>();
   }
 
@@ -155,8 +147,8 @@ struct Fp8Mainloop {
   // Starts a unit's product: four instructions of k32 in one group.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
-    const u32 a = tile_a + (block.stage * kBytesA + kUnit / kParts * 64 * kBlockK) / 16;
-    const u32 b = tile_b + (block.stage * kBytesB + kUnit % kParts * Mma::kN * kBlockK) / 16;
+    const u32 a = left + (block.stage * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
+    const u32 b = right + (block.stage * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
     wgmma_fence();
     Mma::start(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
 #pragma unroll
@@ -175,7 +167,6 @@ struct Fp8Mainloop {
   template <u32 kUnit>
   DG_DEVICE void promote_unit(Sums& sum, const float (&set)[Mma::kN / 2], const Block& block) {
     constexpr u32 kSlice = kUnit / kParts, kColumn = kUnit % kParts * Mma::kN;
-    promote<Mma::kN, kColumn, Tile::kScaleGroup>(&sum[kSlice][kColumn / 2], set, block.scale_a[kSlice], block.scale_b,
-                                                 first_columns);
+    scaling.template promote<kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors, block.stage);
   }
 };

@@ -1,19 +1,19 @@
 // FP8 promotion: the tensor core's sum over one block of K, scaled and added to float32.
 #pragma once
-#include "types.cuh"
+#include "barrier.cuh"
 
 // Scale factors of B for the columns of one tile, 1 x 128 blocks of K at a time in registers: lane l of each warp holds
 // the factors of K block (32 * chunk + l), one coalesced load serves 32 blocks, and the next chunk is fetched while
 // this one is used. Any strides, so no layout of B's scales ever needs a copy.
 template <u32 kRows>
-struct ColumnScales {
+struct BlockScales {
   const float* base;
   i64 stride_n, stride_k;
   u32 rows, blocks, lane;
   u32 first_row;
   float now[kRows], next[kRows];
 
-  DG_DEVICE ColumnScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 blocks, u32 lane)
+  DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 blocks, u32 lane)
       : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), blocks(blocks), lane(lane) {}
 
   // Starts fetching the first chunk of a tile whose first column lies in scale row `row`.
@@ -68,3 +68,96 @@ DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[
     }
   }
 }
+
+// Tokens on the rows of accumulators: a thread has two of them in each m64 slice, and all columns of the tile.
+template <u32 kSlices, u32 kScaleRows, u32 kBlockN, u32 kGroup, u32 kStageBytes>
+struct RowTokens {
+  // What one block of K needs besides its operands, read before its products start.
+  struct Factors {
+    float token[kSlices][2], weight[kScaleRows];
+  };
+  static constexpr bool kReadsLate = false;
+
+  BlockScales<kScaleRows> weights;
+  const u32 tokens;  // address of this thread's first scale of A in stage 0
+  u32 block = 0, first_columns = 0;
+
+  DG_DEVICE RowTokens(const BlockScales<kScaleRows>& weights, u32 tokens) : weights(weights), tokens(tokens) {}
+
+  // Starts fetching B's scales for the tile at `column`, well before its first block is multiplied.
+  DG_DEVICE void fetch(u32 column) { weights.open(column / 128); }
+
+  DG_DEVICE void begin(u32 column) {
+    block = 0;
+    first_columns = kBlockN % 128 == 0 ? 128 : 128 - column % 128;
+  }
+
+  DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
+
+  DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
+    const u32 address = tokens + stage * kStageBytes;
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice) {
+      factors.token[slice][0] = load_shared(address + slice * 256);
+      factors.token[slice][1] = load_shared(address + slice * 256 + 32);
+    }
+  }
+
+  template <u32 kSlice, u32 kColumn, u32 kColumns>
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, u32) const {
+    ::promote<kColumns, kColumn, kGroup>(sum, partial, factors.token[kSlice], factors.weight, first_columns);
+  }
+};
+
+// Tokens on the columns of accumulators, weights on the rows: all rows of a consumer lie in one block of B's scales, and
+// a thread has two of every eight tokens. Their scales are read once a block of K where registers allow it, else
+// just before they are used; then the stage is let go only after promotion.
+template <u32 kTokens, bool kHeld, u32 kStageBytes>
+struct ColumnTokens {
+  struct Factors {
+    float weight[1];
+    float token[kHeld ? kTokens / 4 : 1];
+  };
+  static constexpr bool kReadsLate = !kHeld;
+
+  BlockScales<1> weights;
+  const u32 tokens;  // address of this thread's first scale of A in stage 0
+  u32 block = 0;
+
+  DG_DEVICE ColumnTokens(const BlockScales<1>& weights, u32 tokens) : weights(weights), tokens(tokens) {}
+
+  DG_DEVICE void fetch(u32 row) { weights.open(row / 128); }
+  DG_DEVICE void begin(u32) { block = 0; }
+  DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
+
+  DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (u32 i = 0; i < kTokens / 4; i += 2) {
+        load_shared_pair(tokens + stage * kStageBytes + i * 16, factors.token[i], factors.token[i + 1]);
+        factors.token[i] *= factors.weight[0];
+        factors.token[i + 1] *= factors.weight[0];
+      }
+    }
+  }
+
+  template <u32 kSlice, u32 kColumn, u32 kColumns>
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, u32 stage) const {
+#pragma unroll
+    for (u32 i = 0; i < kColumns / 2; i += 4) {  // eight tokens, two of them here, in two rows
+      float even, odd;
+      if constexpr (kHeld) {
+        even = factors.token[(kColumn + 2 * i) / 4];
+        odd = factors.token[(kColumn + 2 * i) / 4 + 1];
+      } else {
+        load_shared_pair(tokens + stage * kStageBytes + (kColumn + 2 * i) * 4, even, odd);
+        even *= factors.weight[0];
+        odd *= factors.weight[0];
+      }
+      sum[i] += even * partial[i];
+      sum[i + 1] += odd * partial[i + 1];
+      sum[i + 2] += even * partial[i + 2];
+      sum[i + 3] += odd * partial[i + 3];
+    }
+  }
+};

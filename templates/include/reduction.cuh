@@ -49,3 +49,115 @@ struct ShareReduction {
     for (u32 rank = 0; rank < kClusterSize; ++rank) barrier_arrive_release(remote_address(empty(), rank));
   }
 };
+
+// The same for accumulators with tokens on their columns, shared out: each share owns some chunks of eight tokens, and
+// gets the other shares' sums of those. A consumer that owns any has a slot of shared memory for each other share, which
+// those write before they arrive at its full barrier.
+template <u32 kTokens, u32 kSlices, u32 kClusterK, u32 kConsumersK, u32 kConsumers>
+struct ShareExchange {
+  static constexpr u32 kShares = kClusterK * kConsumersK, kChunks = kTokens / 8;
+  static constexpr u32 kOwned = ceil_div(kChunks, kShares), kOwners = ceil_div(kChunks, kOwned);
+  // Within one CTA ordinary stores do, announced by an arrival of each warp. Between CTAs asynchronous ones complete on
+  // the barrier by themselves; outside of a cluster launch those are an illegal instruction.
+  static constexpr bool kLocal = kClusterK == 1;
+  static constexpr u32 kPieceBytes = 128 * 16;  // a chunk of one slice: four elements a thread
+  static constexpr u32 kSlotBytes = kOwned * kSlices * kPieceBytes;
+  static constexpr u32 kConsumerBytes = (kShares - 1) * kSlotBytes;
+  static constexpr u32 kBytes = kConsumers * kConsumerBytes;
+  static constexpr u32 kBarrierBytes = kConsumers * 2 * 8;
+
+  u32 slots, barriers;  // at the same addresses in every CTA of the cluster
+  u32 parity = 0;
+
+  DG_DEVICE u32 full(u32 consumer) const { return barriers + consumer * 16; }
+  DG_DEVICE u32 empty(u32 consumer) const { return barriers + consumer * 16 + 8; }
+
+  // The owners other than share `share`: those that it sends to.
+  static DG_DEVICE u32 receivers(u32 share) { return kOwners - (share < kOwners ? 1 : 0); }
+
+  DG_DEVICE void init(u32 rank) const {
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer) {
+      const u32 to = receivers(rank * kConsumersK + consumer % kConsumersK);
+      barrier_init(full(consumer), kLocal ? (kShares - 1) * 4 : 1);
+      barrier_init(empty(consumer), to > 0 ? to : 1);
+    }
+  }
+
+  // Sends what other shares own, and adds what they have of this one's chunks, in their order. `group` is the consumer
+  // group that multiplies the same rows, `consumer` this one's place in its CTA. Whole tiles are exchanged, past the
+  // last token too: an owner lets go of a sender's slot only after it was filled, so that no arrival is a round early.
+  DG_DEVICE void exchange(float (&sum)[kSlices][kTokens / 2], u32 group, u32 consumer, u32 share, u32 thread) {
+    const u32 first = share * kOwned, owned = share < kOwners ? min_of(kOwned, kChunks - first) : 0;
+    if (!kLocal && thread == 0 && owned > 0)
+      barrier_arrive_expect(full(consumer), (kShares - 1) * owned * kSlices * kPieceBytes);
+    // The slots that this share's sums of the tile before went to.
+    if (receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);
+#pragma unroll
+    for (u32 to = 0; to < kOwners; ++to) {
+      if (to != share) {
+        const u32 receiver = group * kConsumersK + to % kConsumersK;
+        const u32 slot = slots + receiver * kConsumerBytes + (share < to ? share : share - 1) * kSlotBytes + thread * 16;
+        const u32 there = kLocal ? slot : remote_address(slot, to / kConsumersK);
+        const u32 barrier = kLocal ? full(receiver) : remote_address(full(receiver), to / kConsumersK);
+#pragma unroll
+        for (u32 chunk = to * kOwned; chunk < min_of((to + 1) * kOwned, kChunks); ++chunk) {
+#pragma unroll
+          for (u32 slice = 0; slice < kSlices; ++slice)
+            store(there + (chunk % kOwned * kSlices + slice) * kPieceBytes, &sum[slice][chunk * 4], barrier);
+        }
+        if constexpr (kLocal) {
+          __syncwarp();
+          if (thread % 32 == 0) barrier_arrive(barrier);
+        }
+      }
+    }
+    if (owned > 0) {
+      barrier_wait<true>(full(consumer), parity);
+      const u32 mine = slots + consumer * kConsumerBytes + thread * 16;
+#pragma unroll
+      for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+        if (chunk / kOwned == share) {
+#pragma unroll
+          for (u32 slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+            for (u32 other = 0; other < kShares - 1; ++other)
+              add_shared(mine + other * kSlotBytes + (chunk % kOwned * kSlices + slice) * kPieceBytes,
+                         &sum[slice][chunk * 4]);
+          }
+        }
+      }
+      named_barrier_sync(1 + consumer, 128);
+      if (thread < kShares && thread != share) {
+        const u32 sender = empty(group * kConsumersK + thread % kConsumersK);
+        if constexpr (kLocal) {
+          barrier_arrive(sender);
+        } else {
+          barrier_arrive_release(remote_address(sender, thread / kConsumersK));
+        }
+      }
+    }
+    parity ^= 1;
+  }
+
+ private:
+  static DG_DEVICE void store(u32 address, const float* v, u32 barrier) {
+    if constexpr (kLocal) {
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                   ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+    } else {
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+          ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
+    }
+  }
+
+  static DG_DEVICE void add_shared(u32 address, float* v) {
+    float a, b, c, d;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(address) : "memory");
+    v[0] += a;
+    v[1] += b;
+    v[2] += c;
+    v[3] += d;
+  }
+};

@@ -57,3 +57,10 @@ DG_DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+
+// Two 8x8 matrices of 16-bit elements, transposed on the way: the row whose address lane i < 16 gives is filled from the
+// accumulators' column i % 8 of matrix i / 8.
+DG_DEVICE void store_matrix_x2_transposed(u32 address, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(address), "r"(a), "r"(b) : "memory");
+}

@@ -1,0 +1,239 @@
+"""Dense FP8 GEMM for Hopper with operands swapped: weights on the tensor cores' rows, tokens on their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ..arch import SM90, ArchSpec
+from ..params import KernelParams, SwappedConfig, align, ceil_div
+from .base import Kernel
+
+MAX_STAGES = 24
+
+_TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+"""Tile sizes along M. Any multiple of 8 would do: these waste little and keep kernels few."""
+
+_ROWS = ((64, 1), (128, 2), (256, 2))
+"""Rows of B in a tile, with the consumer groups that share them."""
+
+_CONSUMERS_K = (1, 2, 4)
+_CLUSTERS_K = (1, 2, 4, 8)
+
+_OTHER_REGISTERS = 30
+"""What the main loop needs besides accumulators and scales; from ptxas: a config that leaves less would spill."""
+
+
+class Sm90Fp8Swapped(Kernel[SwappedConfig]):
+    """See ``templates/include/fp8_swapped.cuh`` for the algorithm."""
+
+    name = "sm90_fp8_swapped"
+    archs = (SM90.name,)
+    config_class = SwappedConfig
+    mma_instruction = "QGMMA"
+
+    def configs(self, arch: ArchSpec) -> Iterator[SwappedConfig]:
+        """Tiles of 8 to 256 tokens by 64 to 256 weights, K in up to 16 shares, one or two CTAs on an SM."""
+        for block_n, groups in _ROWS:
+            for block_m in _TOKENS:
+                for consumers_k in _CONSUMERS_K:
+                    for cluster_k in _CLUSTERS_K:
+                        for ctas_per_sm in (1, 2):
+                            config = SwappedConfig(
+                                block_m=block_m,
+                                block_n=block_n,
+                                block_k=128,
+                                num_stages=0,
+                                num_consumers=groups * consumers_k,
+                                cluster_k=cluster_k,
+                                ctas_per_sm=ctas_per_sm,
+                                consumers_k=consumers_k,
+                            )
+                            config = self._deepest(_with_partials(config), arch)
+                            if self.illegal(config, arch) is None:
+                                yield config
+
+    def _deepest(self, config: SwappedConfig, arch: ArchSpec) -> SwappedConfig:
+        budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
+        rest = staging_bytes(config) + exchange_bytes(config)
+        stages = max(0, min(MAX_STAGES, (budget - rest) // (stage_bytes(config) + BARRIER_BYTES)))
+        return replace(config, num_stages=stages // config.consumers_k * config.consumers_k)
+
+    def illegal(self, config: SwappedConfig, arch: ArchSpec) -> str | None:
+        """Why ``config`` cannot run on ``arch``, or None."""
+        c = config
+        if (c.scale_n, c.scale_k, c.block_k) != (128, 128, 128):
+            return f"block_k, scale_n and scale_k must be 128, not {c.block_k}, {c.scale_n} and {c.scale_k}"
+        if (c.block_n, c.num_consumers) not in ((n, groups * c.consumers_k) for n, groups in _ROWS):
+            return f"block_n {c.block_n} with {c.num_consumers} consumer warpgroups is not one of {_ROWS}"
+        if c.num_consumers > 4:
+            return f"{c.num_consumers} consumer warpgroups leave too few registers a thread"
+        if c.block_m % 8 or not 8 <= c.block_m <= 256:
+            return f"block_m must be a multiple of 8 from 8 to 256, not {c.block_m}"
+        if c.cluster_m * c.cluster_n > 1 or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
+            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers is not foreseen"
+        if c.k_shares > 8:
+            return f"{c.k_shares} shares of K are more than 8"
+        if c.num_partials not in (1, 2) or (c.num_partials == 2 and c.slices * c.block_m // mma_n(c) > 2):
+            return f"there is no schedule for {c.num_partials} sets of partial sums"
+        if not _fits(c, scales_held(c)):
+            return f"{_accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
+        if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
+            return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
+        shared = config_shared_bytes(c, tma_store=True)
+        if not arch.ctas_fit(shared, c.ctas_per_sm):
+            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
+        return None
+
+    def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
+        """Constants of ``sm90_fp8_swapped.cu.jinja``."""
+        c = _config(params)
+        n = mma_n(c)
+        producer_registers, consumer_registers = register_split(c)
+        return {
+            "name": self.entry(params),
+            "block_m": c.block_m,
+            "block_n": c.block_n,
+            "num_stages": c.num_stages,
+            "num_consumers": c.num_consumers,
+            "num_threads": c.num_threads,
+            "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm,
+            "cluster_k": c.cluster_k,
+            "consumers_k": c.consumers_k,
+            "num_partials": c.num_partials,
+            "scales_held": scales_held(c),
+            "box_chunks": box_chunks(c),
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+            "shape_m": params.shape[0],
+            "shape_n": params.shape[1],
+            "shape_k": params.shape[2],
+            "tma_store": params.store == "tma",
+            "shared_bytes": self.shared_bytes(params),
+            "mma_n": n,
+            "mma_registers": n // 2,
+            "mma_operand_a": n // 2,
+            "mma_operand_b": n // 2 + 1,
+            "mma_operand_keep": n // 2 + 2,
+        }
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """Stages, staging area, slots and barriers, as ``Fp8Swapped`` lays them out (it asserts the same number)."""
+        return config_shared_bytes(_config(params), params.store == "tma")
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``fp8_swapped_16x64_s12_p2_k4x2_tma``."""
+        c = _config(params)
+        parts = [f"fp8_swapped_{c.block_m}x{c.block_n}", f"s{c.num_stages}", f"p{c.num_partials}"]
+        if c.k_shares > 1:
+            parts.append(f"k{c.cluster_k}x{c.consumers_k}")
+        if c.ctas_per_sm > 1:
+            parts.append(f"r{c.ctas_per_sm}")
+        parts.append(params.store)
+        parts += [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
+        return "_".join(parts)
+
+    def cases(self) -> list[KernelParams]:
+        """Every tile alone, and every split of K for one of them."""
+        every = list(self.configs(SM90))
+        plain = [c for c in every if c.k_shares == c.ctas_per_sm == 1]
+        split = [c for c in every if c.k_shares > 1 and c.block_m in (16, 64) and c.ctas_per_sm == 1]
+        return [make_params(c) for c in plain + split] + [make_params(c, store="direct") for c in (plain[0], split[-1])]
+
+
+BARRIER_BYTES = 16
+"""A full and an empty mbarrier."""
+
+
+def make_params(config: SwappedConfig, store: str = "tma", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:
+    """The identity of this kernel with ``config``."""
+    return KernelParams(kernel=KERNEL.name, arch=SM90.name, config=config, store=store, shape=shape)
+
+
+def _with_partials(config: SwappedConfig) -> SwappedConfig:
+    """``config`` with two sets of partial sums where registers allow it, else one."""
+    ahead = replace(config, num_partials=2)
+    fits = mma_n(ahead) == config.block_m and config.slices == 1 and _fits(ahead, scales_held(ahead))
+    return ahead if fits else config
+
+
+def mma_n(config: SwappedConfig) -> int:
+    """Columns of one wgmma: all tokens of the tile, or half of them where their partial sums would not fit."""
+    whole = config.block_m
+    return whole if _fits_width(config, whole, False) or whole % 16 else whole // 2
+
+
+def scales_held(config: SwappedConfig) -> bool:
+    """Whether consumers keep a block's token scales in registers; else they read them as they promote."""
+    return _fits(config, True)
+
+
+def _fits(config: SwappedConfig, held: bool) -> bool:
+    return _fits_width(config, mma_n(config), held)
+
+
+def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
+    accumulators = config.slices * config.block_m // 2 + config.num_partials * width // 2
+    scales = 2 * config.block_m // 4 if held else 8  # of the block at hand and the next
+    parts = 20 if width < config.block_m else 0
+    if config.slices > 1 and config.k_shares > 1:
+        parts += 8  # addresses of slots
+    return accumulators + scales + parts + _OTHER_REGISTERS <= register_split(config)[1]
+
+
+def _accumulators(config: SwappedConfig) -> int:
+    return config.slices * config.block_m // 2 + config.num_partials * mma_n(config) // 2
+
+
+def register_split(config: SwappedConfig) -> tuple[int, int]:
+    """(producer, consumer) registers a thread, for setmaxnreg."""
+    if config.num_consumers == 1:
+        return 40, 216
+    if config.ctas_per_sm == 1:
+        return {2: (40, 232), 4: (32, 112)}.get(config.num_consumers, (24, 48))
+    return {2: (32, 104), 4: (40, 48)}.get(config.num_consumers, (24, 48))
+
+
+def owned_chunks(config: SwappedConfig) -> int:
+    """Chunks of eight tokens that one share of K finishes."""
+    return ceil_div(config.block_m // 8, config.k_shares)
+
+
+def box_chunks(config: SwappedConfig) -> int:
+    """Chunks in one TMA store: what a share owns, where no share's part is cut short by the tile's end. A box has at
+    most 256 rows."""
+    chunks, owned = config.block_m // 8, owned_chunks(config)
+    return owned if chunks % owned == 0 else 1
+
+
+def stage_bytes(config: SwappedConfig) -> int:
+    """One stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
+    return (config.block_m + config.block_n) * config.block_k + align(config.block_m * 4, 128)
+
+
+def staging_bytes(config: SwappedConfig) -> int:
+    """The bf16 tile on its way out: what each consumer finishes of it."""
+    return config.num_consumers * config.slices * owned_chunks(config) * 1024
+
+
+def exchange_bytes(config: SwappedConfig) -> int:
+    """Slots for the other shares of what each consumer finishes, and two barriers for each."""
+    if config.k_shares == 1:
+        return 0
+    slot = owned_chunks(config) * config.slices * 2048
+    return config.num_consumers * ((config.k_shares - 1) * slot + BARRIER_BYTES)
+
+
+def config_shared_bytes(config: SwappedConfig, tma_store: bool) -> int:
+    """Dynamic shared memory of one CTA; without a TMA store there is no staging area."""
+    stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
+    return stages + exchange_bytes(config) + (staging_bytes(config) if tma_store else 0)
+
+
+def _config(params: KernelParams) -> SwappedConfig:
+    if not isinstance(params.config, SwappedConfig):
+        raise TypeError(f"{params.kernel} takes a SwappedConfig, not {type(params.config).__name__}")
+    return params.config
+
+
+KERNEL = Sm90Fp8Swapped()

@@ -1,0 +1,16 @@
+// What every FP8 GEMM kernel is given.
+#pragma once
+#include "types.cuh"
+
+struct Fp8GemmArguments {
+  const TensorMap *map_a, *map_b, *map_scale_a, *map_d;
+  const float* scale_b;
+  i64 scale_b_stride_n, scale_b_stride_k;
+  u16* d;
+  i64 d_stride;
+  u32 m, n, k;
+  u32 box_rows;      // rows of A, and of its scales, that are loaded for a tile: fewer than kBlockM when m is small
+  u32 band;          // see TileScheduler
+  u32 constant_b;    // no kernel that may still run writes B or its scales: they may be read before those end
+  u32 b_read_once;   // every tile of B is loaded by one CTA only
+};
