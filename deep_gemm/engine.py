@@ -79,7 +79,7 @@ def kernel_params(problem: GemmProblem, config: GemmConfig, arch: archs.ArchSpec
         arch=arch.name,
         config=config,
         d_dtype=problem.d_dtype,
-        store="tma" if problem.d_tma else "direct",
+        store=kernel_of(config).store(config, problem.d_tma),
         shape=tuple(size if name in problem.compiled_dims else 0 for name, size in sizes.items()),  # type: ignore[arg-type]
     )
 

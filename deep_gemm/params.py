@@ -105,12 +105,14 @@ class FP8Config(GemmConfig):
 @dataclass(frozen=True)
 class SwappedConfig(FP8Config):
     """An FP8 config whose kernel multiplies weights by tokens: ``block_n`` rows of B are the tensor cores' M, ``block_m``
-    rows of A their N."""
+    rows of A their N. ``stage_blocks`` blocks of K make a stage."""
+
+    stage_blocks: int = 1
 
     @property
     def slices(self) -> int:
         """m64 slices of B's rows that one consumer multiplies."""
-        return self.block_n * self.consumers_k // (64 * self.num_consumers)
+        return max(1, self.block_n * self.consumers_k // (64 * self.num_consumers))
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class Kernel(ABC, Generic[ConfigT]):
     def illegal(self, config: ConfigT, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
 
+    def store(self, config: ConfigT, d_tma: bool) -> str:
+        """How ``config`` stores its output: "tma" where D's rows allow that, else "direct"."""
+        return "tma" if d_tma else "direct"
+
     @abstractmethod
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """The template's variables, all of them and no others."""

@@ -235,6 +235,8 @@ def register_split(config: FP8Config) -> tuple[int, int]:
     """(producer, consumer) registers a thread, for setmaxnreg. CTAs with one consumer get half of an SM's registers
     even where they live there alone: that is enough, and without setmaxnreg ptxas does not see that a warp's threads
     stay together: its code had divergence checks and computed addresses again in every block of K."""
+    if config.num_consumers == 2 and config.k_shares > 1:
+        return 40, 232
     return {1: (40, 216), 2: (24, 240), 3: (24, 160)}.get(config.num_consumers, (24, 112))
 
 

@@ -56,9 +56,10 @@ def num_ctas(config: FP8Config, m: int, n: int, num_sms: int) -> int:
 
 
 def box_rows(config: FP8Config, m: int) -> int:
-    """Rows of A that are loaded for a tile: no more than there are, in whole swizzle atoms, since a box that hangs far
-    over the edge slows loads; a full tile where a cluster shares it."""
-    return config.block_m if config.cluster_n > 1 else min(config.block_m, align(max(m, 1), 8))
+    """Rows of A that are loaded for a tile: no more than there are, since a box that hangs over the edge slows loads,
+    but 16 bytes of scales at least; a full tile where a cluster shares it, or where another block of K follows."""
+    whole = config.cluster_n > 1 or (isinstance(config, SwappedConfig) and config.stage_blocks > 1)
+    return config.block_m if whole else min(config.block_m, align(max(m, 1), 4))
 
 
 def store_box(config: FP8Config) -> tuple[int, int]:
@@ -67,6 +68,15 @@ def store_box(config: FP8Config) -> tuple[int, int]:
     if isinstance(config, SwappedConfig):
         return 64, sm90_fp8_swapped.box_chunks(config) * 8
     return next(columns for columns in (64, 32, 16) if config.block_n % columns == 0), 64
+
+
+def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int) -> TensorMapSpec:
+    """The map of K-major rows, ``box`` of which are loaded at a time, for ``stage_blocks`` blocks of K one after the
+    other: the blocks are then a dimension of their own, and K must be whole blocks."""
+    if stage_blocks == 1:
+        return TensorMapSpec("u8", (k, rows), (stride,), (SCALE_BLOCK, box), 128, 256)
+    dims = (SCALE_BLOCK, rows, k // SCALE_BLOCK)
+    return TensorMapSpec("u8", dims, (stride, SCALE_BLOCK), (SCALE_BLOCK, box, stage_blocks), 128, 256)
 
 
 def launch(
@@ -79,11 +89,10 @@ def launch(
     m, n, k = shape.m, shape.n, shape.k
     rows, (columns, store_rows) = box_rows(config, m), store_box(config)
     blocks = ceil_div(k, SCALE_BLOCK)
-    map_a = TensorMapSpec("u8", (k, m), (shape.stride_a,), (config.block_k, rows // config.cluster_n), 128, 256)
-    map_b = TensorMapSpec(
-        "u8", (k, n), (shape.stride_b,), (config.block_k, config.block_n // config.cluster_m), 128, 256
-    )
-    map_scale_a = TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (rows, 1))
+    stage_blocks = config.stage_blocks if isinstance(config, SwappedConfig) else 1
+    map_a = _operand_map(k, m, shape.stride_a, rows // config.cluster_n, stage_blocks)
+    map_b = _operand_map(k, n, shape.stride_b, config.block_n // config.cluster_m, stage_blocks)
+    map_scale_a = TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (rows, stage_blocks))
     if params.store == "tma":
         map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (columns, store_rows), columns * 2).encode(at.d)
     else:

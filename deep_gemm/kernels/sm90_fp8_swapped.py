@@ -14,13 +14,14 @@ MAX_STAGES = 24
 _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 """Tile sizes along M. Any multiple of 8 would do: these waste little and keep kernels few."""
 
-_ROWS = ((64, 1), (128, 2), (256, 2))
-"""Rows of B in a tile, with the consumer groups that share them."""
+_ROWS = ((8, 1, 8), (16, 1, 4), (32, 1, 2), (64, 1, 1), (128, 2, 1), (256, 2, 1))
+"""Rows of B in a tile, the consumer groups that share them, and blocks of K in a stage: narrow tiles have stages as
+large as others, so that as few loads keep as many bytes on their way."""
 
 _CONSUMERS_K = (1, 2, 4)
 _CLUSTERS_K = (1, 2, 4, 8)
 
-_OTHER_REGISTERS = 30
+_OTHER_REGISTERS = 32
 """What the main loop needs besides accumulators and scales; from ptxas: a config that leaves less would spill."""
 
 
@@ -34,7 +35,7 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
 
     def configs(self, arch: ArchSpec) -> Iterator[SwappedConfig]:
         """Tiles of 8 to 256 tokens by 64 to 256 weights, K in up to 16 shares, one or two CTAs on an SM."""
-        for block_n, groups in _ROWS:
+        for block_n, groups, stage_blocks in _ROWS:
             for block_m in _TOKENS:
                 for consumers_k in _CONSUMERS_K:
                     for cluster_k in _CLUSTERS_K:
@@ -48,6 +49,7 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
                                 cluster_k=cluster_k,
                                 ctas_per_sm=ctas_per_sm,
                                 consumers_k=consumers_k,
+                                stage_blocks=stage_blocks,
                             )
                             config = self._deepest(_with_partials(config), arch)
                             if self.illegal(config, arch) is None:
@@ -64,14 +66,16 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         c = config
         if (c.scale_n, c.scale_k, c.block_k) != (128, 128, 128):
             return f"block_k, scale_n and scale_k must be 128, not {c.block_k}, {c.scale_n} and {c.scale_k}"
-        if (c.block_n, c.num_consumers) not in ((n, groups * c.consumers_k) for n, groups in _ROWS):
-            return f"block_n {c.block_n} with {c.num_consumers} consumer warpgroups is not one of {_ROWS}"
+        if (c.block_n, c.num_consumers, c.stage_blocks) not in ((n, groups * c.consumers_k, s) for n, groups, s in _ROWS):
+            return f"block_n {c.block_n} with {c.num_consumers} consumer warpgroups and {c.stage_blocks} blocks a stage is not one of {_ROWS}"
         if c.num_consumers > 4:
             return f"{c.num_consumers} consumer warpgroups leave too few registers a thread"
         if c.block_m % 8 or not 8 <= c.block_m <= 256:
             return f"block_m must be a multiple of 8 from 8 to 256, not {c.block_m}"
         if c.cluster_m * c.cluster_n > 1 or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
             return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers is not foreseen"
+        if c.block_n < 64 and (c.block_m > 64 or c.cluster_k > 2):
+            return "tiles of few weights read tokens too often"
         if c.k_shares > 8:
             return f"{c.k_shares} shares of K are more than 8"
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and c.slices * c.block_m // mma_n(c) > 2):
@@ -80,10 +84,14 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
             return f"{_accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
             return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
-        shared = config_shared_bytes(c, tma_store=True)
+        shared = config_shared_bytes(c, tma_store=c.block_n >= 64)
         if not arch.ctas_fit(shared, c.ctas_per_sm):
             return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
         return None
+
+    def store(self, config: SwappedConfig, d_tma: bool) -> str:
+        """"tma" or "direct": narrow tiles store element by element, a swizzled row of 64 being more than they have."""
+        return "tma" if d_tma and config.block_n >= 64 else "direct"
 
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``sm90_fp8_swapped.cu.jinja``."""
@@ -100,6 +108,7 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
             "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm,
             "cluster_k": c.cluster_k,
             "consumers_k": c.consumers_k,
+            "stage_blocks": c.stage_blocks,
             "num_partials": c.num_partials,
             "scales_held": scales_held(c),
             "box_chunks": box_chunks(c),
@@ -145,8 +154,9 @@ BARRIER_BYTES = 16
 """A full and an empty mbarrier."""
 
 
-def make_params(config: SwappedConfig, store: str = "tma", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:
-    """The identity of this kernel with ``config``."""
+def make_params(config: SwappedConfig, store: str = "", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:
+    """The identity of this kernel with ``config``, which stores by TMA where it can unless ``store`` says otherwise."""
+    store = store or KERNEL.store(config, True)
     return KernelParams(kernel=KERNEL.name, arch=SM90.name, config=config, store=store, shape=shape)
 
 
@@ -176,8 +186,8 @@ def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
     accumulators = config.slices * config.block_m // 2 + config.num_partials * width // 2
     scales = 2 * config.block_m // 4 if held else 8  # of the block at hand and the next
     parts = 20 if width < config.block_m else 0
-    if config.slices > 1 and config.k_shares > 1:
-        parts += 8  # addresses of slots
+    if config.slices > 1:
+        parts += 8
     return accumulators + scales + parts + _OTHER_REGISTERS <= register_split(config)[1]
 
 
@@ -208,12 +218,13 @@ def box_chunks(config: SwappedConfig) -> int:
 
 def stage_bytes(config: SwappedConfig) -> int:
     """One stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
-    return (config.block_m + config.block_n) * config.block_k + align(config.block_m * 4, 128)
+    operands = (config.block_m + config.block_n) * config.block_k * config.stage_blocks
+    return operands + align(config.block_m * 4 * config.stage_blocks, 128)
 
 
 def staging_bytes(config: SwappedConfig) -> int:
     """The bf16 tile on its way out: what each consumer finishes of it."""
-    return config.num_consumers * config.slices * owned_chunks(config) * 1024
+    return config.num_consumers * config.slices * owned_chunks(config) * 1024 if config.block_n >= 64 else 0
 
 
 def exchange_bytes(config: SwappedConfig) -> int:

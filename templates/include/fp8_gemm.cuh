@@ -9,6 +9,7 @@
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
+#include "order.cuh"
 #include "pipeline.cuh"
 #include "reduction.cuh"
 #include "scheduler.cuh"
@@ -40,10 +41,12 @@ struct Fp8Gemm {
   using Reduction = ShareReduction<kBlockN / 2, kShares, kClusterSize>;
   using Cursor = PipelineCursor<kStages>;
   struct Shape {
-    static constexpr u32 kStages = Tile::kStages, kStep = kConsumersK, kPartials = Tile::kPartials;
+    static constexpr u32 kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials;
     static constexpr u32 kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices;
   };
-  using Scaling = RowTokens<kSlices, kScaleRows, kBlockN, Tile::kScaleGroup, kBlockM * 4>;
+  using Order = BlockOrder<1, kClusterK, kConsumersK>;
+  using Weights = BlockScales<kScaleRows, Order>;
+  using Scaling = RowTokens<Weights, kSlices, kScaleRows, kBlockN, Tile::kScaleGroup, kBlockM * 4>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
@@ -72,8 +75,7 @@ struct Fp8Gemm {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  // The first of a CTA's blocks of K, and the end of the one's before it. CTAs differ by one block at most.
-  DG_DEVICE u32 first_block(u32 rank) const { return blocks() * rank / kClusterK; }
+  using Walk = TileWalk<Scheduler, Order>;
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
@@ -94,13 +96,11 @@ struct Fp8Gemm {
     } else {
       __syncthreads();
     }
-    // Everything below may read what the previous kernel wrote, or overwrite what it reads.
-    wait_for_previous_kernel();
-    allow_next_kernel();
-
     if (threadIdx.x >= kConsumers * 128) {
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
-      if (warp == kConsumers * 4 && elect_one()) produce();
+      if (warp == kConsumers * 4 && elect_one()) produce_weights();
+      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens();
+      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales();
       __syncwarp();
     } else {
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
@@ -110,36 +110,63 @@ struct Fp8Gemm {
     if constexpr (kClusterSize > 1) cluster_sync();
   }
 
-  // One thread: loads the stages of every tile in order.
-  DG_DEVICE void produce() {
+  DG_DEVICE Walk walk() const {
+    return Walk(Scheduler(m(), n(), arg.band), Order(blocks(), rank_k(), 0));
+  }
+
+  DG_DEVICE void load_weights(const Walk& at, u32 stage, u64 policy) {
     constexpr u16 kAll = (1u << kClusterM * kClusterN) - 1;
-    const u32 bytes = kBytesB + arg.box_rows * (kBlockK + 4);
-    const u32 rank = kClusterM * kClusterN > 1 ? cluster_rank() : 0;
-    const u32 begin = first_block(rank_k()), end = first_block(rank_k() + 1);
-    // Consumers that take blocks in turn all take as many: what is missing is loaded from past the end of K, as zeros.
-    const u32 padded_end = begin + ceil_div(end - begin, kConsumersK) * kConsumersK;
-    Cursor at;
-    for (Scheduler tile(m(), n(), arg.band); tile.valid(); tile.advance()) {
-      for (u32 i = begin; i < padded_end; ++i, at.advance()) {
-        const u32 block = kConsumersK == 1 || i < end ? i : blocks();
-        barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
-        const u32 full = barriers.full(at.stage);
-        const u32 a = shared + at.stage * kBytesA, b = shared + kOffsetB + at.stage * kBytesB;
-        barrier_arrive_expect(full, bytes);
-        if constexpr (kClusterN > 1) {
-          const u32 part = rank * (kBlockM / kClusterN);
-          tma_load_multicast(a + part * kBlockK, arg.map_a, full, block * kBlockK, tile.row + part, kAll);
-        } else {
-          tma_load(a, arg.map_a, full, block * kBlockK, tile.row);
-        }
-        if constexpr (kClusterM > 1) {
-          const u32 part = rank * (kBlockN / kClusterM);
-          tma_load_multicast(b + part * kBlockK, arg.map_b, full, block * kBlockK, tile.column + part, kAll);
-        } else {
-          tma_load(b, arg.map_b, full, block * kBlockK, tile.column);
-        }
-        tma_load(shared + kOffsetScale + at.stage * kBytesScale, arg.map_scale_a, full, tile.row, block);
-      }
+    const u32 full = barriers.full(stage), b = shared + kOffsetB + stage * kBytesB;
+    barrier_arrive_expect(full, kBytesB + arg.box_rows * (kBlockK + 4));
+    if constexpr (kClusterM > 1) {
+      const u32 part = cluster_rank() * (kBlockN / kClusterM);
+      tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll);
+    } else {
+      tma_load(b, arg.map_b, full, at.block() * kBlockK, at.tile.column, policy);
+    }
+  }
+
+  DG_DEVICE void load_tokens(const Walk& at, u32 stage) {
+    constexpr u16 kAll = (1u << kClusterM * kClusterN) - 1;
+    const u32 full = barriers.full(stage), a = shared + stage * kBytesA;
+    if constexpr (kClusterN > 1) {
+      const u32 part = cluster_rank() * (kBlockM / kClusterN);
+      tma_load_multicast(a + part * kBlockK, arg.map_a, full, at.block() * kBlockK, at.tile.row + part, kAll);
+    } else {
+      tma_load(a, arg.map_a, full, at.block() * kBlockK, at.tile.row);
+    }
+  }
+
+  // Three threads, each in a warp of its own, load the stages of every tile in order: B, A, and A's scales. One alone
+  // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
+  DG_DEVICE void produce_weights() {
+    const u64 policy = cache_policy(arg.b_read_once);
+    if (!arg.constant_b) wait_for_previous_kernel();
+    Cursor cursor;
+    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+      barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
+      load_weights(at, cursor.stage, policy);
+    }
+  }
+
+  DG_DEVICE void produce_tokens() {
+    wait_for_previous_kernel();
+    allow_next_kernel();
+    Cursor cursor;
+    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+      barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
+      load_tokens(at, cursor.stage);
+    }
+  }
+
+  DG_DEVICE void produce_scales() {
+    wait_for_previous_kernel();
+    Cursor cursor;
+    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+      const u32 stage = cursor.stage;
+      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
+      tma_load(shared + kOffsetScale + stage * kBytesScale, arg.map_scale_a, barriers.full(stage), at.tile.row,
+               at.block());
     }
   }
 
@@ -150,25 +177,24 @@ struct Fp8Gemm {
     const u32 first_row = consumer / kConsumersK * 64 * kSlices, turn = consumer % kConsumersK;
     const u32 share = rank_k() * kConsumersK + turn;
     const u32 staging = shared + kOffsetStaging + consumer / kConsumersK * Store::kBytes;
-    // Blocks of K of this CTA. This consumer takes every kConsumersK-th from its turn on, those past the end included.
-    const u32 begin = first_block(rank_k()), count = first_block(rank_k() + 1) - begin;
-    const u32 mine = ceil_div(count, kConsumersK), real = (count + kConsumersK - 1 - turn) / kConsumersK;
+    const Order order(blocks(), rank_k(), turn);
     float sum[kSlices][kBlockN / 2];
 
-    const BlockScales<kScaleRows> weights(arg.scale_b + (begin + turn) * arg.scale_b_stride_k, arg.scale_b_stride_n,
-                                          arg.scale_b_stride_k * kConsumersK, ceil_div(n(), 128), real, lane);
+    const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, order);
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
                       uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
                       lane);
     Scheduler tile(m(), n(), arg.band);
     mainloop.at.stage = turn;
+    if (!arg.constant_b) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.fetch(tile.column);
+    if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
     while (tile.valid()) {
 #pragma unroll
       for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
         for (u32 i = 0; i < kBlockN / 2; ++i) sum[slice][i] = 0.0f;
-      mainloop.multiply(sum, mine, tile.column);
+      mainloop.multiply(sum, order.mine(), tile.column);
 
       const u32 row = tile.row + first_row, column = tile.column;
       tile.advance();

@@ -7,12 +7,12 @@
 // The tensor cores must not wait for promotion. Two schedules, by how many sets of partial sums fit in registers:
 //   1: one block after the other; the other consumers' products hide this one's promotion.
 //   2: the next products are always issued before the last ones are promoted.
-// Shape gives kStages, kStep, kBlockM and kBlockN (rows of the left and of the right operand's tile), kSlices,
-// kPartials; Scaling (see promotion.cuh) what promotion multiplies by.
+// Shape gives kStages, kStageBlocks (blocks of K in a stage), kStep, kRows and kColumns (of the left and of the right
+// operand's tile), kSlices, kPartials; Scaling (see promotion.cuh) what promotion multiplies by.
 template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
-  // Consumers that share a tile's K take its blocks in turn; each walks every kStep-th stage.
-  static constexpr u32 kStep = Shape::kStep;
+  // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
+  static constexpr u32 kStep = Shape::kStep, kStageBlocks = Shape::kStageBlocks;
   static constexpr u32 kSlices = Shape::kSlices, kColumns = Shape::kColumns, kBlockK = 128;
   static constexpr u32 kBytesLeft = Shape::kRows * kBlockK, kBytesRight = kColumns * kBlockK;
   static constexpr u32 kPartials = Shape::kPartials;
@@ -22,7 +22,7 @@ struct Fp8Mainloop {
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2));
 
   struct Block {
-    u32 stage;
+    u32 slot;  // stage * kStageBlocks + its place there
     typename Scaling::Factors factors;
   };
   using Sums = float[kSlices][kColumns / 2];
@@ -32,6 +32,7 @@ struct Fp8Mainloop {
   const u32 left, right;  // low descriptor words of this consumer's rows, and of all columns, in stage 0
   const u32 lane;
   PipelineCursor<Shape::kStages> at;
+  u32 part = 0;  // of the stage
   u32 opaque_zero;  // zero, but not to the compiler
   float partial[kPartials][Mma::kN / 2];
 
@@ -135,20 +136,27 @@ struct Fp8Mainloop {
 
   // Waits for the next block's bytes and takes its scales.
   DG_DEVICE void open(Block& block) {
-    block.stage = at.stage;
+    block.slot = at.stage * kStageBlocks + part;
     scaling.before_arrival(block.factors);
-    barrier_wait(barriers.full(at.stage), at.parity);
-    scaling.after_arrival(block.factors, at.stage);
-    at.template advance<kStep>();
+    if (part == 0) barrier_wait(barriers.full(at.stage), at.parity);
+    scaling.after_arrival(block.factors, block.slot);
+    if (kStageBlocks == 1 || ++part == kStageBlocks) {
+      part = 0;
+      at.template advance<kStep>();
+    }
   }
 
-  DG_DEVICE void release(const Block& block) { barriers.release(block.stage, lane); }
+  // After a block's products, and after those of all blocks before it.
+  DG_DEVICE void release(const Block& block) {
+    if (kStageBlocks == 1 || block.slot % kStageBlocks == kStageBlocks - 1)
+      barriers.release(block.slot / kStageBlocks, lane);
+  }
 
   // Starts a unit's product: four instructions of k32 in one group.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
-    const u32 a = left + (block.stage * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
-    const u32 b = right + (block.stage * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
+    const u32 a = left + (block.slot * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
+    const u32 b = right + (block.slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
     wgmma_fence();
     Mma::start(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
 #pragma unroll
@@ -167,6 +175,6 @@ struct Fp8Mainloop {
   template <u32 kUnit>
   DG_DEVICE void promote_unit(Sums& sum, const float (&set)[Mma::kN / 2], const Block& block) {
     constexpr u32 kSlice = kUnit / kParts, kColumn = kUnit % kParts * Mma::kN;
-    scaling.template promote<kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors, block.stage);
+    scaling.template promote<kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors, block.slot);
   }
 };

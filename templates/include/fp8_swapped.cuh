@@ -6,6 +6,7 @@
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
+#include "order.cuh"
 #include "pipeline.cuh"
 #include "reduction.cuh"
 #include "scheduler.cuh"
@@ -19,25 +20,33 @@ struct Fp8Swapped {
   static constexpr u32 kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK;
   // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
   static constexpr u32 kShares = kClusterK * kConsumersK;
+  static constexpr u32 kStageBlocks = Tile::kStageBlocks;  // blocks of K in a stage
   static constexpr bool kTmaStore = Tile::kTmaStore;
 
-  // Consumers of a CTA that share K are a group; groups share the tile's rows, in m64 slices.
-  static constexpr u32 kGroups = kConsumers / kConsumersK, kSlices = kBlockN / (64 * kGroups);
-  static_assert(kSlices * 64 * kGroups == kBlockN && kGroups * kConsumersK == kConsumers);
-  static_assert(kSlices == 1 || kSlices == 2, "rows of one consumer must share a scale");
+  // Consumers of a CTA that share K are a group; groups share the tile's rows, in m64 slices. A tile of fewer rows is
+  // multiplied as 64, what follows it in shared memory standing in for the rows that it lacks: those are not stored.
+  static constexpr u32 kGroups = kConsumers / kConsumersK, kSlices = ceil_div(kBlockN, 64 * kGroups);
+  static_assert(kSlices * 64 * kGroups == kBlockN || (kGroups == 1 && kSlices == 1));
+  static_assert(kGroups * kConsumersK == kConsumers);
+  static_assert(128 % kBlockN == 0 || kSlices <= 2, "rows of one consumer must share a scale");
+  static_assert(kBlockN >= 64 || !kTmaStore);
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
-  static constexpr u32 kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockM * kBlockK;
-  static constexpr u32 kBytesScale = ceil_div(kBlockM * 4, 128) * 128;  // TMA writes to 128-byte boundaries
+  static constexpr u32 kBytesWeights = kBlockN * kBlockK * kStageBlocks;
+  static constexpr u32 kBytesTokens = kBlockM * kBlockK * kStageBlocks;
 
   struct Shape {
-    static constexpr u32 kStages = Tile::kStages, kStep = kConsumersK, kPartials = Tile::kPartials;
+    static constexpr u32 kStages = Tile::kStages, kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK;
+    static constexpr u32 kPartials = Tile::kPartials;
     static constexpr u32 kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices;
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, kGroups * 4, 1>;
   using Exchange = ShareExchange<kBlockM, kSlices, kClusterK, kConsumersK, kConsumers>;
-  using Scaling = ColumnTokens<kBlockM, Tile::kScalesHeld, kBytesScale>;
+
+  using Order = BlockOrder<kStageBlocks, kClusterK, kConsumersK>;
+  using Weights = BlockScales<1, Order>;
+  using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, kStageBlocks>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedTmaStore<kBlockM, kSlices, Exchange::kOwned, Tile::kBoxChunks>;
   using Cursor = PipelineCursor<kStages>;
@@ -46,8 +55,9 @@ struct Fp8Swapped {
   static constexpr u32 kOffsetStaging = kOffsetTokens + kStages * kBytesTokens;
   static constexpr u32 kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0);
   static constexpr u32 kOffsetScale = kOffsetSlots + Exchange::kBytes;
-  static constexpr u32 kOffsetBarriers = kOffsetScale + kStages * kBytesScale;
+  static constexpr u32 kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes;
   static constexpr u32 kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0);
+  static_assert(kBlockN >= 64 || kSharedBytes - kOffsetTokens >= 64 * kBlockK, "wgmma would read past the end");
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -66,39 +76,23 @@ struct Fp8Swapped {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  // The first of a CTA's blocks of K, and the end of the one's before it. CTAs differ by one block at most.
-  DG_DEVICE u32 first_block(u32 rank) const { return blocks() * rank / kClusterK; }
 
-  // The producer's walk over the blocks of K of all its tiles.
-  struct Walk {
-    Scheduler tile;
-    u32 begin, end, block;
-
-    DG_DEVICE bool valid() const { return begin < end && tile.valid(); }
-    DG_DEVICE void advance() {
-      if (++block == end) {
-        tile.advance();
-        block = begin;
-      }
-    }
-  };
+  using Walk = TileWalk<Scheduler, Order>;
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
-    const bool producer = warp == kConsumers * 4 && elect_one();
-    u32 early = 0;
-    if (producer) {
-      tma_prefetch_map(arg.map_b);
-      tma_prefetch_map(arg.map_a);
-      tma_prefetch_map(arg.map_scale_a);
-      if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
-      barriers.init();
-      if constexpr (kShares > 1) exchange.init(rank_k());
-      barrier_init_fence();
-      // Nobody waits for these barriers yet, so that weights that are constant can be on their way at once.
-      if (arg.constant_b) early = fetch_early();
+    if (warp == kConsumers * 4) {
+      if (elect_one()) {
+        tma_prefetch_map(arg.map_b);
+        tma_prefetch_map(arg.map_a);
+        tma_prefetch_map(arg.map_scale_a);
+        if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
+        barriers.init();
+        if constexpr (kShares > 1) exchange.init(rank_k());
+        barrier_init_fence();
+      }
+      __syncwarp();
     }
-    __syncwarp();
     if constexpr (kClusterK > 1) {
       cluster_sync();
     } else {
@@ -107,7 +101,9 @@ struct Fp8Swapped {
 
     if (threadIdx.x >= kConsumers * 128) {
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
-      if (producer) produce(early);
+      if (warp == kConsumers * 4 && elect_one()) produce_weights();
+      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens();
+      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales();
       __syncwarp();
     } else {
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
@@ -118,47 +114,51 @@ struct Fp8Swapped {
   }
 
   DG_DEVICE Walk walk() const {
-    // Consumers that take blocks in turn all take as many: what is missing is loaded from past the end of K, as zeros.
-    const u32 begin = first_block(rank_k()), end = first_block(rank_k() + 1);
-    return Walk{Scheduler(m(), n(), arg.band), begin, begin + ceil_div(end - begin, kConsumersK) * kConsumersK, begin};
+    return Walk(Scheduler(m(), n(), arg.band), Order(blocks(), rank_k(), 0));
   }
 
-  // Where block `block` of this CTA's share lies: a share that was rounded up ends past the end of K, not in the next.
-  DG_DEVICE u32 place(u32 block) const {
-    return kConsumersK == 1 || block < first_block(rank_k() + 1) ? block : blocks();
+  // Blocks of K from `block` on, of the rows from `row` on.
+  template <class... Policy>
+  DG_DEVICE void load(u32 destination, const TensorMap* map, u32 full, u32 block, u32 row, Policy... policy) {
+    if constexpr (kStageBlocks == 1) {
+      tma_load(destination, map, full, block * kBlockK, row, policy...);
+    } else {
+      tma_load_3d(destination, map, full, 0, row, block, policy...);
+    }
   }
 
-  DG_DEVICE void load_weights(const Walk& at, u32 stage, u64 policy) {
-    const u32 full = barriers.full(stage);
-    barrier_arrive_expect(full, kBytesWeights + arg.box_rows * (kBlockK + 4));
-    tma_load(shared + stage * kBytesWeights, arg.map_b, full, place(at.block) * kBlockK, at.tile.column, policy);
-  }
-
-  // Weights for a round of all stages, before the previous kernel's end: only what that kernel does not write.
-  DG_DEVICE u32 fetch_early() {
+  // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and their scales.
+  // One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
+  DG_DEVICE void produce_weights() {
     const u64 policy = cache_policy(arg.b_read_once);
-    u32 stage = 0;
-    for (Walk at = walk(); stage < kStages && at.valid(); at.advance()) load_weights(at, stage++, policy);
-    return stage;
+    if (!arg.constant_b) wait_for_previous_kernel();
+    Cursor cursor;
+    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+      const u32 stage = cursor.stage, full = barriers.full(stage);
+      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
+      barrier_arrive_expect(full, kBytesWeights + arg.box_rows * (kBlockK + 4) * kStageBlocks);
+      load(shared + stage * kBytesWeights, arg.map_b, full, at.block(), at.tile.column, policy);
+    }
   }
 
-  // One thread: loads the stages of every tile in order.
-  DG_DEVICE void produce(u32 early) {
-    const u64 policy = cache_policy(arg.b_read_once);
+  DG_DEVICE void produce_tokens() {
     wait_for_previous_kernel();
     allow_next_kernel();
     Cursor cursor;
-    u32 loaded = 0;
     for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage, full = barriers.full(stage);
-      if (loaded < early) {
-        ++loaded;
-      } else {
-        barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
-        load_weights(at, stage, policy);
-      }
-      tma_load(shared + kOffsetTokens + stage * kBytesTokens, arg.map_a, full, place(at.block) * kBlockK, at.tile.row);
-      tma_load(shared + kOffsetScale + stage * kBytesScale, arg.map_scale_a, full, at.tile.row, place(at.block));
+      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
+      load(shared + kOffsetTokens + stage * kBytesTokens, arg.map_a, full, at.block(), at.tile.row);
+    }
+  }
+
+  DG_DEVICE void produce_scales() {
+    wait_for_previous_kernel();
+    Cursor cursor;
+    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+      const u32 stage = cursor.stage, full = barriers.full(stage);
+      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
+      tma_load(shared + kOffsetScale + stage * Scaling::kStageBytes, arg.map_scale_a, full, at.tile.row, at.block());
     }
   }
 
@@ -169,13 +169,10 @@ struct Fp8Swapped {
     const u32 group = consumer / kConsumersK, turn = consumer % kConsumersK;
     const u32 first_row = group * 64 * kSlices, share = rank_k() * kConsumersK + turn;
     const u32 staging = shared + kOffsetStaging + consumer * Store::kBytes;
-    // Blocks of K of this CTA. This consumer takes every kConsumersK-th from its turn on, those past the end included.
-    const u32 begin = first_block(rank_k()), count = first_block(rank_k() + 1) - begin;
-    const u32 mine = ceil_div(count, kConsumersK), real = (count + kConsumersK - 1 - turn) / kConsumersK;
+    const Order order(blocks(), rank_k(), turn);
     float sum[kSlices][kBlockM / 2];
 
-    const BlockScales<1> weights(arg.scale_b + (begin + turn) * arg.scale_b_stride_k, arg.scale_b_stride_n,
-                                 arg.scale_b_stride_k * kConsumersK, ceil_div(n(), 128), real, lane);
+    const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, order);
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
                       uniform(descriptor_low(shared + first_row * kBlockK)),
                       uniform(descriptor_low(shared + kOffsetTokens)), lane);
@@ -189,7 +186,7 @@ struct Fp8Swapped {
       for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
         for (u32 i = 0; i < kBlockM / 2; ++i) sum[slice][i] = 0.0f;
-      mainloop.multiply(sum, mine, 0);
+      mainloop.multiply(sum, order.mine(), 0);
 
       const u32 row = tile.row, column = tile.column + first_row;
       tile.advance();
@@ -209,7 +206,8 @@ struct Fp8Swapped {
         const u32 token = row + (kShares == 1 ? 0 : share * Exchange::kOwned * 8);
         if (thread == 0) Store::store(arg.map_d, staging, token, column, min_of(m(), row + kBlockM), n());
       } else {
-        store_direct_transposed<kBlockM, kSlices>(arg.d, arg.d_stride, sum, row, column, m(), n(), warp, lane, wanted);
+        store_direct_transposed<kBlockM, kSlices>(arg.d, arg.d_stride, sum, row, column, m(), min_of(n(), column + kBlockN), warp,
+                                                  lane, wanted);
       }
     }
     if constexpr (kTmaStore) {

@@ -2,44 +2,46 @@
 #pragma once
 #include "barrier.cuh"
 
-// Scale factors of B for the columns of one tile, 1 x 128 blocks of K at a time in registers: lane l of each warp holds
-// the factors of K block (32 * chunk + l), one coalesced load serves 32 blocks, and the next chunk is fetched while
-// this one is used. Any strides, so no layout of B's scales ever needs a copy.
-template <u32 kRows>
+// Scale factors of B for one tile, 1 x 128 blocks of K at a time in registers: lane l of each warp holds the factors of
+// the (32 * chunk + l)-th block that this consumer multiplies, one coalesced load serves 32 blocks, and the next chunk is
+// fetched while this one is used. Any strides, so no layout of B's scales ever needs a copy. `Order` says which block of
+// K is multiplied when.
+template <u32 kRows, class Order>
 struct BlockScales {
   const float* base;
   i64 stride_n, stride_k;
-  u32 rows, blocks, lane;
+  u32 rows, lane;
+  Order order;
   u32 first_row;
   float now[kRows], next[kRows];
 
-  DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 blocks, u32 lane)
-      : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), blocks(blocks), lane(lane) {}
+  DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 lane, const Order& order)
+      : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), lane(lane), order(order) {}
 
-  // Starts fetching the first chunk of a tile whose first column lies in scale row `row`.
+  // Starts fetching the first chunk of a tile whose first row of B lies in scale row `row`.
   DG_DEVICE void open(u32 row) {
     first_row = row;
     fetch(0);
   }
 
-  // The factors for K block `block`; blocks are asked for in order.
-  DG_DEVICE void get(u32 block, float (&scale)[kRows]) {
-    if (block % 32 == 0) {
+  // The factors for the block multiplied as the `count`-th; asked for in order.
+  DG_DEVICE void get(u32 count, float (&scale)[kRows]) {
+    if (count % 32 == 0) {
 #pragma unroll
       for (u32 r = 0; r < kRows; ++r) now[r] = next[r];
-      fetch(block + 32);
+      fetch(count + 32);
     }
 #pragma unroll
-    for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, now[r], block % 32);
+    for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, now[r], count % 32);
   }
 
  private:
-  DG_DEVICE void fetch(u32 block) {
-    const u32 mine = block + lane;
+  DG_DEVICE void fetch(u32 count) {
+    const u32 block = order.block(count + lane);
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) {
-      const bool inside = mine < blocks && first_row + r < rows;
-      next[r] = inside ? __ldg(base + (first_row + r) * stride_n + mine * stride_k) : 0.0f;
+      const bool inside = block < order.blocks && first_row + r < rows;
+      next[r] = inside ? __ldg(base + (first_row + r) * stride_n + block * stride_k) : 0.0f;
     }
   }
 };
@@ -70,7 +72,7 @@ DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[
 }
 
 // Tokens on the rows of accumulators: a thread has two of them in each m64 slice, and all columns of the tile.
-template <u32 kSlices, u32 kScaleRows, u32 kBlockN, u32 kGroup, u32 kStageBytes>
+template <class Weights, u32 kSlices, u32 kScaleRows, u32 kBlockN, u32 kGroup, u32 kBlockBytes>
 struct RowTokens {
   // What one block of K needs besides its operands, read before its products start.
   struct Factors {
@@ -78,11 +80,11 @@ struct RowTokens {
   };
   static constexpr bool kReadsLate = false;
 
-  BlockScales<kScaleRows> weights;
+  Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0
   u32 block = 0, first_columns = 0;
 
-  DG_DEVICE RowTokens(const BlockScales<kScaleRows>& weights, u32 tokens) : weights(weights), tokens(tokens) {}
+  DG_DEVICE RowTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
   // Starts fetching B's scales for the tile at `column`, well before its first block is multiplied.
   DG_DEVICE void fetch(u32 column) { weights.open(column / 128); }
@@ -94,8 +96,8 @@ struct RowTokens {
 
   DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
 
-  DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
-    const u32 address = tokens + stage * kStageBytes;
+  DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
+    const u32 address = tokens + slot * kBlockBytes;
 #pragma unroll
     for (u32 slice = 0; slice < kSlices; ++slice) {
       factors.token[slice][0] = load_shared(address + slice * 256);
@@ -112,29 +114,35 @@ struct RowTokens {
 // Tokens on the columns of accumulators, weights on the rows: all rows of a consumer lie in one block of B's scales, and
 // a thread has two of every eight tokens. Their scales are read once a block of K where registers allow it, else
 // just before they are used; then the stage is let go only after promotion.
-template <u32 kTokens, bool kHeld, u32 kStageBytes>
+template <class Weights, u32 kTokens, bool kHeld, u32 kStageBlocks>
 struct ColumnTokens {
+  static constexpr u32 kStageBytes = ceil_div(kStageBlocks * kTokens * 4, 128) * 128;  // TMA's alignment
   struct Factors {
     float weight[1];
     float token[kHeld ? kTokens / 4 : 1];
   };
   static constexpr bool kReadsLate = !kHeld;
 
-  BlockScales<1> weights;
+  Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0
   u32 block = 0;
 
-  DG_DEVICE ColumnTokens(const BlockScales<1>& weights, u32 tokens) : weights(weights), tokens(tokens) {}
+  DG_DEVICE ColumnTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
   DG_DEVICE void fetch(u32 row) { weights.open(row / 128); }
   DG_DEVICE void begin(u32) { block = 0; }
   DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
 
-  DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
+  DG_DEVICE u32 address(u32 slot) const {
+    return tokens + slot / kStageBlocks * kStageBytes + slot % kStageBlocks * kTokens * 4;
+  }
+
+  DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
     if constexpr (kHeld) {
+      const u32 from = address(slot);
 #pragma unroll
       for (u32 i = 0; i < kTokens / 4; i += 2) {
-        load_shared_pair(tokens + stage * kStageBytes + i * 16, factors.token[i], factors.token[i + 1]);
+        load_shared_pair(from + i * 16, factors.token[i], factors.token[i + 1]);
         factors.token[i] *= factors.weight[0];
         factors.token[i + 1] *= factors.weight[0];
       }
@@ -142,7 +150,8 @@ struct ColumnTokens {
   }
 
   template <u32 kSlice, u32 kColumn, u32 kColumns>
-  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, u32 stage) const {
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, u32 slot) const {
+    const u32 from = address(slot);
 #pragma unroll
     for (u32 i = 0; i < kColumns / 2; i += 4) {  // eight tokens, two of them here, in two rows
       float even, odd;
@@ -150,7 +159,7 @@ struct ColumnTokens {
         even = factors.token[(kColumn + 2 * i) / 4];
         odd = factors.token[(kColumn + 2 * i) / 4 + 1];
       } else {
-        load_shared_pair(tokens + stage * kStageBytes + (kColumn + 2 * i) * 4, even, odd);
+        load_shared_pair(from + (kColumn + 2 * i) * 4, even, odd);
         even *= factors.weight[0];
         odd *= factors.weight[0];
       }

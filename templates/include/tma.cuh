@@ -28,6 +28,20 @@ DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
 
+// The same from a tensor of three dimensions.
+DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
+}
+
 // The same box to the same offset of every CTA in `mask`, each completing on its own barrier at that offset.
 DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u16 mask) {
   asm volatile(

@@ -1,0 +1,51 @@
+// In which order a CTA goes through the blocks of K, and its producer through its tiles.
+#pragma once
+#include "types.cuh"
+
+// The blocks of K of one CTA of a cluster along K, in steps of a stage, which its consumers take in turn. All consumers
+// take as many: what is missing lies past the end of K, where loads read zeros.
+template <u32 kStageBlocks, u32 kClusterK, u32 kConsumersK>
+struct BlockOrder {
+  u32 begin, end;  // steps of this CTA that exist
+  u32 length;      // those that are taken
+  u32 blocks, turn;
+
+  DG_DEVICE BlockOrder(u32 blocks, u32 rank, u32 turn) : blocks(blocks), turn(turn) {
+    const u32 steps = ceil_div(blocks, kStageBlocks);
+    begin = steps * rank / kClusterK;  // CTAs differ by one at most
+    end = steps * (rank + 1) / kClusterK;
+    length = ceil_div(end - begin, kConsumersK) * kConsumersK;
+  }
+
+  // The first block of the CTA's `count`-th step.
+  DG_DEVICE u32 step_block(u32 count) const {
+    const u32 step = begin + count;
+    return (kConsumersK == 1 || step < end ? step : ceil_div(blocks, kStageBlocks)) * kStageBlocks;
+  }
+
+  // How many blocks this consumer takes, and its `count`-th; any block past the end after the last.
+  DG_DEVICE u32 mine() const { return length / kConsumersK * kStageBlocks; }
+  DG_DEVICE u32 block(u32 count) const {
+    const u32 step = turn + count / kStageBlocks * kConsumersK;
+    return step < length ? step_block(step) + count % kStageBlocks : blocks;
+  }
+};
+
+// A producer's walk along K through all its tiles.
+template <class Scheduler, class Order>
+struct TileWalk {
+  Scheduler tile;
+  Order order;
+  u32 step = 0;
+
+  DG_DEVICE TileWalk(const Scheduler& tile, const Order& order) : tile(tile), order(order) {}
+
+  DG_DEVICE bool valid() const { return order.length > 0 && tile.valid(); }
+  DG_DEVICE u32 block() const { return order.step_block(step); }
+  DG_DEVICE void advance() {
+    if (++step == order.length) {
+      tile.advance();
+      step = 0;
+    }
+  }
+};
