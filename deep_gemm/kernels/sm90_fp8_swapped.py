@@ -14,7 +14,7 @@ MAX_STAGES = 24
 _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 """Tile sizes along M. Any multiple of 8 would do: these waste little and keep kernels few."""
 
-_ROWS = ((8, 1, 8), (16, 1, 4), (32, 1, 2), (64, 1, 1), (128, 2, 1), (256, 2, 1))
+_ROWS = ((16, 1, 4), (32, 1, 2), (64, 1, 1), (128, 2, 1), (256, 2, 1))
 """Rows of B in a tile, the consumer groups that share them, and blocks of K in a stage: narrow tiles have stages as
 large as others, so that as few loads keep as many bytes on their way."""
 

@@ -114,7 +114,7 @@ struct Fp8Gemm {
     return Walk(Scheduler(m(), n(), arg.band), Order(blocks(), rank_k(), 0));
   }
 
-  DG_DEVICE void load_weights(const Walk& at, u32 stage, u64 policy) {
+  DG_DEVICE void load_weights(const Walk& at, u32 stage) {
     constexpr u16 kAll = (1u << kClusterM * kClusterN) - 1;
     const u32 full = barriers.full(stage), b = shared + kOffsetB + stage * kBytesB;
     barrier_arrive_expect(full, kBytesB + arg.box_rows * (kBlockK + 4));
@@ -122,7 +122,11 @@ struct Fp8Gemm {
       const u32 part = cluster_rank() * (kBlockN / kClusterM);
       tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll);
     } else {
-      tma_load(b, arg.map_b, full, at.block() * kBlockK, at.tile.column, policy);
+      if (arg.b_read_once) {
+        tma_load(b, arg.map_b, full, at.block() * kBlockK, at.tile.column, evict_first());
+      } else {
+        tma_load(b, arg.map_b, full, at.block() * kBlockK, at.tile.column);
+      }
     }
   }
 
@@ -140,12 +144,11 @@ struct Fp8Gemm {
   // Three threads, each in a warp of its own, load the stages of every tile in order: B, A, and A's scales. One alone
   // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights() {
-    const u64 policy = cache_policy(arg.b_read_once);
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
     for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
       barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
-      load_weights(at, cursor.stage, policy);
+      load_weights(at, cursor.stage);
     }
   }
 
@@ -194,7 +197,7 @@ struct Fp8Gemm {
       for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
         for (u32 i = 0; i < kBlockN / 2; ++i) sum[slice][i] = 0.0f;
-      mainloop.multiply(sum, order.mine(), tile.column);
+      mainloop.multiply(sum, uniform(order.mine()), tile.column);
 
       const u32 row = tile.row + first_row, column = tile.column;
       tile.advance();

@@ -2,6 +2,7 @@
 #pragma once
 #include "pipeline.cuh"
 #include "promotion.cuh"
+#include "tma.cuh"
 #include "warpgroup.cuh"
 
 // The tensor cores must not wait for promotion. Two schedules, by how many sets of partial sums fit in registers:
@@ -148,6 +149,11 @@ struct Fp8Mainloop {
 
   // After a block's products, and after those of all blocks before it.
   DG_DEVICE void release(const Block& block) {
+    // An arrival alone does not keep loads that TMA overwrites behind it: reads just before it need a fence.
+    if constexpr (Scaling::kReadsLate) {
+      fence_shared_to_tma();
+      __syncwarp();
+    }
     if (kStageBlocks == 1 || block.slot % kStageBlocks == kStageBlocks - 1)
       barriers.release(block.slot / kStageBlocks, lane);
   }
@@ -155,8 +161,9 @@ struct Fp8Mainloop {
   // Starts a unit's product: four instructions of k32 in one group.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
-    const u32 a = left + (block.slot * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
-    const u32 b = right + (block.slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
+    const u32 slot = Scaling::kReadsLate ? uniform(block.slot) : block.slot;
+    const u32 a = left + (slot * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
+    const u32 b = right + (slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
     wgmma_fence();
     Mma::start(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
 #pragma unroll
@@ -175,6 +182,6 @@ struct Fp8Mainloop {
   template <u32 kUnit>
   DG_DEVICE void promote_unit(Sums& sum, const float (&set)[Mma::kN / 2], const Block& block) {
     constexpr u32 kSlice = kUnit / kParts, kColumn = kUnit % kParts * Mma::kN;
-    scaling.template promote<kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors, block.slot);
+    scaling.template promote<kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors);
   }
 };

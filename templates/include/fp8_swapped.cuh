@@ -130,14 +130,18 @@ struct Fp8Swapped {
   // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and their scales.
   // One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights() {
-    const u64 policy = cache_policy(arg.b_read_once);
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
     for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage, full = barriers.full(stage);
       barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
       barrier_arrive_expect(full, kBytesWeights + arg.box_rows * (kBlockK + 4) * kStageBlocks);
-      load(shared + stage * kBytesWeights, arg.map_b, full, at.block(), at.tile.column, policy);
+      const u32 weights = shared + stage * kBytesWeights;
+      if (arg.b_read_once) {
+        load(weights, arg.map_b, full, at.block(), at.tile.column, evict_first());
+      } else {
+        load(weights, arg.map_b, full, at.block(), at.tile.column);
+      }
     }
   }
 
@@ -186,7 +190,7 @@ struct Fp8Swapped {
       for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
         for (u32 i = 0; i < kBlockM / 2; ++i) sum[slice][i] = 0.0f;
-      mainloop.multiply(sum, order.mine(), 0);
+      mainloop.multiply(sum, uniform(order.mine()), 0);
 
       const u32 row = tile.row, column = tile.column + first_row;
       tile.advance();

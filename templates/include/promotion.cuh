@@ -106,7 +106,7 @@ struct RowTokens {
   }
 
   template <u32 kSlice, u32 kColumn, u32 kColumns>
-  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, u32) const {
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
     ::promote<kColumns, kColumn, kGroup>(sum, partial, factors.token[kSlice], factors.weight, first_columns);
   }
 };
@@ -120,6 +120,7 @@ struct ColumnTokens {
   struct Factors {
     float weight[1];
     float token[kHeld ? kTokens / 4 : 1];
+    u32 from;  // where the tokens' scales are
   };
   static constexpr bool kReadsLate = !kHeld;
 
@@ -133,16 +134,12 @@ struct ColumnTokens {
   DG_DEVICE void begin(u32) { block = 0; }
   DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
 
-  DG_DEVICE u32 address(u32 slot) const {
-    return tokens + slot / kStageBlocks * kStageBytes + slot % kStageBlocks * kTokens * 4;
-  }
-
   DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
+    factors.from = tokens + slot / kStageBlocks * kStageBytes + slot % kStageBlocks * kTokens * 4;
     if constexpr (kHeld) {
-      const u32 from = address(slot);
 #pragma unroll
       for (u32 i = 0; i < kTokens / 4; i += 2) {
-        load_shared_pair(from + i * 16, factors.token[i], factors.token[i + 1]);
+        load_shared_pair(factors.from + i * 16, factors.token[i], factors.token[i + 1]);
         factors.token[i] *= factors.weight[0];
         factors.token[i + 1] *= factors.weight[0];
       }
@@ -150,8 +147,7 @@ struct ColumnTokens {
   }
 
   template <u32 kSlice, u32 kColumn, u32 kColumns>
-  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, u32 slot) const {
-    const u32 from = address(slot);
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
 #pragma unroll
     for (u32 i = 0; i < kColumns / 2; i += 4) {  // eight tokens, two of them here, in two rows
       float even, odd;
@@ -159,7 +155,7 @@ struct ColumnTokens {
         even = factors.token[(kColumn + 2 * i) / 4];
         odd = factors.token[(kColumn + 2 * i) / 4 + 1];
       } else {
-        load_shared_pair(from + (kColumn + 2 * i) * 4, even, odd);
+        load_shared_pair(factors.from + (kColumn + 2 * i) * 4, even, odd);
         even *= factors.weight[0];
         odd *= factors.weight[0];
       }
