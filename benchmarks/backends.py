@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +51,35 @@ def ours(x: Operands) -> Call:
 
     a, b = (x.a, x.sfa), (x.b, x.sfb)
     return lambda: deep_gemm.fp8_gemm_nt(a, b, x.d)
+
+
+def ours_promised(x: Operands) -> Call:
+    """`ours` after the promise that nobody writes the weights and their scales again, given before the first call.
+
+    Give it back with `retract` once all has been timed: a later tensor at the same address has promised nothing.
+    """
+    import torch
+
+    import deep_gemm
+
+    if x.b.is_cuda:
+        torch.cuda.synchronize(x.b.device)  # the promise is that nothing that still runs writes them
+    deep_gemm.declare_constant(x.b, x.sfb)
+    return ours(x)
+
+
+def retract(x: Operands) -> None:
+    """Take back the promise of `ours_promised`, if it was given."""
+    import deep_gemm
+
+    deep_gemm.retract_constant(x.b, x.sfb)
+
+
+def own_weights(x: Operands) -> Operands:
+    """The same problem with weights and output at other addresses, of which nothing is promised."""
+    import torch
+
+    return replace(x, b=x.b.clone(), sfb=x.sfb.clone(), d=torch.empty_like(x.d))
 
 
 def tensorwise(x: Operands) -> Call:

@@ -9,15 +9,23 @@ from typing import Any
 from deep_gemm.errors import DeepGemmError
 
 Row = dict[str, Any]
+MAX_LINES = 12
+"""Of more N x K than this, as of random shapes, no line can be followed: they are drawn as points."""
+
 PANELS = (
     ("ratio_tensorwise", "time of cuBLASLt tensorwise / ours"),
+    ("ratio_tensorwise_unpromised", "the same, weights not promised constant"),
+    ("floor_fraction", "measured read floor / our time"),
     ("tflops", "TFLOP/s"),
     ("gbps", "GB/s"),
 )
 
 
 def draw(rows: Sequence[Row], path: Path, mode: str) -> None:
-    """Write a PNG of one mode's rows with a line for each N x K. Raises DeepGemmError without matplotlib or rows."""
+    """Write a PNG of one mode's rows with a line for each N x K, or points where there are many.
+
+    Raises DeepGemmError without matplotlib or rows.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -28,17 +36,24 @@ def draw(rows: Sequence[Row], path: Path, mode: str) -> None:
     chosen = [row for row in rows if row["mode"] == mode]
     if not chosen:
         raise DeepGemmError(f"There are no rows of mode {mode} to draw.")
-    figure, axes = plt.subplots(len(PANELS), 1, figsize=(9, 12), sharex=True)
-    for axis, (key, label) in zip(axes, PANELS, strict=True):
-        for n, k in dict.fromkeys((row["n"], row["k"]) for row in chosen):
+    panels = [(key, label) for key, label in PANELS if any(key in row for row in chosen)]
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 4 * len(panels)), sharex=True, squeeze=False)
+    axes = axes[:, 0]
+    pairs = list(dict.fromkeys((row["n"], row["k"]) for row in chosen))
+    for axis, (key, label) in zip(axes, panels, strict=True):
+        if len(pairs) > MAX_LINES:
+            axis.scatter(*zip(*((r["m"], r[key]) for r in chosen if key in r), strict=True), s=12)
+        for n, k in pairs if len(pairs) <= MAX_LINES else ():
             points = sorted((r["m"], r[key]) for r in chosen if (r["n"], r["k"]) == (n, k) and key in r)
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{n} x {k}")
         axis.set_xscale("log", base=2)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-    axes[0].axhline(1.0, color="black", linewidth=0.8)
-    axes[0].legend(title="N x K", fontsize="small", ncols=2)
+        if not key.endswith(("tflops", "gbps")):
+            axis.axhline(1.0, color="black", linewidth=0.8)
+    if len(pairs) <= MAX_LINES:
+        axes[0].legend(title="N x K", fontsize="small", ncols=2)
     axes[-1].set_xlabel("M")
     first = chosen[0]
     figure.suptitle(f"FP8 1x128 / 128x128, bf16 out, {mode} mode, {first['device']}, {first['date']}")

@@ -1,4 +1,5 @@
-"""What a call costs besides the kernel: the host's work when warm; import, compile and load when cold."""
+"""What a call costs besides the kernel: the host's work when warm; import, compile and load when cold; how many kernels
+there are."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deep_gemm.benchmarks import backends, timing
+from deep_gemm.benchmarks import backends, breakdown, census, phases, timing
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import demo
 from deep_gemm.workload import GemmShape
@@ -27,11 +28,20 @@ HOST_SHAPE = GemmShape(16, 576, 7168)
 
 def line(row: Row) -> str:
     """One row for a person."""
-    return f"{row['mode']:5} {row['us']:12.1f} us  {row['what']}"
+    if row["mode"] == "kernels":
+        baked = f"{row['kernels_nk']} with N and K compiled in"
+        return f"kernels {row['kernels']:4}, {baked}  {row['what']} ({row['asked']} M tried)"
+    parts = [f"{name[:-3]} {row[name]:.1f}" for name in phases.COLUMNS if name in row]
+    digits = 3 if row.get("part") else 1
+    text = f"{row['mode']:7} {row['us']:12.{digits}f} us  {row['what']}"
+    if row.get("part"):
+        text += f" ({row['share']:.0%} of the call)"
+    return f"{text} ({', '.join(parts)} ms)" if parts else text
 
 
 def host() -> Iterator[Row]:
-    """Warm calls, in us of host time: ours with scales ready and not, and what torch's own calls cost here."""
+    """Warm calls, in us of host time: ours with scales ready and not, what torch's own calls cost here, and what the
+    first of them is made of, part by part."""
     import torch
 
     import deep_gemm
@@ -53,6 +63,42 @@ def host() -> Iterator[Row]:
     }
     for what, call in calls.items():
         yield {"mode": "host", "what": what, "us": round(timing.host(call), 3)} | common
+    for row in parts(x):
+        yield {"mode": "host"} | row | common
+
+
+def parts(x: backends.Operands) -> list[Row]:
+    """What a warm call on these operands is made of, and the remainder to the whole, which is measured at the same time
+    so that the two belong together."""
+    from deep_gemm import dense
+
+    call = backends.ours(x)
+    call()  # the last one that is remembered is then this one
+    record = breakdown.last_record(list(dense._warm.values()))
+    found = breakdown.before_launch(x) | breakdown.launch_parts(record, timing.host)
+    return breakdown.rows(timing.host(call), found)
+
+
+def compile_phases() -> Iterator[Row]:
+    """Four kernels from small to large, built by each usable compiler with nothing cached: each phase in ms. Loading
+    is timed where there is a GPU."""
+    import torch
+
+    common = environment()
+    load = None
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # the context's cost is not a module's
+        load = phases.load_ms
+    for compiler in phases.compilers():
+        for params in phases.kernels():
+            yield phases.breakdown(params, compiler, load) | common
+
+
+def kernel_counts() -> Iterator[Row]:
+    """How many kernels serve every M; see `census`."""
+    common = environment()
+    for row in census.kernels():
+        yield row | common
 
 
 def cold() -> Iterator[Row]:
@@ -138,4 +184,9 @@ def build_seconds(params: KernelParams, kind: str) -> tuple[str, float, float]:
     return request.name, times[0], times[1]
 
 
-MODES: dict[str, Callable[[], Iterator[Row]]] = {"host": host, "cold": cold}
+MODES: dict[str, Callable[[], Iterator[Row]]] = {
+    "host": host,
+    "cold": cold,
+    "compile": compile_phases,
+    "kernels": kernel_counts,
+}

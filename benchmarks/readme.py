@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.benchmarks.run import GEMM_MODES, geometric_mean, load
+from deep_gemm.benchmarks import phases
+from deep_gemm.benchmarks.run import load
+from deep_gemm.benchmarks.summary import GEMM_MODES, summary
 from deep_gemm.settings import settings
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-_AGAINST = ("tensorwise", "blockwise")
 
 
 def environment_table() -> str:
@@ -37,53 +38,91 @@ def environment_table() -> str:
 
 def latest(rows: Sequence[Row]) -> list[Row]:
     """The last row of each mode and shape (or mode and subject): files are appended to."""
-    found = {(row["mode"], row.get("what"), row.get("m"), row.get("n"), row.get("k")): row for row in rows}
-    return list(found.values())
+    subject = ("mode", "what", "part", "m", "n", "k")
+    return list({tuple(row.get(name) for name in subject): row for row in rows}.values())
 
 
 def numbers(results: Path = RESULTS) -> str:
     """Tables of the recorded rows, or a sentence where there are none."""
-    path = results / "reference.jsonl"
-    rows = latest(load(path)) if path.exists() else []
+    rows = _rows(results / "reference.jsonl")
     if not rows:
         return "No run is recorded yet. `make bench` on a machine with a GPU records one and fills this in."
-    parts = []
+    parts = [f"**The public list**, {_origin(rows)}. Geometric means over ranges of M:", summary_table(rows)]
+    random = _rows(results / "random.jsonl")
+    if random:
+        count = len({(row["m"], row["n"], row["k"]) for row in random})
+        parts += [f"**{count} random shapes** ({RANDOM}), {_origin(random)}:", summary_table(random)]
     for mode in GEMM_MODES:
         chosen = [row for row in rows if row["mode"] == mode]
         if chosen:
-            parts += [f"**{mode} mode**, {_origin(chosen)}.", gemm_table(chosen)]
-    path = results / "costs.jsonl"
-    costs = load(path) if path.exists() else []
-    if costs:
-        # Names of kernels change with the sources, so what another version cost would stay for ever.
-        costs = latest([row for row in costs if row["source_digest"] == costs[-1]["source_digest"]])
-        parts += [f"**Host, compile and load**, {_origin(costs)}.", cost_table(costs)]
+            title = f"<details><summary>Each shape in {mode} mode, {_origin(chosen)}</summary>"
+            parts += [title, gemm_table(chosen), "</details>"]
+    costs = _costs(results / "costs.jsonl")
+    for title, table, wanted in (
+        ("Host, compile and load", cost_table, lambda row: row["mode"] in ("host", "cold") and not row.get("part")),
+        ("What a warm call's host time is made of", part_table, lambda row: row.get("part")),
+        ("What a first build is made of", phase_table, lambda row: row["mode"] == "compile"),
+        ("How many kernels there are", count_table, lambda row: row["mode"] == "kernels"),
+    ):
+        chosen = [row for row in costs if wanted(row)]
+        if chosen:
+            parts += [f"**{title}**, {_origin(chosen)}.", table(chosen)]
     return "\n\n".join(parts)
 
 
-def gemm_table(rows: Sequence[Row]) -> str:
-    """A line for each shape, and the geometric means of the ratios for each M."""
+RANDOM = "M 1..8192, N 64..32768, K 128..16384, log-uniform, N and K multiples of 16, 64 or 128"
+"""How `shapes.log_uniform` draws."""
+
+
+def _rows(path: Path) -> list[Row]:
+    rows = latest(load(path)) if path.exists() else []
+    return sorted(rows, key=lambda row: row["m"])
+
+
+def _costs(path: Path) -> list[Row]:
+    """The rows of each mode's last sources: names of kernels change with them, and an old one would stay for ever."""
+    rows = load(path) if path.exists() else []
+    digests = {row["mode"]: row["source_digest"] for row in rows}
+    return latest([row for row in rows if row["source_digest"] == digests[row["mode"]]])
+
+
+def summary_table(rows: Sequence[Row]) -> str:
+    """A line for each mode and range of M: how fast we are against cuBLASLt, and the read floor over our time."""
+    against = ("tensorwise", "tensorwise, no promise", "blockwise", "read floor")
     lines = [
-        "| M | N x K | us | TFLOP/s | GB/s | speed against cuBLASLt tensorwise | against cuBLASLt blockwise |",
-        "|---|---|---|---|---|---|---|",
+        "| mode | M | shapes | against tensorwise | worst | without promise | against blockwise | read floor / us |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for m in sorted({row["m"] for row in rows}):
-        chosen = [row for row in rows if row["m"] == m]
-        for row in chosen:
-            ratios = [f"{row[key]:.2f}" if (key := f"ratio_{name}") in row else "-" for name in _AGAINST]
-            cells = [
-                str(m),
-                f"{row['n']} x {row['k']}",
-                f"{row['us']:.1f}",
-                f"{row['tflops']:.0f}",
-                f"{row['gbps']:.0f}",
-            ]
-            lines.append(f"| {' | '.join(cells + ratios)} |")
-        means = []
-        for name in _AGAINST:
-            values = [row[key] for row in chosen if (key := f"ratio_{name}") in row]
-            means.append(f"**{geometric_mean(values):.2f}**" if values else "-")
-        lines.append(f"| **{m}** | **geometric mean** | | | | {' | '.join(means)} |")
+    entries: dict[tuple[str, str], dict[str, Row]] = {}
+    for entry in summary(rows):
+        entries.setdefault((entry["mode"], entry["range"]), {})[entry["against"]] = entry
+    for (mode, span), found in entries.items():
+        mean = {name: f"{found[name]['geomean']:.2f}" if name in found else "-" for name in against}
+        first = found.get("tensorwise")
+        worst = f"{first['worst']:.2f} ({first['worst_shape']})" if first else "-"
+        cells = [mode, span, str(max(entry["shapes"] for entry in found.values()))]
+        cells += [f"**{mean['tensorwise']}**", worst, *(mean[name] for name in against[1:])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gemm_table(rows: Sequence[Row]) -> str:
+    """A line for each shape; in graph mode also without the promise, and against the read floor."""
+    columns: list[tuple[str, str, int]] = [
+        ("us", "us", 1),
+        ("tflops", "TFLOP/s", 0),
+        ("gbps", "GB/s", 0),
+        ("ratio_tensorwise", "speed against tensorwise", 2),
+        ("ratio_blockwise", "against blockwise", 2),
+        ("us_unpromised", "us without the promise", 1),
+        ("ratio_tensorwise_unpromised", "then against tensorwise", 2),
+        ("floor_fraction", "read floor / us", 2),
+    ]
+    columns = columns[:5] + [column for column in columns[5:] if any(column[0] in row for row in rows)]
+    lines = [f"| M | N x K | {' | '.join(title for _, title, _ in columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for row in rows:
+        cells = [f"{row[key]:.{digits}f}" if key in row else "-" for key, _, digits in columns]
+        lines.append(f"| {row['m']} | {row['n']} x {row['k']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -91,6 +130,31 @@ def cost_table(rows: Sequence[Row]) -> str:
     """A line for each thing that was timed."""
     lines = ["| what | time |", "|---|---|"]
     lines += [f"| {row['what']} | {_time(row['us'])} |" for row in rows]
+    return "\n".join(lines)
+
+
+def part_table(rows: Sequence[Row]) -> str:
+    """A line for each part of a warm call, timed alone, and the remainder to the whole."""
+    lines = ["| part | us | of the call |", "|---|---|---|"]
+    lines += [f"| {row['what']} | {row['us']:.2f} | {row['share']:.0%} |" for row in rows]
+    return "\n".join(lines)
+
+
+def phase_table(rows: Sequence[Row]) -> str:
+    """A line for each kernel and compiler: its phases in ms. NVCC's front end is counted with its optimiser."""
+    columns = [name for name in phases.COLUMNS if any(name in row for row in rows)]
+    titles = ["kernel", *(name.replace("_ms", ", ms") for name in columns), "all, ms"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in rows:
+        cells = [f"{row[name]:.1f}" if name in row else "-" for name in columns]
+        lines.append(f"| {row['what']} | {' | '.join(cells)} | {row['us'] / 1e3:.1f} |")
+    return "\n".join(lines)
+
+
+def count_table(rows: Sequence[Row]) -> str:
+    """A line for each weight and model: distinct kernels for every M."""
+    lines = ['| for | kernels, sizes at run time | with `compiled_dims="nk"` |', "|---|---|---|"]
+    lines += [f"| {row['what']} | {row['kernels']} | {row['kernels_nk']} |" for row in rows]
     return "\n".join(lines)
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deep_gemm.benchmarks import backends, timing
 from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.benchmarks.shapes import READ_FLOOR_US
 from deep_gemm.workload import GemmShape
 
-GEMM_MODES = ("flush", "graph", "steady")
 GRAPH_MAX_M = 128
 """Graph mode is about decoding; at larger M the launch no longer matters."""
 MAX_SETS = 256
@@ -57,26 +57,46 @@ class Run:
 
 
 def measure(shape: GemmShape, mode: str, names: Sequence[str] = tuple(backends.BACKENDS)) -> Row:
-    """Time one shape in one mode with every backend that accepts it."""
+    """Time one shape in one mode with every backend that accepts it.
+
+    In graph mode ours is timed twice: with the promise that the weights are constant, as a decoder can give it, and
+    without, on weights of its own. The other modes promise nothing: in general weights are not constant.
+    """
     # Tiny weights would need thousands of sets to leave the L2; a real model's would not leave it either.
     graph_sets = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
     sets = {"flush": 1, "graph": graph_sets, "steady": 4}[mode]
     operands = backends.make_operands(shape, sets)
-    refused = {name: backends.usable(name, operands[0]) for name in names}
-    calls = {name: [backends.BACKENDS[name](x) for x in operands] for name, reason in refused.items() if reason is None}
-    if mode == "flush":
-        us = timing.flush({name: sets[0] for name, sets in calls.items()})
-    elif mode == "graph":
-        us = timing.graph(calls)
-    else:
-        us = timing.steady(calls)
-    return make_row(shape, mode, us, {name: reason for name, reason in refused.items() if reason is not None})
+    promised: list[backends.Operands] = []
+    try:
+        refused = {name: reason for name in names if (reason := backends.usable(name, operands[0])) is not None}
+        makers = {name: backends.BACKENDS[name] for name in names if name not in refused}
+        calls = {name: [make(x) for x in operands] for name, make in makers.items()}
+        if mode == "graph" and "ours" in calls:
+            calls["ours_unpromised"] = calls["ours"]
+            calls["ours"] = []
+            for x in map(backends.own_weights, operands):
+                calls["ours"].append(backends.ours_promised(x))
+                promised.append(x)
+        if mode == "flush":
+            us = timing.flush({name: sets[0] for name, sets in calls.items()})
+        elif mode == "graph":
+            us = timing.graph(calls)
+        else:
+            us = timing.steady(calls)
+    finally:
+        for x in promised:
+            backends.retract(x)
+    return make_row(shape, mode, us, refused)
 
 
 def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[str, str]) -> Row:
-    """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster."""
+    """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster.
+
+    In graph mode these are with the promise of constant weights, those ending in `_unpromised` without it, and
+    `floor_fraction` is the measured time of reading the weights over `us`, where that is known.
+    """
     row: Row = {"mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
-    mine = us["ours"]
+    mine, unpromised = us["ours"], us.get("ours_unpromised")
     row["us"] = round(mine, 3)
     row["tflops"] = round(shape.flops / mine / 1e6, 1)
     row["gbps"] = round(shape.bytes_moved() / mine / 1e3, 1)
@@ -86,6 +106,13 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
             row[f"ratio_{name}"] = round(us[name] / mine, 4)
         elif name in refused:
             row[f"refused_{name}"] = refused[name]
+    if unpromised is not None:
+        row["us_unpromised"] = round(unpromised, 3)
+        if "tensorwise" in us:
+            row["ratio_tensorwise_unpromised"] = round(us["tensorwise"] / unpromised, 4)
+    floor = READ_FLOOR_US.get((shape.n, shape.k))
+    if mode == "graph" and floor is not None:
+        row["floor_fraction"] = round(floor / mine, 4)
     return row
 
 
@@ -111,32 +138,8 @@ def line(row: Row) -> str:
     for name in ("tensorwise", "blockwise"):
         if f"ratio_{name}" in row:
             text += f"  {row[f'ratio_{name}']:.3f} of {name}"
+    if "us_unpromised" in row:
+        text += f"  {row['us_unpromised']:.2f} us without the promise"
+    if "floor_fraction" in row:
+        text += f"  {row['floor_fraction']:.2f} of the read floor"
     return text
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """The geometric mean of positive numbers; nan of none."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-RANGES = ((1, 64, "M <= 64"), (65, 512, "M 65-512"), (513, 1 << 30, "M > 512"))
-
-
-def summary(rows: Sequence[Row]) -> list[Row]:
-    """Geometric means of the ratios for each mode and range of M, with the worst shape of each."""
-    out = []
-    for mode in GEMM_MODES:
-        for low, high, label in RANGES:
-            chosen = [row for row in rows if row["mode"] == mode and low <= row["m"] <= high]
-            for name in ("tensorwise", "blockwise"):
-                ratios = {f"{r['m']} x {r['n']} x {r['k']}": r[key] for r in chosen if (key := f"ratio_{name}") in r}
-                if ratios:
-                    worst = min(ratios, key=ratios.__getitem__)
-                    entry = {"mode": mode, "range": label, "against": name, "shapes": len(ratios)}
-                    out.append(
-                        entry
-                        | {"geomean": round(geometric_mean(ratios.values()), 3)}
-                        | {"worst": round(ratios[worst], 3), "worst_shape": worst}
-                    )
-    return out

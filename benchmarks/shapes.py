@@ -12,7 +12,40 @@ REFERENCE_NK = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 1
 
 REFERENCE_M = (1, 64, 128, 4096)
 
-SWEEP_M = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1000, 1024, 2048, 4096, 8192)
+PUBLIC_M = (1, 16, 32, 64, 96, 128, 256, 512, 1000, 2048, 4096, 8192)
+
+READ_FLOOR_US: dict[tuple[int, int], float] = {
+    (576, 7168): 1.6,
+    (2112, 7168): 3.8,
+    (7168, 2048): 3.7,
+    (32768, 512): 4.1,
+    (4096, 7168): 7.0,
+    (24576, 1536): 8.9,
+    (7168, 16384): 26.8,
+}
+"""What merely reading the weights takes, by N x K, in us a launch in graph mode.
+
+132 CTAs with one producer thread each, a ring of 12 bulk copies of 16 KB, and 128 consumers that touch what arrives,
+launched with PDL and reading before they wait for the previous launch. Measured once on an NVIDIA H200 (driver 580,
+CUDA 13.0) on 2026-11-21, in two repeats that agree within 1%; the project's TARGETS.md keeps the table and
+`tools/read_floor.cu` the kernel. H200s differ by a few percent, so a fraction of it is as exact as that."""
+
+DEEPSEEK_V3: dict[str, int] = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""The sizes in the published `config.json` of DeepSeek-V3, as `workload.model_layers` reads them."""
 
 MODEL_NK: dict[str, tuple[tuple[int, int], ...]] = {
     "DeepSeek-V3": REFERENCE_NK,
@@ -27,18 +60,21 @@ MODEL_NK: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """N x K of the dense FP8 layers of public models, from their published configurations, gate and up fused."""
 
+STEPS = (16, 64, 128)
+"""What N and K of random shapes are multiples of."""
+
 STEADY = ((4096, 7168, 16384), (8192, 8192, 8192), (4096, 4096, 7168), (4096, 24576, 1536), (4096, 7168, 2048))
 """M, N, K for power-limited runs: large enough to keep all SMs busy for the whole time."""
 
 
 def reference() -> list[GemmShape]:
-    """The seven N x K at decode and prefill sizes."""
+    """The seven N x K at four sizes of M: a quick look."""
     return [GemmShape(m, n, k, "DeepSeek-V3") for m in REFERENCE_M for n, k in REFERENCE_NK]
 
 
-def sweep() -> list[GemmShape]:
-    """The seven N x K over many M, for charts."""
-    return [GemmShape(m, n, k, "DeepSeek-V3") for n, k in REFERENCE_NK for m in SWEEP_M]
+def public() -> list[GemmShape]:
+    """The list that results are published for: the seven N x K from one token to a large prefill."""
+    return [GemmShape(m, n, k, "DeepSeek-V3") for m in PUBLIC_M for n, k in REFERENCE_NK]
 
 
 def models() -> list[GemmShape]:
@@ -54,20 +90,20 @@ def steady() -> list[GemmShape]:
 def log_uniform(count: int, seed: int) -> list[GemmShape]:
     """`count` shapes with M in 1..8192, N in 64..32768 and K in 128..16384, each log-uniform: the same for one seed.
 
-    N and K are multiples of 16, which every backend beside ours needs; K is a multiple of 128 half the time.
+    M is any number. N, and independently K, is a multiple of 16, 64 or 128, one of the three chosen at random for each
+    shape, so a third of the N and K fit no tile of a common size. 16 is the least that cuBLASLt's FP8 takes.
     """
     generator = random.Random(seed)
 
     def draw(low: int, high: int, step: int) -> int:
         value = math.exp(generator.uniform(math.log(low), math.log(high)))
-        return max(low, round(value / step) * step)
+        return max(1, -(-low // step), round(value / step)) * step
 
     shapes = []
     for _ in range(count):
-        step_k = generator.choice((16, 128))
-        shapes.append(
-            GemmShape(draw(1, 8192, 1), draw(64, 32768, 16), draw(128, 16384, step_k), f"random, seed {seed}")
-        )
+        m = draw(1, 8192, 1)
+        n, k = (draw(low, high, generator.choice(STEPS)) for low, high in ((64, 32768), (128, 16384)))
+        shapes.append(GemmShape(m, n, k, f"random, seed {seed}"))
     return shapes
 
 
@@ -76,4 +112,4 @@ def demo() -> list[GemmShape]:
     return [GemmShape(m, 7168, 2048, source) for m, source in ((4096, "prefill"), (64, "decode"), (1, "one token"))]
 
 
-SETS = {"demo": demo, "reference": reference, "sweep": sweep, "models": models, "steady": steady}
+SETS = {"demo": demo, "reference": reference, "public": public, "models": models, "steady": steady}

@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from deep_gemm.benchmarks import costs, run, shapes
+from deep_gemm.benchmarks.summary import GEMM_MODES, summary
 from deep_gemm.cli.console import console, table
 from deep_gemm.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 
-MODES = (*run.GEMM_MODES, "host", "cold")
+MODES = (*GEMM_MODES, *costs.MODES)
 
 
 @click.command("bench")
@@ -19,7 +20,7 @@ MODES = (*run.GEMM_MODES, "host", "cold")
 @click.option("--set", "set_name", type=click.Choice(sorted(shapes.SETS)), help="A named list of shapes. [reference]")
 @click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
 @click.option("--m", "m_text", metavar="SIZES", help="M for NxK shapes, or to choose from a set: 1,64-256:64.")
-@click.option("--random", "random_count", type=click.IntRange(1), metavar="COUNT", help="Log-uniform random shapes.")
+@click.option("--random", "random_count", type=click.IntRange(1), metavar="COUNT", help="Random shapes, log-uniform.")
 @click.option("--seed", default=0, show_default=True, help="Seed of --random.")
 @click.option("--against", multiple=True, type=click.Choice(["tensorwise", "blockwise"]), help="cuBLASLt [both].")
 @click.option("--seconds", type=float, default=math.inf, help="Begin no new measurement after this long.")
@@ -43,15 +44,21 @@ def command(
 ) -> None:
     """Time kernels side by side with cuBLASLt, in one process.
 
-    flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128). steady: power-limited, seconds a
-    shape. host: what a warm call costs the CPU. cold: import, compile and load times (needs no GPU).
+    flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and without the promise that
+    they are constant. steady: power-limited, seconds a shape. host: what a warm call costs the CPU, part by part.
+    These need no GPU: cold: import, compile and load times. compile: the phases of four builds. kernels: how many
+    distinct kernels serve every M.
+
+    Sets: public is the list that results are published for (DeepSeek-V3's N x K, 12 sizes of M), reference a quick look
+    at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
+    draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
     """
     modes = modes or ("flush",)
     out = console()
     rows = run.load(source) if source is not None else []
     left_out: list[str] = []
     if source is None:
-        gemm_modes = [mode for mode in modes if mode in run.GEMM_MODES]
+        gemm_modes = [mode for mode in modes if mode in GEMM_MODES]
         if gemm_modes or "host" in modes:
             _need_gpu(modes)
         if gemm_modes:
@@ -61,20 +68,20 @@ def command(
             rows += plan.execute()
             left_out = plan.left_out
         for mode in modes:
-            if mode not in run.GEMM_MODES:
+            if mode not in GEMM_MODES:
                 for row in costs.MODES[mode]():
                     rows.append(row)
                     out.print(costs.line(row))
                     if output is not None:
                         run.append(output, row)
-    entries = run.summary(rows)
+    entries = summary(rows)
     if entries:
         columns = list(entries[0])
         out.print(table("Geometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
     if chart is not None:
         from deep_gemm.benchmarks.chart import draw
 
-        for mode in dict.fromkeys(row["mode"] for row in rows if row["mode"] in run.GEMM_MODES):
+        for mode in dict.fromkeys(row["mode"] for row in rows if row["mode"] in GEMM_MODES):
             path = chart.with_name(f"{chart.stem}-{mode}.png")
             draw(rows, path, mode)
             out.print(f"chart: {path}")
@@ -104,7 +111,8 @@ def _need_gpu(modes: tuple[str, ...]) -> None:
 
     if not torch.cuda.is_available():
         raise click.ClickException(
-            f"the modes {', '.join(modes)} time kernels on a GPU, and torch sees none here. Mode cold needs none."
+            f"the modes {', '.join(modes)} time kernels on a GPU, and torch sees none here. "
+            "The modes cold, compile and kernels need none."
         )
     from deep_gemm import arch
 

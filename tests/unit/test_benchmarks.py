@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deep_gemm.benchmarks import provenance, run, shapes, timing
+from deep_gemm.benchmarks import backends, provenance, run, shapes, summary, timing
 from deep_gemm.workload import GemmShape
 
 
@@ -20,7 +20,13 @@ def test_random_shapes_are_the_same_for_a_seed_and_spread_evenly_in_the_logarith
     assert all(s.n % 16 == 0 and s.k % 16 == 0 for s in first)
     # Half of the logarithm's range lies below sqrt(8192).
     assert 0.4 < sum(s.m < 90 for s in first) / len(first) < 0.6
-    assert any(s.k % 128 for s in first)
+    # A third each are multiples of 16, 64 and 128 by choice, some of them of more by chance, N and K independently.
+    for sizes in ([s.n for s in first], [s.k for s in first]):
+        assert 0.2 < sum(size % 64 != 0 for size in sizes) / len(first) < 1 / 3
+        assert 0.3 < sum(size % 128 == 0 for size in sizes) / len(first) < 0.7
+        assert any(size % 128 == 64 for size in sizes)
+    assert any(s.n % 64 and s.k % 128 == 0 for s in first)
+    assert any(s.n % 128 == 0 and s.k % 64 for s in first)
 
 
 def test_named_sets_hold_legal_shapes() -> None:
@@ -29,6 +35,10 @@ def test_named_sets_hold_legal_shapes() -> None:
         assert found, name
         assert all(s.m >= 1 and s.n >= 1 and s.k % 16 == 0 for s in found), name
     assert len(shapes.reference()) == 28
+    assert len(shapes.public()) == 7 * 12
+    assert set(shapes.READ_FLOOR_US) == set(shapes.REFERENCE_NK)
+    # A read cannot beat the paper bandwidth.
+    assert all(us > n * k / 4.8e6 for (n, k), us in shapes.READ_FLOOR_US.items())
 
 
 def test_bytes_and_flops() -> None:
@@ -77,14 +87,106 @@ def test_the_time_limit_leaves_out_the_rest_and_says_what(measured: list[Any]) -
     assert not measured
 
 
-def test_summary() -> None:
-    assert run.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
-    assert math.isnan(run.geometric_mean([]))
-    rows = [
+def test_a_graph_row_says_what_the_promise_and_the_floor_come_to() -> None:
+    us = {"ours": 5.0, "ours_unpromised": 6.0, "tensorwise": 9.0}
+    row = run.make_row(GemmShape(1, 2112, 7168), "graph", us, {})
+    assert (row["us"], row["us_unpromised"]) == (5.0, 6.0)
+    assert (row["ratio_tensorwise"], row["ratio_tensorwise_unpromised"]) == (1.8, 1.5)
+    assert row["floor_fraction"] == pytest.approx(3.8 / 5.0)
+    assert "6.00 us without the promise" in run.line(row)
+    assert "0.76 of the read floor" in run.line(row)
+    # No floor is known of other weights, and in the other modes the weights are not read as it was measured.
+    assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7184), "graph", us, {})
+    assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7168), "flush", us, {})
+
+
+@pytest.fixture
+def promises(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What `run.measure` does about constant weights, in order, with operands on the CPU and nothing timed."""
+    import torch
+
+    import deep_gemm
+
+    done: list[tuple[Any, ...]] = []
+
+    def operands(shape: GemmShape, sets: int) -> list[backends.Operands]:
+        made = []
+        for _ in range(min(sets, 2)):
+            size = (shape.m, shape.k), (shape.m, 1), (shape.n, shape.k), (1, 1), (shape.m, shape.n)
+            made.append(backends.Operands(*(torch.zeros(each) for each in size)))
+        return made
+
+    def fp8_gemm_nt(a: Any, b: Any, d: Any) -> None:
+        done.append(("call", b[0].data_ptr()))
+
+    def declare(*tensors: Any) -> None:
+        assert len(tensors) == 2
+        done.append(("declare", tensors[0].data_ptr()))
+
+    def retract(*tensors: Any) -> None:
+        done.append(("retract", tensors[0].data_ptr()))
+
+    def graph(calls: Any) -> dict[str, float]:
+        done.append(("graph", sorted(calls)))
+        for sets in calls.values():
+            for call in sets:
+                call()
+        return dict.fromkeys(calls, 10.0)
+
+    def flush(calls: Any) -> dict[str, float]:
+        return dict.fromkeys(calls, 10.0)
+
+    monkeypatch.setattr(backends, "make_operands", operands)
+    monkeypatch.setattr(deep_gemm, "fp8_gemm_nt", fp8_gemm_nt)
+    monkeypatch.setattr(deep_gemm, "declare_constant", declare, raising=False)
+    monkeypatch.setattr(deep_gemm, "retract_constant", retract, raising=False)
+    monkeypatch.setattr(timing, "graph", graph)
+    monkeypatch.setattr(timing, "flush", flush)
+    return done
+
+
+def test_the_promise_is_given_before_the_first_call_and_taken_back(promises: list[tuple[Any, ...]]) -> None:
+    row = run.measure(GemmShape(1, 128, 128), "graph", ("ours",))
+    assert row["us_unpromised"] == 10.0
+    assert ("graph", ["ours", "ours_unpromised"]) in promises
+    declared = [at for what, at in promises if what == "declare"]
+    called = [at for what, at in promises if what == "call"]
+    assert len(declared) == 2
+    assert len(set(called)) == 4, "the unpromised sets are others"
+    for at in declared:
+        assert promises.index(("declare", at)) < promises.index(("call", at))
+    assert promises[-2:] == [("retract", at) for at in declared]
+
+
+def test_the_promise_is_taken_back_after_a_failure(
+    promises: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def graph(calls: Any) -> dict[str, float]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(timing, "graph", graph)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.measure(GemmShape(1, 128, 128), "graph", ("ours",))
+    assert [what for what, _ in promises].count("retract") == 2
+
+
+def test_flush_mode_promises_nothing(promises: list[tuple[Any, ...]]) -> None:
+    row = run.measure(GemmShape(1, 128, 128), "flush", ("ours",))
+    assert "us_unpromised" not in row
+    assert {what for what, _ in promises} == {"call"}
+
+
+def flush_rows(*pairs: tuple[int, float]) -> list[run.Row]:
+    return [
         run.make_row(GemmShape(m, 128, 128), "flush", {"ours": 10.0, "tensorwise": 10.0 * ratio}, {})
-        for m, ratio in ((1, 0.5), (64, 2.0), (128, 3.0))
+        for m, ratio in pairs
     ]
-    small, middle = run.summary(rows)
+
+
+def test_summary() -> None:
+    assert summary.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert math.isnan(summary.geometric_mean([]))
+    small, middle = summary.summary(flush_rows((1, 0.5), (64, 2.0), (128, 3.0)))
     assert small == {
         "mode": "flush",
         "range": "M <= 64",
@@ -95,6 +197,27 @@ def test_summary() -> None:
         "worst_shape": "1 x 128 x 128",
     }
     assert middle["geomean"] == 3.0
+
+
+def test_the_ranges_of_the_summary_meet() -> None:
+    found = summary.summary(flush_rows(*((m, float(m)) for m in (64, 65, 512, 513, 999, 1000))))
+    spans = [(entry["range"], entry["shapes"], entry["worst"]) for entry in found]
+    assert spans == [("M <= 64", 1, 64.0), ("M 65-512", 2, 65.0), ("M 513-999", 2, 513.0), ("M >= 1000", 1, 1000.0)]
+
+
+def test_summary_of_graph_rows() -> None:
+    us = {"ours": 4.0, "ours_unpromised": 8.0, "tensorwise": 8.0, "blockwise": 16.0}
+    rows = [run.make_row(GemmShape(m, 32768, 512), "graph", us, {}) for m in (64, 65)]
+    found = {(entry["range"], entry["against"]): entry["geomean"] for entry in summary.summary(rows)}
+    assert found == {
+        ("M <= 64", "tensorwise"): 2.0,
+        ("M <= 64", "tensorwise, no promise"): 1.0,
+        ("M <= 64", "blockwise"): 4.0,
+        ("M <= 64", "read floor"): 1.025,
+        ("M 65-512", "tensorwise"): 2.0,
+        ("M 65-512", "tensorwise, no promise"): 1.0,
+        ("M 65-512", "blockwise"): 4.0,
+    }
 
 
 def test_host_time_is_of_one_call() -> None:

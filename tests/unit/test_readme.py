@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from deep_gemm.benchmarks import readme
+from deep_gemm.benchmarks import readme, shapes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -61,11 +61,63 @@ def test_a_recorded_row_reaches_the_tables(tmp_path: Path) -> None:
     append(tmp_path / "costs.jsonl", cost | {"source_digest": "1"})
     text = readme.numbers(tmp_path)
     assert "| 64 | 576 x 7168 | 12.0 | 44 | 390 | 0.91 | - |" in text
-    assert "**0.91**" in text
+    assert "| flush | M <= 64 | 1 | **0.91** | 0.91 (64 x 576 x 7168) | - | - | - |" in text
     assert "99" not in text, "a later row replaces an earlier one"
     assert "GPU X, driver 1.2, torch 2.7, 2026-01-02" in text
     assert "| a call | 7.5 us |" in text
     assert "older version" not in text
+
+
+def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:
+    from deep_gemm.benchmarks.run import append, make_row
+    from deep_gemm.workload import GemmShape
+
+    origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
+    us = {"ours": 5.0, "ours_unpromised": 6.0, "tensorwise": 9.0, "blockwise": 15.0}
+    append(tmp_path / "reference.jsonl", make_row(GemmShape(1, 2112, 7168), "graph", us, {}) | origin)
+    append(tmp_path / "random.jsonl", make_row(GemmShape(7, 144, 4096), "graph", us, {}) | origin)
+    append(tmp_path / "random.jsonl", make_row(GemmShape(1000, 144, 4096), "flush", us, {}) | origin)
+    text = readme.numbers(tmp_path)
+    assert "| graph | M <= 64 | 1 | **1.80** | 1.80 (1 x 2112 x 7168) | 1.50 | 3.00 | 0.76 |" in text
+    assert "| 1 | 2112 x 7168 | 5.0 | 6 | 3031 | 1.80 | 3.00 | 6.0 | 1.50 | 0.76 |" in text
+    assert "**2 random shapes**" in text
+    assert "| flush | M >= 1000 | 1 | **1.80** | 1.80 (1000 x 144 x 4096) | 1.50 | 3.00 | - |" in text
+    assert "| 7 | 144 x 4096" not in text, "random shapes are only summed up"
+    assert "None" not in text
+
+
+def test_costs_have_a_table_each(tmp_path: Path) -> None:
+    from deep_gemm.benchmarks.run import append, make_row
+    from deep_gemm.workload import GemmShape
+
+    origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
+    append(tmp_path / "reference.jsonl", make_row(GemmShape(1, 128, 128), "flush", {"ours": 5.0}, {}) | origin)
+    rows: list[readme.Row] = [
+        {"mode": "host", "what": "a call", "us": 6.0},
+        {"mode": "host", "what": "key: shapes", "us": 1.5, "part": True, "share": 0.25},
+        {"mode": "compile", "what": "k, nvrtc", "us": 2500.0, "render_ms": 0.5, "ptxas_ms": 2.0},
+        {"mode": "kernels", "what": "576 x 7168", "kernels": 4, "kernels_nk": 9, "asked": 800},
+    ]
+    for row in rows:
+        append(tmp_path / "costs.jsonl", row | origin | {"source_digest": "1"})
+    # A mode measured again with other sources replaces its own rows, and no other's.
+    append(tmp_path / "costs.jsonl", rows[0] | {"what": "a new call", "source_digest": "2"} | origin)
+    append(tmp_path / "costs.jsonl", rows[1] | {"source_digest": "2"} | origin)
+    text = readme.numbers(tmp_path)
+    assert "| a new call | 6.0 us |" in text
+    assert "| a call |" not in text
+    assert "| key: shapes | 1.50 | 25% |" in text
+    assert "| key: shapes | 1.5 us |" not in text
+    assert "| kernel | render, ms | ptxas, ms | all, ms |" in text
+    assert "| k, nvrtc | 0.5 | 2.0 | 2.5 |" in text
+    assert "| 576 x 7168 | 4 | 9 |" in text
+
+
+def test_the_readme_says_how_random_shapes_are_drawn() -> None:
+    for word in ("log-uniform", "multiples of 16, 64 or 128", "1..8192", "64..32768", "128..16384"):
+        assert word in readme.RANDOM
+        doc = shapes.log_uniform.__doc__ or ""
+        assert word in " ".join(doc.replace("a multiple of", "multiples of").split())
 
 
 def test_fill_refuses_a_readme_without_the_marks() -> None:

@@ -1,0 +1,56 @@
+"""What many rows come to: geometric means over ranges of M, and the worst shape of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+GEMM_MODES = ("flush", "graph", "steady")
+
+RANGES = ((1, 64, "M <= 64"), (65, 512, "M 65-512"), (513, 999, "M 513-999"), (1000, 1 << 30, "M >= 1000"))
+
+FLOOR = "read floor"
+
+_AGAINST = (
+    ("tensorwise", "ratio_tensorwise"),
+    ("tensorwise, no promise", "ratio_tensorwise_unpromised"),
+    ("blockwise", "ratio_blockwise"),
+    (FLOOR, "floor_fraction"),
+)
+
+_FLOOR_MAX_M = 64
+"""Past it the tokens are no longer small beside the weights, whose reading is all that the floor counts."""
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of positive numbers; nan of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """For each mode and range of M that was measured: how fast we are against each other way, by geometric mean.
+
+    `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise", or the
+    "read floor": the floor over our time, for M <= 64 where it is known. Ratios above 1 mean that we are faster.
+    """
+    out = []
+    for mode in GEMM_MODES:
+        for low, high, label in RANGES:
+            chosen = [row for row in rows if row["mode"] == mode and low <= row["m"] <= high]
+            for name, key in _AGAINST:
+                if name == FLOOR and high > _FLOOR_MAX_M:
+                    continue
+                ratios = {f"{r['m']} x {r['n']} x {r['k']}": r[key] for r in chosen if key in r}
+                if ratios:
+                    worst = min(ratios, key=ratios.__getitem__)
+                    entry = {"mode": mode, "range": label, "against": name, "shapes": len(ratios)}
+                    out.append(
+                        entry
+                        | {"geomean": round(geometric_mean(ratios.values()), 3)}
+                        | {"worst": round(ratios[worst], 3), "worst_shape": worst}
+                    )
+    return out

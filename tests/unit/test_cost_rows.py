@@ -1,0 +1,220 @@
+"""Cost rows without a GPU: parts of a warm call, phases of a build, how many kernels there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deep_gemm.benchmarks import backends, breakdown, census, costs, phases
+from deep_gemm.errors import CompileError, DeepGemmError
+from deep_gemm.jit.builder import BuildRequest
+from deep_gemm.jit.compilers.base import Compiled
+from deep_gemm.jit.resources import Resources
+from deep_gemm.kernels import registry
+from deep_gemm.params import KernelParams
+
+
+@pytest.fixture
+def operands() -> backends.Operands:
+    a, b = (torch.zeros(rows, 128).to(torch.float8_e4m3fn) for rows in (4, 8))
+    return backends.Operands(a, torch.ones(4, 1), b, torch.ones(1, 1), torch.empty(4, 8, dtype=torch.bfloat16))
+
+
+def test_the_warm_path_is_read_from_its_source(operands: backends.Operands) -> None:
+    path = breakdown.WarmPath()
+    for kind, read in (("addresses (data_ptr)", "data_ptr"), ("shapes", "shape"), ("strides", "stride")):
+        texts = path.reads[f"key: {kind}"]
+        assert len(texts) == 5
+        assert all(f".{read}" in text for text in texts)
+    assert sum(map(len, path.reads.values())) == len(path.elements)
+    arguments = {"a": (operands.a, operands.sfa), "b": (operands.b, operands.sfb), "d": operands.d}
+    key = path.key(arguments)
+    assert len(key) == len(path.elements)
+    assert {operands.a.data_ptr(), operands.sfb.data_ptr(), operands.d.data_ptr()} <= {
+        value for value in key if isinstance(value, int)
+    }
+    assert key == path.key(arguments)
+
+
+def test_parts_before_the_launch(operands: backends.Operands) -> None:
+    seen: dict[str, str] = {}
+
+    def fake(statement: str, names: dict[str, Any], scope: dict[str, Any]) -> float:
+        exec(statement, dict(scope), dict(names))  # each statement runs as it is given
+        seen[statement] = ""
+        return 0.25
+
+    found = breakdown.before_launch(operands, time_us=fake)
+    assert found["key: dtypes"] == found[breakdown.LOOKUP] == 0.25
+    assert breakdown.UNPACK in found
+    assert len(seen) == len(found)
+
+
+def test_a_function_without_a_key_is_refused() -> None:
+    with pytest.raises(DeepGemmError, match="no tuple to `key`"):
+        breakdown.WarmPath(operands_of_nothing)
+
+
+def operands_of_nothing() -> None:
+    """A function to take apart."""
+
+
+def test_a_statement_is_timed_without_its_loop() -> None:
+    names = {"x": list(range(1000))}
+    short = breakdown.statement_us("pass", names, {}, calls=200, rounds=3)
+    long = breakdown.statement_us("sum(x)", names, {}, calls=200, rounds=3)
+    assert 0.0 <= short < 0.5 < long
+
+
+def test_parts_and_the_rest_add_up_to_the_whole() -> None:
+    rows = breakdown.rows(6.0, {"a": 1.0, "b": 4.5})
+    assert [(row["what"], row["us"], row["share"]) for row in rows] == [
+        ("a", 1.0, 0.167),
+        ("b", 4.5, 0.75),
+        (breakdown.REST, 0.5, 0.083),
+    ]
+    assert "75% of the call" in costs.line(rows[1] | {"mode": "host"})
+
+
+def test_the_launch_is_split_into_the_driver_and_us() -> None:
+    class Record:
+        def call(self) -> None: ...
+
+        def __call__(self) -> None: ...
+
+    record = Record()
+
+    def host(call: Callable[[], Any]) -> float:
+        return 3.5 if call is record else 3.0 if call == record.call else 0.1
+
+    assert breakdown.launch_parts(record, host) == {breakdown.LAUNCH: 2.9, breakdown.CHECK: 0.5}
+    assert breakdown.last_record([object(), record, object()]) is record
+    with pytest.raises(DeepGemmError, match="No launch record"):
+        breakdown.last_record([])
+
+
+NVRTC_TABLE = """File name, phase name, metric, unit
+x.cu, CUDA C++ Frontend, 37, ms
+x.cu, NVVM Optimizer, 173.5, ms
+x.cu, PTX Translation, 101, ms
+"""
+NVCC_TABLE = """source file name , phase name , phase input files , phase output file , arch , tool, metric , unit
+/t/x.cu , gcc (preprocessing 1) , /t/x.cu  , /t/x.ii , compute_90a , nvcc , 99.5370 , ms
+/t/x.cu , cicc , /t/x.ii  , /t/x.ptx , compute_90a , nvcc , 443.9980 , ms
+/t/x.cu , ptxas , /t/x.ptx  , /t/kernel.cubin , sm_90a , nvcc , 89.2160 , ms
+ , nvcc (driver) ,  , /t/kernel.cubin ,  , nvcc , 0.3510 , ms
+"""
+
+
+def test_the_tables_of_both_compilers_are_read() -> None:
+    assert phases.parse(NVRTC_TABLE) == {"frontend_ms": 37.0, "optimiser_ms": 173.5, "ptxas_ms": 101.0}
+    assert phases.parse(NVCC_TABLE) == {"preprocess_ms": 99.537, "optimiser_ms": 443.998, "ptxas_ms": 89.216}
+    assert phases.parse("ptxas info : Compile time = 1 ms") == {}
+
+
+class FakeCompiler:
+    """Writes `table` where it is told to, or refuses to know the option."""
+
+    kind, identity = "nvrtc", "fake 1"
+
+    def __init__(self, table: str | None) -> None:
+        self.table = table
+
+    def flags(self, arch: str) -> tuple[str, ...]:
+        return ("-O3",)
+
+    def compile(self, name: str, source: str, source_path: str, flags: list[str], include_dir: Any) -> Compiled:
+        timed = [flag.split("=", 1)[1] for flag in flags if flag.startswith("--time=")]
+        if timed and self.table is None:
+            raise CompileError("unknown option")
+        for path in timed:
+            with open(path, "w") as file:
+                file.write(self.table or "")
+        return Compiled(b"cubin", None, "", Resources(1, 0, 0, 0, 0, 0), {"compile": 0.4, "ptxas": 0.1})
+
+
+def smallest() -> KernelParams:
+    return registry()["transpose_scales"].cases()[0]
+
+
+def test_a_build_is_broken_down() -> None:
+    loaded: list[bytes] = []
+
+    def load(cubin: bytes, request: BuildRequest, shared: int) -> float:
+        loaded.append(cubin)
+        return 2.0
+
+    row = phases.breakdown(smallest(), FakeCompiler(NVRTC_TABLE), load, repeats=3)  # type: ignore[arg-type]
+    assert loaded == [b"cubin"] * 3
+    assert (row["frontend_ms"], row["optimiser_ms"], row["ptxas_ms"], row["load_ms"]) == (37.0, 173.5, 101.0, 2.0)
+    assert row["other_ms"] == pytest.approx(400 - 311.5)
+    assert row["us"] == pytest.approx(1e3 * sum(row[name] for name in phases.COLUMNS if name in row), abs=1.0)
+    assert "ptxas 101.0" in costs.line(row)
+
+
+def test_a_compiler_that_tells_only_of_ptxas() -> None:
+    row = phases.breakdown(smallest(), FakeCompiler(None), repeats=1)  # type: ignore[arg-type]
+    assert row["ptxas_ms"] == pytest.approx(100.0)
+    assert row["optimiser_ms"] == pytest.approx(300.0)
+    assert "load_ms" not in row
+    assert "frontend_ms" not in row
+
+
+def test_four_kernels_from_small_to_large() -> None:
+    found = [params.config for params in phases.kernels()]
+    sizes = [config.block_m * config.block_n for config in found]
+    assert len(set(found)) == 4
+    assert sizes == sorted(sizes)
+    assert (found[2].block_m, found[2].block_n) == (128, 128)
+    assert all(config.cluster_size == 1 for config in found)
+
+
+def test_changes_of_choice_are_found_between_the_points() -> None:
+    asked: list[int] = []
+
+    def choose(m: int) -> str:
+        asked.append(m)
+        return "small" if m < 7 else "middle" if m < 1003 else "large"
+
+    found = census.choices(choose, last=16384)
+    assert (found[6], found[7], found[1002], found[1003], found[16384]) == (
+        "small",
+        "middle",
+        "middle",
+        "large",
+        "large",
+    )
+    assert set(range(1, 513)) <= set(found)
+    assert len(asked) == len(set(asked)) == len(found)
+    assert len(asked) < 1000
+    assert list(census.choices(lambda m: 0, last=3)) == [1, 2, 3]
+
+
+def fake_kernels(n: int, k: int) -> Callable[[int], KernelParams]:
+    small, *_, large = registry()["sm90_fp8_gemm"].cases()
+    return lambda m: small if m <= 64 else large
+
+
+def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:
+    row = census.count([(512, 1024), (576, 7168), (512, 1024)], fake_kernels)
+    assert row["kernels"] == 2
+    assert row["kernels_nk"] == 4
+    rows = list(census.kernels(fake_kernels))
+    assert len(rows) == 7 + 2
+    assert [row["kernels_nk"] for row in rows[:7]] == [2] * 7
+    assert rows[7]["kernels"] == 2
+    assert rows[7]["kernels_nk"] == 2 * 9
+    assert "2 with N and K compiled in" in costs.line(rows[0])
+
+
+def test_kernel_counts_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the selector as a call does."""
+    from deep_gemm import precompile
+    from deep_gemm.workload import GemmShape
+
+    (wanted,) = (p for p in precompile.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales")
+    assert census.kernel_at(576, 7168)(48) == wanted
+    assert census.specialised(wanted, 576, 7168).shape == (0, 576, 7168)
