@@ -38,6 +38,7 @@ __all__ = [
     "build_request",
     "debug_info",
     "dump_debug_info",
+    "forced_launch",
     "fp8_gemm_launch",
     "kernel_params",
     "plan",
@@ -187,6 +188,23 @@ def fp8_gemm_launch(
     with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
         shape, args = sm90_fp8_launch.launch(made.params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b)
     return Launch(made.function, shape, stream, args)
+
+
+def forced_launch(
+    problem: GemmProblem,
+    config: GemmConfig,
+    geometry: sm90_fp8_launch.Geometry,
+    addresses: sm90_fp8_launch.Addresses,
+    device: int,
+    stream: int,
+    constant_b: bool = False,
+) -> Launch:
+    """The same with ``config``, whatever the selector thinks of it: for surveys."""
+    params = kernel_params(problem, config, archs.for_device(device))
+    function, _ = _load(params, device, f"{config}")
+    with primary_context(device):
+        shape, args = sm90_fp8_launch.launch(params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b)
+    return Launch(function, shape, stream, args)
 
 
 def transpose_launch(

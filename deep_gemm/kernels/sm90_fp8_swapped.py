@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -10,11 +11,12 @@ from ..params import KernelParams, SwappedConfig, align, ceil_div
 from .base import Kernel
 
 MAX_STAGES = 24
+"""Of the smallest tiles, which could have more."""
 
-_TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Tile sizes along M. Any multiple of 8 would do: these waste little and keep kernels few."""
 
-_ROWS = ((16, 1, 4), (32, 1, 2), (64, 1, 1), (128, 2, 1), (256, 2, 1))
+_ROWS = ((32, 1, 2), (64, 1, 1), (128, 2, 1), (256, 2, 1))
 """Rows of B in a tile, the consumer groups that share them, and blocks of K in a stage: narrow tiles have stages as
 large as others, so that as few loads keep as many bytes on their way."""
 
@@ -22,7 +24,10 @@ _CONSUMERS_K = (1, 2, 4)
 _CLUSTERS_K = (1, 2, 4, 8)
 
 _OTHER_REGISTERS = 32
-"""What the main loop needs besides accumulators and scales; from ptxas: a config that leaves less would spill."""
+_OTHER_REGISTERS_OF_PARTS = 20
+_OTHER_REGISTERS_OF_SLICES = 8
+"""What the main loop needs besides accumulators and scales, where a block is multiplied in two parts, and where a
+consumer has two slices; from ptxas: a config that leaves less would spill."""
 
 
 class Sm90Fp8Swapped(Kernel[SwappedConfig]):
@@ -34,28 +39,28 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
     mma_instruction = "QGMMA"
 
     def configs(self, arch: ArchSpec) -> Iterator[SwappedConfig]:
-        """Tiles of 8 to 256 tokens by 64 to 256 weights, K in up to 16 shares, one or two CTAs on an SM."""
-        for block_n, groups, stage_blocks in _ROWS:
-            for block_m in _TOKENS:
-                for consumers_k in _CONSUMERS_K:
-                    for cluster_k in _CLUSTERS_K:
-                        for ctas_per_sm in (1, 2):
-                            config = SwappedConfig(
-                                block_m=block_m,
-                                block_n=block_n,
-                                block_k=128,
-                                num_stages=0,
-                                num_consumers=groups * consumers_k,
-                                cluster_k=cluster_k,
-                                ctas_per_sm=ctas_per_sm,
-                                consumers_k=consumers_k,
-                                stage_blocks=stage_blocks,
-                            )
-                            config = self._deepest(_with_partials(config), arch)
-                            if self.illegal(config, arch) is None:
-                                yield config
+        """``TOKENS`` by 32 to 256 weights, K in up to 8 shares, one or two CTAs on an SM; always with as many stages
+        as fit."""
+        for (block_n, groups, stage_blocks), block_m, consumers_k, cluster_k, ctas_per_sm in itertools.product(
+            _ROWS, TOKENS, _CONSUMERS_K, _CLUSTERS_K, (1, 2)
+        ):
+            config = SwappedConfig(
+                block_m=block_m,
+                block_n=block_n,
+                block_k=128,
+                num_stages=0,
+                num_consumers=groups * consumers_k,
+                cluster_k=cluster_k,
+                ctas_per_sm=ctas_per_sm,
+                consumers_k=consumers_k,
+                stage_blocks=stage_blocks,
+            )
+            config = self._deepest(_with_partials(config), arch)
+            if self.illegal(config, arch) is None:
+                yield config
 
     def _deepest(self, config: SwappedConfig, arch: ArchSpec) -> SwappedConfig:
+        """``config`` with as many stages as fit into shared memory beside the staging area and the slots."""
         budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
         rest = staging_bytes(config) + exchange_bytes(config)
         stages = max(0, min(MAX_STAGES, (budget - rest) // (stage_bytes(config) + BARRIER_BYTES)))
@@ -66,31 +71,36 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         c = config
         if (c.scale_n, c.scale_k, c.block_k) != (128, 128, 128):
             return f"block_k, scale_n and scale_k must be 128, not {c.block_k}, {c.scale_n} and {c.scale_k}"
-        if (c.block_n, c.num_consumers, c.stage_blocks) not in ((n, groups * c.consumers_k, s) for n, groups, s in _ROWS):
-            return f"block_n {c.block_n} with {c.num_consumers} consumer warpgroups and {c.stage_blocks} blocks a stage is not one of {_ROWS}"
+        if (c.cluster_m, c.cluster_n) != (1, 1) or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
+            given = f"{c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers along K"
+            return f"sharing a tile by {given} is not 1 x 1 x one of {_CLUSTERS_K} and one of {_CONSUMERS_K}"
+        if (c.block_n, c.num_consumers / c.consumers_k, c.stage_blocks) not in _ROWS:
+            given = f"block_n {c.block_n} with {c.num_consumers} consumer warpgroups, {c.consumers_k} along K,"
+            return f"{given} and {c.stage_blocks} blocks a stage is not one of {_ROWS}"
         if c.num_consumers > 4:
             return f"{c.num_consumers} consumer warpgroups leave too few registers a thread"
         if c.block_m % 8 or not 8 <= c.block_m <= 256:
             return f"block_m must be a multiple of 8 from 8 to 256, not {c.block_m}"
-        if c.cluster_m * c.cluster_n > 1 or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
-            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers is not foreseen"
         if c.block_n < 64 and (c.block_m > 64 or c.cluster_k > 2):
-            return "tiles of few weights read tokens too often"
+            return f"{c.block_n} weights are too few for a tile of {c.block_m} tokens whose K {c.cluster_k} CTAs share"
         if c.k_shares > 8:
             return f"{c.k_shares} shares of K are more than 8"
-        if c.num_partials not in (1, 2) or (c.num_partials == 2 and c.slices * c.block_m // mma_n(c) > 2):
-            return f"there is no schedule for {c.num_partials} sets of partial sums"
+        units = c.slices * c.block_m // mma_n(c)
+        if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
+            return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
         if not _fits(c, scales_held(c)):
-            return f"{_accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
+            return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
             return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
-        shared = config_shared_bytes(c, tma_store=c.block_n >= 64)
+        if c.ctas_per_sm not in (1, 2):
+            return f"{c.ctas_per_sm} CTAs on an SM: registers are budgeted for one or two"
+        shared = config_shared_bytes(c, tma_store=True)
         if not arch.ctas_fit(shared, c.ctas_per_sm):
             return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
         return None
 
     def store(self, config: SwappedConfig, d_tma: bool) -> str:
-        """"tma" or "direct": narrow tiles store element by element, a swizzled row of 64 being more than they have."""
+        """How ``config`` stores: narrow tiles element by element, since a swizzled row of 64 is more than they have."""
         return "tma" if d_tma and config.block_n >= 64 else "direct"
 
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -143,11 +153,30 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         return "_".join(parts)
 
     def cases(self) -> list[KernelParams]:
-        """Every tile alone, and every split of K for one of them."""
+        """Narrow, middling and wide tiles alone, and one for two CTAs on an SM; every split of K for one tile, and
+        where shares are uneven, narrow, or read scales late; direct stores of a plain and a split tile; compile-time
+        dimensions."""
+
+        def chosen(
+            block_m: int, block_n: int, cluster_k: int = 1, consumers_k: int = 1, ctas: int = 1
+        ) -> SwappedConfig:
+            return next(
+                c
+                for c in every
+                if (c.block_m, c.block_n, c.cluster_k) == (block_m, block_n, cluster_k)
+                and (c.consumers_k, c.ctas_per_sm) == (consumers_k, ctas)
+            )
+
         every = list(self.configs(SM90))
-        plain = [c for c in every if c.k_shares == c.ctas_per_sm == 1]
-        split = [c for c in every if c.k_shares > 1 and c.block_m in (16, 64) and c.ctas_per_sm == 1]
-        return [make_params(c) for c in plain + split] + [make_params(c, store="direct") for c in (plain[0], split[-1])]
+        plain = [c for c in every if c.k_shares == c.ctas_per_sm == 1 and c.block_m in (8, 64, 128)]
+        split = [c for c in every if c.k_shares > 1 and (c.block_m, c.block_n, c.ctas_per_sm) == (16, 64, 1)]
+        others = [chosen(24, 64, 2), chosen(24, 128, 1, 2), chosen(48, 32, 2, 4), chosen(112, 64, 2, 2)]
+        others += [chosen(64, 128, 2, 2), chosen(48, 256, 2, 2), chosen(64, 64, ctas=2), chosen(16, 32, 2, ctas=2)]
+        return (
+            [make_params(c) for c in plain + split + others]
+            + [make_params(c, store="direct") for c in (chosen(64, 128), chosen(24, 64, 2, 2))]
+            + [make_params(chosen(16, 64, 2, 2), shape=(0, 2112, 7168))]
+        )
 
 
 BARRIER_BYTES = 16
@@ -179,19 +208,23 @@ def scales_held(config: SwappedConfig) -> bool:
 
 
 def _fits(config: SwappedConfig, held: bool) -> bool:
+    """Whether consumers have registers for ``config``, with a block's token scales among them or not."""
     return _fits_width(config, mma_n(config), held)
 
 
 def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
     accumulators = config.slices * config.block_m // 2 + config.num_partials * width // 2
     scales = 2 * config.block_m // 4 if held else 8  # of the block at hand and the next
-    parts = 20 if width < config.block_m else 0
+    others = _OTHER_REGISTERS
+    if width < config.block_m:
+        others += _OTHER_REGISTERS_OF_PARTS
     if config.slices > 1:
-        parts += 8
-    return accumulators + scales + parts + _OTHER_REGISTERS <= register_split(config)[1]
+        others += _OTHER_REGISTERS_OF_SLICES
+    return accumulators + scales + others <= register_split(config)[1]
 
 
-def _accumulators(config: SwappedConfig) -> int:
+def accumulators(config: SwappedConfig) -> int:
+    """Registers a consumer thread spends on sums and partial sums."""
     return config.slices * config.block_m // 2 + config.num_partials * mma_n(config) // 2
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
-from ..kernels.sm90_fp8_gemm import KERNEL
-from ..params import FP8Config, GemmProblem
+from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from ..kernels.sm90_fp8_swapped import TOKENS
+from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
+from .calibration import Calibration, default
 from .model import Estimate, estimate
 
 
@@ -20,15 +22,15 @@ class Choice:
     estimate: Estimate
 
 
-def rank(problem: GemmProblem, arch: ArchSpec) -> list[Choice]:
-    """Every legal config for ``problem``, the fastest by the model first; ties go to the smaller tile.
+def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibration | None = None) -> list[Choice]:
+    """Every config that `candidates` names for ``problem``, the fastest by the model first; ties go to the smaller tile.
+    ``calibration`` is an H200's if it is None.
 
     Raises:
-        UnsupportedError: no config is legal, because of ``block_multiple`` or too few SMs for a cluster.
+        UnsupportedError: there is none, because of ``block_multiple``.
     """
-    choices = [
-        Choice(config, estimate(problem, config, arch)) for config in _candidates(arch) if _fits(config, problem)
-    ]
+    constants = calibration or default()
+    choices = [Choice(config, estimate(problem, config, constants)) for config in candidates(problem, arch)]
     if not choices:
         raise UnsupportedError(
             f"No tile has block_m and block_n that are multiples of {problem.block_multiple}. "
@@ -38,18 +40,47 @@ def rank(problem: GemmProblem, arch: ArchSpec) -> list[Choice]:
     return choices
 
 
-def select(problem: GemmProblem, arch: ArchSpec) -> Choice:
+def select(problem: GemmProblem, arch: ArchSpec, calibration: Calibration | None = None) -> Choice:
     """The first of `rank`."""
-    return rank(problem, arch)[0]
+    return rank(problem, arch, calibration)[0]
+
+
+def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
+    """The legal configs that can run ``problem`` and that are worth an estimate."""
+    multiple_m, multiple_n = problem.block_multiple
+    whole = problem.k % SCALE_BLOCK == 0
+    found = [
+        config
+        for config in _legal(arch)
+        if config.block_m % multiple_m == 0
+        and config.block_n % multiple_n == 0
+        and config.cluster_size <= problem.num_sms
+        # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
+        and (problem.whole_gpu or config.ctas_per_sm == 1)
+        # Blocks of K that follow each other in a stage are a dimension of their own, which only whole ones make.
+        and (whole or not isinstance(config, SwappedConfig) or config.stage_blocks == 1)
+    ]
+    return [config for config in found if _worthwhile(config, problem)] or found
+
+
+_LITTLE_PADDING = 1.15
+
+
+def _worthwhile(config: FP8Config, problem: GemmProblem) -> bool:
+    """Whether the model need not look at ``config`` to know that another is better."""
+    m = problem.m
+    if not isinstance(config, SwappedConfig):
+        return config.block_m <= max(64, 2 * m)  # else half of the tile is padding, and there is one of half its height
+    # Few tokens have a tile that just holds them. More are cut up, into tiles that leave little over.
+    fitting = [size for size in TOKENS if size >= m]
+    if m <= 64:
+        return config.block_m == fitting[0]
+    if config.block_n < 64 or config.block_m < 48 or (m > 1024 and config.k_shares > 1):
+        return False
+    least = min(ceil_div(m, size) * size for size in TOKENS if size >= 48)
+    return ceil_div(m, config.block_m) * config.block_m <= least * _LITTLE_PADDING
 
 
 @functools.cache
-def _candidates(arch: ArchSpec) -> tuple[FP8Config, ...]:
-    return tuple(KERNEL.configs(arch))
-
-
-def _fits(config: FP8Config, problem: GemmProblem) -> bool:
-    multiple_m, multiple_n = problem.block_multiple
-    multiples = config.block_m % multiple_m == 0 and config.block_n % multiple_n == 0
-    alone = problem.whole_gpu or config.ctas_per_sm == 1
-    return multiples and alone and config.cluster_size <= problem.num_sms
+def _legal(arch: ArchSpec) -> tuple[FP8Config, ...]:
+    return (*sm90_fp8_gemm.KERNEL.configs(arch), *sm90_fp8_swapped.KERNEL.configs(arch))

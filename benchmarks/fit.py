@@ -1,0 +1,156 @@
+"""Fitting a calibration to a survey: the constants with which the model selects best. Needs scipy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from deep_gemm import arch as archs
+from deep_gemm.benchmarks.survey import name_of, problem
+from deep_gemm.params import FP8Config
+from deep_gemm.select import candidates
+from deep_gemm.select.calibration import Calibration
+from deep_gemm.select.features import Features, features
+from deep_gemm.select.model import parts
+from deep_gemm.workload import GemmShape
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "clock_ghz": (1.4, 1.9),
+    "launch_us": (3.5, 6.5),
+    "epilogue_us": (0.2, 2.0),
+    "epilogue_elements_per_us": (8e3, 1e5),
+    "direct_elements_per_us": (1e3, 3e4),
+    "cluster_2_us": (0.01, 3.0),
+    "cluster_4_us": (0.01, 4.0),
+    "cluster_8_us": (0.01, 5.0),
+    "local_us": (0.01, 1.5),
+    "exchange_us": (0.01, 2.5),
+    "handed_per_us": (5e3, 2e5),
+    "instruction_cycles": (8, 60),
+    "chain_cycles": (5, 400),
+    "promote_cycles": (0.4, 3.0),
+    "token_cycles": (0.01, 3.0),
+    "exposed": (0.01, 1.0),
+    "ahead_cycles": (40, 350),
+    "straddle": (1.0, 2.2),
+    "issue_cycles": (20, 300),
+    "shared_bytes_per_cycle": (90, 180),
+    "fill_bytes_per_cycle": (30, 90),
+    "load_cycles": (800, 4000),
+    "hbm_gb_per_s": (2000, 8000),
+    "l2_gb_per_s": (3500, 14000),
+    "peak_tflops": (800, 2100),
+}
+"""Where each constant may lie on a GPU of Hopper's kind; the search is uniform in its logarithm."""
+
+SOFTNESS = 0.015
+"""Configs whose estimates are this close (as logarithms) share a choice, so that the loss has slopes to go down."""
+ACCURACY_WEIGHT = 0.03
+"""What an error of the estimate itself costs, beside the time lost by a choice."""
+HELD_OUT = 4
+"""One shape in so many is kept for judging."""
+
+
+@dataclass
+class Data:
+    """A survey as arrays: one entry for each pair of a shape (in a mode) and a config."""
+
+    x: Features
+    log_us: Any
+    log_loss: Any
+    """How much slower than the best of its shape, as a logarithm."""
+    starts: Any
+    groups: Any
+    held_out: Any
+    flush: Any
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> Data:
+        """The pairs of survey rows; configs that are not legal any more are left out."""
+        import numpy as np
+
+        x, log_us, log_loss, sizes, held_out, flush = [], [], [], [], [], []
+        for row in rows:
+            asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
+            legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
+            names = [name for name in row["times"] if name in legal]
+            if len(names) < 2:
+                continue
+            best = min(row["times"][name] for name in names)
+            x += [features(asked, legal[name]) for name in names]
+            log_us += [math.log(row["times"][name]) for name in names]
+            log_loss += [math.log(row["times"][name] / best) for name in names]
+            sizes.append(len(names))
+            held_out.append((row["m"] * 31 + row["n"] * 7 + row["k"] // 16) % HELD_OUT == 0)
+            flush.append(row["mode"] == "flush")
+        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        return cls(
+            Features(*(np.array(column, dtype=np.float32) for column in zip(*x, strict=True))),
+            np.array(log_us),
+            np.array(log_loss),
+            starts,
+            np.repeat(np.arange(len(sizes)), sizes),
+            np.array(held_out),
+            np.array(flush),
+        )
+
+    def selected(self, calibration: Calibration) -> Any:
+        """For each shape, the best time over that of the config that ``calibration`` selects."""
+        import numpy as np
+
+        estimates = parts(self.x, calibration, np.maximum)["total"]
+        out = []
+        for group, start in enumerate(self.starts):
+            end = self.starts[group + 1] if group + 1 < len(self.starts) else len(estimates)
+            out.append(math.exp(-self.log_loss[start + int(np.argmin(estimates[start:end]))]))
+        return np.array(out)
+
+    def loss(self, calibration: Calibration) -> float:
+        """Time lost by the choices on the shapes that are not held out, large losses counted more, and a little of how
+        wrong the estimates are where they matter."""
+        import numpy as np
+
+        estimates = np.log(parts(self.x, calibration, np.maximum)["total"])
+        best = np.minimum.reduceat(estimates, self.starts)
+        weights = np.exp(-(estimates - best[self.groups]) / SOFTNESS)
+        sums = np.add.reduceat(weights, self.starts)
+        lost = np.add.reduceat(weights * self.log_loss, self.starts) / sums
+        wrong = np.add.reduceat(weights * np.minimum(np.abs(estimates - self.log_us), 0.5), self.starts) / sums
+        train = ~self.held_out
+        timed = train & self.flush if (train & self.flush).any() else train
+        return float((lost + 4 * np.maximum(lost - 0.1, 0))[train].mean() + ACCURACY_WEIGHT * wrong[timed].mean())
+
+
+def fit(data: Data, seconds: float, seed: int = 0, progress: Callable[[str], None] = print) -> Calibration:
+    """The calibration that loses least on ``data``, found by differential evolution in about ``seconds``."""
+    import time
+
+    import numpy as np
+    from scipy.optimize import differential_evolution
+
+    names = [field.name for field in fields(Calibration)]
+    low = np.log([BOUNDS[name][0] for name in names])
+    high = np.log([BOUNDS[name][1] for name in names])
+
+    def calibration(point: Any) -> Calibration:
+        values = np.exp(low + point * (high - low))
+        return Calibration(**{name: float(f"{value:.5g}") for name, value in zip(names, values, strict=True)})
+
+    end = time.monotonic() + seconds
+    found = differential_evolution(
+        lambda point: data.loss(calibration(point)),
+        [(0.0, 1.0)] * len(names),
+        popsize=3,
+        maxiter=1_000_000,
+        tol=0,
+        mutation=(0.3, 0.9),
+        recombination=0.8,
+        init="sobol",
+        seed=seed,
+        polish=False,
+        callback=lambda *_args, **_kwargs: time.monotonic() > end,
+    )
+    progress(f"loss {found.fun:.4f} after {found.nfev} evaluations")
+    return calibration(found.x)

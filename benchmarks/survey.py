@@ -1,0 +1,168 @@
+"""Timing configs that the selector did not choose: what a calibration is fitted to, and what it is judged by."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deep_gemm import arch as archs
+from deep_gemm import engine, kernels, options, select
+from deep_gemm.benchmarks import timing
+from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.params import FP8Config, GemmProblem
+from deep_gemm.workload import GemmShape
+
+MODES = ("flush", "promised", "unpromised")
+"""Cold single calls, and graphs of many with and without the promise of constant weights."""
+GRAPH_MAX_M = 128
+FLUSH_REPEATS = 20
+
+Row = dict[str, Any]
+
+
+def problem(shape: GemmShape, num_sms: int) -> GemmProblem:
+    """The problem that a call with fresh tensors of this shape is on a whole GPU."""
+    return GemmProblem(m=shape.m, n=shape.n, k=shape.k, num_sms=num_sms, d_tma=shape.n % 8 == 0)
+
+
+def name_of(config: FP8Config, asked: GemmProblem, spec: archs.ArchSpec) -> str:
+    """What a config is called in rows: its kernel's entry."""
+    params = engine.kernel_params(asked, config, spec)
+    return kernels.get(params.kernel).entry(params)
+
+
+@dataclass
+class Survey:
+    """All ranked configs of some shapes, timed. ``within`` leaves out those that the model takes for slower than that
+    many times the best: 0 leaves out none."""
+
+    shapes: Sequence[GemmShape]
+    modes: Sequence[str] = ("flush",)
+    within: float = 0.0
+    seconds: float = float("inf")
+    progress: Callable[[str], None] = print
+
+    def rows(self) -> Iterator[Row]:
+        """One row for each shape and mode: times in us by config, and the choice of the present calibration."""
+        import torch
+
+        device = torch.cuda.current_device()
+        spec, start = archs.for_device(device), time.monotonic()
+        common = environment()
+        num_sms = options.num_sms_for(device)
+        work = [
+            (shape, mode) for shape in self.shapes for mode in self.modes if mode == "flush" or shape.m <= GRAPH_MAX_M
+        ]
+        candidates = {shape: self._candidates(problem(shape, num_sms), spec) for shape in self.shapes}
+        self._build({(problem(s, num_sms), c.config) for s, found in candidates.items() for c in found}, spec)
+        for index, (shape, mode) in enumerate(work):
+            if time.monotonic() - start > self.seconds:
+                self.progress(f"the time ran out before {len(work) - index} of {len(work)} measurements")
+                return
+            asked = problem(shape, num_sms)
+            times = dict(_times(shape, asked, [c.config for c in candidates[shape]], mode, spec, device))
+            row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source, "mode": mode}
+            row["selected"] = name_of(select.rank(asked, spec)[0].config, asked, spec)
+            row["times"] = {name: round(us, 3) for name, us in times.items()}
+            self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
+            yield row | common
+
+    def _candidates(self, asked: GemmProblem, spec: archs.ArchSpec) -> list[select.Choice]:
+        ranked = select.rank(asked, spec)
+        limit = ranked[0].estimate.total_us * self.within
+        return [choice for choice in ranked if not self.within or choice.estimate.total_us <= limit]
+
+    def _build(self, pairs: Iterable[tuple[GemmProblem, FP8Config]], spec: archs.ArchSpec) -> None:
+        wanted = {engine.kernel_params(asked, config, spec) for asked, config in pairs}
+        with ThreadPoolExecutor() as pool:
+            for done, _ in enumerate(pool.map(engine.build, wanted)):
+                if done % 100 == 0:
+                    self.progress(f"compiling: {done} of {len(wanted)} kernels")
+
+
+def _times(
+    shape: GemmShape, asked: GemmProblem, configs: Sequence[FP8Config], mode: str, spec: archs.ArchSpec, device: int
+) -> Iterator[tuple[str, float]]:
+    """Each config's name and time. Configs are timed in random order: what heats the GPU is then no config's fault."""
+    import torch
+
+    from deep_gemm.benchmarks import backends
+    from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry
+
+    sets = 1 if mode == "flush" else min(256, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
+    operands = backends.make_operands(shape, sets)
+    order = list(configs)
+    random.Random(shape.m * shape.n + shape.k).shuffle(order)
+    for config in order:
+        stream = torch.cuda.Stream()
+        calls = []
+        for x in operands:
+            geometry = Geometry(
+                shape.m,
+                shape.n,
+                shape.k,
+                shape.k,
+                shape.k,
+                x.d.stride(0),
+                x.sfa.stride(1) if x.sfa.shape[1] > 1 else -(-shape.m // 4) * 4,
+                (x.sfb.stride(0), x.sfb.stride(1)),
+            )
+            at = Addresses(x.a.data_ptr(), x.sfa.data_ptr(), x.b.data_ptr(), x.sfb.data_ptr(), x.d.data_ptr())
+            handle = stream.cuda_stream if mode != "flush" else engine.raw_stream(device)
+            calls.append(engine.forced_launch(asked, config, geometry, at, device, handle, mode == "promised"))
+        name = name_of(config, asked, spec)
+        if mode == "flush":
+            yield name, timing.flush({"x": calls[0]}, FLUSH_REPEATS, rounds=1)["x"]
+        else:
+            yield name, _graph_us(calls, stream)
+
+
+def _graph_us(calls: Sequence[Callable[[], object]], stream: Any, least: int = 48, replays: int = 4) -> float:
+    """Time of a call in one graph of all of them; launches are bound to the stream that they are captured on."""
+    import torch
+
+    count = max(least, len(calls))
+    calls[0]()  # an error is not a capture's
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=stream):
+        for index in range(count):
+            calls[index % len(calls)]()
+    samples = []
+    for replay in range(replays + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        captured.replay()
+        end.record()
+        end.synchronize()
+        if replay:
+            samples.append(start.elapsed_time(end) * 1e3 / count)
+    return statistics.median(samples)
+
+
+def quality(row: Row) -> float:
+    """The best time over the selected config's: 1 where the selector found the best."""
+    times = row["times"]
+    return float(min(times.values()) / times[row["selected"]])
+
+
+def line(row: Row) -> str:
+    """One row for a person."""
+    best = min(row["times"], key=row["times"].__getitem__)
+    text = f"{row['mode']:10} {row['m']:5} x {row['n']:5} x {row['k']:5}  {len(row['times'])} configs, selected / best "
+    return (
+        text
+        + f"{quality(row):.3f}  ({row['selected']} {row['times'][row['selected']]:.1f} us, {best} {row['times'][best]:.1f} us)"
+    )
+
+
+def load(paths: Iterable[Path]) -> list[Row]:
+    """The rows of survey files."""
+    return [json.loads(text) for path in paths for text in path.read_text().splitlines() if text.strip()]

@@ -1,0 +1,112 @@
+"""`deep-gemm calibrate`: the constants of the model that chooses configs, measured on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import geometric_mean
+
+import click
+
+from deep_gemm import arch
+from deep_gemm.benchmarks import shapes, survey
+from deep_gemm.cli.console import console
+from deep_gemm.select import calibration
+from deep_gemm.workload import GemmShape
+
+CALIBRATION_M = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+
+
+@click.group("calibrate", invoke_without_command=True)
+@click.option("--seconds", default=420.0, show_default=True, help="Time for the survey, and again for the fit.")
+@click.pass_context
+def command(context: click.Context, seconds: float) -> None:
+    """Measure this GPU, fit the model's constants, and write its calibration file; or do one of these.
+
+    A file for each GPU model is part of the package; GPUs without one are taken for an H200.
+    """
+    if context.invoked_subcommand is None:
+        import torch
+
+        rows = Path("calibration-survey.jsonl")
+        context.invoke(survey_command, output=rows, count=100, seed=1, public=True, modes=survey.MODES, seconds=seconds, every=False)
+        target = calibration.file_of(torch.cuda.get_device_name())
+        context.invoke(fit_command, sources=(rows,), output=target, seconds=seconds, seed=0)
+
+
+@command.command("survey")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Append JSON rows to this file.")
+@click.option("--random", "count", default=100, show_default=True, help="Log-uniform random shapes.")
+@click.option("--seed", default=1, show_default=True, help="Their seed.")
+@click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(survey.MODES), help="How to time; repeatable. [all]")
+@click.option("--seconds", default=600.0, show_default=True, help="Begin no new measurement after this long.")
+@click.option("--every/--plausible", default=False, help="Time every config, or only those that the model does not rule out.")
+def survey_command(
+    output: Path, count: int, seed: int, public: bool, modes: tuple[str, ...], seconds: float, every: bool
+) -> None:
+    """Time many configs on many shapes."""
+    import torch
+
+    from deep_gemm.benchmarks.run import append
+
+    if not torch.cuda.is_available():
+        raise click.ClickException("a survey times kernels on a GPU, and torch sees none here.")
+    chosen = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
+    chosen += [shape for shape in shapes.log_uniform(count, seed) if shape.n % 8 == 0] if count else []
+    out = console()
+    plan = survey.Survey(chosen, modes or survey.MODES, 0.0 if every else 2.0, seconds, lambda text: out.print(text, markup=False))
+    for row in plan.rows():
+        append(output, row)
+    _report(survey.load([output]))
+
+
+@command.command("fit")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
+@click.option("--seconds", default=300.0, show_default=True, help="How long to search.")
+@click.option("--seed", default=0, show_default=True, help="Of the search.")
+def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: int) -> None:
+    """Fit the model's constants to surveys. Needs no GPU, but scipy: pip install 'deep-gemm-jit[calibrate]'."""
+    try:
+        import scipy.optimize
+    except ImportError as error:
+        raise click.ClickException(f"fitting needs {error.name}: pip install 'deep-gemm-jit[calibrate]'") from error
+    del scipy
+    from deep_gemm.benchmarks import fit
+    rows = survey.load(sources)
+    data = fit.Data.of(rows, arch.get("sm_90a"))
+    out = console()
+    found = fit.fit(data, seconds, seed, lambda text: out.print(text, markup=False))
+    quality = data.selected(found)
+    summary = {
+        "shapes": len(quality),
+        "selected_over_best": round(geometric_mean(quality), 4),
+        "worst": round(float(quality.min()), 3),
+        "held_out_shapes": int(data.held_out.sum()),
+        "held_out_selected_over_best": round(geometric_mean(quality[data.held_out]), 4),
+        "held_out_worst": round(float(quality[data.held_out].min()), 3),
+    }
+    about = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"constants": found.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
+    out.print(f"{output}: {summary}", markup=False)
+
+
+@command.command("check")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+def check_command(sources: tuple[Path, ...]) -> None:
+    """Say how good the selected configs of surveys were: best time over theirs."""
+    _report(survey.load(sources))
+
+
+def _report(rows: list[survey.Row]) -> None:
+    out = console()
+    for mode in survey.MODES:
+        found = {f"{r['m']} x {r['n']} x {r['k']}": survey.quality(r) for r in rows if r["mode"] == mode}
+        if found:
+            worst = min(found, key=found.__getitem__)
+            mean = geometric_mean(found.values())
+            text = f"{mode}: selected / best {mean:.4f} over {len(found)} shapes, worst {found[worst]:.3f} ({worst})"
+            out.print(text, markup=False)
+

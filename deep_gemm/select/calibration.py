@@ -1,0 +1,98 @@
+"""The constants of one GPU model, and where they are kept."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInputError
+
+FOLDER = Path(__file__).parent / "calibrations"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants of one GPU model, made by `deep-gemm calibrate`. Times in us, cycles of the SM clock, rates as named."""
+
+    clock_ghz: float
+    """SM clock in short runs."""
+    launch_us: float
+    """An empty launch as timed, the way to the first load, and to its first product."""
+    epilogue_us: float
+    """A tile's fixed cost: drain, staging, barriers."""
+    epilogue_elements_per_us: float
+    """Output elements that a CTA converts and stores by TMA in a microsecond."""
+    direct_elements_per_us: float
+    """The same, element by element."""
+    cluster_2_us: float
+    cluster_4_us: float
+    cluster_8_us: float
+    """What launching and ending CTAs of a cluster together costs."""
+    local_us: float
+    """Handing over shares of K inside a CTA."""
+    exchange_us: float
+    """Handing over shares of K between CTAs."""
+    handed_per_us: float
+    """Elements that a CTA hands over in a microsecond."""
+    instruction_cycles: float
+    """Least time of a wgmma, however narrow."""
+    chain_cycles: float
+    """Latency of one block of K in a consumer: wait, issue, drain."""
+    promote_cycles: float
+    """Promotion of one column of an m64 slice."""
+    token_cycles: float
+    """Reading and multiplying one token's scale."""
+    exposed: float
+    """Part of the promotion that other consumers do not hide."""
+    ahead_cycles: float
+    """Latency of one block where products are issued ahead."""
+    straddle: float
+    """Promotion in tiles that touch two rows of B's scales costs this much more."""
+    issue_cycles: float
+    """A producer thread's time for one stage."""
+    shared_bytes_per_cycle: float
+    """Shared memory of an SM: operands that wgmma reads, and what TMA writes."""
+    fill_bytes_per_cycle: float
+    """From L2 into one SM."""
+    load_cycles: float
+    """From asking for a stage to having it."""
+    hbm_gb_per_s: float
+    l2_gb_per_s: float
+    """From L2 into all SMs together."""
+    peak_tflops: float
+    """What power allows over a whole GEMM."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Calibration:
+        """The constants in ``data``, which must be all and no others. Raises InvalidInputError."""
+        names = [field.name for field in fields(cls)]
+        if sorted(data) != sorted(names) or not all(isinstance(value, (int, float)) and value > 0 for value in data.values()):
+            raise InvalidInputError(
+                f"A calibration holds positive numbers named {', '.join(names)}, but this one holds {data}. "
+                "Make it anew with `deep-gemm calibrate fit`."
+            )
+        return cls(**{name: float(data[name]) for name in names})
+
+    def to_json(self) -> dict[str, float]:
+        """For a calibration file."""
+        return asdict(self)
+
+
+def file_of(device_name: str) -> Path:
+    """The file for a GPU model, such as "NVIDIA H200", which need not exist."""
+    stem = "".join(c if c.isalnum() else "_" for c in device_name.lower()).strip("_")
+    return FOLDER / f"{stem}.json"
+
+
+@functools.cache
+def load(path: Path) -> Calibration:
+    """The calibration in a file. Raises InvalidInputError if it is not one."""
+    return Calibration.from_json(json.loads(path.read_text())["constants"])
+
+
+def default() -> Calibration:
+    """The calibration used where there is none of the GPU itself: an H200's."""
+    return load(file_of("NVIDIA H200"))

@@ -1,0 +1,143 @@
+"""What the model needs to know of a problem done with a config: counts, no times."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, align, ceil_div
+
+PACKING = {1: 1.0, 2: 1.0, 4: 0.97, 8: 0.97}
+"""Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple of
+four. 33 clusters of four took two rounds, 32 one."""
+
+
+class Features(NamedTuple):
+    """Numbers, or arrays of them for many pairs at once. "A block" is one CTA's block of K."""
+
+    waves: float
+    """Tiles that the busiest slot does, one after the other."""
+    blocks: float
+    """Blocks of K in one CTA's share of a tile."""
+    resident: float
+    """CTAs on the busiest SM."""
+    groups: float
+    """Consumers that multiply the same block."""
+    products: float
+    """Instructions a consumer issues for a block."""
+    half_width: float
+    """Half the columns of one instruction: its cycles in the tensor cores."""
+    read: float
+    """Bytes of operands that instructions read for a block."""
+    filled: float
+    """Bytes that are loaded for a block."""
+    columns: float
+    """Columns of m64 accumulators that a consumer promotes for a block, in tiles that lie in one row of B's scales."""
+    straddling: float
+    """The same in tiles that do not."""
+    token_scales: float
+    """Scales of tokens that a consumer multiplies into its columns for a block."""
+    ahead: float
+    """1 where the next products are issued before promotion, else 0."""
+    overlap: float
+    """Share of a consumer's promotion that other consumers can hide."""
+    consumers_k: float
+    depth: float
+    """Blocks of K in the ring."""
+    stage_blocks: float
+    elements: float
+    """Output elements of a tile that are stored, as far as they exist."""
+    direct: float
+    """1 for element by element stores, else 0."""
+    local_shares: float
+    """1 where consumers of a CTA exchange shares of K, else 0."""
+    cluster_shares: float
+    """The same for CTAs of a cluster."""
+    handed: float
+    """Elements that a CTA hands over."""
+    cluster_2: float
+    cluster_4: float
+    cluster_8: float
+    traffic: float
+    """Bytes that HBM moves."""
+    l2: float
+    """Bytes that the L2 hands out."""
+    operations: float
+    """Floating-point operations, those of padding included."""
+
+
+class _Fixed(NamedTuple):
+    """What of a config does not depend on the problem."""
+
+    swapped: bool
+    stage_blocks: int
+    groups: int
+    slices: int
+    width: int
+    mma_n: int
+    straddles: bool
+    whole: bool
+    direct: bool
+
+
+@functools.cache
+def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
+    groups, slices = config.num_consumers // config.consumers_k, config.slices
+    if isinstance(config, SwappedConfig):
+        direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
+        mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
+        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, False, blocks > 1, direct)
+    width = config.block_n
+    straddles = SCALE_BLOCK % width != 0 and width != 2 * SCALE_BLOCK
+    mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
+    return _Fixed(False, 1, groups, slices, width, mma_n, straddles, config.cluster_n > 1, not d_tma)
+
+
+def features(problem: GemmProblem, config: FP8Config) -> Features:
+    """The numbers of one pair."""
+    m, n, k = problem.m, problem.n, problem.k
+    fixed = _fixed(config, problem.d_tma)
+    swapped, stage_blocks, groups, slices, width, mma_n, straddles, whole, direct = fixed
+    block_m, block_n, size, resident = config.block_m, config.block_n, config.cluster_size, config.ctas_per_sm
+    tiles = ceil_div(m, block_m * config.cluster_m) * ceil_div(n, block_n * config.cluster_n) * size
+    slots = max(1, int(PACKING[size] * problem.num_sms * resident / size)) * size
+    blocks = ceil_div(ceil_div(ceil_div(k, SCALE_BLOCK), stage_blocks), config.cluster_k) * stage_blocks
+    products = slices * (width // mma_n) * 4
+    tokens = block_m if whole else min(block_m, align(m, 4))
+    resident = min(resident, ceil_div(tiles, problem.num_sms))
+    consumers = config.num_consumers * resident
+    shares = config.k_shares
+    # What is handed over and stored is shared out among the shares of K in one kernel, and left to one of them in the
+    # other.
+    stored = min(block_m, m) * min(block_n, n)
+    finished = stored / shares if swapped else stored
+    return Features(
+        waves=ceil_div(tiles, slots),
+        blocks=blocks,
+        resident=resident,
+        groups=groups,
+        products=products,
+        half_width=mma_n / 2,
+        read=groups * products * (64 + mma_n) * 32,
+        filled=(tokens + block_n) * SCALE_BLOCK,
+        columns=0 if straddles else slices * width,
+        straddling=slices * width if straddles else 0,
+        token_scales=width if swapped else 0,
+        ahead=1.0 if config.num_partials > 1 else 0.0,
+        overlap=(consumers - 1) / consumers,
+        consumers_k=config.consumers_k,
+        depth=config.num_stages * stage_blocks,
+        stage_blocks=stage_blocks,
+        elements=finished,
+        direct=1.0 if direct else 0.0,
+        local_shares=1.0 if config.consumers_k > 1 else 0.0,
+        cluster_shares=1.0 if config.cluster_k > 1 else 0.0,
+        handed=(shares - 1) * finished,
+        cluster_2=1.0 if size == 2 else 0.0,
+        cluster_4=1.0 if size == 4 else 0.0,
+        cluster_8=1.0 if size == 8 else 0.0,
+        traffic=m * k + n * k + 2 * m * n,
+        l2=tiles * blocks * (tokens / config.cluster_n + block_n / config.cluster_m) * SCALE_BLOCK,
+        operations=2.0 * tiles * block_m * block_n * blocks * SCALE_BLOCK,
+    )
