@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deep_gemm import dense
@@ -46,7 +46,8 @@ class WarmPath:
         key = found[at]
         if not isinstance(key, ast.Assign) or not isinstance(key.value, ast.Tuple):
             raise DeepGemmError("`key` is not a tuple.")
-        self.names = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
+        self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         self.unpack = [ast.unparse(statement) for statement in found[:at] if not isinstance(statement, ast.AnnAssign)]
         self.elements = [ast.unparse(element) for element in key.value.elts]
         self.reads: dict[str, list[str]] = {}
@@ -61,7 +62,7 @@ class WarmPath:
 
     def locals(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The function's local names once its arguments are unpacked."""
-        scope = dict.fromkeys(self.names) | {"disable_ue8m0_cast": False} | dict(arguments)
+        scope = self.defaults | dict(arguments)
         exec("\n".join(self.unpack), dict(self.function.__globals__), scope)
         return scope
 
@@ -131,7 +132,7 @@ def _least(function: Callable[..., None], names: Mapping[str, Any], calls: int, 
 def before_launch(x: Operands, path: WarmPath | None = None, time_us: Callable[..., float] = statement_us) -> Row:
     """Us of each part of a warm call up to the launch, by part. `x` must have been multiplied before."""
     path = path or WarmPath()
-    arguments = {"a": (x.a, x.sfa), "b": (x.b, x.sfb), "d": x.d}
+    arguments = _arguments(x)
     scope = path.function.__globals__
     return {part: time_us(statement, names, scope) for part, statement, names in path.statements(arguments)}
 
@@ -150,9 +151,17 @@ def launch_parts(record: Any, host: Callable[[Callable[[], Any]], float]) -> dic
     return {LAUNCH: max(0.0, driver - empty), CHECK: all_of_it - driver}
 
 
-def last_record(known: Sequence[Any]) -> Any:
-    """The launch record of the last call that was remembered, or DeepGemmError if that was none."""
-    for found in reversed(known):
-        if hasattr(found, "call"):
-            return found
-    raise DeepGemmError("No launch record is remembered: call the shape once, on the current device, scales ready.")
+def record_of(x: Operands, path: WarmPath | None = None) -> Any:
+    """The launch record that a warm call on `x` runs. Raises DeepGemmError if there is none: the operands were not
+    multiplied before on this stream, their scales have to be transposed, or another device is current."""
+    record = dense._warm.get((path or WarmPath()).key(_arguments(x)))
+    if not hasattr(record, "call"):
+        raise DeepGemmError(
+            "No launch record is kept for these operands. Multiply them once first, with scales that are ready, on the "
+            "stream and the device that are current now."
+        )
+    return record
+
+
+def _arguments(x: Operands) -> dict[str, Any]:
+    return {"a": (x.a, x.sfa), "b": (x.b, x.sfb), "d": x.d}

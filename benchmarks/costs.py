@@ -70,12 +70,9 @@ def host() -> Iterator[Row]:
 def parts(x: backends.Operands) -> list[Row]:
     """What a warm call on these operands is made of, and the remainder to the whole, which is measured at the same time
     so that the two belong together."""
-    from deep_gemm import dense
-
     call = backends.ours(x)
-    call()  # the last one that is remembered is then this one
-    record = breakdown.last_record(list(dense._warm.values()))
-    found = breakdown.before_launch(x) | breakdown.launch_parts(record, timing.host)
+    call()
+    found = breakdown.before_launch(x) | breakdown.launch_parts(breakdown.record_of(x), timing.host)
     return breakdown.rows(timing.host(call), found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,9 +92,27 @@ def test_the_launch_is_split_into_the_driver_and_us() -> None:
         return 3.5 if call is record else 3.0 if call == record.call else 0.1
 
     assert breakdown.launch_parts(record, host) == {breakdown.LAUNCH: 2.9, breakdown.CHECK: 0.5}
-    assert breakdown.last_record([object(), record, object()]) is record
+
+
+def test_the_record_of_a_call_is_found_by_its_key(operands: backends.Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deep_gemm import dense
+
     with pytest.raises(DeepGemmError, match="No launch record"):
-        breakdown.last_record([])
+        breakdown.record_of(operands)
+    # The key under which the function itself looks, which on the CPU it never stores.
+    seen: list[Any] = []
+
+    class Known(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            seen.append(key)
+            return super().get(key, default)
+
+    monkeypatch.setattr(dense, "_warm", Known())
+    backends.ours(operands)()
+    (key,) = seen
+    record = SimpleNamespace(call=lambda: None)
+    dense._warm[key] = record
+    assert breakdown.record_of(operands) is record
 
 
 NVRTC_TABLE = """File name, phase name, metric, unit
