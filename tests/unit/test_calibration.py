@@ -1,0 +1,123 @@
+"""Calibrations: their files, the survey that they are fitted to, and the fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from deep_gemm import arch
+from deep_gemm.benchmarks import fit, survey
+from deep_gemm.cli.calibrate import command
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.select import candidates
+from deep_gemm.select.calibration import Calibration, default, file_of
+from deep_gemm.select.features import Features, features
+from deep_gemm.select.model import estimate, parts
+from deep_gemm.workload import GemmShape
+
+SHAPES = [GemmShape(m, n, k, "test") for m in (1, 24, 100, 1500) for n, k in ((2112, 7168), (4096, 512), (7168, 2048))]
+
+
+def rows(calibration: Calibration) -> list[dict[str, Any]]:
+    """What a survey would find on a GPU that does as the model says."""
+    out = []
+    for shape in SHAPES:
+        asked = survey.problem(shape, 132)
+        configs = candidates(asked, arch.SM90)
+        times = {
+            survey.name_of(c, asked, arch.SM90): round(estimate(asked, c, calibration).total_us, 4) for c in configs
+        }
+        row = {"m": shape.m, "n": shape.n, "k": shape.k, "mode": "flush", "times": times}
+        out.append(row | {"selected": min(times, key=times.__getitem__), "device": "a model", "date": "never"})
+    return out
+
+
+def test_the_h200_has_a_file() -> None:
+    assert file_of("NVIDIA H200").is_file()
+    assert default() == Calibration.from_json(json.loads(file_of("NVIDIA H200").read_text())["constants"])
+
+
+def test_files_are_named_after_the_gpu() -> None:
+    assert file_of("NVIDIA H100 80GB HBM3").name == "nvidia_h100_80gb_hbm3.json"
+
+
+def test_constants_survive_a_file() -> None:
+    assert Calibration.from_json(json.loads(json.dumps(default().to_json()))) == default()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"clock_ghz": 1.0}, default().to_json() | {"speed": 1.0}, default().to_json() | {"launch_us": -1.0}],
+    ids=["missing", "unknown", "negative"],
+)
+def test_a_file_with_other_constants_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidInputError, match="holds positive numbers named clock_ghz"):
+        Calibration.from_json(wrong)
+
+
+def test_every_constant_has_bounds_and_lies_in_them() -> None:
+    assert set(fit.BOUNDS) == set(default().to_json())
+    for name, value in default().to_json().items():
+        low, high = fit.BOUNDS[name]
+        assert low * 0.999 <= value <= high * 1.001, name
+
+
+def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
+    asked = survey.problem(SHAPES[4], 132)
+    configs = candidates(asked, arch.SM90)
+    together = Features(*(np.array(column) for column in zip(*(features(asked, c) for c in configs), strict=True)))
+    totals = parts(together, default(), np.maximum)["total"]
+    alone = [estimate(asked, c, default()).total_us for c in configs]
+    assert np.allclose(totals, alone, rtol=1e-9)
+
+
+def test_a_gpu_that_does_as_the_model_says_is_selected_for_perfectly() -> None:
+    data = fit.Data.of(rows(default()), arch.SM90)
+    assert data.selected(default()).min() > 0.9999
+    right = data.loss(default())
+    for name in ("hbm_gb_per_s", "promote_cycles", "epilogue_us", "ahead_cycles", "launch_us"):
+        wrong = replace(default(), **{name: getattr(default(), name) * 3})
+        assert data.loss(wrong) > right, name
+
+
+def test_the_fit_finds_constants_that_select_well() -> None:
+    pytest.importorskip("scipy", reason="the fit needs scipy, which the extra [calibrate] installs")
+    other = replace(default(), promote_cycles=default().promote_cycles * 1.3, hbm_gb_per_s=3000.0)
+    data = fit.Data.of(rows(other), arch.SM90)
+    found = fit.fit(data, seconds=3.0, progress=lambda _text: None)
+    worst = Calibration(**{name: bounds[1] for name, bounds in fit.BOUNDS.items()})
+    assert data.loss(found) < data.loss(worst)
+    assert math.exp(np.log(data.selected(found)).mean()) > 0.8
+
+
+def test_quality_is_best_over_selected() -> None:
+    row = {"selected": "a", "times": {"a": 4.0, "b": 3.0}}
+    assert survey.quality(row) == 0.75
+
+
+def test_check_reports_each_mode(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(default())))
+    result = CliRunner().invoke(command, ["check", str(path)])
+    assert result.exit_code == 0, result.output
+    assert f"flush: selected / best 1.0000 over {len(SHAPES)} shapes, worst 1.000" in result.output
+
+
+def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="the fit needs scipy, which the extra [calibrate] installs")
+    source, output = tmp_path / "rows.jsonl", tmp_path / "out" / "gpu.json"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(default())))
+    arguments = ["fit", str(source), "--output", str(output), "--seconds", "1"]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    written = json.loads(output.read_text())
+    Calibration.from_json(written["constants"])
+    assert written["fit"]["shapes"] == len(SHAPES)
+    assert written["survey"]["device"] == "a model"
