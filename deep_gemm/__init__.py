@@ -4,6 +4,7 @@ Importing this package touches no GPU, disk, environment variable or compiler, s
 """
 
 from deep_gemm import testing, utils
+from deep_gemm.constant import declare_constant, retract_constant
 from deep_gemm.dense import (
     fp8_fp4_gemm_nn,
     fp8_fp4_gemm_nt,
@@ -75,6 +76,7 @@ __all__ = [
     "align",
     "ceil_div",
     "debug_info",
+    "declare_constant",
     "dequantise",
     "dump_debug_info",
     "fp8_fp4_gemm_nn",
@@ -101,6 +103,7 @@ __all__ = [
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "retract_constant",
     "set_block_size_multiple_of",
     "set_ignore_compile_dims",
     "set_mk_alignment_for_contiguous_layout",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arch, engine, options
+from . import arch, constant, engine, options
 from .errors import InvalidInputError, UnsupportedError
 from .jit.driver.launch import Launch
 from .kernels.sm90_fp8_launch import Addresses, Geometry
@@ -29,15 +28,17 @@ _MAX_SCRATCH = 64
 
 # What a warm call does, by everything that a launch depends on: addresses, shapes, strides, dtypes, stream.
 _warm: dict[Any, Callable[[], object]] = {}
-_warm_lock = threading.Lock()
 
 
 def _forget_warm() -> None:
-    with _warm_lock:
-        _warm.clear()
+    """Put a new dictionary in the old one's place, so that what a call in progress will remember is lost with the old
+    one. No lock: a storage may be freed, and a promise end, at any moment."""
+    global _warm
+    _warm = {}
 
 
 options.on_change(_forget_warm)
+constant.on_change(_forget_warm)
 
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
@@ -73,6 +74,9 @@ def fp8_gemm_nt(
     The tensor cores' sums are promoted to float32 every 128 of K, where the scales are applied. Results are bitwise
     repeatable. M = 0 does nothing and K = 0 writes zeros. Tensors on the CPU are multiplied by the reference
     implementation. Inside CUDA-graph capture the shape must have been called before.
+
+    Every operand may be written by the kernel or copy just before, of any library: nothing is assumed of who wrote it
+    or when. Only where both tensors of ``b`` were given to `declare_constant` are those two read earlier.
 
     Raises:
         InvalidInputError: an argument is wrong; the message names it.
@@ -133,6 +137,7 @@ def fp8_gemm_nt(
 
 def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
     """Validate, run, and remember under ``key`` what to do the next time."""
+    remembered = _warm  # before anything is decided: see _forget_warm
     recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast = rest
     x = validate_fp8_gemm(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims or "", disable_ue8m0_cast)
     if x.m == 0:
@@ -143,7 +148,6 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
     if x.device.type == "cpu":
         fp8_gemm_reference(x)
         return
-    changes = options.changes()
     device, current = x.device.index, _current_device()
     with torch.cuda.device(device):
         call = _prepare(x, device)
@@ -151,12 +155,10 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
     # The reference, which a fallback runs, holds tensors and is not kept.
     if key is None or isinstance(call, _Reference):
         return
-    with _warm_lock:
-        if options.changes() == changes:
-            if len(_warm) >= _MAX_WARM:
-                _warm.clear()
-            # The common case, the tensors' device being the current one, needs no guard.
-            _warm[key] = call if current == device else _OnDevice(device, call)
+    if len(remembered) >= _MAX_WARM:
+        remembered.clear()
+    # The common case, the tensors' device being the current one, needs no guard.
+    remembered[key] = call if current == device else _OnDevice(device, call)
 
 
 def _prepare(x: FP8GemmOperands, device: int) -> Callable[[], object]:
@@ -180,7 +182,8 @@ def _prepare(x: FP8GemmOperands, device: int) -> Callable[[], object]:
         return _Reference(x)
     engine.plan(problem, device)  # before scales are transposed, so that an error names the shape
     geometry, addresses = _layout(x)
-    gemm = _Gemm(problem, geometry, addresses, device, _raw_stream(device))
+    constant_b = constant.is_constant(x.b) and constant.is_constant(x.sfb)
+    gemm = _Gemm(problem, geometry, addresses, device, _raw_stream(device), constant_b)
     return gemm.launch(addresses.sfa) if x.sfa_ready else _TransposeFirst(gemm, x.sfa)
 
 
@@ -227,10 +230,13 @@ class _Gemm:
     addresses: Addresses
     device: int
     stream: int
+    constant_b: bool
 
     def launch(self, sfa: int) -> Launch:
         addresses = replace(self.addresses, sfa=sfa)
-        return engine.fp8_gemm_launch(self.problem, self.geometry, addresses, self.device, self.stream)
+        return engine.fp8_gemm_launch(
+            self.problem, self.geometry, addresses, self.device, self.stream, constant_b=self.constant_b
+        )
 
 
 class _TransposeFirst:

@@ -16,14 +16,13 @@ from .errors import InvalidInputError
 class _Options:
     num_sms: int | None = None
     tc_util: int = 100
-    pdl: bool = False
+    pdl: bool = True
     ignore_compile_dims: bool = False
     block_multiple: tuple[int, int] = (1, 1)
 
 
 _options = _Options()
 _listeners: list[Callable[[], None]] = []
-_changes = 0
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -31,14 +30,7 @@ def on_change(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
-def changes() -> int:
-    """How often an option was changed: what was decided at another count may be out of date."""
-    return _changes
-
-
 def _changed() -> None:
-    global _changes
-    _changes += 1
     for listener in _listeners:
         listener()
 
@@ -87,7 +79,12 @@ def get_tc_util() -> int:
 
 def set_pdl(enabled: bool) -> None:
     """Whether kernels are launched so that they may start before their predecessor in the stream has finished
-    (programmatic dependent launch). They wait for it before they touch global memory."""
+    (programmatic dependent launch); True at first.
+
+    It is safe whoever wrote the operands: kernels set themselves up, then wait for their predecessor before they read
+    or write anything that it may have written. Under `declare_constant` that leaves out the declared weights, which are
+    read before; with ``set_pdl(False)`` such a promise has no effect.
+    """
     if not isinstance(enabled, bool):
         raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
     _options.pdl = enabled
@@ -95,7 +92,7 @@ def set_pdl(enabled: bool) -> None:
 
 
 def get_pdl() -> bool:
-    """Whether programmatic dependent launch is on; off at first."""
+    """Whether programmatic dependent launch is on; True at first."""
     return _options.pdl
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import deep_gemm
-from deep_gemm import InvalidInputError, UnsupportedError
+from deep_gemm import InvalidInputError, UnsupportedError, constant, dense
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import Operand, integer_operands
 
@@ -107,3 +109,139 @@ def test_an_error_leaves_the_output_alone_and_the_next_call_works(operands: tupl
     assert bool((d == 7).all())
     deep_gemm.fp8_gemm_nt(a, b, d)
     assert torch.equal(d, exact_product(*a, *b).bfloat16())
+
+
+class FakeGpu:
+    """The path of CUDA tensors, taken by tensors on the CPU: each launch notes whether B was constant in it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[bool] = []
+        self.prepared = 0
+        validate = dense.validate_fp8_gemm
+        monkeypatch.setattr(dense, "_warm", {})
+        monkeypatch.setattr(dense, "_current_device", lambda: 0)
+        monkeypatch.setattr(dense, "_raw_stream", lambda device: 7)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(dense.arch, "for_device", lambda device: dense.arch.SM90)
+        monkeypatch.setattr(dense.options, "num_sms_for", lambda device: 132)
+        monkeypatch.setattr(dense.options, "whole_gpu", lambda device: True)
+        monkeypatch.setattr(dense.engine, "plan", lambda problem, device: None)
+        monkeypatch.setattr(dense.engine, "transpose_launch", lambda *args: lambda: None)
+        monkeypatch.setattr(dense.engine, "fp8_gemm_launch", self.launch)
+        monkeypatch.setattr(
+            dense, "validate_fp8_gemm", lambda *args: replace(validate(*args), device=torch.device("cuda", 0))
+        )
+
+    def launch(self, *args: Any, constant_b: bool = False) -> Callable[[], None]:
+        self.prepared += 1
+        return lambda: self.launched.append(constant_b)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_both_tensors_of_b_must_be_constant(gpu: FakeGpu, operands: tuple[Operand, Operand], ready: bool) -> None:
+    (a, sfa), (b, sfb) = operands
+    if ready:
+        sfa = sfa.t().contiguous().t()
+    d = output()
+
+    def call() -> bool:
+        deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
+        deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
+        first, second = gpu.launched[-2:]
+        assert first is second
+        return first
+
+    assert not call()
+    deep_gemm.declare_constant(b)
+    assert not call()
+    deep_gemm.declare_constant(a, sfa, d)
+    assert not call()
+    deep_gemm.declare_constant(sfb)
+    assert call()
+    deep_gemm.retract_constant(sfb)
+    assert not call()
+    deep_gemm.declare_constant(sfb)
+    deep_gemm.retract_constant(b)
+    assert not call()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_knows_constant_weights(gpu: FakeGpu, operands: tuple[Operand, Operand], form: str) -> None:
+    function, transpose_a, transpose_b = FORMS[form]
+    a, b = operands
+    deep_gemm.declare_constant(*b)
+    function(transposed(a) if transpose_a else a, transposed(b) if transpose_b else b, output())
+    assert gpu.launched == [True]
+
+
+def weights_at(buffer: bytearray) -> torch.Tensor:
+    """New weights at an old address."""
+    return torch.frombuffer(buffer, dtype=torch.float8_e4m3fn).view(N, K)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_warm_call_at_a_reused_address_inherits_no_promise(
+    gpu: FakeGpu, operands: tuple[Operand, Operand], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm dictionary goes by addresses: it is what tells of a storage's end that keeps it true."""
+    if not told:  # broken on purpose
+        monkeypatch.setattr(constant, "_freed", lambda promise: None)
+    (a, sfa), (_, sfb) = operands
+    d = output()
+    buffer = bytearray(N * K)
+    b = weights_at(buffer)
+    address = b.data_ptr()
+    deep_gemm.declare_constant(b, sfb)
+    for _ in range(3):
+        deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
+    assert gpu.launched == [True] * 3
+    del b
+    b = weights_at(buffer)
+    assert b.data_ptr() == address
+    deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
+    assert gpu.launched[3:] == [not told]
+
+
+def test_a_promise_that_ends_during_a_first_call_is_not_remembered(
+    gpu: FakeGpu, operands: tuple[Operand, Operand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = operands
+    d = output()
+    deep_gemm.declare_constant(*b)
+    launch = gpu.launch
+
+    def interrupted(*args: Any, constant_b: bool = False) -> Callable[[], None]:
+        deep_gemm.retract_constant(*b)  # as another thread might, after the call has looked
+        return launch(*args, constant_b=constant_b)
+
+    monkeypatch.setattr(dense.engine, "fp8_gemm_launch", interrupted)
+    deep_gemm.fp8_gemm_nt(a, b, d)
+    monkeypatch.setattr(dense.engine, "fp8_gemm_launch", launch)
+    deep_gemm.fp8_gemm_nt(a, b, d)
+    assert gpu.launched == [True, False]
+
+
+def test_warm_calls_are_prepared_once_and_again_after_a_change(gpu: FakeGpu, operands: tuple[Operand, Operand]) -> None:
+    (a, sfa), b = operands
+    sfa = sfa.t().contiguous().t()
+    d = output()
+    for change in (lambda: None, lambda: deep_gemm.set_pdl(True), lambda: deep_gemm.declare_constant(*b)):
+        change()
+        before = gpu.prepared
+        for _ in range(3):
+            deep_gemm.fp8_gemm_nt((a, sfa), b, d)
+        assert gpu.prepared == before + 1
+
+
+def test_dependent_launch_is_on_at_first() -> None:
+    assert deep_gemm.get_pdl() is True
+    deep_gemm.set_pdl(False)
+    assert deep_gemm.get_pdl() is False
+    deep_gemm.set_pdl(True)
+    with pytest.raises(InvalidInputError, match="enabled must be True or False"):
+        deep_gemm.set_pdl(1)  # type: ignore[arg-type]

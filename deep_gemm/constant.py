@@ -1,0 +1,152 @@
+"""Promises that weights are constant, which let a kernel fetch them while its predecessor still runs.
+
+A promise belongs to a storage, so that all views of it count. It is found by the storage's Python object, which torch
+keeps for as long as the storage lives, and never by an address, which the allocator hands out again. Its end is told by
+a weak reference, whose callback runs before the memory is given back. Callbacks run in any thread at any moment, also
+inside a garbage collection: nothing here takes a lock, and each step is one operation on a dictionary.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .errors import InvalidInputError
+from .log import warn_once
+
+
+class _Promise(weakref.ref):
+    """A storage that was declared, its key in the table below, and the address of its memory at that time."""
+
+    __slots__ = ("address", "key")
+
+    address: int
+    key: int
+
+    def __new__(cls, storage: torch.UntypedStorage) -> _Promise:
+        self = super().__new__(cls, storage, _freed)
+        self.key, self.address = id(storage), storage.data_ptr()
+        return self
+
+
+_promises: dict[int, _Promise] = {}
+_listeners: list[Callable[[], None]] = []
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` after every change of what is constant. It must not take a lock (see the top of this file)."""
+    _listeners.append(listener)
+
+
+def _changed() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def _freed(promise: _Promise) -> None:
+    if _promises.get(promise.key) is promise:
+        del _promises[promise.key]
+        _changed()
+
+
+def declare_constant(*tensors: Tensor) -> None:
+    """Promise that whatever may still be running when a GEMM is launched does not write to these tensors.
+
+    Where both ``b[0]`` and ``b[1]`` of a call were declared, and programmatic dependent launch is on (`set_pdl`), the
+    kernel reads them before its predecessor has finished. It waits for the predecessor before it reads ``a`` and its
+    scales and before it writes ``d``: those may come from the kernel just before, as ever.
+
+    What is promised: no kernel or copy that can still run writes ``b[0]`` or ``b[1]``. Not the one launched just before
+    in the same stream; and not one before that, if kernels of other libraries in between let their successors start
+    (`griddepcontrol.launch_dependents`) before they have waited themselves. Without a promise nothing is assumed.
+
+    Declare weights and their scales once, after they were loaded and a synchronisation, or simply long before they are
+    used. To write to them later, synchronise before the next GEMM is launched, or `retract_constant` first. A CUDA
+    graph keeps what was promised when it was captured: synchronise between writing to weights and replaying it.
+
+    The promise covers the whole storage: views, slices, transposes and other Python objects of the same memory. It ends
+    when the storage is freed; memory that is handed out again is not constant. Retract before a storage is resized
+    (`UntypedStorage.resize_`), which frees memory without freeing the storage.
+
+    Args:
+        tensors: weights and scales, any number of them, of any shape, dtype and device. (On the CPU without effect.)
+            Declaring twice is the same as once.
+
+    Raises:
+        InvalidInputError: an argument is not a tensor with memory of its own. Nothing is declared then.
+    """
+    storages = [_storage(x, index, "declare_constant") for index, x in enumerate(tensors)]
+    if not _ends_are_told():
+        warn_once(
+            "constant",
+            f"torch {torch.__version__} does not always tell that a storage was freed, so declare_constant has no "
+            f"effect. Use torch 2.10 or newer.",
+        )
+        return
+    new = [storage for storage in storages if not _holds(storage)]
+    for storage in new:
+        _promises[id(storage)] = _Promise(storage)
+    if new:
+        _changed()
+
+
+def retract_constant(*tensors: Tensor) -> None:
+    """Take back what `declare_constant` promised of the storages of these tensors: calls from now on read them only
+    after their predecessor has finished. CUDA graphs that were captured before are not changed. Tensors that were not
+    declared are no error.
+
+    Raises:
+        InvalidInputError: an argument is not a tensor with memory of its own. Nothing is retracted then.
+    """
+    storages = [_storage(x, index, "retract_constant") for index, x in enumerate(tensors)]
+    found = [_promises.pop(id(storage), None) for storage in storages]
+    if any(promise is not None for promise in found):
+        _changed()
+
+
+def is_constant(x: Tensor) -> bool:
+    """Whether the storage of ``x`` was declared constant, and still has the memory that it had then."""
+    return bool(_promises) and _holds(x.untyped_storage())
+
+
+def _holds(storage: torch.UntypedStorage) -> bool:
+    promise = _promises.get(id(storage))
+    return promise is not None and promise() is storage and promise.address == storage.data_ptr()
+
+
+def _storage(x: object, index: int, function: str) -> torch.UntypedStorage:
+    if not isinstance(x, Tensor):
+        pair = f" Unpack a pair: {function}(*b)." if isinstance(x, (tuple, list)) else ""
+        raise InvalidInputError(f"tensors[{index}] of {function} must be a tensor, not {type(x).__name__}.{pair}")
+    try:
+        storage = x.untyped_storage()
+        address = storage.data_ptr()
+    except RuntimeError:  # also NotImplementedError: sparse and other tensors
+        address = 0
+    if not address and x.numel():
+        raise InvalidInputError(
+            f"tensors[{index}] of {function} must have memory of its own, but it is a {type(x).__name__} on {x.device} "
+            f"with layout {x.layout} and has none. Pass the tensor that holds the weights, once they are loaded."
+        )
+    return storage
+
+
+@functools.cache
+def _ends_are_told() -> bool:
+    """Whether the weak reference to a storage calls back even if C++ owns its Python object and somebody else (such as
+    torch.multiprocessing) holds a weak reference of torch's own. Before torch 2.10 it did not, though the memory was
+    given back."""
+    told: list[object] = []
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    watch = weakref.ref(storage, told.append)
+    other = StorageWeakRef(storage)
+    del storage, tensor
+    ended = bool(told)
+    del other, watch
+    return ended
