@@ -58,8 +58,15 @@ class Forced:
 
 
 def force(
-    params: KernelParams, function: Function, a: Operand, b: Operand, d: Tensor, num_sms: int, stream: int,
-    pdl: bool = False, constant_b: bool = False,
+    params: KernelParams,
+    function: Function,
+    a: Operand,
+    b: Operand,
+    d: Tensor,
+    num_sms: int,
+    stream: int,
+    pdl: bool = False,
+    constant_b: bool = False,
 ) -> Forced:
     """Make the launch of ``params``' kernel for d (M, N) = a @ b^T on a stream.
 

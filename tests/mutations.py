@@ -10,10 +10,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from golden_renders import find_config
+from golden_renders import SWAPPED, find_config, make_params
 
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels.sm90_fp8_gemm import make_params
 from deep_gemm.params import KernelParams
 
 
@@ -27,6 +26,14 @@ def edited_headers(folder: Path, file: str, old: str, new: str) -> Path:
     return folder
 
 
+UNSWAPPED_KERNELS = ("ahead", "one by one", "straddling", "split", "direct")
+STAGED = ("ahead", "one by one", "straddling", "split")
+SWAPPED_KERNELS = ("swapped", "swapped split", "swapped narrow", "swapped late")
+SWAPPED_HELD = ("swapped", "swapped split", "swapped narrow")
+SWAPPED_STAGED = ("swapped", "swapped split", "swapped late")
+EVERY = UNSWAPPED_KERNELS + SWAPPED_KERNELS
+
+
 @dataclass(frozen=True)
 class Mutation:
     """`old` in the header `file` becomes `new`, which the kernels named in `kernels` do not survive."""
@@ -35,35 +42,43 @@ class Mutation:
     file: str
     old: str
     new: str
-    kernels: tuple[str, ...] = ("ahead", "one by one", "straddling", "split", "direct")
+    kernels: tuple[str, ...] = UNSWAPPED_KERNELS
 
     def headers(self, folder: Path) -> Path:
         """The device headers with this mutation, in `folder`."""
         return edited_headers(folder, self.file, self.old, self.new)
 
 
-STAGED = ("ahead", "one by one", "straddling", "split")
-
 MUTATIONS = [
     Mutation(
         "skip A's scale in every other row group",
-        "fp8_mainloop.cuh",
-        "block.scale_a[slice][0] = load_shared(address + slice * 256);",
-        "block.scale_a[slice][0] = 1.0f;",
+        "promotion.cuh",
+        "factors.token[slice][0] = load_shared(address + slice * 256);",
+        "factors.token[slice][0] = 1.0f;",
     ),
     Mutation(
         "take A's scale of the row above",
-        "fp8_mainloop.cuh",
+        "promotion.cuh",
         "load_shared(address + slice * 256 + 32);",
         "load_shared(address + slice * 256 + 28);",
     ),
     Mutation(
         "take B's scales from the first block of K",
         "promotion.cuh",
-        "scale[r] = __shfl_sync(0xffffffffu, now[r], block % 32);",
+        "scale[r] = __shfl_sync(0xffffffffu, now[r], count % 32);",
         "scale[r] = __shfl_sync(0xffffffffu, now[r], 0);",
+        EVERY,
     ),
-    Mutation("take B's scales from the first row", "promotion.cuh", "    first_row = row;\n", "    first_row = 0;\n"),
+    Mutation(
+        "take B's scales from the first row", "promotion.cuh", "    first_row = row;\n", "    first_row = 0;\n", EVERY
+    ),
+    Mutation(
+        "take B's scales of another consumer's blocks",
+        "order.cuh",
+        "const u32 step = turn + count / kStageBlocks * kConsumersK;",
+        "const u32 step = count / kStageBlocks * kConsumersK;",
+        ("split", "swapped split"),
+    ),
     Mutation(
         "never use the second row of B's scales",
         "promotion.cuh",
@@ -82,13 +97,14 @@ MUTATIONS = [
         "fp8_mainloop.cuh",
         "for (u32 step = 1; step < kBlockK / 32; ++step)",
         "for (u32 step = 2; step < kBlockK / 32; ++step)",
+        EVERY,
     ),
     Mutation(
         "forget the promotion of a tile's last partial sums",
         "fp8_mainloop.cuh",
         "promote_unit<kUnits - 1>(sum, partial[kLast], block);",
         "",
-        ("ahead", "split"),
+        ("ahead", "split", "swapped", "swapped split", "swapped narrow"),
     ),
     Mutation(
         "forget the promotion of one register",
@@ -109,12 +125,14 @@ MUTATIONS = [
         "fp8_mainloop.cuh",
         "matrix_descriptor(b), opaque_zero);",
         "matrix_descriptor(b), opaque_zero + 1);",
+        EVERY,
     ),
     Mutation(
         "read operands with another swizzle",
         "warpgroup.cuh",
         "constexpr u64 kSwizzle128B = 1ull << 62;",
         "constexpr u64 kSwizzle128B = 2ull << 62;",
+        EVERY,
     ),
     Mutation(
         "swap rows on their way out",
@@ -133,8 +151,8 @@ MUTATIONS = [
     Mutation(
         "swap columns in a direct store",
         "epilogue.cuh",
-        "out[0] = static_cast<u16>(packed);",
-        "out[0] = static_cast<u16>(packed >> 16);",
+        "if (x < columns) out[0] = static_cast<u16>(packed);",
+        "if (x < columns) out[0] = static_cast<u16>(packed >> 16);",
         ("direct",),
     ),
     Mutation(
@@ -144,17 +162,127 @@ MUTATIONS = [
         "for (u32 share = 2; share < kShares; ++share) {",
         ("split",),
     ),
+    Mutation(
+        "take the scale of the token beside",
+        "promotion.cuh",
+        "load_shared_pair(factors.from + i * 16, factors.token[i], factors.token[i + 1]);",
+        "load_shared_pair(factors.from + i * 16, factors.token[i + 1], factors.token[i]);",
+        SWAPPED_HELD,
+    ),
+    Mutation(
+        "take the scale of the token beside, late",
+        "promotion.cuh",
+        "load_shared_pair(factors.from + (kColumn + 2 * i) * 4, even, odd);",
+        "load_shared_pair(factors.from + (kColumn + 2 * i) * 4, odd, even);",
+        ("swapped late",),
+    ),
+    Mutation(
+        "drop the weights' scale for every other token",
+        "promotion.cuh",
+        "        factors.token[i] *= factors.weight[0];\n",
+        "",
+        SWAPPED_HELD,
+    ),
+    Mutation(
+        "drop the weights' scale for every other token, late",
+        "promotion.cuh",
+        "        even *= factors.weight[0];\n",
+        "",
+        ("swapped late",),
+    ),
+    Mutation(
+        "take tokens' scales from the first block of a stage",
+        "promotion.cuh",
+        " + slot % kStageBlocks * kTokens * 4;",
+        ";",
+        ("swapped narrow",),
+    ),
+    Mutation(
+        "multiply the first weights of a stage by all of its tokens",
+        "fp8_mainloop.cuh",
+        "left + (slot * kBytesLeft",
+        "left + (slot / kStageBlocks * kStageBlocks * kBytesLeft",
+        ("swapped narrow",),
+    ),
+    Mutation(
+        "promote three of four sums, swapped",
+        "promotion.cuh",
+        "      sum[i + 3] += odd * partial[i + 3];\n",
+        "",
+        SWAPPED_KERNELS,
+    ),
+    Mutation(
+        "drop the last block of K, swapped",
+        "fp8_swapped.cuh",
+        "return Tile::kShapeK ? Tile::kShapeK : arg.k;",
+        "return (Tile::kShapeK ? Tile::kShapeK : arg.k) - kBlockK;",
+        SWAPPED_KERNELS,
+    ),
+    Mutation(
+        "multiply the first weights in every consumer",
+        "fp8_swapped.cuh",
+        "const u32 first_row = group * 64 * kSlices, share",
+        "const u32 first_row = 0, share",
+        ("swapped",),
+    ),
+    Mutation(
+        "leave out a share in the exchange",
+        "reduction.cuh",
+        "for (u32 other = 0; other < kShares - 1; ++other)",
+        "for (u32 other = 1; other < kShares - 1; ++other)",
+        ("swapped split",),
+    ),
+    Mutation(
+        "add what another thread was sent",
+        "reduction.cuh",
+        "const u32 mine = slots + consumer * kConsumerBytes + thread * 16;",
+        "const u32 mine = slots + consumer * kConsumerBytes + (thread ^ 1) * 16;",
+        ("swapped split",),
+    ),
+    Mutation(
+        "swap tokens on their way out",
+        "epilogue.cuh",
+        "const u32 token = lane % 8, unit",
+        "const u32 token = lane % 8 ^ 1, unit",
+        SWAPPED_STAGED,
+    ),
+    Mutation(
+        "stage transposed without the swizzle that the store undoes",
+        "epilogue.cuh",
+        "token * 128 + (unit ^ token) * 16;",
+        "token * 128 + unit * 16;",
+        SWAPPED_STAGED,
+    ),
+    Mutation(
+        "swap weights in a direct store",
+        "epilogue.cuh",
+        "warp * 16 + lane / 4 + i * 4;",
+        "warp * 16 + (lane / 4 ^ 1) + i * 4;",
+        ("swapped narrow",),
+    ),
+    Mutation(
+        "store one token twice",
+        "epilogue.cuh",
+        "out[stride] = static_cast<u16>(packed >> 16);",
+        "out[stride] = static_cast<u16>(packed);",
+        ("swapped narrow",),
+    ),
 ]
 
 
 def mutated_kernels() -> dict[str, KernelParams]:
-    """The kernels that are broken: every schedule of products and promotion, both ways out, and split K."""
+    """The kernels that are broken, of both families: every schedule of products and promotion, both ways out, split K,
+    and stages of several blocks (narrow: K must be whole blocks)."""
     return {
         "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
         "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
         "straddling": make_params(find_config(block_m=64, block_n=96)),
         "split": make_params(find_config(block_m=64, block_n=32, cluster_k=2, consumers_k=2)),
         "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
+        "swapped": make_params(find_config(SWAPPED, block_m=32, block_n=128)),
+        "swapped split": make_params(find_config(SWAPPED, block_m=48, block_n=64, cluster_k=2, consumers_k=2)),
+        "swapped narrow": make_params(find_config(SWAPPED, block_m=16, block_n=32)),
+        "swapped late": make_params(find_config(SWAPPED, block_m=128, block_n=64)),
     }
 
 

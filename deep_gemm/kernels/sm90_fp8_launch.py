@@ -1,4 +1,4 @@
-"""Launching ``sm90_fp8_gemm``: grid, rasterisation, tensor maps, arguments."""
+"""Launching the FP8 GEMMs, swapped or not: grid, rasterisation, tensor maps, arguments."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int) ->
 def launch(
     params: KernelParams, shape: Geometry, at: Addresses, num_sms: int, pdl: bool, constant_b: bool = False
 ) -> tuple[LaunchShape, list[Arg]]:
-    """Launch shape and arguments, in the order of the kernel's parameters. ``constant_b``: see `engine.fp8_gemm_launch`."""
+    """Launch shape and arguments, in the order of the kernel's parameters; ``constant_b`` promises, for
+    programmatic launches, that nothing still running writes B or its scales. K must be whole blocks where a stage holds
+    several. TypeError for params of another family."""
     config = params.config
     if not isinstance(config, FP8Config):
         raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")

@@ -171,7 +171,7 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         plain = [c for c in every if c.k_shares == c.ctas_per_sm == 1 and c.block_m in (8, 64, 128)]
         split = [c for c in every if c.k_shares > 1 and (c.block_m, c.block_n, c.ctas_per_sm) == (16, 64, 1)]
         others = [chosen(24, 64, 2), chosen(24, 128, 1, 2), chosen(48, 32, 2, 4), chosen(112, 64, 2, 2)]
-        others += [chosen(64, 128, 2, 2), chosen(48, 256, 2, 2), chosen(64, 64, ctas=2), chosen(16, 32, 2, ctas=2)]
+        others += [chosen(64, 128, 2, 2), chosen(32, 256, 2, 2), chosen(64, 64, ctas=2), chosen(16, 32, 2, ctas=2)]
         return (
             [make_params(c) for c in plain + split + others]
             + [make_params(c, store="direct") for c in (chosen(64, 128), chosen(24, 64, 2, 2))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,3 +52,22 @@ def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iter
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {params: pool.submit(build, params) for params in cases}
         pool.shutdown(cancel_futures=True)
+
+
+def main_loop(text: str) -> list[str]:
+    """The instructions of the innermost loop over blocks of K in a disassembly: the shortest that multiplies."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    loops: list[list[str]] = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(instructions)
+        if instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            instructions.append(instruction.group(1))
+            target = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instructions[-1])
+            if target and target.group(1) in labels:
+                loops.append(instructions[labels[target.group(1)] :])
+    multiplying = [loop for loop in loops if any("GMMA" in instruction for instruction in loop)]
+    if not multiplying:
+        raise LookupError("no loop of this kernel multiplies: the disassembly is not as it was")
+    return min(multiplying, key=len)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,9 +47,10 @@ def test_it_applies_once_compiles_and_changes_the_code(
     changed = [p.name for p in include_dir().glob("*.cuh") if p.read_bytes() != (headers / p.name).read_bytes()]
     assert changed == [mutation.file]
     broken = Builder(tmp_path / "broken", nvrtc, headers)
-    for kernel in mutation.kernels:
-        request = engine.build_request(KERNELS[kernel])
-        mutant, original = broken.build(request), sound.build(request)
+    requests = [engine.build_request(KERNELS[kernel]) for kernel in mutation.kernels]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        mutants, originals = pool.map(broken.build, requests), pool.map(sound.build, requests)
+    for kernel, mutant, original in zip(mutation.kernels, mutants, originals, strict=True):
         assert mutant.key != original.key
         assert mutant.cubin != original.cubin, kernel
         # It must run as it did: spills would do no harm, but more registers would not launch.

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from forced import compiled, force, load, nvrtc
+from golden_renders import PLAIN, SWAPPED, make_params
 from gpu_cases import DEVICE
 
-from deep_gemm import engine
+from deep_gemm import engine, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.kernels.sm90_fp8_gemm import KERNEL, make_params
-from deep_gemm.params import FP8Config, KernelParams
+from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 
@@ -40,14 +40,65 @@ SHAPES = [
 # For element by element stores, of odd widths.
 DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
 
-CONFIGS = list(KERNEL.configs(SM90))
-TMA = [make_params(config) for config in CONFIGS]
-DIRECT = [make_params(config, store="direct") for config in CONFIGS]
+# There are more swapped configs, so each gets fewer shapes; between them these leave tiles short along M, N and K.
+SWAPPED_SHAPES = [
+    (300, 776, 656, FEW_SMS),  # many tiles a CTA, and a block of K cut short
+    (8, 1000, 896, ALL_SMS),
+    (65, 256, 128, ALL_SMS),  # one block of K, fewer than shares
+    (40, 392, 4240, ALL_SMS),  # 34 blocks: scales of B are fetched 32 at a time
+]
+SWAPPED_DIRECT_SHAPES = [(269, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
+# Where a stage holds several blocks of K, these are whole; the output is stored element by element anyway.
+NARROW_SHAPES = [
+    (300, 777, 640, FEW_SMS),
+    (7, 1000, 896, ALL_SMS),
+    (65, 141, 128, ALL_SMS),
+    (40, 392, 4224, ALL_SMS),
+    (1, 1, 384, ALL_SMS),
+]
+
+Shape = tuple[int, int, int, int]
+
+
+def narrow(config: GemmConfig) -> bool:
+    """Whether a stage of ``config`` holds several blocks of K."""
+    return isinstance(config, SwappedConfig) and config.stage_blocks > 1
+
+
+def entry(params: KernelParams) -> str:
+    return kernels.get(params.kernel).entry(params)
+
+
+PLAIN_CONFIGS: list[FP8Config] = list(PLAIN.configs(SM90))
+SWAPPED_CONFIGS: list[FP8Config] = list(SWAPPED.configs(SM90))
+USUAL = [make_params(config) for config in PLAIN_CONFIGS + SWAPPED_CONFIGS]  # by TMA, but for narrow tiles
+DIRECT = [make_params(c, store="direct") for c in PLAIN_CONFIGS + SWAPPED_CONFIGS if not narrow(c)]
+
+
+def shapes_of(params: KernelParams) -> list[Shape]:
+    """The shapes that a config is forced on: a few thousand checks in all."""
+    if narrow(params.config):
+        return NARROW_SHAPES
+    if isinstance(params.config, SwappedConfig):
+        return SWAPPED_SHAPES if params.store == "tma" else SWAPPED_DIRECT_SHAPES
+    return SHAPES if params.store == "tma" else DIRECT_SHAPES
+
+
+def launched_early() -> list[KernelParams]:
+    """One config for each way to share K, width of tile, residency and way to store."""
+    chosen: dict[tuple[object, ...], KernelParams] = {}
+    for params in USUAL + DIRECT:
+        c = params.config
+        assert isinstance(c, FP8Config)
+        split = (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k, c.ctas_per_sm)
+        chosen.setdefault((params.kernel, params.store, c.block_n, *split), params)
+    return list(chosen.values())
+
 
 Loaded = Callable[[KernelParams], Function]
 
 
-def shape_id(shape: tuple[int, int, int, int]) -> str:
+def shape_id(shape: Shape) -> str:
     return "x".join(map(str, shape[:3])) + (f"-on{shape[3]}" if shape[3] != ALL_SMS else "")
 
 
@@ -55,7 +106,7 @@ def shape_id(shape: tuple[int, int, int, int]) -> str:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     """Functions by their params: all compiled at once, each loaded when it is first asked for."""
     builder = Builder(tmp_path_factory.mktemp("configs"), nvrtc())
-    with compiled((params, builder, params) for params in TMA + DIRECT) as binaries:
+    with compiled((params, builder, params) for params in USUAL + DIRECT) as binaries:
         yield functools.cache(lambda params: load(params, binaries[params].result()))
 
 
@@ -71,7 +122,7 @@ def integers(m: int, n: int, k: int) -> tuple[Operand, Operand, torch.Tensor]:
     return a, b, exact_product(*a, *b).bfloat16()
 
 
-def check(params: KernelParams, function: Function, shape: tuple[int, int, int, int]) -> None:
+def check(params: KernelParams, function: Function, shape: Shape) -> None:
     m, n, k, num_sms = shape
     stream = engine.raw_stream(torch.cuda.current_device())
     a, b = real_data(m, n, k)
@@ -85,33 +136,49 @@ def check(params: KernelParams, function: Function, shape: tuple[int, int, int, 
     assert torch.equal(d.tensor, expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-@pytest.mark.parametrize("params", TMA, ids=KERNEL.entry)
-def test_every_config(loaded: Loaded, params: KernelParams, shape: tuple[int, int, int, int]) -> None:
+WORK = [(params, shape) for params in USUAL + DIRECT for shape in shapes_of(params)]
+
+
+@pytest.mark.parametrize(
+    ("params", "shape"), WORK, ids=[f"{entry(params)}-{shape_id(shape)}" for params, shape in WORK]
+)
+def test_every_config(loaded: Loaded, params: KernelParams, shape: Shape) -> None:
     check(params, loaded(params), shape)
 
 
-@pytest.mark.parametrize("shape", DIRECT_SHAPES, ids=shape_id)
-@pytest.mark.parametrize("params", DIRECT, ids=KERNEL.entry)
-def test_every_config_storing_elements(loaded: Loaded, params: KernelParams, shape: tuple[int, int, int, int]) -> None:
-    check(params, loaded(params), shape)
-
-
-@pytest.mark.parametrize("params", TMA, ids=KERNEL.entry)
-def test_twenty_runs_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
-    a, b = real_data(333, 592, 1552)
-    outputs = torch.full((20, 333, 592), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+def hundred_runs(params: KernelParams, function: Function, pdl: bool = False, constant_b: bool = False) -> torch.Tensor:
+    """The outputs of a hundred runs, checked to be the same bits; ragged along M, N and, where that is legal, K."""
+    k = 1536 if narrow(params.config) else 1552
+    a, b = real_data(333, 592, k)
+    outputs = torch.full((100, 333, 592), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     stream = engine.raw_stream(torch.cuda.current_device())
     # Prepared first: they then follow each other without a gap, so that one can disturb the next.
-    for run in [force(params, loaded(params), a, b, d, ALL_SMS, stream) for d in outputs]:
+    for run in [force(params, function, a, b, d, ALL_SMS, stream, pdl, constant_b) for d in outputs]:
         run()
     assert_close_to_exact(outputs[0], *a, *b)
     assert torch.equal(outputs, outputs[:1].expand_as(outputs))
+    return outputs[0]
 
 
-@pytest.mark.parametrize("params", TMA, ids=KERNEL.entry)
+@pytest.mark.parametrize("params", USUAL, ids=entry)
+def test_a_hundred_runs_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
+    hundred_runs(params, loaded(params))
+
+
+@pytest.mark.parametrize("params", launched_early(), ids=entry)
+def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
+    """Each begins, and reads B, while the one before it still runs; the bits are those of an ordinary launch."""
+    early = hundred_runs(params, loaded(params), pdl=True, constant_b=True)
+    a, b = real_data(333, 592, 1536 if narrow(params.config) else 1552)
+    alone = torch.full_like(early, float("nan"))
+    force(params, loaded(params), a, b, alone, ALL_SMS, engine.raw_stream(torch.cuda.current_device()))()
+    assert torch.equal(early, alone)
+
+
+@pytest.mark.parametrize("params", USUAL, ids=entry)
 def test_as_many_ctas_live_on_an_sm_as_the_model_counts_on(loaded: Loaded, params: KernelParams) -> None:
     config = params.config
     assert isinstance(config, FP8Config)
-    blocks = loaded(params).max_active_blocks(config.num_threads, KERNEL.shared_bytes(params))
+    shared = kernels.get(params.kernel).shared_bytes(params)
+    blocks = loaded(params).max_active_blocks(config.num_threads, shared)
     assert blocks >= config.ctas_per_sm

@@ -10,18 +10,25 @@ import pytest
 import torch
 from driver_fakes import FakeDriver
 from forced import compiled, force, load, nvrtc
-from golden_renders import find_config
+from golden_renders import SWAPPED, find_config, make_params
 from jit_fakes import FakeCompiler, cubin_of
 
-from deep_gemm import engine
+from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver import api
-from deep_gemm.kernels.sm90_fp8_gemm import KERNEL, make_params
 from deep_gemm.params import KernelParams
 from deep_gemm.testing import random_operands
 
-PARAMS = [make_params(find_config(block_m=128, block_n=64)), make_params(find_config(block_m=64, block_n=16), "direct")]
+PARAMS = [
+    make_params(find_config(block_m=128, block_n=64)),
+    make_params(find_config(block_m=64, block_n=16), "direct"),
+    make_params(find_config(SWAPPED, block_m=16, block_n=64, cluster_k=2)),
+]
+
+
+def entry(params: KernelParams) -> str:
+    return kernels.get(params.kernel).entry(params)
 
 
 def test_kernels_are_compiled_and_loaded(driver: FakeDriver, tmp_path: Path) -> None:
@@ -31,8 +38,8 @@ def test_kernels_are_compiled_and_loaded(driver: FakeDriver, tmp_path: Path) -> 
             binary = binaries[params].result()
             assert binary.cubin == cubin_of(engine.build_request(params).source)
             function = load(params, binary)
-            assert function.symbol == KERNEL.entry(params)
-            assert function.dynamic_shared == KERNEL.shared_bytes(params)
+            assert function.symbol == entry(params)
+            assert function.dynamic_shared == kernels.get(params.kernel).shared_bytes(params)
 
 
 def test_one_that_does_not_compile_raises_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -47,7 +54,7 @@ def test_one_that_does_not_compile_raises_when_it_is_asked_for(tmp_path: Path) -
             binaries[PARAMS[1]].result()
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=KERNEL.entry)
+@pytest.mark.parametrize("params", PARAMS, ids=entry)
 def test_a_launch_has_the_operands(
     driver: FakeDriver, params: KernelParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,10 +70,14 @@ def test_a_launch_has_the_operands(
     name, (config, _, parameters, _) = driver.calls[-1]
     assert name == "cuLaunchKernelEx"
     assert (config.gridDimX, config.blockDimX) == (forced.launch.shape.grid[0], params.config.num_threads)
-    pointers = struct.unpack("=14Q", ctypes.string_at(parameters, 14 * 8))
+    pointers = struct.unpack("=16Q", ctypes.string_at(parameters, 16 * 8))
     assert ctypes.c_uint64.from_address(pointers[4]).value == sfb.data_ptr()
     assert ctypes.c_uint64.from_address(pointers[7]).value == d.data_ptr()
     assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[9:12]] == [37, 200, 272]
+    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[14:]] == [
+        0,
+        int(params.config.block_m >= 37),
+    ]
 
 
 def test_an_output_that_cannot_be_stored_by_tma_is_refused(driver: FakeDriver, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from golden_renders import FOLDER, find_config, golden_renders
+from golden_renders import FAMILIES, FOLDER, SWAPPED, find_config, golden_renders, make_params
+from golden_renders import PLAIN as UNSWAPPED
 
 from deep_gemm import arch, kernels
 from deep_gemm.engine import build_request
@@ -20,12 +21,16 @@ from deep_gemm.jit.builder import BuildRequest
 from deep_gemm.jit.generator import variables
 from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.base import Kernel
-from deep_gemm.kernels.sm90_fp8_gemm import KERNEL, make_params
-from deep_gemm.params import FP8Config, GemmConfig, KernelParams
+from deep_gemm.kernels.sm90_fp8_swapped import scales_held
+from deep_gemm.params import FP8Config, GemmConfig, GemmProblem, KernelParams, SwappedConfig
 
 SM90 = arch.SM90
-CONFIGS = list(KERNEL.configs(SM90))
-STORES = ("tma", "direct")
+CONFIGS: list[FP8Config] = [config for family in FAMILIES for config in family.configs(SM90)]
+
+
+def stores(config: FP8Config) -> set[str]:
+    """The ways in which a config can store."""
+    return {kernels.of(config).store(config, d_tma) for d_tma in (True, False)}
 
 
 @pytest.fixture(params=sorted(kernels.registry()))
@@ -34,8 +39,22 @@ def kernel(request: pytest.FixtureRequest) -> Kernel[Any]:
 
 
 def test_the_registry_finds_every_module_with_a_kernel() -> None:
-    assert {"sm90_fp8_gemm", "transpose_scales"} <= kernels.registry().keys()
+    assert {"sm90_fp8_gemm", "sm90_fp8_swapped", "transpose_scales"} <= kernels.registry().keys()
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
+
+
+def test_a_config_tells_its_family() -> None:
+    for family in kernels.registry().values():
+        assert all(kernels.of(config) is family for config in family.configs(SM90))
+    with pytest.raises(LookupError, match="no kernel takes a GemmProblem"):
+        kernels.of(GemmProblem(1, 1, 1, 1))  # type: ignore[arg-type]
+
+
+def test_tiles_narrower_than_a_swizzled_row_are_stored_by_element() -> None:
+    for config in CONFIGS:
+        narrow = isinstance(config, SwappedConfig) and config.block_n < 64
+        assert kernels.of(config).store(config, True) == ("direct" if narrow else "tma")
+        assert kernels.of(config).store(config, False) == "direct"
 
 
 def test_templates_use_exactly_the_declared_fields(kernel: Kernel[Any]) -> None:
@@ -61,7 +80,7 @@ def test_configs_are_legal_and_distinct(kernel: Kernel[Any]) -> None:
 
 def test_entry_names_tell_all_binaries_apart() -> None:
     shapes = [(0, 0, 0), (0, 2112, 7168), (7, 0, 0), (0, 7, 0), (0, 0, 7), (64, 2112, 7168)]
-    every = [make_params(c, store, shape) for c in CONFIGS for store in STORES for shape in shapes]
+    every = [make_params(c, store, shape) for c in CONFIGS for store in stores(c) for shape in shapes]
     every += transpose_scales.KERNEL.cases()
     names = [kernels.get(params.kernel).entry(params) for params in every]
     assert len(set(names)) == len(every)
@@ -73,14 +92,14 @@ def test_entry_names_tell_all_binaries_apart() -> None:
 
 def test_one_source_a_binary() -> None:
     """Params that differ must not render alike, or two plans would share a key and one would be wrong."""
-    requests = [build_request(make_params(c, store)) for c in CONFIGS for store in STORES]
+    requests = [build_request(make_params(c, store)) for c in CONFIGS for store in stores(c)]
     assert len({request.source for request in requests}) == len(requests)
     for request in requests:
         assert f"{request.name}(" in request.source
 
 
 def test_params_round_trip_through_json(kernel: Kernel[Any]) -> None:
-    classes = {cls.__name__: cls for cls in (GemmConfig, FP8Config)}
+    classes = {cls.__name__: cls for cls in (GemmConfig, FP8Config, SwappedConfig)}
     for params in kernel.cases():
         data = json.loads(json.dumps(params.to_json()))
         config = data.pop("config")
@@ -89,7 +108,7 @@ def test_params_round_trip_through_json(kernel: Kernel[Any]) -> None:
 
 
 def test_params_are_values() -> None:
-    params, again = (make_params(next(KERNEL.configs(SM90))) for _ in range(2))
+    params, again = (make_params(next(UNSWAPPED.configs(SM90))) for _ in range(2))
     assert params == again
     assert hash(params) == hash(again)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -108,27 +127,44 @@ def shared_by_hand(c: FP8Config, store: str) -> int:
     return c.num_stages * stage + staging + reduction
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_shared_memory_is_the_sum_of_its_parts(store: str) -> None:
+def swapped_by_hand(c: SwappedConfig, store: str) -> int:
+    """The same for swapped operands."""
+    stage = c.stage_blocks * (c.block_m + c.block_n) * 128  # E4M3 operands
+    stage += -(-c.stage_blocks * c.block_m * 4 // 128) * 128  # float32 scales of A, on a boundary that TMA can write to
+    stage += 8 + 8  # its full and its empty barrier
+    shares = c.cluster_k * c.consumers_k
+    # A share of K finishes whole chunks of eight tokens, for all weights of its consumer.
+    tokens = 8 * -(-(c.block_m // 8) // shares)
+    finished = c.consumers_k * max(c.block_n, 64) * tokens
+    staging = finished * 2 if store == "tma" else 0  # bfloat16
+    # Float32 sums of every other share of K, and two barriers a consumer to hand them over.
+    exchange = (shares - 1) * finished * 4 + c.num_consumers * 16 if shares > 1 else 0
+    return c.num_stages * stage + staging + exchange
+
+
+def test_shared_memory_is_the_sum_of_its_parts() -> None:
     for config in CONFIGS:
-        params = make_params(config, store)
-        size = KERNEL.shared_bytes(params)
-        assert size == shared_by_hand(config, store) == KERNEL.fields(params)["shared_bytes"]
-        # The limits of compute capability 9.0: a CTA has 227 KiB, an SM 228 KiB, 1 KiB of it lost to each CTA.
-        assert size <= 227 * 1024
-        assert config.ctas_per_sm * (size + 1024) <= 228 * 1024
+        for store in stores(config):
+            params, kernel = make_params(config, store), kernels.of(config)
+            by_hand = swapped_by_hand if isinstance(config, SwappedConfig) else shared_by_hand
+            size = kernel.shared_bytes(params)
+            assert size == by_hand(config, store) == kernel.fields(params)["shared_bytes"]  # type: ignore[arg-type]
+            # The limits of compute capability 9.0: a CTA has 227 KiB, an SM 228 KiB, 1 KiB of it lost to each CTA.
+            assert size <= 227 * 1024
+            assert config.ctas_per_sm * (size + 1024) <= 228 * 1024
 
 
 def test_one_more_stage_would_not_fit() -> None:
     for config in CONFIGS:
         # Consumers that take blocks of K in turn own as many stages each.
         deeper = replace(config, num_stages=config.num_stages + config.consumers_k)
-        assert config.num_stages == 16 or "do not fit" in str(KERNEL.illegal(deeper, SM90)), config
+        most = 24 if isinstance(config, SwappedConfig) else 16
+        assert config.num_stages == most or "do not fit" in str(kernels.of(config).illegal(deeper, SM90)), config
 
 
 def test_registers_of_a_cta_fit() -> None:
     for config in CONFIGS:
-        fields = KERNEL.fields(make_params(config))
+        fields = kernels.of(config).fields(make_params(config))
         consumer, producer = int(fields["consumer_registers"]), int(fields["producer_registers"])
         assert consumer % 8 == producer % 8 == 0
         assert 24 <= producer <= consumer <= 255
@@ -138,10 +174,24 @@ def test_registers_of_a_cta_fit() -> None:
         assert int(fields["min_ctas"]) >= config.ctas_per_sm
 
 
+def test_scales_are_held_where_registers_allow_it() -> None:
+    """Both ways are among the legal configs, and what is held is in the source."""
+    held = {scales_held(config) for config in SWAPPED.configs(SM90)}
+    assert held == {True, False}
+    for config in SWAPPED.configs(SM90):
+        held_in_source = f"kScalesHeld = {str(scales_held(config)).lower()};"
+        assert held_in_source in build_request(make_params(config)).source
+
+
+def swapped(**fields: int) -> FP8Config:
+    """A swapped config, as `find_config` finds it."""
+    return find_config(SWAPPED, **fields)
+
+
 PLAIN = find_config(block_m=128, block_n=128)
 SMALL = find_config(block_m=64, block_n=64)
 SHARED_K = find_config(block_m=64, block_n=32, consumers_k=2)
-REASONS: list[tuple[str, FP8Config]] = [
+UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"block_k, scale_n and scale_k must be 128, not 64", replace(PLAIN, block_k=64)),
     (r"must be 128, not 128, 64 and 128", replace(PLAIN, scale_n=64)),
     (r"must be 128, not 128, 128 and 32", replace(PLAIN, scale_k=32)),
@@ -171,23 +221,66 @@ REASONS: list[tuple[str, FP8Config]] = [
     (r"2 x \d+ bytes of shared memory do not fit", replace(SMALL, ctas_per_sm=2)),
 ]
 
+FEW_TOKENS = swapped(block_m=16, block_n=64)
+FEW_SHARED = swapped(block_m=16, block_n=64, consumers_k=2)
+NARROW = swapped(block_m=8, block_n=32)
+WIDE = swapped(block_m=64, block_n=256)
+SWAPPED_REASONS: list[tuple[str, FP8Config]] = [
+    (r"block_k, scale_n and scale_k must be 128, not 64", replace(FEW_TOKENS, block_k=64)),
+    (r"must be 128, not 128, 64 and 128", replace(FEW_TOKENS, scale_n=64)),
+    (r"must be 128, not 128, 128 and 32", replace(FEW_TOKENS, scale_k=32)),
+    (r"2 x 1 x 1 CTAs and 1 consumers", replace(FEW_TOKENS, cluster_m=2)),
+    (r"1 x 2 x 1 CTAs and 1 consumers", replace(FEW_TOKENS, cluster_n=2)),
+    (r"0 x 1 x 1 CTAs and 1 consumers", replace(FEW_TOKENS, cluster_m=0)),
+    (r"1 x 1 x 3 CTAs and 1 consumers", replace(FEW_TOKENS, cluster_k=3)),
+    (r"1 x 1 x 16 CTAs and 1 consumers", replace(FEW_TOKENS, cluster_k=16)),
+    (r"1 x 1 x 1 CTAs and 3 consumers", replace(FEW_TOKENS, consumers_k=3, num_consumers=3)),
+    (r"1 x 1 x 1 CTAs and 0 consumers", replace(FEW_TOKENS, consumers_k=0)),
+    (r"block_n 48 with 1 consumer warpgroups, 1 along K, and 1 blocks", replace(FEW_TOKENS, block_n=48)),
+    (r"block_n 64 with 2 consumer warpgroups, 1 along K, and 1 blocks", replace(FEW_TOKENS, num_consumers=2)),
+    (r"block_n 64 with 1 consumer warpgroups, 2 along K, and 1 blocks", replace(FEW_TOKENS, consumers_k=2)),
+    (r"block_n 32 with 1 consumer warpgroups, 1 along K, and 1 blocks", replace(NARROW, stage_blocks=1)),
+    (r"8 consumer warpgroups leave too few registers", replace(WIDE, consumers_k=4, num_consumers=8)),
+    (r"block_m must be a multiple of 8 from 8 to 256, not 12", replace(FEW_TOKENS, block_m=12)),
+    (r"block_m must be a multiple of 8 from 8 to 256, not 0", replace(FEW_TOKENS, block_m=0)),
+    (r"block_m must be a multiple of 8 from 8 to 256, not 264", replace(FEW_TOKENS, block_m=264)),
+    (r"32 weights are too few for a tile of 72 tokens", replace(NARROW, block_m=72)),
+    (r"32 weights are too few for .* K 4 CTAs share", replace(NARROW, cluster_k=4)),
+    (r"16 shares of K are more than 8", replace(FEW_TOKENS, cluster_k=8, consumers_k=2, num_consumers=2)),
+    (r"no schedule for 0 sets", replace(FEW_TOKENS, num_partials=0)),
+    (r"no schedule for 3 sets", replace(FEW_TOKENS, num_partials=3)),
+    (r"no schedule for 2 sets .* and 4 products", replace(WIDE, block_m=128, num_partials=2)),
+    (r"320 accumulator registers a thread leave too few of 232", replace(WIDE, block_m=256, num_partials=1)),
+    (r"1 stages are not two or more for each of 1 consumers along K", replace(FEW_TOKENS, num_stages=1)),
+    (r"5 stages are not two or more for each of 2 consumers", replace(FEW_SHARED, num_stages=5)),
+    (r"2 stages are not two or more for each of 2 consumers", replace(FEW_SHARED, num_stages=2)),
+    (r"0 CTAs on an SM", replace(FEW_TOKENS, ctas_per_sm=0)),
+    (r"3 CTAs on an SM", replace(FEW_TOKENS, ctas_per_sm=3, num_stages=2)),
+    (r"1 x \d+ bytes of shared memory do not fit", replace(FEW_TOKENS, num_stages=40)),
+    (r"2 x \d+ bytes of shared memory do not fit", replace(FEW_TOKENS, ctas_per_sm=2)),
+]
+REASONS = UNSWAPPED_REASONS + SWAPPED_REASONS
 
-@pytest.mark.parametrize(("sentence", "config"), REASONS, ids=[sentence for sentence, _ in REASONS])
+
+@pytest.mark.parametrize(
+    ("sentence", "config"), REASONS, ids=[f"{kernels.of(config).name}: {sentence}" for sentence, config in REASONS]
+)
 def test_an_illegal_config_is_told_why(sentence: str, config: FP8Config) -> None:
-    reason = KERNEL.illegal(config, SM90)
+    reason = kernels.of(config).illegal(config, SM90)
     assert reason is not None
     assert re.search(sentence, reason), reason
 
 
-def test_every_reason_has_a_test() -> None:
+@pytest.mark.parametrize("kernel", FAMILIES, ids=lambda kernel: kernel.name)
+def test_every_reason_has_a_test(kernel: Kernel[Any]) -> None:
     """A refusal that nothing reaches is either dead or untested."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(type(KERNEL).illegal)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(kernel).illegal)))
     reasons = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Return) and not (isinstance(node.value, ast.Constant) and node.value.value is None):
             parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
             reasons.append("".join(re.escape(p.value) if isinstance(p, ast.Constant) else ".*" for p in parts))
-    given = [str(KERNEL.illegal(config, SM90)) for _, config in REASONS]
+    given = [str(kernel.illegal(config, SM90)) for _, config in REASONS if kernels.of(config) is kernel]
     assert [reason for reason in reasons if not any(re.fullmatch(reason, sentence) for sentence in given)] == []
 
 
@@ -200,10 +293,11 @@ def test_another_config_is_refused_by_the_transposing_kernel() -> None:
 
 def test_a_config_of_another_class_is_an_error() -> None:
     plain = GemmConfig(block_m=128, block_n=128, block_k=128, num_stages=4, num_consumers=2)
-    params = replace(make_params(PLAIN), config=plain)
-    for method in (KERNEL.fields, KERNEL.shared_bytes, KERNEL.entry):
-        with pytest.raises(TypeError, match="takes an FP8Config, not GemmConfig"):
-            method(params)
+    for kernel, made, needed in ((UNSWAPPED, PLAIN, "an FP8Config"), (SWAPPED, FEW_TOKENS, "a SwappedConfig")):
+        params = replace(make_params(made), config=plain)
+        for method in (kernel.fields, kernel.shared_bytes, kernel.entry):
+            with pytest.raises(TypeError, match=f"takes {needed}, not GemmConfig"):
+                method(params)
 
 
 def test_requests_carry_their_params() -> None:

@@ -6,23 +6,24 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
+from golden_renders import PLAIN, SWAPPED, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import arch
+from deep_gemm import arch, kernels
 from deep_gemm.engine import build_request
 from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels import transpose_scales
-from deep_gemm.kernels.sm90_fp8_gemm import KERNEL, make_params
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, raster_band
-from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
+from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
 
-CONFIGS = list(KERNEL.configs(arch.SM90))
+UNSWAPPED: list[FP8Config] = list(PLAIN.configs(arch.SM90))
+CONFIGS: list[FP8Config] = [*UNSWAPPED, *SWAPPED.configs(arch.SM90)]
 AT = Addresses(a=0x1000, sfa=0x2000, b=0x3000, sfb=0x4004, d=0x5000)
 ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 
@@ -45,7 +46,22 @@ def geometries(draw: st.DrawFn) -> Geometry:
     )
 
 
-PARAMS = st.builds(make_params, st.sampled_from(CONFIGS), st.sampled_from(["tma", "tma", "direct"]))
+PARAMS = st.builds(
+    make_params, st.one_of(*map(st.sampled_from, (UNSWAPPED, CONFIGS))), st.sampled_from(["", "", "direct"])
+)
+
+
+def stage_blocks(config: GemmConfig) -> int:
+    """Blocks of K that one load brings."""
+    return config.stage_blocks if isinstance(config, SwappedConfig) else 1
+
+
+def suited(g: Geometry, config: FP8Config) -> Geometry:
+    """``g``, with whole blocks of K where a stage holds several of them."""
+    if stage_blocks(config) == 1:
+        return g
+    k = align(g.k, 128)
+    return replace(g, k=k, stride_a=k + g.stride_a - g.k, stride_b=k + g.stride_b - g.k)
 
 
 @dataclass(frozen=True)
@@ -85,28 +101,36 @@ def fp8(params: KernelParams) -> FP8Config:
 @settings(max_examples=500, deadline=None)
 @given(PARAMS, geometries())
 def test_tensor_maps_are_within_the_limits_of_the_hardware(params: KernelParams, g: Geometry) -> None:
+    g = suited(g, fp8(params))
     maps = record(params, g).maps
     assert sorted(maps) == [0, 1, 2, 3] if params.store == "tma" else [0, 1, 2]
     for spec, address in maps.values():
         size = ELEMENT_BYTES[spec.dtype]
-        assert len(spec.dims) == len(spec.box) == len(spec.strides) + 1 == 2
+        assert len(spec.dims) == len(spec.box) == len(spec.strides) + 1
         assert all(1 <= length <= 1 << 32 for length in spec.dims)
         assert all(1 <= length <= 256 for length in spec.box)
         assert all(stride % 16 == 0 and stride < 1 << 40 for stride in spec.strides)
         assert spec.box[0] * size % 16 == 0
         assert spec.swizzle == 0 or spec.box[0] * size == spec.swizzle
         assert address % 16 == 0
-        # Rows do not overlap.
-        assert spec.strides[0] >= spec.dims[0] * size
+        # Rows do not overlap; blocks of K, where they are a dimension of their own, lie inside them.
+        row = spec.dims[0] * size if len(spec.dims) == 2 else spec.strides[1] * spec.dims[2]
+        assert spec.strides[0] >= row
 
 
 @settings(max_examples=500, deadline=None)
 @given(PARAMS, geometries())
 def test_tensor_maps_are_of_the_right_tensors(params: KernelParams, g: Geometry) -> None:
+    g = suited(g, fp8(params))
     maps = record(params, g).maps
     blocks = ceil_div(g.k, 128)
-    assert (maps[0][0].dims, maps[0][0].strides, maps[0][1]) == ((g.k, g.m), (g.stride_a,), AT.a)
-    assert (maps[1][0].dims, maps[1][0].strides, maps[1][1]) == ((g.k, g.n), (g.stride_b,), AT.b)
+    for place, rows, stride, address in ((0, g.m, g.stride_a, AT.a), (1, g.n, g.stride_b, AT.b)):
+        spec, at = maps[place]
+        assert at == address
+        if stage_blocks(params.config) == 1:
+            assert (spec.dims, spec.strides) == ((g.k, rows), (stride,))
+        else:
+            assert (spec.dims, spec.strides) == ((128, rows, g.k // 128), (stride, 128))
     assert (maps[2][0].dims, maps[2][0].strides, maps[2][1]) == ((g.m, blocks), (4 * g.stride_sfa,), AT.sfa)
     if params.store == "tma":
         assert (maps[3][0].dims, maps[3][0].strides, maps[3][1]) == ((g.n, g.m), (2 * g.stride_d,), AT.d)
@@ -118,30 +142,48 @@ def test_tensor_maps_are_of_the_right_tensors(params: KernelParams, g: Geometry)
 @settings(max_examples=500, deadline=None)
 @given(PARAMS, geometries())
 def test_boxes_bring_the_bytes_that_the_kernel_waits_for(params: KernelParams, g: Geometry) -> None:
-    """The producer announces `kBytesB + box_rows * (128 + 4)`; one byte off, and the kernel hangs."""
-    config, recorded = fp8(params), record(params, g)
+    """The producer announces `kBytesB + box_rows * (128 + 4)` for each block of K of a stage; one byte off, and the
+    kernel hangs."""
+    config = fp8(params)
+    recorded = record(params, suited(g, config))
     a, b, scales = (recorded.maps[i][0] for i in range(3))
     box_rows = dict(zip(parameter_names(params), recorded.args, strict=True))["box_rows"][1]
-    announced = config.block_n * 128 + int(box_rows) * (128 + 4)
+    announced = (config.block_n * 128 + int(box_rows) * (128 + 4)) * stage_blocks(config)
     # The CTAs of a cluster each bring their part of a shared tile to all.
-    bytes_a = a.box[0] * a.box[1] * config.cluster_n
-    bytes_b = b.box[0] * b.box[1] * config.cluster_m
+    bytes_a = math.prod(a.box) * config.cluster_n
+    bytes_b = math.prod(b.box) * config.cluster_m
     assert bytes_a + bytes_b + scales.box[0] * scales.box[1] * 4 == announced
     assert min(g.m, config.block_m) <= int(box_rows) <= config.block_m
     assert a.box[1] * config.cluster_n == scales.box[0] == box_rows
     # Parts begin on a swizzle atom of eight rows; else later rows would be permuted differently.
-    assert a.box[1] % 8 == b.box[1] % 8 == 0
+    assert b.box[1] % 8 == 0
+    assert config.cluster_n == 1 or a.box[1] % 8 == 0
+    # A box of several blocks is packed block after block: the next begins where the kernel looks for it.
+    assert stage_blocks(config) == 1 or box_rows == config.block_m
     # The kernel places CTA i's part at i / cluster_n of the full tile.
     assert config.cluster_n == 1 or box_rows == config.block_m
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(CONFIGS), geometries())
+@given(st.sampled_from(UNSWAPPED), geometries())
 def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: FP8Config, g: Geometry) -> None:
     d = record(make_params(config), g).maps[3][0]
     columns = 64 if config.block_n % 64 == 0 else 32 if config.block_n % 32 == 0 else 16
     assert d.box == (columns, 64)
     assert d.swizzle == 2 * columns
+
+
+def test_swapped_tiles_are_stored_by_the_share_that_owns_them() -> None:
+    """64 weights by the tokens that a share of K finishes, or by eight where the last share's part is shorter."""
+    g = Geometry(200, 1000, 896, 896, 896, 1000, 200, (8, 1))
+    for config in SWAPPED.configs(arch.SM90):
+        params = make_params(config)
+        if params.store == "tma":
+            d = record(params, g).maps[3][0]
+            chunks = config.block_m // 8
+            owned = ceil_div(chunks, config.k_shares)
+            assert d.box == (64, 8 * (1 if chunks % owned else owned))
+            assert d.swizzle == 128
 
 
 def walk(config: FP8Config, g: Geometry, clusters: int, band: int) -> list[tuple[int, int]]:
@@ -215,9 +257,10 @@ def check_types(params: KernelParams, args: list[Arg]) -> None:
 
 
 @pytest.mark.parametrize("store", ["tma", "direct"])
-def test_arguments_are_the_parameters_of_the_kernel(store: str) -> None:
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-1]], ids=["unswapped", "swapped"])
+def test_arguments_are_the_parameters_of_the_kernel(config: FP8Config, store: str) -> None:
     g = Geometry(200, 1000, 912, 928, 960, 1016, 208, (8, 1))
-    params = make_params(CONFIGS[0], store)
+    params = make_params(config, store)
     recorded = record(params, g)
     check_types(params, recorded.args)
     values = {
@@ -235,7 +278,28 @@ def test_arguments_are_the_parameters_of_the_kernel(store: str) -> None:
         "m": 200,
         "n": 1000,
         "k": 912,
+        "constant_b": 0,
+        "b_read_once": 0,
     }
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-1]], ids=["unswapped", "swapped"])
+def test_constant_weights_are_read_early_only_by_a_programmatic_launch(config: FP8Config) -> None:
+    g = Geometry(7, 1000, 896, 896, 896, 1000, 8, (7, 1))
+    params = make_params(config)
+    place = parameter_names(params).index("constant_b")
+    with encoder():
+        for pdl, constant, passed in ((True, True, 1), (True, False, 0), (False, True, 0)):
+            assert launch(params, g, AT, 132, pdl, constant)[1][place] == ("u32", passed)
+
+
+def test_weights_are_read_once_where_one_cluster_tile_holds_all_tokens() -> None:
+    for config in CONFIGS:
+        rows = config.block_m * config.cluster_m
+        for m, once in ((1, 1), (rows, 1), (rows + 1, 0)):
+            g = Geometry(m, 1000, 896, 896, 896, 1000, align(m, 4), (7, 1))
+            recorded = record(make_params(config), g)
+            assert dict(zip(parameter_names(make_params(config)), recorded.args, strict=True))["b_read_once"][1] == once
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -245,7 +309,7 @@ def test_the_shape_of_a_launch(pdl: bool) -> None:
         params = make_params(config)
         shape = record(params, g, pdl=pdl).shape
         assert shape.block == 128 * (config.num_consumers + 1) <= 1024
-        assert shape.dynamic_shared == KERNEL.shared_bytes(params)
+        assert shape.dynamic_shared == kernels.get(params.kernel).shared_bytes(params)
         assert shape.pdl is pdl
 
 

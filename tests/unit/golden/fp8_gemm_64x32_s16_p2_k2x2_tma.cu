@@ -7,7 +7,7 @@ struct Tile {
   static constexpr u32 kClusterK = 2, kConsumersK = 2;
   static constexpr u32 kPartials = 2;
   static constexpr u32 kScaleGroup = 32;
-  static constexpr u32 kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr u32 kShapeM = 0, kShapeN = 0, kShapeK = 0;  // 0: given at run time
   static constexpr bool kTmaStore = true;
   static constexpr u32 kSharedBytes = 229648;
@@ -39,9 +39,10 @@ struct Mma {
 extern "C" __global__ void __launch_bounds__(384, 1)
     fp8_gemm_64x32_s16_p2_k2x2_tma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d, const float* scale_b,
-    i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 box_rows, u32 band) {
+    i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 box_rows, u32 band,
+    u32 constant_b, u32 b_read_once) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_b, &map_scale_a, &map_d, scale_b, scale_b_stride_n, scale_b_stride_k,
-                                   d, d_stride, m, n, k, box_rows, band};
+                                   d, d_stride, m, n, k, box_rows, band, constant_b, b_read_once};
   Fp8Gemm<Tile, Mma>(arguments, shared_address(shared)).run();
 }
