@@ -119,6 +119,7 @@ class FakeGpu:
         self.prepared = 0
         validate = dense.validate_fp8_gemm
         monkeypatch.setattr(dense, "_warm", {})
+        monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
         monkeypatch.setattr(dense, "_current_device", lambda: 0)
         monkeypatch.setattr(dense, "_raw_stream", lambda device: 7)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
