@@ -4,8 +4,8 @@
 #include "warpgroup.cuh"
 
 // Staged through shared memory and stored by TMA, which clips what hangs over the edges. A warpgroup owns its staging
-// area: 64 x kBlockN bf16 for each of its m64 slices, cut into boxes of kBoxColumns columns whose rows are swizzled over
-// their own length, as the tensor map expects.
+// area: 64 x kBlockN bf16 for each of its m64 slices, cut into boxes of kBoxColumns columns whose rows are swizzled
+// over their own length, as the tensor map expects.
 template <u32 kBlockN, u32 kSlices>
 struct TmaStore {
   static constexpr u32 kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16;
@@ -69,8 +69,8 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
 }
 
 // The same two ways out for accumulators with weights on their rows and tokens on their columns, transposed as they go.
-// `wanted(chunk)` says which chunks of eight tokens are this warpgroup's to store: kStored of them, one after the other
-// from `first`, in TMA boxes of 64 weights by kBoxChunks chunks.
+// `wanted(chunk)` says which chunks of eight tokens are this warpgroup's to store: up to kStored of them, one after the
+// other from a multiple of kStored on, in TMA boxes of 64 weights by kBoxChunks chunks.
 template <u32 kTokens, u32 kSlices, u32 kStored, u32 kBoxChunks>
 struct TransposedTmaStore {
   static constexpr u32 kChunkBytes = 8 * 128;  // eight tokens, 64 weights: one swizzle atom

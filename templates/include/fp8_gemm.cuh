@@ -1,9 +1,9 @@
 // D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors: 1 x 128 for A, 128 x 128 for B.
-// Warp-specialised and persistent: a producer warp fills a ring of stages by TMA; each consumer warpgroup multiplies its
-// own rows of the tile, promotes, and stores through its own staging area while the producer already loads the next
+// Warp-specialised and persistent: a producer warpgroup fills a ring of stages by TMA; each consumer warpgroup multiplies
+// its own rows of the tile, promotes, and stores through its own staging area while the producers already load the next
 // tile.
 //
-// Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/fp8_gemm.cu.jinja).
+// Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
 #include "barrier.cuh"
 #include "epilogue.cuh"

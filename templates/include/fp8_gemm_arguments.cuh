@@ -9,8 +9,8 @@ struct Fp8GemmArguments {
   u16* d;
   i64 d_stride;
   u32 m, n, k;
-  u32 box_rows;      // rows of A, and of its scales, that are loaded for a tile: fewer than kBlockM when m is small
-  u32 band;          // see TileScheduler
-  u32 constant_b;    // no kernel that may still run writes B or its scales: they may be read before those end
-  u32 b_read_once;   // every tile of B is loaded by one CTA only
+  u32 box_rows;     // rows of A, and of its scales, that are loaded for a tile: fewer than kBlockM when m is small
+  u32 band;         // see TileScheduler
+  u32 constant_b;   // no kernel that may still run writes B or its scales: they may be read before those end
+  u32 b_read_once;  // B is loaded once: one cluster tile holds all tokens
 };

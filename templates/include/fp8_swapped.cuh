@@ -1,6 +1,8 @@
-// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors, operands swapped: the weights' rows are the
-// tensor cores' M, tokens their N, so that few tokens waste neither shared memory nor products. K can be split over
+// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors, operands swapped: the weights' rows are
+// the tensor cores' M, tokens their N, so that few tokens waste neither shared memory nor products. K can be split over
 // consumers of a CTA and over CTAs of a cluster, which exchange their sums through distributed shared memory.
+//
+// Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_swapped.cu.jinja).
 #pragma once
 #include "barrier.cuh"
 #include "epilogue.cuh"
@@ -127,8 +129,9 @@ struct Fp8Swapped {
     }
   }
 
-  // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and their scales.
-  // One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
+  // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and the tokens'
+  // scales. One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous
+  // kernel.
   DG_DEVICE void produce_weights() {
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
@@ -210,8 +213,8 @@ struct Fp8Swapped {
         const u32 token = row + (kShares == 1 ? 0 : share * Exchange::kOwned * 8);
         if (thread == 0) Store::store(arg.map_d, staging, token, column, min_of(m(), row + kBlockM), n());
       } else {
-        store_direct_transposed<kBlockM, kSlices>(arg.d, arg.d_stride, sum, row, column, m(), min_of(n(), column + kBlockN), warp,
-                                                  lane, wanted);
+        store_direct_transposed<kBlockM, kSlices>(arg.d, arg.d_stride, sum, row, column, m(),
+                                                  min_of(n(), column + kBlockN), warp, lane, wanted);
       }
     }
     if constexpr (kTmaStore) {

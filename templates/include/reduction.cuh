@@ -1,5 +1,5 @@
-// Adding up the shares of K that several consumers, in one CTA or in a cluster of CTAs along k, have of one tile: always
-// in the same order, so that results repeat bitwise.
+// Adding up the shares of K that several consumers, in one CTA or in a cluster of CTAs along k, have of one tile:
+// always in the same order, so that results repeat bitwise.
 #pragma once
 #include "barrier.cuh"
 
