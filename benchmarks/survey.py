@@ -155,12 +155,11 @@ def quality(row: Row) -> float:
 
 def line(row: Row) -> str:
     """One row for a person."""
-    best = min(row["times"], key=row["times"].__getitem__)
-    text = f"{row['mode']:10} {row['m']:5} x {row['n']:5} x {row['k']:5}  {len(row['times'])} configs, selected / best "
-    return (
-        text
-        + f"{quality(row):.3f}  ({row['selected']} {row['times'][row['selected']]:.1f} us, {best} {row['times'][best]:.1f} us)"
-    )
+    times, selected = row["times"], row["selected"]
+    best = min(times, key=times.__getitem__)
+    where = f"{row['mode']:10} {row['m']:5} x {row['n']:5} x {row['k']:5}"
+    found = f"{selected} {times[selected]:.1f} us, {best} {times[best]:.1f} us"
+    return f"{where}  {len(times)} configs, selected / best {quality(row):.3f}  ({found})"
 
 
 def load(paths: Iterable[Path]) -> list[Row]:

@@ -30,6 +30,7 @@ from .kernels import transpose_scales as transpose
 from .log import say
 from .params import GemmConfig, GemmProblem, KernelParams, align
 from .record import debug_info, dump_debug_info
+from .select import calibration
 from .settings import settings
 
 __all__ = [
@@ -127,7 +128,7 @@ options.on_change(forget_plans)
 def _make_plan(problem: GemmProblem, device: int) -> Plan:
     start = time.perf_counter()
     spec = archs.for_device(device)
-    ranked = select.rank(problem, spec)
+    ranked = select.rank(problem, spec, calibration.of(torch.cuda.get_device_name(device)))
     chosen = ranked[0]
     params = kernel_params(problem, chosen.config, spec)
     selected = time.perf_counter()
@@ -186,7 +187,9 @@ def fp8_gemm_launch(
     nothing still running writes B or its scales."""
     made = plan(problem, device)
     with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
-        shape, args = sm90_fp8_launch.launch(made.params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b)
+        shape, args = sm90_fp8_launch.launch(
+            made.params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b
+        )
     return Launch(made.function, shape, stream, args)
 
 
@@ -203,7 +206,9 @@ def forced_launch(
     params = kernel_params(problem, config, archs.for_device(device))
     function, _ = _load(params, device, f"{config}")
     with primary_context(device):
-        shape, args = sm90_fp8_launch.launch(params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b)
+        shape, args = sm90_fp8_launch.launch(
+            params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b
+        )
     return Launch(function, shape, stream, args)
 
 

@@ -104,8 +104,8 @@ class FP8Config(GemmConfig):
 
 @dataclass(frozen=True)
 class SwappedConfig(FP8Config):
-    """An FP8 config whose kernel multiplies weights by tokens: ``block_n`` rows of B are the tensor cores' M, ``block_m``
-    rows of A their N. ``stage_blocks`` blocks of K make a stage."""
+    """An FP8 config whose kernel multiplies weights by tokens: ``block_n`` rows of B are the tensor cores' M,
+    ``block_m`` rows of A their N. ``stage_blocks`` blocks of K make a stage."""
 
     stage_blocks: int = 1
 

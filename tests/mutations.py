@@ -125,7 +125,8 @@ MUTATIONS = [
         "fp8_mainloop.cuh",
         "matrix_descriptor(b), opaque_zero);",
         "matrix_descriptor(b), opaque_zero + 1);",
-        EVERY,
+        # Shares of two blocks use each set of partial sums once, when it is still zero.
+        tuple(kernel for kernel in EVERY if kernel != "swapped split"),
     ),
     Mutation(
         "read operands with another swizzle",

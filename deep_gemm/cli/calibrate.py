@@ -29,7 +29,16 @@ def command(context: click.Context, seconds: float) -> None:
         import torch
 
         rows = Path("calibration-survey.jsonl")
-        context.invoke(survey_command, output=rows, count=100, seed=1, public=True, modes=survey.MODES, seconds=seconds, every=False)
+        context.invoke(
+            survey_command,
+            output=rows,
+            count=100,
+            seed=1,
+            public=True,
+            modes=survey.MODES,
+            seconds=seconds,
+            every=False,
+        )
         target = calibration.file_of(torch.cuda.get_device_name())
         context.invoke(fit_command, sources=(rows,), output=target, seconds=seconds, seed=0)
 
@@ -41,7 +50,9 @@ def command(context: click.Context, seconds: float) -> None:
 @click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(survey.MODES), help="How to time; repeatable. [all]")
 @click.option("--seconds", default=600.0, show_default=True, help="Begin no new measurement after this long.")
-@click.option("--every/--plausible", default=False, help="Time every config, or only those that the model does not rule out.")
+@click.option(
+    "--every/--plausible", default=False, help="Time every config, or only those that the model does not rule out."
+)
 def survey_command(
     output: Path, count: int, seed: int, public: bool, modes: tuple[str, ...], seconds: float, every: bool
 ) -> None:
@@ -52,10 +63,14 @@ def survey_command(
 
     if not torch.cuda.is_available():
         raise click.ClickException("a survey times kernels on a GPU, and torch sees none here.")
-    chosen = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
+    chosen = (
+        [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
+    )
     chosen += [shape for shape in shapes.log_uniform(count, seed) if shape.n % 8 == 0] if count else []
     out = console()
-    plan = survey.Survey(chosen, modes or survey.MODES, 0.0 if every else 2.0, seconds, lambda text: out.print(text, markup=False))
+    plan = survey.Survey(
+        chosen, modes or survey.MODES, 0.0 if every else 2.0, seconds, lambda text: out.print(text, markup=False)
+    )
     for row in plan.rows():
         append(output, row)
     _report(survey.load([output]))
@@ -74,6 +89,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: i
         raise click.ClickException(f"fitting needs {error.name}: pip install 'deep-gemm-jit[calibrate]'") from error
     del scipy
     from deep_gemm.benchmarks import fit
+
     rows = survey.load(sources)
     data = fit.Data.of(rows, arch.get("sm_90a"))
     out = console()
@@ -87,7 +103,9 @@ def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: i
         "held_out_selected_over_best": round(geometric_mean(quality[data.held_out]), 4),
         "held_out_worst": round(float(quality[data.held_out].min()), 3),
     }
-    about = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]}
+    about = {
+        key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]
+    }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"constants": found.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
     out.print(f"{output}: {summary}", markup=False)
@@ -109,4 +127,3 @@ def _report(rows: list[survey.Row]) -> None:
             mean = geometric_mean(found.values())
             text = f"{mode}: selected / best {mean:.4f} over {len(found)} shapes, worst {found[worst]:.3f} ({worst})"
             out.print(text, markup=False)
-

@@ -11,7 +11,7 @@ import click
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, precompile, select
 from deep_gemm.cli.console import console, duration, size, table
-from deep_gemm.params import GemmConfig
+from deep_gemm.params import GemmConfig, SwappedConfig
 from deep_gemm.workload import GemmShape, parse_shape
 
 
@@ -73,9 +73,10 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
 
 
 def describe(config: GemmConfig) -> str:
-    """A config in a few letters: tile, stages, consumers, cluster, CTAs an SM."""
-    text = f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_consumers}"
-    text += f" c{config.cluster_m}x{config.cluster_n}"
+    """A config in a few letters: operands swapped or not, tile, stages, consumers, cluster, CTAs an SM."""
+    text = "swapped " if isinstance(config, SwappedConfig) else ""
+    text += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_consumers}"
+    text += f" c{config.cluster_m}x{config.cluster_n}x{config.cluster_k}"
     return text + (f" r{config.ctas_per_sm}" if config.ctas_per_sm > 1 else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..errors import InvalidInputError
 from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig, align, ceil_div
@@ -75,6 +76,11 @@ def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int) ->
     other: the blocks are then a dimension of their own, and K must be whole blocks."""
     if stage_blocks == 1:
         return TensorMapSpec("u8", (k, rows), (stride,), (SCALE_BLOCK, box), 128, 256)
+    if k % SCALE_BLOCK:
+        raise InvalidInputError(
+            f"A config with {stage_blocks} blocks of K in a stage needs a K that is a multiple of "
+            f"{SCALE_BLOCK}, but K is {k}."
+        )
     dims = (SCALE_BLOCK, rows, k // SCALE_BLOCK)
     return TensorMapSpec("u8", dims, (stride, SCALE_BLOCK), (SCALE_BLOCK, box, stage_blocks), 128, 256)
 

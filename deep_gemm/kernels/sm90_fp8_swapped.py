@@ -141,9 +141,9 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         return config_shared_bytes(_config(params), params.store == "tma")
 
     def entry(self, params: KernelParams) -> str:
-        """Such as ``fp8_swapped_16x64_s12_p2_k4x2_tma``."""
+        """Such as ``fp8_gemm_swapped_16x64_s12_p2_k4x2_tma``."""
         c = _config(params)
-        parts = [f"fp8_swapped_{c.block_m}x{c.block_n}", f"s{c.num_stages}", f"p{c.num_partials}"]
+        parts = [f"fp8_gemm_swapped_{c.block_m}x{c.block_n}", f"s{c.num_stages}", f"p{c.num_partials}"]
         if c.k_shares > 1:
             parts.append(f"k{c.cluster_k}x{c.consumers_k}")
         if c.ctas_per_sm > 1:

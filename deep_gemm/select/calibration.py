@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "calibrations"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants of one GPU model, made by `deep-gemm calibrate`. Times in us, cycles of the SM clock, rates as named."""
+    """Constants of one GPU model, made by `deep-gemm calibrate`. Times in us, cycles of the SM clock."""
 
     clock_ghz: float
     """SM clock in short runs."""
@@ -27,6 +27,8 @@ class Calibration:
     """Output elements that a CTA converts and stores by TMA in a microsecond."""
     direct_elements_per_us: float
     """The same, element by element."""
+    transposed_elements_per_us: float
+    """The same by TMA where operands are swapped, in addition: they are turned on the way."""
     cluster_2_us: float
     cluster_4_us: float
     cluster_8_us: float
@@ -36,7 +38,9 @@ class Calibration:
     exchange_us: float
     """Handing over shares of K between CTAs."""
     handed_per_us: float
-    """Elements that a CTA hands over in a microsecond."""
+    """Elements that consumers of a CTA hand over in a microsecond."""
+    exchanged_per_us: float
+    """Elements that a CTA hands to others of its cluster in a microsecond."""
     instruction_cycles: float
     """Least time of a wgmma, however narrow."""
     chain_cycles: float
@@ -69,7 +73,9 @@ class Calibration:
     def from_json(cls, data: dict[str, Any]) -> Calibration:
         """The constants in ``data``, which must be all and no others. Raises InvalidInputError."""
         names = [field.name for field in fields(cls)]
-        if sorted(data) != sorted(names) or not all(isinstance(value, (int, float)) and value > 0 for value in data.values()):
+        if sorted(data) != sorted(names) or not all(
+            isinstance(value, (int, float)) and value > 0 for value in data.values()
+        ):
             raise InvalidInputError(
                 f"A calibration holds positive numbers named {', '.join(names)}, but this one holds {data}. "
                 "Make it anew with `deep-gemm calibrate fit`."
@@ -91,6 +97,12 @@ def file_of(device_name: str) -> Path:
 def load(path: Path) -> Calibration:
     """The calibration in a file. Raises InvalidInputError if it is not one."""
     return Calibration.from_json(json.loads(path.read_text())["constants"])
+
+
+def of(device_name: str) -> Calibration:
+    """The calibration of a GPU model; an H200's where there is none."""
+    path = file_of(device_name)
+    return load(path) if path.is_file() else default()
 
 
 def default() -> Calibration:

@@ -9,8 +9,8 @@ from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, align, ceil_div
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.97, 8: 0.97}
-"""Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple of
-four. 33 clusters of four took two rounds, 32 one."""
+"""Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
+of four. 33 clusters of four took two rounds, 32 one."""
 
 
 class Features(NamedTuple):
@@ -50,6 +50,8 @@ class Features(NamedTuple):
     """Output elements of a tile that are stored, as far as they exist."""
     direct: float
     """1 for element by element stores, else 0."""
+    transposed: float
+    """1 where operands are swapped, else 0."""
     local_shares: float
     """1 where consumers of a CTA exchange shares of K, else 0."""
     cluster_shares: float
@@ -131,6 +133,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         stage_blocks=stage_blocks,
         elements=finished,
         direct=1.0 if direct else 0.0,
+        transposed=1.0 if swapped else 0.0,
         local_shares=1.0 if config.consumers_k > 1 else 0.0,
         cluster_shares=1.0 if config.cluster_k > 1 else 0.0,
         handed=(shares - 1) * finished,

@@ -23,8 +23,8 @@ class Choice:
 
 
 def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibration | None = None) -> list[Choice]:
-    """Every config that `candidates` names for ``problem``, the fastest by the model first; ties go to the smaller tile.
-    ``calibration`` is an H200's if it is None.
+    """Every config that `candidates` names for ``problem``, the fastest by the model first; ties go to the smaller
+    tile. ``calibration`` is an H200's if it is None.
 
     Raises:
         UnsupportedError: there is none, because of ``block_multiple``.

@@ -34,8 +34,8 @@ class Estimate:
 
 
 def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max) -> dict[str, Any]:
-    """The times of what a launch is made of, in us, and their ``total``. Of one pair, or of many: then ``x`` holds arrays
-    and ``maximum`` is numpy's."""
+    """The times of what a launch is made of, in us, and their ``total``. Of one pair, or of many: then ``x`` holds
+    arrays and ``maximum`` is numpy's."""
     instruction = maximum(x.half_width, c.instruction_cycles)
     tensor = x.groups * x.products * instruction
     shared = (x.read + x.filled) / c.shared_bytes_per_cycle
@@ -52,7 +52,9 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     cycles = (busy**8 + chain**8 + refill**8 + issue**8) ** 0.125
     steps = x.waves * x.blocks * 1e-3 / c.clock_ghz
     per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) / c.epilogue_elements_per_us
-    handing = x.local_shares * c.local_us + x.cluster_shares * c.exchange_us + x.handed / c.handed_per_us
+    per_element = per_element + x.transposed / c.transposed_elements_per_us
+    handed = (1 - x.cluster_shares) / c.handed_per_us + x.cluster_shares / c.exchanged_per_us
+    handing = x.local_shares * c.local_us + x.cluster_shares * c.exchange_us + x.handed * handed
     epilogue = x.waves * (c.epilogue_us + x.elements * per_element + handing)
     hbm = x.traffic / (c.hbm_gb_per_s * 1e3)
     l2 = x.l2 / (c.l2_gb_per_s * 1e3)

@@ -1,43 +1,43 @@
 #include "fp8_swapped.cuh"
 
 struct Tile {
-  static constexpr u32 kBlockM = 16, kBlockN = 64;
-  static constexpr u32 kStages = 22, kStageBlocks = 1, kConsumers = 1;
+  static constexpr u32 kBlockM = 8, kBlockN = 32;
+  static constexpr u32 kStages = 22, kStageBlocks = 2, kConsumers = 1;
   static constexpr u32 kClusterK = 1, kConsumersK = 1;
   static constexpr u32 kPartials = 2;
   static constexpr bool kScalesHeld = true;
-  static constexpr u32 kBoxChunks = 2;
+  static constexpr u32 kBoxChunks = 1;
   static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 216;
   static constexpr u32 kShapeM = 0, kShapeN = 0, kShapeK = 0;  // 0: given at run time
-  static constexpr bool kTmaStore = true;
-  static constexpr u32 kSharedBytes = 230496;
+  static constexpr bool kTmaStore = false;
+  static constexpr u32 kSharedBytes = 228448;
 };
 
 struct Mma {
-  static constexpr u32 kN = 16;
+  static constexpr u32 kN = 8;
 
   // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
   // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.
   static DG_DEVICE void start(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
     asm volatile(
-        "{\n .reg .pred p;\n setp.ne.b32 p, %10, 0;\n"
-        " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
-        " %8, %9, p, 1, 1;\n}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep));
+        "{\n .reg .pred p;\n setp.ne.b32 p, %6, 0;\n"
+        " wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3},"
+        " %4, %5, p, 1, 1;\n}"
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3])        : "l"(a), "l"(b), "r"(keep));
   }
 
   // partial += a * b
   static DG_DEVICE void accumulate(float (&partial)[kN / 2], u64 a, u64 b) {
     asm volatile(
         "{\n .reg .pred p;\n setp.eq.b32 p, 0, 0;\n"
-        " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
-        " %8, %9, p, 1, 1;\n}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b));
+        " wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3},"
+        " %4, %5, p, 1, 1;\n}"
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3])        : "l"(a), "l"(b));
   }
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-    fp8_swapped_16x64_s22_p2_tma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    fp8_gemm_swapped_8x32_s22_p2_direct(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d, const float* scale_b,
     i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 box_rows, u32 band,
     u32 constant_b, u32 b_read_once) {

@@ -37,7 +37,7 @@ struct Mma {
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    fp8_swapped_16x64_s20_p2_k2x2_tma_n2112_k7168(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    fp8_gemm_swapped_16x64_s20_p2_k2x2_tma_n2112_k7168(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d, const float* scale_b,
     i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 box_rows, u32 band,
     u32 constant_b, u32 b_read_once) {
