@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from deep_gemm import arch, kernels
 from deep_gemm.engine import build_request
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels import transpose_scales
@@ -304,13 +305,20 @@ def test_weights_are_read_once_where_one_cluster_tile_holds_all_tokens() -> None
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_the_shape_of_a_launch(pdl: bool) -> None:
-    g = Geometry(200, 1000, 912, 912, 912, 1000, 200, (8, 1))
+    g = Geometry(200, 1000, 896, 896, 896, 1000, 200, (8, 1))
     for config in CONFIGS:
         params = make_params(config)
         shape = record(params, g, pdl=pdl).shape
         assert shape.block == 128 * (config.num_consumers + 1) <= 1024
         assert shape.dynamic_shared == kernels.get(params.kernel).shared_bytes(params)
         assert shape.pdl is pdl
+
+
+def test_blocks_of_k_in_a_stage_must_be_whole() -> None:
+    g = Geometry(7, 1000, 912, 912, 912, 1000, 8, (8, 1))
+    config = next(c for c in CONFIGS if getattr(c, "stage_blocks", 1) > 1)
+    with pytest.raises(InvalidInputError, match="multiple of 128, but K is 912"):
+        record(make_params(config), g)
 
 
 def test_small_products_leave_sms_alone() -> None:
