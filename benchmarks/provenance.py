@@ -8,7 +8,7 @@ import importlib
 import subprocess
 from pathlib import Path
 
-_SUFFIXES = (".py", ".cuh", ".jinja")
+_SUFFIXES = (".py", ".cuh", ".jinja", ".json")
 
 
 def source_digest() -> str:
