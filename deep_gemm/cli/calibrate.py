@@ -35,6 +35,7 @@ def command(context: click.Context, seconds: float) -> None:
             count=100,
             seed=1,
             public=True,
+            min_m=1,
             modes=survey.MODES,
             seconds=seconds,
             every=False,
@@ -48,13 +49,14 @@ def command(context: click.Context, seconds: float) -> None:
 @click.option("--random", "count", default=100, show_default=True, help="Log-uniform random shapes.")
 @click.option("--seed", default=1, show_default=True, help="Their seed.")
 @click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
+@click.option("--min-m", default=1, show_default=True, help="Leave out shapes with a smaller M.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(survey.MODES), help="How to time; repeatable. [all]")
 @click.option("--seconds", default=600.0, show_default=True, help="Begin no new measurement after this long.")
 @click.option(
     "--every/--plausible", default=False, help="Time every config, or only those that the model does not rule out."
 )
 def survey_command(
-    output: Path, count: int, seed: int, public: bool, modes: tuple[str, ...], seconds: float, every: bool
+    output: Path, count: int, seed: int, public: bool, min_m: int, modes: tuple[str, ...], seconds: float, every: bool
 ) -> None:
     """Time many configs on many shapes."""
     import torch
@@ -67,6 +69,7 @@ def survey_command(
         [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
     )
     chosen += [shape for shape in shapes.log_uniform(count, seed) if shape.n % 8 == 0] if count else []
+    chosen = [shape for shape in chosen if shape.m >= min_m]
     out = console()
     plan = survey.Survey(
         chosen, modes or survey.MODES, 0.0 if every else 2.0, seconds, lambda text: out.print(text, markup=False)
