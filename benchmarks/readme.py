@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from deep_gemm.benchmarks import phases
@@ -36,6 +37,18 @@ def environment_table() -> str:
     return "\n".join(lines)
 
 
+def selection_sentence(rows: Sequence[Row]) -> str:
+    """How good the selector was on shapes that its calibration did not see."""
+    ratios = [row["ratio_best"] for row in rows]
+    worst = min(rows, key=lambda row: row["ratio_best"])
+    shape = f"{worst['m']} x {worst['n']} x {worst['k']}"
+    return (
+        f"**The selector**, {_origin(rows)}: on {len(rows)} shapes that its calibration did not see, the chosen config "
+        f"ran at {geometric_mean(ratios):.3f} of the best of all that were timed, by geometric mean; the worst at "
+        f"{worst['ratio_best']:.2f} ({shape})."
+    )
+
+
 def latest(rows: Sequence[Row]) -> list[Row]:
     """The last row of each mode and shape (or mode and subject): files are appended to."""
     subject = ("mode", "what", "part", "m", "n", "k")
@@ -52,6 +65,9 @@ def numbers(results: Path = RESULTS) -> str:
     if random:
         count = len({(row["m"], row["n"], row["k"]) for row in random})
         parts += [f"**{count} random shapes** ({RANDOM}), {_origin(random)}:", summary_table(random)]
+    chosen = _rows(results / "selection.jsonl")
+    if chosen:
+        parts.append(selection_sentence(chosen))
     for mode in GEMM_MODES:
         chosen = [row for row in rows if row["mode"] == mode]
         if chosen:

@@ -188,9 +188,15 @@ def fp8_gemm_launch(
     made = plan(problem, device)
     with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
         shape, args = sm90_fp8_launch.launch(
-            made.params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b
+            made.params, geometry, addresses, problem.num_sms, dependent_launch(problem), constant_b
         )
     return Launch(made.function, shape, stream, args)
+
+
+def dependent_launch(problem: GemmProblem) -> bool:
+    """Whether a GEMM may start before its predecessor has finished. Not on part of a GPU: its waiting CTAs would take
+    SMs that were left to others, beside those that its predecessor uses."""
+    return options.get_pdl() and problem.whole_gpu
 
 
 def forced_launch(

@@ -83,7 +83,8 @@ def set_pdl(enabled: bool) -> None:
 
     It is safe whoever wrote the operands: kernels set themselves up, then wait for their predecessor before they read
     or write anything that it may have written. Under `declare_constant` that leaves out the declared weights, which are
-    read before; with ``set_pdl(False)`` such a promise has no effect.
+    read before; with ``set_pdl(False)`` such a promise has no effect. Nor has it on part of a GPU
+    (`set_num_sms`), where kernels always wait for their turn, so that no more SMs are taken than were allowed.
     """
     if not isinstance(enabled, bool):
         raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import deep_gemm
-from deep_gemm import InvalidInputError, UnsupportedError, constant, dense
+from deep_gemm import InvalidInputError, UnsupportedError, constant, dense, engine
+from deep_gemm.params import GemmProblem
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import Operand, integer_operands
 
@@ -246,3 +247,15 @@ def test_dependent_launch_is_on_at_first() -> None:
     deep_gemm.set_pdl(True)
     with pytest.raises(InvalidInputError, match="enabled must be True or False"):
         deep_gemm.set_pdl(1)  # type: ignore[arg-type]
+
+
+def test_part_of_a_gpu_has_no_dependent_launches() -> None:
+    """A kernel that waits for its predecessor would hold SMs that set_num_sms leaves to others."""
+    whole = GemmProblem(m=1, n=128, k=128, num_sms=132)
+    assert engine.dependent_launch(whole)
+    assert not engine.dependent_launch(replace(whole, num_sms=66, whole_gpu=False))
+    deep_gemm.set_pdl(False)
+    try:
+        assert not engine.dependent_launch(whole)
+    finally:
+        deep_gemm.set_pdl(True)
