@@ -1,14 +1,17 @@
-"""`deep-gemm cache`: what is stored, and clearing it."""
+"""`deep-gemm cache`: what is stored, checking it, and removing it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 
 import click
 
 from deep_gemm.cli.console import console, size, table
+from deep_gemm.jit.cache import maintenance
 from deep_gemm.jit.cache.disk import DiskCache
-from deep_gemm.jit.cache.root import default_root
+from deep_gemm.jit.cache.root import default_root, root_problem
 from deep_gemm.settings import settings
 
 
@@ -21,7 +24,7 @@ def _disk() -> DiskCache:
 
 @click.group("cache")
 def command() -> None:
-    """Show or clear the cache of compiled kernels (DG_JIT_CACHE_DIR, else ~/.deep_gemm)."""
+    """Show, check, prune or clear the cache of compiled kernels (DG_JIT_CACHE_DIR, else ~/.deep_gemm)."""
 
 
 @command.command("info")
@@ -59,3 +62,85 @@ def clear(yes: bool) -> None:
     click.echo(f"{counts['entries']} kernels deleted, {size(counts['bytes'])}")
     if counts["failed"]:
         raise click.ClickException(f"{counts['failed']} could not be deleted")
+
+
+def _usable_disk() -> DiskCache:
+    disk = _disk()
+    problem = root_problem(disk.root, disk.trust)
+    if problem is not None:
+        raise click.ClickException(problem)
+    return disk
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[maintenance.Progress]:
+    """A bar on standard error, if that is a terminal: standard output may be JSON."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    err = Console(stderr=True)
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@command.command("verify")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--delete", is_flag=True, help="Remove corrupted entries and leftovers, if nobody is using them.")
+def verify(as_json: bool, delete: bool) -> None:
+    """Check all entries as loading them would. Exits with 1 if some are corrupted, deleted or not."""
+    disk = _usable_disk()
+    with _progress("verifying") as progress:
+        found = maintenance.verify(disk, maintenance.selectable(), progress)
+    removed = maintenance.delete_bad(disk, found) if delete else []
+    counts = {
+        state: sum(item.state == state for item in found)
+        for state in ("sound", "corrupted", "foreign", "leftover", "in use")
+    }
+    if as_json:
+        report = {"root": str(disk.root), "counts": counts}
+        report |= {"found": maintenance.to_json(found), "removed": maintenance.to_json(removed)}
+        click.echo(json.dumps(report, indent=2))
+    else:
+        for item in found:
+            if item.state != "sound":
+                click.echo(f"{item.state}: {item.path}: {item.reason}")
+        click.echo(f"{disk.root}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+        if delete:
+            _tell(removed, dry_run=False)
+    if counts["corrupted"]:
+        raise SystemExit(1)
+
+
+@command.command("prune")
+@click.option("--max-bytes", type=click.IntRange(min=0), help="Remove until no more than this is stored.")
+@click.option(
+    "--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Remove what was not used for so long."
+)
+@click.option("--unused-versions", is_flag=True, help="Remove what no compiler or driver of this machine can use.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+def prune(max_bytes: int | None, older_than: float | None, unused_versions: bool, dry_run: bool) -> None:
+    """Remove entries, least recently used first. What is being compiled stays.
+
+    Use is what the filesystem notes of reads: to a day with relatime, and with noatime only the time of writing.
+    """
+    if max_bytes is None and older_than is None and not unused_versions:
+        raise click.UsageError("say what to remove: --max-bytes, --older-than or --unused-versions")
+    disk = _usable_disk()
+    here = maintenance.selectable() if unused_versions else None
+    if unused_versions and here is None:
+        raise click.ClickException("no usable compiler is found here, so nothing is known to be unused: see `doctor`")
+    seconds = None if older_than is None else older_than * 86400
+    with _progress("pruning") as progress:
+        removed = maintenance.prune(disk, max_bytes, seconds, here, dry_run, progress)
+    for item in removed:
+        click.echo(f"{item.path}: {size(item.size)}, {item.reason}")
+    _tell(removed, dry_run)
+
+
+def _tell(removed: list[maintenance.Removal], dry_run: bool) -> None:
+    gone = removed if dry_run else [item for item in removed if item.done]
+    verb = "would be removed" if dry_run else "removed"
+    click.echo(f"{len(gone)} {verb}, {size(sum(item.size for item in gone))}")
+    if len(gone) < len(removed):
+        click.echo(f"{len(removed) - len(gone)} were left, because they are in use or changed meanwhile")
