@@ -1,0 +1,332 @@
+"""Care for a disk cache that others use meanwhile: checking its entries, and removing those that are not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.jit.cache import entry as entries
+from deep_gemm.jit.cache import files
+from deep_gemm.jit.cache.disk import _LOCKS, _TEMPORARY, DiskCache, _remove, _size
+from deep_gemm.jit.cache.entry import Address
+
+# Nothing younger is a leftover: a compiler may still be at work on it. Writers sweep after the same time.
+LEFTOVER_SECONDS = 3600.0
+_LARGEST_META = 1 << 24
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Selectable:
+    """The versions that this machine can use, as text such as "12.9". `drivers` is None where there is no driver:
+    then entries are judged by the version of CUDA alone."""
+
+    cuda: frozenset[str]
+    drivers: frozenset[str] | None
+
+    def problem(self, cuda: str, driver: str) -> str | None:
+        """Why nothing here would look at an entry of these versions, or None."""
+        if cuda not in self.cuda:
+            return f"no compiler of CUDA {cuda} is here"
+        if self.drivers is not None and driver not in self.drivers:
+            return f"the driver here is not of CUDA {driver}"
+        return None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """`state` is "sound", "corrupted", "foreign", "leftover" or "in use" (being written: too young to be judged).
+    `path` is relative to the root, `size` in bytes, `last_use` in seconds since 1970."""
+
+    path: str
+    state: str
+    reason: str
+    size: int
+    last_use: float
+    cuda: str = ""
+    driver: str = ""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One thing that was removed, or would be, and why. `done` is False for a dry run and for what was in use."""
+
+    path: str
+    reason: str
+    size: int
+    done: bool
+
+
+def selectable() -> Selectable | None:
+    """What the compilers and the driver of this machine can use, or None where no usable compiler is found."""
+    from deep_gemm.jit.compilers.find import find_all
+    from deep_gemm.jit.driver.version import driver_release
+
+    cuda = frozenset(".".join(found.version.split(".")[:2]) for found in find_all() if found.usable)
+    release = driver_release()
+    drivers = frozenset({f"{release[0]}.{release[1]}", "any"}) if release else None
+    return Selectable(cuda, drivers) if cuda else None
+
+
+def verify(disk: DiskCache, here: Selectable | None = None, progress: Progress | None = None) -> list[Checked]:
+    """Check every entry as loading would, and find leftovers. Writes nothing; times of last use are put back.
+
+    A sound entry that `here` cannot use counts as foreign. Raises nothing for what lies in the cache.
+    """
+    found = [_check(disk, path, where, here) for path, where in _counted(list(disk.walk()), progress)]
+    return found + list(_leftovers(disk.root))
+
+
+def delete_bad(disk: DiskCache, checked: list[Checked]) -> list[Removal]:
+    """Delete what `verify` called corrupted or a leftover, each looked at once more under its lock."""
+    removed = []
+    walked = {str(path.relative_to(disk.root)): (path, where) for path, where in disk.walk()}
+    for item in checked:
+        if item.state not in ("corrupted", "leftover"):
+            continue
+        if item.path in walked:
+            path, where = walked[item.path]
+            done = _delete_entry(disk, path, where, lambda again: again.state in ("corrupted", "leftover"))
+        else:
+            done = _delete_leftover(disk.root / item.path)
+        removed.append(Removal(item.path, item.reason, item.size, done))
+    return removed
+
+
+def prune(
+    disk: DiskCache,
+    max_bytes: int | None = None,
+    older_than: float | None = None,
+    unused_versions: Selectable | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> list[Removal]:
+    """Remove entries, least recently used first, and return them.
+
+    `older_than` is in seconds since the last use. `unused_versions` removes what it cannot use. `max_bytes` bounds what
+    stays, after the others have removed theirs. What is being written or locked is left alone.
+    """
+    now = time.time()
+    found = [(path, where, _glance(disk, path, where)) for path, where in disk.walk()]
+    found.sort(key=lambda item: (item[2].last_use, item[2].path))
+    total = sum(item.size for _, _, item in found)
+    reasons: dict[str, str] = {}
+    for _, (_, cuda, driver), item in found:
+        if item.state == "in use":
+            continue
+        problem = unused_versions.problem(cuda, driver) if unused_versions is not None else None
+        if problem is not None:
+            reasons[item.path] = problem
+        elif older_than is not None and now - item.last_use > older_than:
+            reasons[item.path] = f"last used {(now - item.last_use) / 86400:.1f} days ago"
+    total -= sum(item.size for _, _, item in found if item.path in reasons)
+    for _, _, item in found:
+        if max_bytes is None or total <= max_bytes:
+            break
+        if item.path not in reasons and item.state != "in use":
+            reasons[item.path] = f"the cache is larger than {max_bytes} bytes"
+            total -= item.size
+    chosen = [(path, where, item) for path, where, item in found if item.path in reasons]
+    removed = []
+    for path, where, item in _counted(chosen, progress):
+        # Used or rewritten since it was chosen: no longer what was to go.
+        done = not dry_run and _delete_entry(disk, path, where, _unused_since(item.last_use), _glance)
+        removed.append(Removal(item.path, reasons[item.path], item.size, done))
+    return removed
+
+
+def _unused_since(last_use: float) -> Callable[[Checked], bool]:
+    return lambda again: again.last_use <= last_use
+
+
+def to_json(items: list[Checked] | list[Removal]) -> list[dict[str, Any]]:
+    """As plain JSON."""
+    return [asdict(item) for item in items]
+
+
+def _counted(items: list[Any], progress: Progress | None) -> Iterator[Any]:
+    for done, item in enumerate(items, 1):
+        yield item
+        if progress is not None:
+            progress(done, len(items))
+
+
+def _glance(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selectable | None = None) -> Checked:
+    """What can be said without reading: "in use", "leftover", or "sound" for what has a description."""
+    size, used = _size(path), _last_use(path)
+    state, reason = "sound", ""
+    if not os.path.lexists(path / entries.META):
+        young = time.time() - used <= LEFTOVER_SECONDS
+        state = "in use" if young else "leftover"
+        reason = "it is being compiled, or was within the hour" if young else f"no {entries.META}: never completed"
+    return Checked(str(path.relative_to(disk.root)), state, reason, size, used, where[1], where[2])
+
+
+def _check(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selectable | None) -> Checked:
+    """`_glance`, and reading the entry as a build would."""
+    first = _glance(disk, path, where)
+    if first.state != "sound":
+        return first
+    with _times_kept(path / entries.META):
+        state, reason = _judge(disk, path, where, here)
+    return Checked(first.path, state, reason, first.size, first.last_use, first.cuda, first.driver)
+
+
+def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selectable | None) -> tuple[str, str]:
+    address = _address(path, where)
+    if address is None:
+        return "foreign", "its name is none that this version gives"
+    for attempt in (1, 2):
+        try:
+            disk._read(address, path)
+            break
+        except FileNotFoundError:
+            return "in use", "it was replaced or removed meanwhile"
+        except (OSError, ValueError, RecursionError) as error:
+            # As for loading: between two renames of a writer, an entry can look wrong once.
+            if attempt == 2:
+                other = _other_format(path)
+                if other is not None:
+                    return "foreign", f"its format is {other}, not {entries.FORMAT}"
+                return "corrupted", str(error)
+    problem = here.problem(where[1], where[2]) if here is not None else None
+    return ("sound", "") if problem is None else ("foreign", problem)
+
+
+def _other_format(path: Path) -> int | None:
+    """The format of another version of this package, whose entries are not ours to judge."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        directory = files.open_directory(path)
+        try:
+            body = json.loads(files.read_at(directory, entries.META, _LARGEST_META))
+        finally:
+            os.close(directory)
+        found = body.get("format") if isinstance(body, dict) else None
+        if type(found) is int and found != entries.FORMAT:
+            return found
+    return None
+
+
+def _address(path: Path, where: tuple[str, str, str]) -> Address | None:
+    name, _, key = path.name.rpartition("-")
+    try:
+        return Address(*where, name, key)
+    except ValueError:
+        return None
+
+
+def _last_use(path: Path) -> float:
+    """Seconds since 1970. Loading reads kernel.json, and the filesystem notes it in the access time: Linux with
+    relatime once a day, with noatime never; then it is when the entry was written."""
+    times = [0.0]
+    names = [path / entries.META] if os.path.lexists(path / entries.META) else [path, *_children(path)]
+    for name in names:
+        with contextlib.suppress(OSError):
+            status = name.lstat()
+            # The access time of a directory changes whenever somebody lists it.
+            times.append(status.st_mtime if name == path else max(status.st_mtime, status.st_atime))
+    return max(times)
+
+
+@contextlib.contextmanager
+def _times_kept(path: Path) -> Iterator[None]:
+    """Checking is no use of an entry: without this, verifying would make all entries equally recent."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield
+        return
+    try:
+        before = os.fstat(descriptor)
+        yield
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_atime_ns != before.st_atime_ns:
+                os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
+    finally:
+        os.close(descriptor)
+
+
+def _leftovers(root: Path) -> Iterator[Checked]:
+    """Temporary files of killed writers, and locks that nobody has taken for long."""
+    for folder, reason in ((_TEMPORARY, "a temporary file of a killed writer"), (_LOCKS, "a lock not taken for long")):
+        for path in _children(root / folder):
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                # A time in the future (the clock went back) makes it young, not old.
+                if time.time() - status.st_mtime > LEFTOVER_SECONDS:
+                    size = _size(path) if path.is_dir() and not path.is_symlink() else status.st_size
+                    yield Checked(f"{folder}/{path.name}", "leftover", reason, size, status.st_mtime)
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        # Not through a link in place of the folder: what it points to is not ours.
+        return [] if folder.is_symlink() else sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _delete_leftover(path: Path) -> bool:
+    if path.parent.name == _LOCKS:
+        with _held(path) as held:
+            return held and _unlinked(path)
+    _remove(path)
+    return not os.path.lexists(path)
+
+
+def _delete_entry(
+    disk: DiskCache,
+    path: Path,
+    where: tuple[str, str, str],
+    still: Callable[[Checked], bool],
+    look: Callable[[DiskCache, Path, tuple[str, str, str], Selectable | None], Checked] = _check,
+) -> bool:
+    """Under the entry's lock, and if `still` agrees: moved aside by one rename, so that readers see all or nothing."""
+    key = path.name.rpartition("-")[2]
+    lock = disk.root / _LOCKS / f"{where[0]}-{key}.lock"
+    with _held(lock) as held:
+        if not held or not still(look(disk, path, where, None)):
+            return False
+        aside = disk.root / _TEMPORARY / f"old-{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            files.make_directory(aside.parent)
+            os.rename(path, aside)
+        except OSError:
+            return not os.path.lexists(path)
+        _remove(aside)
+        # Whoever waits for this lock goes on with a file that has no name any more: at worst two compile.
+        _unlinked(lock)
+        return True
+
+
+def _unlinked(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    return not os.path.lexists(path)
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[bool]:
+    """The lock that compiling takes, without waiting: whether it is held by us now."""
+    import filelock
+
+    lock = filelock.FileLock(path, timeout=0, mode=0o600)
+    held = False
+    with contextlib.suppress(filelock.Timeout, OSError, NotImplementedError, RuntimeError):
+        files.make_directory(path.parent)
+        lock.acquire()
+        held = True
+    try:
+        yield held
+    finally:
+        if held:
+            with contextlib.suppress(OSError, RuntimeError):
+                lock.release()
