@@ -26,6 +26,7 @@ from deep_gemm.errors import (
     SettingError,
     UnsupportedError,
 )
+from deep_gemm.jit.info import cache_info
 from deep_gemm.layout import (
     get_k_alignment_for_contiguous_layout,
     get_m_alignment_for_contiguous_layout,
@@ -74,6 +75,7 @@ __all__ = [
     "SettingError",
     "UnsupportedError",
     "align",
+    "cache_info",
     "ceil_div",
     "debug_info",
     "declare_constant",

@@ -141,6 +141,9 @@ class Settings:
     debug = _flag(
         "DG_JIT_DEBUG", "Log each step of the JIT, and define DG_DEBUG=1 for device code: barrier waits trap on a hang."
     )
+    forbid_compile = _flag(
+        "DG_JIT_FORBID_COMPILE", "Raise CompileError where a kernel would have to be compiled: all must be precompiled."
+    )
     print_configs = _flag("DG_PRINT_CONFIGS", "Print the configuration chosen for each new problem.")
     print_compiler_command = _flag("DG_JIT_PRINT_COMPILER_COMMAND", "Print each compiler command before it runs.")
     ptxas_verbose = _flag("DG_JIT_PTXAS_VERBOSE", "Print what ptxas says of each kernel that is compiled.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import tempfile
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 from deep_gemm.errors import CompileError, DeepGemmError, InvalidInputError
 from deep_gemm.jit.cache.disk import DiskCache
-from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
+from deep_gemm.jit.cache.entry import META, SOURCE, Address, Entry
 from deep_gemm.jit.cache.memory import MemoryCache
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.base import Compiled, Compiler
@@ -30,6 +31,8 @@ from deep_gemm.settings import settings
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
 _ARCH = re.compile(r"sm_\d{2,3}[af]?")
+HITS = ("memory", "disk")
+ERRORS = ("failed", "forbidden", "unstored", "corrupted", "unusable", "lock_timeout")
 
 
 @dataclass(frozen=True)
@@ -106,17 +109,24 @@ class Builder:
         self._root = root.absolute() if root is not None else None
         self._compiler = compiler
         self._include_dir = include_dir
-        self._lock_limit = lock_limit
+        self.lock_limit = lock_limit
         self._memory: MemoryCache[Binary] = MemoryCache()
         self._disks: dict[tuple[Path, bool], DiskCache] = {}
         self._lock = ForkLock()
         self._busy: dict[tuple[str, str], ForkLock] = {}
-        self._counts = {"memory": 0, "disk": 0, "compiled": 0, "failed": 0, "unstored": 0, "compile_seconds": 0.0}
+        self._reset_counts()
 
     @property
     def stats(self) -> dict[str, float]:
-        """Builds by layer ("memory", "disk", "compiled"), "failed" ones, compiled but "unstored", "compile_seconds"."""
+        """Counts of this process, and "compile_seconds" of what compiled. A forked child starts from zero, so that
+        the numbers of a service's workers may be added up.
+
+        Found in "memory" or on "disk"; "misses", which are "compiled", "failed" or "forbidden"; compiled but
+        "unstored"; misses for which there was an entry but a "corrupted" one; misses with an "unusable" directory;
+        "lock_timeout": compiled here after waiting in vain for another process.
+        """
         with self._lock:
+            self._own_counts()
             return dict(self._counts)
 
     def disk(self) -> DiskCache | None:
@@ -194,13 +204,31 @@ class Builder:
         return None
 
     def _compile_once(self, plan: _Plan) -> Binary:
+        if settings.forbid_compile:
+            # Before the lock, which would create files, and wait for a process that may never publish.
+            self._missed(plan)
+            self._count("forbidden")
+            raise CompileError(_forbidden(plan))
         if plan.disk is None:
             return self._compile(plan)
-        with plan.disk.lock(plan.addresses[0], self._lock_limit):
+        start = time.perf_counter()
+        with plan.disk.lock(plan.addresses[0], self.lock_limit) as held:
+            # Not held at once, rather than after the limit, means a root or a filesystem without locks.
+            if not held and time.perf_counter() - start >= self.lock_limit:
+                self._count("lock_timeout")
             # Another process may have published it while this one waited.
             return self._from_disk(plan) or self._compile(plan)
 
+    def _missed(self, plan: _Plan) -> None:
+        self._count("misses")
+        if plan.disk is None or not plan.disk.usable():
+            self._count("unusable")
+        elif any(os.path.lexists(plan.disk.directory(address) / META) for address in plan.addresses):
+            # It is there, and yet it was not taken.
+            self._count("corrupted")
+
     def _compile(self, plan: _Plan) -> Binary:
+        self._missed(plan)
         request, looked = plan.request, time.perf_counter() - plan.start
         stored = plan.disk.reserve(plan.addresses[0], request.source) if plan.disk else None
         want_ptx = settings.dump_ptx or settings.dump_asm
@@ -268,14 +296,35 @@ class Builder:
 
     def _count(self, what: str, seconds: float = 0.0) -> None:
         with self._lock:
+            self._own_counts()
             self._counts[what] += 1
             self._counts["compile_seconds"] += seconds
+
+    def _own_counts(self) -> None:
+        if self._pid != os.getpid():
+            self._reset_counts()
+
+    def _reset_counts(self) -> None:
+        self._pid = os.getpid()
+        self._counts: dict[str, float] = {
+            **dict.fromkeys((*HITS, "misses", "compiled", *ERRORS), 0),
+            "compile_seconds": 0.0,
+        }
 
 
 @functools.lru_cache(maxsize=1)
 def default_builder() -> Builder:
     """The builder of this process; it follows the settings at each call."""
     return Builder()
+
+
+def _forbidden(plan: _Plan) -> str:
+    places = [str(plan.disk.directory(address)) for address in plan.addresses] if plan.disk else ["no directory"]
+    return (
+        f"DG_JIT_FORBID_COMPILE forbids compiling {plan.request.name} for {plan.request.arch} (key {plan.key}), which "
+        f"is neither in memory nor on disk ({', '.join(places)}). Run `deep-gemm precompile` for its shape with the "
+        "same cache directory and compiler, or unset DG_JIT_FORBID_COMPILE."
+    )
 
 
 def _from_entry(plan: _Plan, entry: Entry) -> Binary | None:

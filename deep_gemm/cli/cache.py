@@ -12,6 +12,7 @@ from deep_gemm.cli.console import console, size, table
 from deep_gemm.jit.cache import maintenance
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.root import default_root, root_problem
+from deep_gemm.jit.info import cache_info
 from deep_gemm.settings import settings
 
 
@@ -30,14 +31,17 @@ def command() -> None:
 @command.command("info")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(as_json: bool) -> None:
-    """Where the cache is, whether it can be used, and what is in it."""
-    found = _disk().info()
+    """Where the cache is, whether it can be used, and what is in it.
+
+    The JSON is what deep_gemm.cache_info() returns; its statistics are of this process, which has built nothing.
+    """
+    found = cache_info()
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
     out = console()
     state = found["problem"] or ("writable" if found["writable"] else "not writable")
-    out.print(f"{found['root']}: {state}", markup=False)
+    out.print(f"{found['root'] or 'no directory'}: {state}", markup=False)
     out.print(f"{found['entries']} kernels, {size(found['bytes'])}")
     if found["groups"]:
         columns = ["arch", "cuda", "driver", "kernels", "size"]

@@ -1,0 +1,41 @@
+"""What a service exports of the cache: where it is, what is in it, and what this process did with it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from deep_gemm.jit.builder import ERRORS, HITS, Builder, default_builder
+
+
+def cache_info(builder: Builder | None = None) -> dict[str, Any]:
+    """The cache and what this process did with it, as plain JSON. Touches no GPU and creates nothing.
+
+    root (None without a home directory), exists, writable, problem (why it cannot be used, or None), entries, bytes,
+    groups by arch, CUDA and driver; limits (None: none is kept); statistics as of `Builder.stats`. A kernel that is
+    loaded already is not looked up again, so its calls are no hits. "evictions" is 0: nothing is evicted unless
+    `deep-gemm cache prune` is run. Raises SettingError for a setting that cannot be read.
+
+    `builder` is that of this process unless given.
+    """
+    builder = builder or default_builder()
+    disk = builder.disk()
+    info: dict[str, Any] = {"root": None, "exists": False, "writable": False, "entries": 0, "bytes": 0, "groups": []}
+    info["problem"] = "there is no home directory; set DG_JIT_CACHE_DIR"
+    if disk is not None:
+        info = disk.info()
+        if not info["writable"] and info["problem"] is None:
+            info["problem"] = (
+                f"user {os.geteuid()} cannot write to {disk.root}; set DG_JIT_CACHE_DIR to another directory"
+            )
+    stats = builder.stats
+    info["limits"] = {"bytes": None, "entries": None, "lock_seconds": builder.lock_limit}
+    info["statistics"] = {
+        "hits": {layer: stats[layer] for layer in HITS},
+        "misses": stats["misses"],
+        "compilations": stats["compiled"],
+        "compile_seconds": stats["compile_seconds"],
+        "evictions": 0,
+        "errors": {name: stats[name] for name in ERRORS},
+    }
+    return info
