@@ -214,14 +214,17 @@ def test_readers_and_writers_during_prune_and_verify(disk: DiskCache) -> None:
     problems: list[str] = []
 
     def use() -> None:
-        while not stop.is_set():
-            entry = DiskCache(disk.root).get(address)
-            if entry is None:
-                DiskCache(disk.root).reserve(address, "source")
-                if DiskCache(disk.root).put(address, bytes([1]) * 1000, {"log": "x"}) is None:
-                    problems.append("not stored")
-            elif entry.cubin != bytes([1]) * 1000:
-                problems.append("wrong bytes")
+        try:
+            while not stop.is_set():
+                entry = DiskCache(disk.root).get(address)
+                if entry is None:
+                    # Without the lock, a write may meet two removals and give up (None): a miss, and no fault.
+                    DiskCache(disk.root).reserve(address, "source")
+                    DiskCache(disk.root).put(address, bytes([1]) * 1000, {"log": "x"})
+                elif entry.cubin != bytes([1]) * 1000:
+                    problems.append("wrong bytes")
+        except Exception as error:
+            problems.append(repr(error))
 
     threads = [threading.Thread(target=use) for _ in range(3)]
     for thread in threads:
