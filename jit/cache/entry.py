@@ -61,10 +61,17 @@ def encode(address: Address, cubin: bytes, meta: Mapping[str, Any]) -> bytes:
 
 def read(address: Address, directory: int, path: Path) -> Entry:
     """The verified entry. Raises FileNotFoundError if there is none, OSError or ValueError if there is a bad one."""
+    try:
+        return _verified(address, directory, path)
+    except RecursionError as error:  # from reading JSON, from writing it again for the checksum, or from a message
+        raise ValueError(f"{META} is nested too deeply") from error
+
+
+def _verified(address: Address, directory: int, path: Path) -> Entry:
     text = read_at(directory, META, _MAX_META)
     try:
         body = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{META} is not JSON") from error
     if not isinstance(body, dict):
         raise ValueError(f"{META} is not an object")

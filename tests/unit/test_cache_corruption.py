@@ -141,7 +141,6 @@ def test_no_corrupted_variant_is_loaded_or_raises(
             assert files[CUBIN] == good[CUBIN], files
 
 
-@pytest.mark.xfail(raises=RecursionError, strict=True, reason="entry.read: json.dumps and repr run out of stack")
 def test_no_depth_of_nesting_raises(stored: tuple[DiskCache, dict[str, bytes], dict[str, bytes]]) -> None:
     """Reading may stand what writing for the checksum does not: the depths around the interpreter's limit."""
     disk, good, _ = stored
