@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
 from ..params import FP8Config, KernelParams
+from . import fp8
 from .base import Kernel
+from .fp8 import BARRIER_BYTES
 
 MAX_STAGES = 16
 """Of the narrow tiles, which could have more, 16 and 8 stages timed alike on an H200."""
@@ -113,34 +115,14 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``sm90_fp8_gemm.cu.jinja``."""
         c = _config(params)
-        _, mma_n = instruction_shape(c)
-        producer_registers, consumer_registers = register_split(c)
         return {
+            **fp8.fields(params, c, instruction_shape(c)[1], register_split(c)),
             "name": self.entry(params),
-            "block_m": c.block_m,
-            "block_n": c.block_n,
-            "num_stages": c.num_stages,
-            "num_consumers": c.num_consumers,
-            "num_threads": c.num_threads,
             "min_ctas": 2 if c.num_consumers == 1 else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
-            "cluster_k": c.cluster_k,
-            "consumers_k": c.consumers_k,
-            "num_partials": c.num_partials,
             "scale_group": scale_group(c),
-            "producer_registers": producer_registers,
-            "consumer_registers": consumer_registers,
-            "shape_m": params.shape[0],
-            "shape_n": params.shape[1],
-            "shape_k": params.shape[2],
-            "tma_store": params.store == "tma",
             "shared_bytes": self.shared_bytes(params),
-            "mma_n": mma_n,
-            "mma_registers": mma_n // 2,
-            "mma_operand_a": mma_n // 2,
-            "mma_operand_b": mma_n // 2 + 1,
-            "mma_operand_keep": mma_n // 2 + 2,
         }
 
     def shared_bytes(self, params: KernelParams) -> int:
@@ -186,10 +168,6 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             + [make_params(c, store="direct") for c in direct]
             + [make_params(chosen(128, 128), shape=(0, 2112, 7168))]
         )
-
-
-BARRIER_BYTES = 16
-"""A full and an empty mbarrier."""
 
 
 def make_params(config: FP8Config, store: str = "tma", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:

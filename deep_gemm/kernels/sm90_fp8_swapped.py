@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
 from ..params import KernelParams, SwappedConfig, align, ceil_div
+from . import fp8
 from .base import Kernel
+from .fp8 import BARRIER_BYTES
 
 MAX_STAGES = 24
 """Of the smallest tiles, which could have more."""
@@ -106,34 +108,14 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``sm90_fp8_swapped.cu.jinja``."""
         c = _config(params)
-        n = mma_n(c)
-        producer_registers, consumer_registers = register_split(c)
         return {
+            **fp8.fields(params, c, mma_n(c), register_split(c)),
             "name": self.entry(params),
-            "block_m": c.block_m,
-            "block_n": c.block_n,
-            "num_stages": c.num_stages,
-            "num_consumers": c.num_consumers,
-            "num_threads": c.num_threads,
             "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm,
-            "cluster_k": c.cluster_k,
-            "consumers_k": c.consumers_k,
             "stage_blocks": c.stage_blocks,
-            "num_partials": c.num_partials,
             "scales_held": scales_held(c),
             "box_chunks": box_chunks(c),
-            "producer_registers": producer_registers,
-            "consumer_registers": consumer_registers,
-            "shape_m": params.shape[0],
-            "shape_n": params.shape[1],
-            "shape_k": params.shape[2],
-            "tma_store": params.store == "tma",
             "shared_bytes": self.shared_bytes(params),
-            "mma_n": n,
-            "mma_registers": n // 2,
-            "mma_operand_a": n // 2,
-            "mma_operand_b": n // 2 + 1,
-            "mma_operand_keep": n // 2 + 2,
         }
 
     def shared_bytes(self, params: KernelParams) -> int:
@@ -177,10 +159,6 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
             + [make_params(c, store="direct") for c in (chosen(64, 128), chosen(24, 64, 2, 2))]
             + [make_params(chosen(16, 64, 2, 2), shape=(0, 2112, 7168))]
         )
-
-
-BARRIER_BYTES = 16
-"""A full and an empty mbarrier."""
 
 
 def make_params(config: SwappedConfig, store: str = "", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:

@@ -1,0 +1,35 @@
+"""What the FP8 kernel families have in common."""
+
+from __future__ import annotations
+
+from ..params import FP8Config, KernelParams
+
+BARRIER_BYTES = 16
+"""A full and an empty mbarrier."""
+
+
+def fields(
+    params: KernelParams, config: FP8Config, mma_n: int, registers: tuple[int, int]
+) -> dict[str, str | int | bool]:
+    """Constants of both templates: the tile, registers of (producer, consumer), and a wgmma of ``mma_n`` columns."""
+    return {
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "num_stages": config.num_stages,
+        "num_consumers": config.num_consumers,
+        "num_threads": config.num_threads,
+        "cluster_k": config.cluster_k,
+        "consumers_k": config.consumers_k,
+        "num_partials": config.num_partials,
+        "producer_registers": registers[0],
+        "consumer_registers": registers[1],
+        "shape_m": params.shape[0],
+        "shape_n": params.shape[1],
+        "shape_k": params.shape[2],
+        "tma_store": params.store == "tma",
+        "mma_n": mma_n,
+        "mma_registers": mma_n // 2,
+        "mma_operand_a": mma_n // 2,
+        "mma_operand_b": mma_n // 2 + 1,
+        "mma_operand_keep": mma_n // 2 + 2,
+    }
