@@ -31,6 +31,10 @@ _SPLITS = (
 )
 """How a tile's work is shared: CTAs of a cluster along m, n and k, and consumers of a CTA along k."""
 
+_REGISTER_SPLITS = {1: ((40, 216),), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
+"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is taken,
+since producers with 24 spill easily."""
+
 _OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
 _OTHER_REGISTERS_OF_PARTS = 20
@@ -49,8 +53,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
     def configs(self, arch: ArchSpec) -> Iterator[FP8Config]:
         """Tiles from 64x16 to 256x128 and 128x256, alone or in clusters of two, one or two CTAs on an SM; always with
         as many stages as fit."""
-        for (block_m, consumers), block_n, split, ctas_per_sm in itertools.product(
-            _BLOCK_M, range(16, 257, 16), _SPLITS, (1, 2)
+        for (block_m, consumers), block_n, split, ctas_per_sm, stream_k in itertools.product(
+            _BLOCK_M, range(16, 257, 16), _SPLITS, (1, 2), (False, True)
         ):
             cluster_m, cluster_n, cluster_k, consumers_k = split
             config = FP8Config(
@@ -64,6 +68,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
                 cluster_k=cluster_k,
                 ctas_per_sm=ctas_per_sm,
                 consumers_k=consumers_k,
+                stream_k=stream_k,
             )
             config = self._deepest(_with_partials(config), arch)
             if self.illegal(config, arch) is None:
@@ -95,6 +100,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"a tile of {c.block_n} columns can touch three rows of B's scales, and the kernel holds two"
         if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 64):
             return "a cluster of small tiles waits for itself longer than sharing loads saves"
+        if c.stream_k and (c.cluster_size * c.consumers_k * c.ctas_per_sm > 1 or c.block_n % 32 or c.block_n < 64):
+            return "blocks of K are dealt out over lone CTAs, with tiles of 64 columns or more, in steps of 32, only"
         slices, mma_n = instruction_shape(c)
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
@@ -117,6 +124,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         c = _config(params)
         return {
             **fp8.fields(params, c, instruction_shape(c)[1], register_split(c)),
+            "stream_k": c.stream_k,
             "name": self.entry(params),
             "min_ctas": 2 if c.num_consumers == 1 else 1,
             "cluster_m": c.cluster_m,
@@ -139,6 +147,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             parts.append(f"k{c.cluster_k}x{c.consumers_k}")
         if c.ctas_per_sm > 1:
             parts.append(f"r{c.ctas_per_sm}")
+        if c.stream_k:
+            parts.append("stream")
         parts.append(params.store)
         parts += [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
         return "_".join(parts)
@@ -160,6 +170,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             )
 
         plain = [c for c in every if c.cluster_size == c.k_shares == 1 and (c.ctas_per_sm == 1 or c.block_n == 48)]
+        plain = [c for c in plain if not c.stream_k or c.block_n in (64, 128, 256)]
         shared = [c for c in every if c.cluster_m * c.cluster_n > 1 and c.block_n == 128]
         split = [c for c in every if c.k_shares > 1 and c.block_n in (32, 64)]
         direct = [chosen(128, 128), chosen(128, 192), chosen(64, 16, (1, 1, 4), 2)]
@@ -193,10 +204,15 @@ def instruction_shape(config: FP8Config) -> tuple[int, int]:
 
 def _fits(config: FP8Config, mma_n: int) -> bool:
     """Whether consumers have registers for instructions of ``mma_n`` columns."""
+    return _needed(config, mma_n) <= _REGISTER_SPLITS.get(config.num_consumers, ((24, 112),))[-1][1]
+
+
+def _needed(config: FP8Config, mma_n: int) -> int:
+    """Registers of a consumer thread with instructions of ``mma_n`` columns."""
     others = _OTHER_REGISTERS + config.slices * _OTHER_REGISTERS_PER_SLICE
     if mma_n < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
-    return accumulators(config, mma_n) + others <= register_split(config)[1]
+    return accumulators(config, mma_n) + others
 
 
 def scale_group(config: FP8Config) -> int:
@@ -213,9 +229,9 @@ def register_split(config: FP8Config) -> tuple[int, int]:
     """(producer, consumer) registers a thread, for setmaxnreg. CTAs with one consumer get half of an SM's registers
     even where they live there alone: that is enough, and without setmaxnreg ptxas does not see that a warp's threads
     stay together: its code had divergence checks and computed addresses again in every block of K."""
-    if config.num_consumers == 2 and config.k_shares > 1:
-        return 40, 232
-    return {1: (40, 216), 2: (24, 240), 3: (24, 160)}.get(config.num_consumers, (24, 112))
+    splits = _REGISTER_SPLITS.get(config.num_consumers, ((24, 112),))
+    needed = _needed(config, instruction_shape(config)[1])
+    return next((split for split in splits if needed <= split[1]), splits[-1])
 
 
 def stage_bytes(config: FP8Config) -> int:

@@ -10,6 +10,7 @@ from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig, align, ceil_div
 from . import get, sm90_fp8_swapped
+from .stream_k import stream
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,23 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the five tensors of one call begin."""
+    """Where the five tensors of one call begin, and the workspace, where the config needs one."""
 
     a: int
     sfa: int
     b: int
     sfb: int
     d: int
+    workspace: int = 0
 
 
-def raster_band(config: FP8Config, m: int, n: int, num_sms: int) -> int:
-    """Width in cluster tiles of the bands in which tiles are walked. A wave of C clusters that covers w columns of
-    tiles reads w B-tiles and C / w A-tiles: least bytes at w = sqrt(C * cluster rows / cluster columns). Bands are made
-    equally wide, so that the last is not a sliver."""
-    rows, columns = config.block_m * config.cluster_m, config.block_n * config.cluster_n
+def raster_band(config: FP8Config, m: int, n: int, num_sms: int, members: int = 1) -> int:
+    """Width in cluster tiles of the bands in which tiles are walked, ``members`` below each other at a time. A
+    wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles: least bytes at w = sqrt(C *
+    cluster rows / cluster columns). Bands are made equally wide, so that the last is not a sliver."""
+    rows, columns = config.block_m * config.cluster_m * members, config.block_n * config.cluster_n
     tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
-    clusters = min(num_sms * config.ctas_per_sm // config.cluster_size, tiles_m * tiles_n)
+    clusters = min(num_sms * config.ctas_per_sm // (config.cluster_size * members), tiles_m * tiles_n)
     best = max(1.0, math.sqrt(clusters * rows / columns), clusters / max(tiles_m, 1))
     bands = max(1, round(tiles_n / best))
     return max(1, ceil_div(tiles_n, bands))
@@ -97,6 +99,7 @@ def launch(
     m, n, k = shape.m, shape.n, shape.k
     rows, (columns, store_rows) = box_rows(config, m), store_box(config)
     blocks = ceil_div(k, SCALE_BLOCK)
+    dealt = stream(config, m, n, k, num_sms) if config.stream_k else None
     stage_blocks = config.stage_blocks if isinstance(config, SwappedConfig) else 1
     map_a = _operand_map(k, m, shape.stride_a, rows // config.cluster_n, stage_blocks)
     map_b = _operand_map(k, n, shape.stride_b, config.block_n // config.cluster_m, stage_blocks)
@@ -119,12 +122,15 @@ def launch(
         ("u32", n),
         ("u32", k),
         ("u32", rows),
-        ("u32", raster_band(config, m, n, num_sms)),
+        ("u32", raster_band(config, m, n, num_sms, dealt.members if dealt else 1)),
         ("u32", int(constant_b and pdl)),
         ("u32", int(m <= config.block_m * config.cluster_m)),
     ]
+    if dealt:
+        args += [("u32", number) for number in dealt.arguments]
+        args.append(("ptr", at.workspace))
     kernel = get(params.kernel)
-    ctas = num_ctas(config, m, n, num_sms)
+    ctas = dealt.ctas if dealt else num_ctas(config, m, n, num_sms)
     launch_shape = LaunchShape(
         grid=(ctas, 1, 1),
         block=config.num_threads,

@@ -28,8 +28,9 @@ _CLUSTERS_K = (1, 2, 4, 8)
 _OTHER_REGISTERS = 32
 _OTHER_REGISTERS_OF_PARTS = 20
 _OTHER_REGISTERS_OF_SLICES = 8
-"""What the main loop needs besides accumulators and scales, where a block is multiplied in two parts, and where a
-consumer has two slices; from ptxas: a config that leaves less would spill."""
+_OTHER_REGISTERS_OF_CLUSTERS = 4
+"""What the main loop needs besides accumulators and scales, where a block is multiplied in two parts, where a
+consumer has two slices, and in clusters of four or more; from ptxas: a config that leaves less would spill."""
 
 
 class Sm90Fp8Swapped(Kernel[SwappedConfig]):
@@ -79,6 +80,8 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         if (c.block_n, c.num_consumers / c.consumers_k, c.stage_blocks) not in _ROWS:
             given = f"block_n {c.block_n} with {c.num_consumers} consumer warpgroups, {c.consumers_k} along K,"
             return f"{given} and {c.stage_blocks} blocks a stage is not one of {_ROWS}"
+        if c.stream_k:
+            return "blocks of K are not dealt out over CTAs here: tiles are small, and clusters share their K"
         if c.num_consumers > 4:
             return f"{c.num_consumers} consumer warpgroups leave too few registers a thread"
         if c.block_m % 8 or not 8 <= c.block_m <= 256:
@@ -196,6 +199,8 @@ def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
     others = _OTHER_REGISTERS
     if width < config.block_m:
         others += _OTHER_REGISTERS_OF_PARTS
+    if config.cluster_k > 2:
+        others += _OTHER_REGISTERS_OF_CLUSTERS
     if config.slices > 1:
         others += _OTHER_REGISTERS_OF_SLICES
     return accumulators + scales + others <= register_split(config)[1]

@@ -51,18 +51,30 @@ DG_DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
   return done != 0;
 }
 
+// A debug build gives up and traps instead of hanging: a wait that a working pipeline needs is microseconds, the bound is
+// a second.
+struct WaitBound {
+#if DG_DEBUG
+  u64 start = global_time();
+  DG_DEVICE void check() const {
+    if (global_time() - start > 1000000000) __trap();
+  }
+  static DG_DEVICE u64 global_time() {
+    u64 nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
+  }
+#else
+  DG_DEVICE void check() const {}
+#endif
+};
+
 // Blocks until the phase with this parity has completed; with kAcquireCluster, what other CTAs of the cluster wrote
-// before they arrived is then visible. A debug build gives up and traps instead of hanging: a wait that a working
-// pipeline needs is microseconds, the bound is seconds.
+// before they arrived is then visible.
 template <bool kAcquireCluster = false>
 DG_DEVICE void barrier_wait(u32 barrier, u32 parity) {
-#if DG_DEBUG
-  for (u32 tries = 0; !barrier_try_wait<kAcquireCluster>(barrier, parity); ++tries)
-    if (tries > (1u << 22)) __trap();
-#else
-  while (!barrier_try_wait<kAcquireCluster>(barrier, parity)) {
-  }
-#endif
+  const WaitBound bound;
+  while (!barrier_try_wait<kAcquireCluster>(barrier, parity)) bound.check();
 }
 
 // The address, in the cluster's shared memory, of what CTA `rank` has at `address`.
@@ -86,6 +98,11 @@ DG_DEVICE void named_barrier_sync(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts this warp in without waiting for the others.
+DG_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 DG_DEVICE float load_shared(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -94,6 +111,30 @@ DG_DEVICE float load_shared(u32 address) {
 
 DG_DEVICE void load_shared_pair(u32 address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");
+}
+
+DG_DEVICE void add_shared(u32 address, float* to) {
+  float v[4];
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address) : "memory");
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) to[i] += v[i];
+}
+
+// Counters in global memory: an arrival announces all writes of the threads that this one has just met at a barrier; who
+// has waited for `arrivals` of them sees those, and finds the counter at zero again.
+DG_DEVICE void count_release(u32* counter) {
+  asm volatile("fence.acq_rel.gpu;\n red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+DG_DEVICE void wait_for_count(u32* counter, u32 arrivals) {
+  const WaitBound bound;
+  u32 count;
+  do {
+    bound.check();
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  } while (count < arrivals);
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(0) : "memory");
 }
 
 DG_DEVICE u32 cluster_rank() {

@@ -34,6 +34,7 @@ struct TmaStore {
     }
   }
 
+  // Returns when the staging area is free again; at most two boxes are on their way at a time.
   static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, u32 rows, u32 columns) {
 #pragma unroll
     for (u32 slice = 0; slice < kSlices; ++slice) {
@@ -42,9 +43,11 @@ struct TmaStore {
         if (row + slice * 64 < rows && column + box * kBoxColumns < columns)
           tma_store(map, staging + (slice * (kBlockN / kBoxColumns) + box) * kBoxBytes, column + box * kBoxColumns,
                     row + slice * 64);
+        tma_store_commit();
+        tma_store_wait_read<1>();
       }
     }
-    tma_store_commit();
+    tma_store_wait_read<0>();
   }
 };
 

@@ -13,6 +13,7 @@
 #include "pipeline.cuh"
 #include "reduction.cuh"
 #include "scheduler.cuh"
+#include "stream.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
@@ -28,7 +29,8 @@ struct Fp8Gemm {
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
   static constexpr bool kTmaStore = Tile::kTmaStore;
 
-  // One consumer's share of a tile, in m64 slices of rows.
+  // Consumers that share K are a group. One consumer's share of a tile, in m64 slices of rows.
+  static constexpr u32 kGroups = kConsumers / kConsumersK;
   static constexpr u32 kSlices = kBlockM * kConsumersK / (64 * kConsumers);
   static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
   static_assert(kShares == 1 || kBlockM == 64);
@@ -36,7 +38,15 @@ struct Fp8Gemm {
   static constexpr u32 kScaleRows = 128 % kBlockN == 0 ? 1 : 2;
 
   using Store = TmaStore<kBlockN, kSlices>;
-  using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+  // A config that deals out blocks of K needs neither clusters nor consumers that share K.
+  static constexpr bool kStreams = Tile::kStreams;
+  static_assert(!kStreams || kClusterSize * kConsumersK == 1);
+  using Workspace = StreamWorkspace<kStreams ? kBlockM : 64, kStreams ? kBlockN : 32, kSlices>;
+  // Whether the tensor cores get the next tile's first product before this one's sums are stored. Not where a share of K
+  // may be empty, nor where ptxas would serialise products: two sets of partial sums and pieces of any length.
+  static constexpr bool kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1);
+  using Whole = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+  using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, kBlockN, Workspace::kSteps>, Whole>::Type;
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
   using Reduction = ShareReduction<kBlockN / 2, kShares, kClusterSize>;
   using Cursor = PipelineCursor<kStages>;
@@ -53,18 +63,20 @@ struct Fp8Gemm {
   static constexpr u32 kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4;
   static constexpr u32 kOffsetB = kStages * kBytesA;
   static constexpr u32 kOffsetStaging = kOffsetB + kStages * kBytesB;
-  static constexpr u32 kOffsetScale = kOffsetStaging + (kTmaStore ? kConsumers / kConsumersK * Store::kBytes : 0);
+  static constexpr u32 kOffsetScale = kOffsetStaging + (kTmaStore ? kGroups * Store::kBytes : 0);
   static constexpr u32 kOffsetSlots = kOffsetScale + kStages * kBytesScale;
   static constexpr u32 kOffsetBarriers = kOffsetSlots + Reduction::kBytes;
   static constexpr u32 kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Reduction::kBarrierBytes : 0);
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
+  const StreamArguments& stream;
   u32 shared;
   Barriers barriers;
   Reduction reduction;
 
-  DG_DEVICE Fp8Gemm(const Fp8GemmArguments& arg, u32 shared) : arg(arg), shared(shared) {
+  DG_DEVICE Fp8Gemm(const Fp8GemmArguments& arg, const StreamArguments& stream, u32 shared)
+      : arg(arg), stream(stream), shared(shared) {
     barriers.base = shared + kOffsetBarriers;
     reduction.slots = shared + kOffsetSlots;
     reduction.barrier = shared + kOffsetBarriers + Barriers::kBytes;
@@ -101,6 +113,7 @@ struct Fp8Gemm {
       if (warp == kConsumers * 4 && elect_one()) produce_weights();
       if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens();
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales();
+      if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles();
       __syncwarp();
     } else {
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
@@ -110,8 +123,21 @@ struct Fp8Gemm {
     if constexpr (kClusterSize > 1) cluster_sync();
   }
 
+  DG_DEVICE Scheduler schedule() const {
+    if constexpr (kStreams) {
+      return Scheduler(stream, blocks(), arg.band);
+    } else {
+      return Scheduler(m(), n(), arg.band);
+    }
+  }
+
   DG_DEVICE Walk walk() const {
-    return Walk(Scheduler(m(), n(), arg.band), Order(blocks(), rank_k(), 0));
+    const Scheduler tile = schedule();
+    if constexpr (kStreams) {
+      return Walk(tile, tile.order());
+    } else {
+      return Walk(tile, Order(blocks(), rank_k(), 0));
+    }
   }
 
   DG_DEVICE void load_weights(const Walk& at, u32 stage) {
@@ -147,8 +173,17 @@ struct Fp8Gemm {
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
     for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
-      barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
-      load_weights(at, cursor.stage);
+      const u32 stage = cursor.stage;
+      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
+      if constexpr (kStreams) {
+        if (at.gathers()) {
+          const u32 steps = Workspace::kSteps, part = at.gathered();
+          Workspace{stream.workspace}.load(shared + stage * kBytesA, barriers.full(stage), at.tile.donor(part / steps + 1),
+                                        part % steps);
+          continue;
+        }
+      }
+      load_weights(at, stage);
     }
   }
 
@@ -158,7 +193,7 @@ struct Fp8Gemm {
     Cursor cursor;
     for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
       barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
-      load_tokens(at, cursor.stage);
+      if (!at.gathers()) load_tokens(at, cursor.stage);
     }
   }
 
@@ -168,8 +203,43 @@ struct Fp8Gemm {
     for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage;
       barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
-      tma_load(shared + kOffsetScale + stage * kBytesScale, arg.map_scale_a, barriers.full(stage), at.tile.row,
-               at.block());
+      if (!at.gathers())
+        tma_load(shared + kOffsetScale + stage * kBytesScale, arg.map_scale_a, barriers.full(stage), at.tile.row,
+                 at.block());
+    }
+  }
+
+  // A group's staging area. Its consumer and the warp that stores meet when it is free, and when it is full: at named
+  // barriers, since ptxas does not follow products in flight past a loop that waits for an mbarrier.
+  DG_DEVICE u32 staging(u32 group) const { return shared + kOffsetStaging + group * Store::kBytes; }
+  static DG_DEVICE u32 area_free(u32 group) { return 4 + group; }
+  static DG_DEVICE u32 area_full(u32 group) { return 8 + group; }
+  static constexpr u32 kMeeting = 128 + 32;  // threads
+
+  // One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
+  // behind stores, or tells their owner where the sums are.
+  DG_DEVICE void put_away_tiles() {
+    if (rank_k() > 0) return;  // the sums are in the first CTA of a cluster along K
+    wait_for_previous_kernel();
+    const u32 lane = threadIdx.x % 32;
+    for (Scheduler tile = schedule(); tile.valid(); tile.advance()) {
+      bool owned = true;
+      if constexpr (kStreams) owned = tile.owned();
+      if (kTmaStore && owned)
+        for (u32 group = 0; group < kGroups; ++group) named_barrier_arrive(area_free(group), kMeeting);
+      if (kTmaStore || !owned) {
+#pragma unroll 1  // few registers
+        for (u32 group = 0; group < kGroups; ++group) {
+          named_barrier_sync(area_full(group), kMeeting);
+          if (lane == 0 && owned)
+            Store::store(arg.map_d, staging(group), tile.row + group * 64 * kSlices, tile.column, m(), n());
+          __syncwarp();
+        }
+      }
+      if constexpr (kStreams) {
+        if (lane == 0 && !owned) Workspace{stream.workspace}.announce();
+        __syncwarp();
+      }
     }
   }
 
@@ -179,52 +249,74 @@ struct Fp8Gemm {
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 first_row = consumer / kConsumersK * 64 * kSlices, turn = consumer % kConsumersK;
     const u32 share = rank_k() * kConsumersK + turn;
-    const u32 staging = shared + kOffsetStaging + consumer / kConsumersK * Store::kBytes;
-    const Order order(blocks(), rank_k(), turn);
+    Scheduler tile = schedule();
+    Order order(blocks(), rank_k(), turn);
+    if constexpr (kStreams) order = tile.order();
     float sum[kSlices][kBlockN / 2];
 
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, order);
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
                       uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
                       lane);
-    Scheduler tile(m(), n(), arg.band);
     mainloop.at.stage = turn;
     if (!arg.constant_b) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.fetch(tile.column);
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
+    if constexpr (kStartsEarly) {
+      if (tile.valid()) mainloop.start();
+    }
     while (tile.valid()) {
-#pragma unroll
-      for (u32 slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-        for (u32 i = 0; i < kBlockN / 2; ++i) sum[slice][i] = 0.0f;
-      mainloop.multiply(sum, uniform(order.mine()), tile.column);
+      if constexpr (kStartsEarly) {
+        mainloop.resume(sum, uniform(order.mine()), tile.column);
+      } else {
+        mainloop.multiply(sum, uniform(order.mine()), tile.column);
+      }
 
-      const u32 row = tile.row + first_row, column = tile.column;
+      const Scheduler done = tile;
+      const u32 row = done.row + first_row, column = done.column;
       tile.advance();
-      if (tile.valid()) mainloop.scaling.fetch(tile.column);
-      if constexpr (kShares > 1) {
+      if constexpr (kStreams) mainloop.scaling.weights.order = order = tile.order();
+      if (tile.valid()) {
+        mainloop.scaling.fetch(tile.column);
+        if constexpr (kStartsEarly) mainloop.start();  // other CTAs' sums may come first, but only for the last tile
+      }
+      if constexpr (kStreams) {
+        const Workspace workspace{stream.workspace};
+        if (done.owned()) {
+          workspace.add(sum, done.donors, shared, consumer, thread, barriers, mainloop.at);
+          store(sum, row, column, consumer, thread);
+        } else {
+          workspace.give(sum, consumer, thread);
+          named_barrier_arrive(area_full(consumer), kMeeting);
+        }
+      } else if constexpr (kShares > 1) {
         const u32 own_row = row + warp * 16 + lane / 4;
         const bool wanted[2] = {own_row < m(), own_row + 8 < m()};
         if (share > 0) {
           reduction.send(sum[0], share, thread, wanted);
-          continue;
+        } else {
+          reduction.receive(sum[0], thread, wanted);
+          store(sum, row, column, consumer, thread);
         }
-        reduction.receive(sum[0], thread, wanted);
-      }
-      if constexpr (kTmaStore) {
-        // The staging area is free once the stores of the tile before have been read out of it.
-        if (thread == 0) tma_store_wait_read();
-        named_barrier_sync(1 + consumer, 128);
-        Store::stage(staging, sum, warp, lane);
-        fence_shared_to_tma();
-        named_barrier_sync(1 + consumer, 128);
-        if (thread == 0) Store::store(arg.map_d, staging, row, column, m(), n());
       } else {
-        store_direct<kBlockN, kSlices>(arg.d, arg.d_stride, sum, row, column, m(), n(), warp, lane);
+        store(sum, row, column, consumer, thread);
       }
     }
+    // For ptxas: with nothing here it takes the way out of the loop for one on which products are in flight, and
+    // serialises them all.
+    named_barrier_sync(1 + consumer, 128);
+  }
+
+  DG_DEVICE void store(const float (&sum)[kSlices][kBlockN / 2], u32 row, u32 column, u32 consumer, u32 thread) const {
+    const u32 warp = thread / 32, lane = thread % 32;
     if constexpr (kTmaStore) {
-      if (thread == 0) tma_store_wait_read();
+      const u32 group = consumer / kConsumersK;
+      named_barrier_sync(area_free(group), kMeeting);
+      Store::stage(staging(group), sum, warp, lane);
+      fence_shared_to_tma();
+      named_barrier_arrive(area_full(group), kMeeting);
+    } else {
+      store_direct<kBlockN, kSlices>(arg.d, arg.d_stride, sum, row, column, m(), n(), warp, lane);
     }
   }
 };

@@ -46,10 +46,29 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < Mma::kN / 2; ++i) partial[set][i] = 0.0f;
   }
 
-  // Adds `blocks` blocks of K of the tile whose scales were fetched last to `sum`; B's rows begin at `weight`.
+  // The sum of `blocks` blocks of K of the tile whose scales were fetched last; B's rows begin at `weight`.
   DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 weight) {
+    if (blocks > 0) {
+      start();
+      resume(sum, blocks, weight);
+    } else {  // more shares of K than blocks
+      scaling.begin(weight);
+      clear(sum);
+    }
+  }
+
+  // The two halves of the same, for one block or more: between them, the tensor cores have something to do already, and
+  // the sums of the tile before can be put away.
+  DG_DEVICE void start() {
+    arrive(first);
+    issue<0>(partial[0], first);
+  }
+
+  DG_DEVICE void resume(Sums& sum, u32 blocks, u32 weight) {
     scaling.begin(weight);
-    if (blocks == 0) return;  // more shares of K than blocks
+    clear(sum);
+    scaling.before_arrival(first.factors);
+    scaling.after_arrival(first.factors, first.slot);
     if constexpr (kPartials == 1) {
       one_by_one(sum, blocks);
     } else {
@@ -58,10 +77,18 @@ struct Fp8Mainloop {
   }
 
  private:
+  Block first;  // of the tile that was started
+
+  static DG_DEVICE void clear(Sums& sum) {
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (u32 i = 0; i < kColumns / 2; ++i) sum[slice][i] = 0.0f;
+  }
+
   // The next block is opened while the last products of this one run: only promotion stands between the two.
   DG_DEVICE void one_by_one(Sums& sum, u32 blocks) {
-    Block block, next;
-    open(block);
+    Block block = first, next;
     for (; blocks > 1; --blocks) {
       each_unit<0>(sum, block, &next);
       block = next;
@@ -69,23 +96,26 @@ struct Fp8Mainloop {
     each_unit<0>(sum, block, nullptr);
   }
 
+  // Ends a unit that was started, does those after it, and starts the next block.
   template <u32 kUnit>
   DG_DEVICE void each_unit(Sums& sum, const Block& block, Block* next) {
     constexpr bool kLast = kUnit + 1 == kUnits;
-    issue<kUnit>(partial[0], block);
     if (kLast && next != nullptr) open(*next);
     finish<0>(partial[0]);
     if constexpr (kLast && !Scaling::kReadsLate) release(block);
     promote_unit<kUnit>(sum, partial[0], block);
     if constexpr (kLast && Scaling::kReadsLate) release(block);
-    if constexpr (!kLast) each_unit<kUnit + 1>(sum, block, next);
+    if constexpr (!kLast) {
+      issue<kUnit + 1>(partial[0], block);
+      each_unit<kUnit + 1>(sum, block, next);
+    } else if (next != nullptr) {
+      issue<0>(partial[0], *next);
+    }
   }
 
   // Units take the two sets in turn, over the borders of blocks: an even number of units starts each block with set 0.
   DG_DEVICE void always_ahead(Sums& sum, u32 blocks) {
-    Block even, odd;
-    open(even);
-    issue<0>(partial[0], even);
+    Block even = first, odd;
     for (; blocks > 2; blocks -= 2) {
       all_but_last<0>(sum, even);
       follow<0>(sum, odd, even);
@@ -137,10 +167,14 @@ struct Fp8Mainloop {
 
   // Waits for the next block's bytes and takes its scales.
   DG_DEVICE void open(Block& block) {
-    block.slot = at.stage * kStageBlocks + part;
     scaling.before_arrival(block.factors);
-    if (part == 0) barrier_wait(barriers.full(at.stage), at.parity);
+    arrive(block);
     scaling.after_arrival(block.factors, block.slot);
+  }
+
+  DG_DEVICE void arrive(Block& block) {
+    block.slot = at.stage * kStageBlocks + part;
+    if (part == 0) barrier_wait(barriers.full(at.stage), at.parity);
     if (kStageBlocks == 1 || ++part == kStageBlocks) {
       part = 0;
       at.template advance<kStep>();

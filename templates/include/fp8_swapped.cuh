@@ -189,10 +189,6 @@ struct Fp8Swapped {
     if (tile.valid()) mainloop.scaling.fetch(tile.column + first_row);
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
     while (tile.valid()) {
-#pragma unroll
-      for (u32 slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-        for (u32 i = 0; i < kBlockM / 2; ++i) sum[slice][i] = 0.0f;
       mainloop.multiply(sum, uniform(order.mine()), 0);
 
       const u32 row = tile.row, column = tile.column + first_row;

@@ -17,6 +17,15 @@ struct BlockOrder {
     length = ceil_div(end - begin, kConsumersK) * kConsumersK;
   }
 
+  // The blocks of a piece of a tile's K.
+  static DG_DEVICE BlockOrder piece(u32 begin, u32 end, u32 blocks) {
+    BlockOrder order(blocks, 0, 0);
+    order.begin = begin;
+    order.end = end;
+    order.length = end - begin;
+    return order;
+  }
+
   // The first block of the CTA's `count`-th step.
   DG_DEVICE u32 step_block(u32 count) const {
     const u32 step = begin + count;
@@ -31,7 +40,7 @@ struct BlockOrder {
   }
 };
 
-// A producer's walk along K through all its tiles.
+// A producer's walk along K through all its tiles, or pieces of tiles, which other CTAs' sums may follow.
 template <class Scheduler, class Order>
 struct TileWalk {
   Scheduler tile;
@@ -42,9 +51,14 @@ struct TileWalk {
 
   DG_DEVICE bool valid() const { return order.length > 0 && tile.valid(); }
   DG_DEVICE u32 block() const { return order.step_block(step); }
+  // Whether a part of another CTA's sums comes next, and which.
+  DG_DEVICE bool gathers() const { return Scheduler::kStreams && step >= order.length; }
+  DG_DEVICE u32 gathered() const { return step - order.length; }
+
   DG_DEVICE void advance() {
-    if (++step == order.length) {
+    if (++step == order.length + tile.gathered()) {
       tile.advance();
+      if constexpr (Scheduler::kStreams) order = tile.order();
       step = 0;
     }
   }

@@ -50,6 +50,12 @@ DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 bar
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask) : "memory");
 }
 
+// Bytes that lie one after the other, without a map.
+DG_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
 DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
                ::"l"(map), "r"(source), "r"(x), "r"(y) : "memory");
@@ -57,8 +63,15 @@ DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y) {
 
 DG_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's stores have been read out of shared memory (not until they are visible in global memory).
-DG_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until all but `kPending` groups of this thread's stores have been read out of shared memory (not until they are
+// visible in global memory).
+template <u32 kPending = 0>
+DG_DEVICE void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Orders ordinary writes of global memory, this thread's or those that it has acquired, before later TMA reads of them.
+DG_DEVICE void fence_global_to_tma() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Orders this thread's ordinary shared-memory writes before later TMA reads of them.
 DG_DEVICE void fence_shared_to_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -14,5 +14,14 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
+template <bool kFirst, class First, class Second>
+struct Either {
+  using Type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using Type = Second;
+};
+
 DG_DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
 DG_DEVICE constexpr u32 min_of(u32 x, u32 y) { return x < y ? x : y; }
