@@ -232,7 +232,7 @@ class _Gemm:
     stream: int
     constant_b: bool
 
-    def launch(self, sfa: int) -> Launch:
+    def launch(self, sfa: int) -> Callable[[], None]:
         addresses = replace(self.addresses, sfa=sfa)
         return engine.fp8_gemm_launch(
             self.problem, self.geometry, addresses, self.device, self.stream, constant_b=self.constant_b
@@ -250,7 +250,7 @@ class _TransposeFirst:
         self._strides = (0, sfa.stride(0), sfa.stride(1))
         self._padded = (sfa.shape[1], align(sfa.shape[0], 4))
         self._device = sfa.device
-        self._launches: dict[int, tuple[Launch, Launch]] = {}
+        self._launches: dict[int, tuple[Launch, Callable[[], None]]] = {}
 
     def __call__(self) -> None:
         scales = torch.empty(self._padded, dtype=torch.float32, device=self._device)

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from .params import GemmConfig, GemmProblem, KernelParams, align
 from .record import debug_info, dump_debug_info
 from .select import calibration
 from .settings import settings
+from .workspace import WorkspaceLaunch
 
 __all__ = [
     "Plan",
@@ -182,15 +183,34 @@ def fp8_gemm_launch(
     device: int,
     stream: int,
     constant_b: bool = False,
-) -> Launch:
+) -> Callable[[], None]:
     """The launch record of one FP8 GEMM at these addresses on ``stream`` of ``device``; ``constant_b`` promises that
     nothing still running writes B or its scales."""
     made = plan(problem, device)
-    with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
-        shape, args = sm90_fp8_launch.launch(
-            made.params, geometry, addresses, problem.num_sms, dependent_launch(problem), constant_b
-        )
-    return Launch(made.function, shape, stream, args)
+    return _launch(
+        made.params, made.function, problem, geometry, addresses, device, stream, dependent_launch(problem), constant_b
+    )
+
+
+def _launch(
+    params: KernelParams,
+    function: Function,
+    problem: GemmProblem,
+    geometry: sm90_fp8_launch.Geometry,
+    addresses: sm90_fp8_launch.Addresses,
+    device: int,
+    stream: int,
+    pdl: bool,
+    constant_b: bool,
+) -> Callable[[], None]:
+    def at(workspace: int) -> Launch:
+        there = replace(addresses, workspace=workspace)
+        with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
+            shape, args = sm90_fp8_launch.launch(params, geometry, there, problem.num_sms, pdl, constant_b)
+        return Launch(function, shape, stream, args)
+
+    size = sm90_fp8_launch.workspace_bytes(params.config, geometry, problem.num_sms)
+    return WorkspaceLaunch(at, device, stream, size) if size else at(0)
 
 
 def dependent_launch(problem: GemmProblem) -> bool:
@@ -207,15 +227,11 @@ def forced_launch(
     device: int,
     stream: int,
     constant_b: bool = False,
-) -> Launch:
+) -> Callable[[], None]:
     """The same with ``config``, whatever the selector thinks of it: for surveys."""
     params = kernel_params(problem, config, archs.for_device(device))
     function, _ = _load(params, device, f"{config}")
-    with primary_context(device):
-        shape, args = sm90_fp8_launch.launch(
-            params, geometry, addresses, problem.num_sms, options.get_pdl(), constant_b
-        )
-    return Launch(function, shape, stream, args)
+    return _launch(params, function, problem, geometry, addresses, device, stream, options.get_pdl(), constant_b)
 
 
 def transpose_launch(

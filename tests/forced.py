@@ -17,9 +17,8 @@ from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
 from deep_gemm.kernels import get as get_kernel
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
-from deep_gemm.kernels.stream_k import stream, workspace_bytes
-from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, workspace_bytes
+from deep_gemm.params import KernelParams, align, ceil_div
 from deep_gemm.settings import settings
 from deep_gemm.testing import Operand
 
@@ -66,7 +65,7 @@ def force(
     b: Operand,
     d: Tensor,
     num_sms: int,
-    stream_handle: int,
+    stream: int,
     pdl: bool = False,
     constant_b: bool = False,
 ) -> Forced:
@@ -92,9 +91,7 @@ def force(
         stride_sfa=rows,
         stride_sfb=(sfb.stride(0), sfb.stride(1)),
     )
-    config = params.config
-    assert isinstance(config, FP8Config)
-    size = workspace_bytes(config, stream(config, m, n, k, num_sms).ctas) if config.stream_k else 0
+    size = workspace_bytes(params.config, geometry, num_sms)
     workspace = torch.zeros(size, dtype=torch.uint8, device=d.device)
     at = Addresses(
         a=x.data_ptr(),
@@ -105,4 +102,4 @@ def force(
         workspace=workspace.data_ptr(),
     )
     shape, args = launch(params, geometry, at, num_sms, pdl, constant_b)
-    return Forced(Launch(function, shape, stream_handle, args), scales, workspace)
+    return Forced(Launch(function, shape, stream, args), scales, workspace)

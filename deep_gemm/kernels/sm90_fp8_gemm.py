@@ -32,8 +32,8 @@ _SPLITS = (
 """How a tile's work is shared: CTAs of a cluster along m, n and k, and consumers of a CTA along k."""
 
 _REGISTER_SPLITS = {1: ((40, 216),), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
-"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is taken,
-since producers with 24 spill easily."""
+"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
+taken, since producers with 24 spill easily."""
 
 _OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from ..errors import InvalidInputError
 from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
-from ..params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig, align, ceil_div
-from . import get, sm90_fp8_swapped
-from .stream_k import stream
+from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
+from . import get, sm90_fp8_swapped, stream_k
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,13 @@ def num_ctas(config: FP8Config, m: int, n: int, num_sms: int) -> int:
     return min(tiles, max(1, num_sms * config.ctas_per_sm // config.cluster_size)) * config.cluster_size
 
 
+def workspace_bytes(config: GemmConfig, shape: Geometry, num_sms: int) -> int:
+    """Of a launch: 0 where it needs no workspace."""
+    if not isinstance(config, FP8Config) or not config.stream_k:
+        return 0
+    return stream_k.workspace_bytes(config, stream_k.stream(config, shape.m, shape.n, shape.k, num_sms).ctas)
+
+
 def box_rows(config: FP8Config, m: int) -> int:
     """Rows of A that are loaded for a tile: no more than there are, since a box that hangs over the edge slows loads,
     but 16 bytes of scales at least; a full tile where a cluster shares it, or where another block of K follows."""
@@ -99,7 +105,7 @@ def launch(
     m, n, k = shape.m, shape.n, shape.k
     rows, (columns, store_rows) = box_rows(config, m), store_box(config)
     blocks = ceil_div(k, SCALE_BLOCK)
-    dealt = stream(config, m, n, k, num_sms) if config.stream_k else None
+    dealt = stream_k.stream(config, m, n, k, num_sms) if config.stream_k else None
     stage_blocks = config.stage_blocks if isinstance(config, SwappedConfig) else 1
     map_a = _operand_map(k, m, shape.stride_a, rows // config.cluster_n, stage_blocks)
     map_b = _operand_map(k, n, shape.stride_b, config.block_n // config.cluster_m, stage_blocks)

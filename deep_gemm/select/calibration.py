@@ -19,12 +19,16 @@ class Calibration:
 
     clock_ghz: float
     """SM clock in short runs."""
+    tensor_ghz: float
+    """The same where tensor cores are the limit."""
     launch_us: float
     """An empty launch as timed, the way to the first load, and to its first product."""
     epilogue_us: float
     """A tile's fixed cost: drain, staging, barriers."""
     epilogue_elements_per_us: float
     """Output elements that a CTA converts and stores by TMA in a microsecond."""
+    epilogue_hidden: float
+    """Part of it that a second CTA on the SM hides."""
     direct_elements_per_us: float
     """The same, element by element."""
     transposed_elements_per_us: float
@@ -41,6 +45,12 @@ class Calibration:
     """Elements that consumers of a CTA hand over in a microsecond."""
     exchanged_per_us: float
     """Elements that a CTA hands to others of its cluster in a microsecond."""
+    stream_us: float
+    """What dealing out blocks of K costs."""
+    given_per_us: float
+    """Elements that a CTA then gives away in a microsecond."""
+    gathered_per_us: float
+    """Elements that a CTA then gets from others in a microsecond."""
     instruction_cycles: float
     """Least time of a wgmma, however narrow."""
     chain_cycles: float

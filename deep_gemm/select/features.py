@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, align, ceil_div
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.97, 8: 0.97}
@@ -18,8 +19,8 @@ class Features(NamedTuple):
 
     waves: float
     """Tiles that the busiest slot does, one after the other."""
-    blocks: float
-    """Blocks of K in one CTA's share of a tile."""
+    steps: float
+    """Blocks of K that it goes through for that."""
     resident: float
     """CTAs on the busiest SM."""
     groups: float
@@ -56,6 +57,12 @@ class Features(NamedTuple):
     """1 where consumers of a CTA exchange shares of K, else 0."""
     cluster_shares: float
     """The same for CTAs of a cluster."""
+    streams: float
+    """1 where blocks of K are dealt out over CTAs, else 0."""
+    given: float
+    """Elements that a CTA then gives to another."""
+    gathered: float
+    """Elements that a CTA then gets from others."""
     handed: float
     """Elements that a CTA hands over."""
     cluster_2: float
@@ -114,9 +121,17 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     # other.
     stored = min(block_m, m) * min(block_n, n)
     finished = stored / shares if swapped else stored
+    waves, given, gathered = ceil_div(tiles, slots), 0, 0
+    steps = waves * blocks
+    if config.stream_k:
+        dealt = stream(config, m, n, k, problem.num_sms)
+        waves, steps = ceil_div(dealt.rows * dealt.columns, dealt.groups), dealt.most_blocks
+        if dealt.dealt:
+            given = block_m * block_n
+            gathered = dealt.donors * given
     return Features(
-        waves=ceil_div(tiles, slots),
-        blocks=blocks,
+        waves=waves,
+        steps=steps,
         resident=resident,
         groups=groups,
         products=products,
@@ -136,6 +151,9 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         transposed=1.0 if swapped else 0.0,
         local_shares=1.0 if config.consumers_k > 1 else 0.0,
         cluster_shares=1.0 if config.cluster_k > 1 else 0.0,
+        streams=1.0 if given else 0.0,
+        given=given,
+        gathered=gathered,
         handed=(shares - 1) * finished,
         cluster_2=1.0 if size == 2 else 0.0,
         cluster_4=1.0 if size == 4 else 0.0,

@@ -9,6 +9,7 @@ from ..arch import ArchSpec
 from ..errors import UnsupportedError
 from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
 from ..kernels.sm90_fp8_swapped import TOKENS
+from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
 from .calibration import Calibration, default
 from .model import Estimate, estimate
@@ -64,11 +65,15 @@ def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
 
 
 _LITTLE_PADDING = 1.15
+_MAX_DONORS = 8
 
 
 def _worthwhile(config: FP8Config, problem: GemmProblem) -> bool:
     """Whether the model need not look at ``config`` to know that another is better."""
     m = problem.m
+    if config.stream_k:
+        dealt = stream(config, m, problem.n, problem.k, problem.num_sms)
+        return m > 64 and config.block_m <= 2 * m and 0 < dealt.donors <= _MAX_DONORS and dealt.dealt > 0
     if not isinstance(config, SwappedConfig):
         return config.block_m <= max(64, 2 * m)  # else half of the tile is padding, and there is one of half its height
     # Few tokens have a tile that just holds them. More are cut up, into tiles that leave little over.

@@ -37,7 +37,8 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     """The times of what a launch is made of, in us, and their ``total``. Of one pair, or of many: then ``x`` holds
     arrays and ``maximum`` is numpy's."""
     instruction = maximum(x.half_width, c.instruction_cycles)
-    tensor = x.groups * x.products * instruction
+    # Tensor cores at work draw the power that lowers the clock: their cycles are longer.
+    tensor = x.groups * x.products * instruction * (c.clock_ghz / c.tensor_ghz)
     shared = (x.read + x.filled) / c.shared_bytes_per_cycle
     fill = x.filled / c.fill_bytes_per_cycle
     promote = (x.columns + x.straddling * c.straddle) * c.promote_cycles + x.token_scales * c.token_cycles
@@ -50,12 +51,15 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     issue = c.issue_cycles / x.stage_blocks
     # Near the limit of one resource the others still cost: a smooth maximum.
     cycles = (busy**8 + chain**8 + refill**8 + issue**8) ** 0.125
-    steps = x.waves * x.blocks * 1e-3 / c.clock_ghz
+    steps = x.steps * 1e-3 / c.clock_ghz
     per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) / c.epilogue_elements_per_us
     per_element = per_element + x.transposed / c.transposed_elements_per_us
     handed = (1 - x.cluster_shares) / c.handed_per_us + x.cluster_shares / c.exchanged_per_us
     handing = x.local_shares * c.local_us + x.cluster_shares * c.exchange_us + x.handed * handed
-    epilogue = x.waves * (c.epilogue_us + x.elements * per_element + handing)
+    # A CTA that shares its SM works while the other stores.
+    alone = 1 - (x.resident - 1) * c.epilogue_hidden
+    epilogue = x.waves * alone * (c.epilogue_us + x.elements * per_element + handing)
+    streaming = x.streams * c.stream_us + x.given / c.given_per_us + x.gathered / c.gathered_per_us
     hbm = x.traffic / (c.hbm_gb_per_s * 1e3)
     l2 = x.l2 / (c.l2_gb_per_s * 1e3)
     power = x.operations / (c.peak_tflops * 1e6)
@@ -69,8 +73,8 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
         "shared": x.resident * maximum(shared, fill) * steps,
         "l2": l2,
         "hbm": hbm,
-        "epilogue": epilogue,
-        "total": launch + body + epilogue,
+        "epilogue": epilogue + streaming,
+        "total": launch + body + epilogue + streaming,
     }
 
 

@@ -225,9 +225,8 @@ struct Fp8Gemm {
     for (Scheduler tile = schedule(); tile.valid(); tile.advance()) {
       bool owned = true;
       if constexpr (kStreams) owned = tile.owned();
-      if (kTmaStore && owned)
-        for (u32 group = 0; group < kGroups; ++group) named_barrier_arrive(area_free(group), kMeeting);
       if (kTmaStore || !owned) {
+        for (u32 group = 0; group < kGroups; ++group) named_barrier_arrive(area_free(group), kMeeting);
 #pragma unroll 1  // few registers
         for (u32 group = 0; group < kGroups; ++group) {
           named_barrier_sync(area_full(group), kMeeting);
@@ -287,6 +286,7 @@ struct Fp8Gemm {
           store(sum, row, column, consumer, thread);
         } else {
           workspace.give(sum, consumer, thread);
+          named_barrier_sync(area_free(consumer), kMeeting);  // or the tile before might not be put away yet
           named_barrier_arrive(area_full(consumer), kMeeting);
         }
       } else if constexpr (kShares > 1) {

@@ -217,6 +217,10 @@ UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"2 stages are not two or more for each of 2 consumers along K", replace(SHARED_K, num_stages=2)),
     (r"2 CTAs with 2 consumers", replace(PLAIN, ctas_per_sm=2, num_stages=3)),
     (r"3 CTAs with 1 consumers", replace(SMALL, ctas_per_sm=3, num_stages=3)),
+    (r"dealt out over lone CTAs", replace(PLAIN, stream_k=True, cluster_m=2)),
+    (r"dealt out over lone CTAs", replace(SMALL, stream_k=True, ctas_per_sm=2)),
+    (r"dealt out over lone CTAs, with tiles of 64 columns or more", replace(PLAIN, stream_k=True, block_n=48)),
+    (r"dealt out over lone CTAs, .* in steps of 32", replace(PLAIN, stream_k=True, block_n=80)),
     (r"1 x \d+ bytes of shared memory do not fit", replace(PLAIN, num_stages=8)),
     (r"2 x \d+ bytes of shared memory do not fit", replace(SMALL, ctas_per_sm=2)),
 ]
@@ -240,6 +244,7 @@ SWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"block_n 64 with 2 consumer warpgroups, 1 along K, and 1 blocks", replace(FEW_TOKENS, num_consumers=2)),
     (r"block_n 64 with 1 consumer warpgroups, 2 along K, and 1 blocks", replace(FEW_TOKENS, consumers_k=2)),
     (r"block_n 32 with 1 consumer warpgroups, 1 along K, and 1 blocks", replace(NARROW, stage_blocks=1)),
+    (r"blocks of K are not dealt out over CTAs here", replace(FEW_TOKENS, stream_k=True)),
     (r"8 consumer warpgroups leave too few registers", replace(WIDE, consumers_k=4, num_consumers=8)),
     (r"block_m must be a multiple of 8 from 8 to 256, not 12", replace(FEW_TOKENS, block_m=12)),
     (r"block_m must be a multiple of 8 from 8 to 256, not 0", replace(FEW_TOKENS, block_m=0)),

@@ -21,6 +21,7 @@ from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, raster_band
+from deep_gemm.kernels.stream_k import Stream, stream
 from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
 
 UNSWAPPED: list[FP8Config] = list(PLAIN.configs(arch.SM90))
@@ -217,9 +218,24 @@ def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms
     tiles_m = ceil_div(m, config.block_m * config.cluster_m)
     tiles_n = ceil_div(n, config.block_n * config.cluster_n)
     assert 1 <= band <= tiles_n
-    walked = walk(config, g, shape.grid[0] // config.cluster_size, band)
+    if config.stream_k:
+        walked = stream_places(stream(config, m, n, 128, num_sms), band)
+    else:
+        walked = walk(config, g, shape.grid[0] // config.cluster_size, band)
     assert len(walked) == tiles_m * tiles_n
     assert set(walked) == {(i, j) for i in range(tiles_m) for j in range(tiles_n)}
+
+
+def stream_places(dealt: Stream, band: int) -> list[tuple[int, int]]:
+    """Where `StreamScheduler` finds the tiles of a launch, for every member of a group."""
+    found = []
+    for tile in range(dealt.rows * dealt.columns):
+        first = tile // (band * dealt.rows) * band
+        width = min(band, dealt.columns - first)
+        inside = tile % (band * dealt.rows)
+        for member in range(dealt.members):
+            found.append((inside // width * dealt.members + member, first + inside % width))
+    return found
 
 
 def test_bands_are_equally_wide() -> None:
@@ -243,13 +259,14 @@ def parameters(params: KernelParams) -> list[tuple[str, str]]:
 
 
 def parameter_names(params: KernelParams) -> list[str]:
-    names = NAMES.get(params.kernel)
+    key = params.kernel, getattr(params.config, "stream_k", False)
+    names = NAMES.get(key)
     if names is None:
-        names = NAMES[params.kernel] = [name for _, name in parameters(params)]
+        names = NAMES[key] = [name for _, name in parameters(params)]
     return names
 
 
-NAMES: dict[str, list[str]] = {}
+NAMES: dict[tuple[str, bool], list[str]] = {}
 
 
 def check_types(params: KernelParams, args: list[Arg]) -> None:

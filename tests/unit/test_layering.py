@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.arch",),
     ("deep_gemm.kernels",),
     ("deep_gemm.select",),
-    ("deep_gemm.constant", "deep_gemm.options", "deep_gemm.record"),
+    ("deep_gemm.constant", "deep_gemm.options", "deep_gemm.record", "deep_gemm.workspace"),
     ("deep_gemm.engine",),
     (
         "deep_gemm.dense",

@@ -9,6 +9,7 @@ struct Tile {
   static constexpr u32 kScaleGroup = 32;
   static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr u32 kShapeM = 0, kShapeN = 0, kShapeK = 0;  // 0: given at run time
+  static constexpr bool kStreams = false;
   static constexpr bool kTmaStore = true;
   static constexpr u32 kSharedBytes = 229648;
 };
@@ -44,5 +45,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_b, &map_scale_a, &map_d, scale_b, scale_b_stride_n, scale_b_stride_k,
                                    d, d_stride, m, n, k, box_rows, band, constant_b, b_read_once};
-  Fp8Gemm<Tile, Mma>(arguments, shared_address(shared)).run();
+  const StreamArguments stream{};
+  Fp8Gemm<Tile, Mma>(arguments, stream, shared_address(shared)).run();
 }
