@@ -203,14 +203,14 @@ def _launch(
     pdl: bool,
     constant_b: bool,
 ) -> Callable[[], None]:
-    def at(workspace: int) -> Launch:
-        there = replace(addresses, workspace=workspace)
+    def at(flags: int, slots: int) -> Launch:
+        there = replace(addresses, flags=flags, slots=slots)
         with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
             shape, args = sm90_fp8_launch.launch(params, geometry, there, problem.num_sms, pdl, constant_b)
         return Launch(function, shape, stream, args)
 
-    size = sm90_fp8_launch.workspace_bytes(params.config, geometry, problem.num_sms)
-    return WorkspaceLaunch(at, device, stream, size) if size else at(0)
+    size = sm90_fp8_launch.slot_bytes(params.config, geometry, problem.num_sms)
+    return WorkspaceLaunch(at, device, stream, size) if size else at(0, 0)
 
 
 def dependent_launch(problem: GemmProblem) -> bool:

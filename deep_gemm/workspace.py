@@ -1,5 +1,12 @@
-"""Memory through which the CTAs of a launch give each other sums: one piece for each stream, since the launches of a
-stream follow each other, and one for each stream of each CUDA graph, since graphs may run beside anything."""
+"""Memory through which the CTAs of a launch give each other sums.
+
+Slots hold the sums, and flags, which are zero between launches, say that they are there. The launches of a stream
+follow each other, so that one piece of memory for each stream does. A CUDA graph may run beside anything, other graphs
+that were captured on the same stream included, so that it has flags of its own for each of its streams, and takes slots
+from the memory of the graph for each launch, which others of the graph may use as well.
+
+What is kept comes from the driver: torch wants back all that its pools for CUDA graphs have handed out.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +15,24 @@ import threading
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
+from .errors import DriverError
 from .jit.driver import api
 from .jit.driver.launch import Launch
+from .jit.driver.memory import allocate_zeros
 from .kernels.stream_k import FLAG_BYTES
 
+LEAST_SLOTS = 132 * 256 * 128 * 4
+"""Bytes of slots for a stream: what the largest tiles need on an H200, so that a piece seldom proves too small. One
+that does is given up, not freed: launches that use it may still be waiting."""
+
+FLAGS_AT_ONCE = 64
+"""Captures whose flags are allocated together: a graph may be replayed at any time, so that they are never freed."""
+
 _lock = threading.Lock()
-_kept: dict[tuple[int, int], Tensor] = {}
-_captured: dict[tuple[int, int], tuple[int, Tensor]] = {}
+_kept: dict[tuple[int, int], tuple[int, int]] = {}
+_captured: dict[tuple[int, int], tuple[int, int]] = {}
+_spare_flags: dict[int, list[int]] = {}
 
 
 def _after_fork() -> None:
@@ -27,32 +43,41 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def of_stream(device: int, stream: int, size: int) -> Tensor:
-    """At least ``size`` bytes with flags of zero, for launches on ``stream``, the current one of ``device``. Who has
-    been given a smaller piece keeps it."""
+def of_stream(device: int, stream: int, size: int) -> tuple[int, int]:
+    """Addresses of flags and of at least ``size`` bytes of slots, for launches on ``stream`` of ``device``."""
     with _lock:
-        found = _kept.get((device, stream))
-        if found is None or found.numel() < size:
-            found = _kept[device, stream] = _fresh(device, size)
-        return found
+        address, there = _kept.get((device, stream), (0, 0))
+        if there < size:
+            there = max(size, LEAST_SLOTS)
+            address = _allocate(device, FLAG_BYTES + there)
+            _kept[device, stream] = address, there
+        return address, address + FLAG_BYTES
 
 
-def of_capture(device: int, stream: int, size: int) -> Tensor:
-    """The same for launches that are being captured on ``stream``, in the memory of the graph, which is what keeps it:
-    the flags are cleared once in each replay."""
+def flags_of_capture(device: int, stream: int) -> int:
+    """The address of flags for launches that are being captured on ``stream`` of ``device``: the same within one
+    capture."""
     capture = _capture_id(stream)
     with _lock:
-        known, found = _captured.get((device, stream), (None, None))
-        if found is None or known != capture or found.numel() < size:
-            found = _fresh(device, size)
-            _captured[device, stream] = capture, found
-        return found
+        known, flags = _captured.get((device, stream), (None, 0))
+        if known != capture:
+            spare = _spare_flags.setdefault(device, [])
+            if not spare:
+                first = _allocate(device, FLAGS_AT_ONCE * FLAG_BYTES)
+                spare += range(first, first + FLAGS_AT_ONCE * FLAG_BYTES, FLAG_BYTES)
+            flags = spare.pop()
+            _captured[device, stream] = capture, flags
+        return flags
 
 
-def _fresh(device: int, size: int) -> Tensor:
-    memory = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
-    memory[:FLAG_BYTES].zero_()
-    return memory
+def _allocate(device: int, size: int) -> int:
+    try:
+        return allocate_zeros(device, size)
+    except DriverError as error:
+        if "OUT_OF_MEMORY" not in error.name or torch.cuda.is_current_stream_capturing():
+            raise
+        torch.cuda.empty_cache()  # what torch keeps for itself may be enough
+        return allocate_zeros(device, size)
 
 
 def _capture_id(stream: int) -> int:
@@ -62,19 +87,19 @@ def _capture_id(stream: int) -> int:
 
 
 class WorkspaceLaunch:
-    """Launches that need a workspace of ``size`` bytes. ``make`` makes the launch record for one at an address."""
+    """A launch with ``size`` bytes of slots. ``make`` makes its record for addresses of flags and slots."""
 
-    def __init__(self, make: Callable[[int], Launch], device: int, stream: int, size: int) -> None:
+    def __init__(self, make: Callable[[int, int], Launch], device: int, stream: int, size: int) -> None:
         self._make, self._device, self._stream, self._size = make, device, stream, size
-        self._eager: tuple[Launch, Tensor] | None = None
+        self._eager: Launch | None = None
 
     def __call__(self) -> None:
         """Launch, on the current stream of the current device. Raises DriverError."""
         if torch.cuda.is_current_stream_capturing():
-            workspace = of_capture(self._device, self._stream, self._size)
-            self._make(workspace.data_ptr())()
+            # Freed at once, and reused by what follows on the stream only.
+            slots = torch.empty(self._size, dtype=torch.uint8, device=f"cuda:{self._device}")
+            self._make(flags_of_capture(self._device, self._stream), slots.data_ptr())()
             return
         if self._eager is None:
-            workspace = of_stream(self._device, self._stream, self._size)
-            self._eager = self._make(workspace.data_ptr()), workspace
-        self._eager[0]()
+            self._eager = self._make(*of_stream(self._device, self._stream, self._size))
+        self._eager()

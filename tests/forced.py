@@ -17,7 +17,8 @@ from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
 from deep_gemm.kernels import get as get_kernel
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, workspace_bytes
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
+from deep_gemm.kernels.stream_k import FLAG_BYTES
 from deep_gemm.params import KernelParams, align, ceil_div
 from deep_gemm.settings import settings
 from deep_gemm.testing import Operand
@@ -91,15 +92,16 @@ def force(
         stride_sfa=rows,
         stride_sfb=(sfb.stride(0), sfb.stride(1)),
     )
-    size = workspace_bytes(params.config, geometry, num_sms)
-    workspace = torch.zeros(size, dtype=torch.uint8, device=d.device)
+    size = slot_bytes(params.config, geometry, num_sms)
+    workspace = torch.zeros(FLAG_BYTES + size if size else 0, dtype=torch.uint8, device=d.device)
     at = Addresses(
         a=x.data_ptr(),
         sfa=scales.data_ptr(),
         b=y.data_ptr(),
         sfb=sfb.data_ptr(),
         d=d.data_ptr(),
-        workspace=workspace.data_ptr(),
+        flags=workspace.data_ptr(),
+        slots=workspace.data_ptr() + FLAG_BYTES,
     )
     shape, args = launch(params, geometry, at, num_sms, pdl, constant_b)
     return Forced(Launch(function, shape, stream, args), scales, workspace)

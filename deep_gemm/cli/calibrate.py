@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import geometric_mean
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +14,9 @@ from deep_gemm.benchmarks import shapes, survey
 from deep_gemm.cli.console import console
 from deep_gemm.select import calibration
 from deep_gemm.workload import GemmShape
+
+if TYPE_CHECKING:
+    from deep_gemm.benchmarks import fit
 
 CALIBRATION_M = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
@@ -94,11 +98,28 @@ def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: i
     from deep_gemm.benchmarks import fit
 
     rows = survey.load(sources)
-    data = fit.Data.of(rows, arch.get("sm_90a"))
     out = console()
-    found = fit.fit(data, seconds, seed, lambda text: out.print(text, markup=False))
+    found: dict[str, calibration.Calibration] = {}
+    summary: dict[str, dict[str, float]] = {}
+    for name, few in (("few_tokens", True), ("many_tokens", False)):
+        data = fit.Data.of([row for row in rows if (row["m"] <= calibration.FEW_TOKENS) is few], arch.get("sm_90a"))
+        if not data.held_out.any():
+            raise click.ClickException(f"the surveys hold too few shapes to fit constants for {name}.")
+        known = getattr(calibration.default(), name)
+        found[name] = fit.fit(data, known, seconds / 2, seed, lambda text: out.print(text, markup=False))
+        summary[name] = _summary(data, found[name])
+    made = calibration.Calibrations(**found)
+    about = {
+        key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"constants": made.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
+    out.print(f"{output}: {summary}", markup=False)
+
+
+def _summary(data: fit.Data, found: calibration.Calibration) -> dict[str, float]:
     quality = data.selected(found)
-    summary = {
+    return {
         "shapes": len(quality),
         "selected_over_best": round(geometric_mean(quality), 4),
         "worst": round(float(quality.min()), 3),
@@ -106,12 +127,6 @@ def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: i
         "held_out_selected_over_best": round(geometric_mean(quality[data.held_out]), 4),
         "held_out_worst": round(float(quality[data.held_out].min()), 3),
     }
-    about = {
-        key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"constants": found.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
-    out.print(f"{output}: {summary}", markup=False)
 
 
 @command.command("check")

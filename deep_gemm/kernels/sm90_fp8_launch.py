@@ -29,14 +29,15 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the five tensors of one call begin, and the workspace, where the config needs one."""
+    """Where the five tensors of one call begin, and the flags and slots of configs that need a workspace."""
 
     a: int
     sfa: int
     b: int
     sfb: int
     d: int
-    workspace: int = 0
+    flags: int = 0
+    slots: int = 0
 
 
 def raster_band(config: FP8Config, m: int, n: int, num_sms: int, members: int = 1) -> int:
@@ -57,11 +58,11 @@ def num_ctas(config: FP8Config, m: int, n: int, num_sms: int) -> int:
     return min(tiles, max(1, num_sms * config.ctas_per_sm // config.cluster_size)) * config.cluster_size
 
 
-def workspace_bytes(config: GemmConfig, shape: Geometry, num_sms: int) -> int:
-    """Of a launch: 0 where it needs no workspace."""
+def slot_bytes(config: GemmConfig, shape: Geometry, num_sms: int) -> int:
+    """Of a launch's workspace: 0 where it needs none."""
     if not isinstance(config, FP8Config) or not config.stream_k:
         return 0
-    return stream_k.workspace_bytes(config, stream_k.stream(config, shape.m, shape.n, shape.k, num_sms).ctas)
+    return stream_k.slot_bytes(config, stream_k.stream(config, shape.m, shape.n, shape.k, num_sms).ctas)
 
 
 def box_rows(config: FP8Config, m: int) -> int:
@@ -134,7 +135,7 @@ def launch(
     ]
     if dealt:
         args += [("u32", number) for number in dealt.arguments]
-        args.append(("ptr", at.workspace))
+        args += [("ptr", at.flags), ("ptr", at.slots)]
     kernel = get(params.kernel)
     ctas = dealt.ctas if dealt else num_ctas(config, m, n, num_sms)
     launch_shape = LaunchShape(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..params import SCALE_BLOCK, FP8Config, ceil_div
 
 FLAG_BYTES = 4096
-"""At the head of a workspace: a counter for each CTA. Behind it lies a slot of float32 sums for each."""
+"""Of a workspace's flags, one for each CTA; there is a slot of float32 sums for each as well."""
 
 _MAX_MEMBERS = 12
 _IDLE_SHARE = 0.02
@@ -33,7 +33,7 @@ class Stream:
     @property
     def whole(self) -> int:
         """Tiles that are done whole, one wave after the other. The others are dealt out in blocks of K: those of the
-        last wave, which is not full, and of the one before, so that each has one owner and one donor at most."""
+        last wave, which is not full, and of the one before, if there is one, so that a tile has one donor at most."""
         tiles = self.rows * self.columns
         waves, rest = divmod(tiles, self.groups)
         return (waves if rest == 0 else max(0, waves - 1)) * self.groups
@@ -73,6 +73,6 @@ def stream(config: FP8Config, m: int, n: int, k: int, num_sms: int) -> Stream:
     return Stream(members, max(1, min(num_sms // members, rows * tiles_n * blocks)), rows, tiles_n, blocks)
 
 
-def workspace_bytes(config: FP8Config, ctas: int) -> int:
-    """What a launch of ``ctas`` CTAs needs."""
-    return FLAG_BYTES + ctas * config.block_m * config.block_n * 4
+def slot_bytes(config: FP8Config, ctas: int) -> int:
+    """Of the slots of a launch of ``ctas`` CTAs."""
+    return ctas * config.block_m * config.block_n * 4

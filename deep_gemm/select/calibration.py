@@ -12,6 +12,9 @@ from ..errors import InvalidInputError
 
 FOLDER = Path(__file__).parent / "calibrations"
 
+FEW_TOKENS = 64
+"""Up to so many, constants are fitted to graphs of many launches as well."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -59,8 +62,8 @@ class Calibration:
     """Promotion of one column of an m64 slice."""
     token_cycles: float
     """Reading and multiplying one token's scale."""
-    exposed: float
-    """Part of the promotion that other consumers do not hide."""
+    exposed_cycles: float
+    """What the tensor cores lose to the promotion of one column of an m64 slice, however it is scheduled."""
     ahead_cycles: float
     """Latency of one block where products are issued ahead."""
     straddle: float
@@ -75,9 +78,11 @@ class Calibration:
     """From asking for a stage to having it."""
     hbm_gb_per_s: float
     l2_gb_per_s: float
-    """From L2 into all SMs together."""
-    peak_tflops: float
-    """What power allows over a whole GEMM."""
+    """From L2 into all SMs together, of bytes that one SM asks for."""
+    l2_sharing: float
+    """Bytes that n tiles ask for count n to the power of minus this each."""
+    unaligned: float
+    """Lines that a row of 128 bytes takes where rows do not begin on lines."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Calibration:
@@ -97,6 +102,34 @@ class Calibration:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Calibrations:
+    """Those of one GPU model: for few tokens, where launches overlap and HBM is the limit, and for many, where tensor
+    cores and the L2 matter."""
+
+    few_tokens: Calibration
+    many_tokens: Calibration
+
+    def of(self, m: int) -> Calibration:
+        """The constants for ``m`` tokens."""
+        return self.few_tokens if m <= FEW_TOKENS else self.many_tokens
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Calibrations:
+        """Both, from a file's "constants". Raises InvalidInputError."""
+        names = [field.name for field in fields(cls)]
+        if sorted(data) != sorted(names):
+            raise InvalidInputError(
+                f"A calibration file holds constants for {' and '.join(names)}, but this one for {', '.join(data)}. "
+                "Make it anew with `deep-gemm calibrate fit`."
+            )
+        return cls(**{name: Calibration.from_json(data[name]) for name in names})
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """For a calibration file."""
+        return {"few_tokens": self.few_tokens.to_json(), "many_tokens": self.many_tokens.to_json()}
+
+
 def file_of(device_name: str) -> Path:
     """The file for a GPU model, such as "NVIDIA H200", which need not exist."""
     stem = "".join(c if c.isalnum() else "_" for c in device_name.lower()).strip("_")
@@ -104,17 +137,17 @@ def file_of(device_name: str) -> Path:
 
 
 @functools.cache
-def load(path: Path) -> Calibration:
-    """The calibration in a file. Raises InvalidInputError if it is not one."""
-    return Calibration.from_json(json.loads(path.read_text())["constants"])
+def load(path: Path) -> Calibrations:
+    """The calibrations in a file. Raises InvalidInputError if it holds none."""
+    return Calibrations.from_json(json.loads(path.read_text())["constants"])
 
 
-def of(device_name: str) -> Calibration:
-    """The calibration of a GPU model; an H200's where there is none."""
+def of(device_name: str) -> Calibrations:
+    """The calibrations of a GPU model; an H200's where there are none."""
     path = file_of(device_name)
     return load(path) if path.is_file() else default()
 
 
-def default() -> Calibration:
-    """The calibration used where there is none of the GPU itself: an H200's."""
+def default() -> Calibrations:
+    """Those used where there are none of the GPU itself: an H200's."""
     return load(file_of("NVIDIA H200"))

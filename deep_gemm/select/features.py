@@ -70,10 +70,15 @@ class Features(NamedTuple):
     cluster_8: float
     traffic: float
     """Bytes that HBM moves."""
-    l2: float
-    """Bytes that the L2 hands out."""
-    operations: float
-    """Floating-point operations, those of padding included."""
+    tokens_read: float
+    """Bytes of A that the L2 hands out."""
+    tokens_sharers: float
+    """Cluster tiles that read the same bytes of A, up to 32."""
+    weights_read: float
+    weights_sharers: float
+    """The same of B."""
+    unaligned: float
+    """1 where rows of operands begin inside lines of 128 bytes, else 0."""
 
 
 class _Fixed(NamedTuple):
@@ -109,7 +114,8 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     fixed = _fixed(config, problem.d_tma)
     swapped, stage_blocks, groups, slices, width, mma_n, straddles, whole, direct = fixed
     block_m, block_n, size, resident = config.block_m, config.block_n, config.cluster_size, config.ctas_per_sm
-    tiles = ceil_div(m, block_m * config.cluster_m) * ceil_div(n, block_n * config.cluster_n) * size
+    rows, columns = ceil_div(m, block_m * config.cluster_m), ceil_div(n, block_n * config.cluster_n)
+    tiles = rows * columns * size
     slots = max(1, int(PACKING[size] * problem.num_sms * resident / size)) * size
     blocks = ceil_div(ceil_div(ceil_div(k, SCALE_BLOCK), stage_blocks), config.cluster_k) * stage_blocks
     products = slices * (width // mma_n) * 4
@@ -159,6 +165,9 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         cluster_4=1.0 if size == 4 else 0.0,
         cluster_8=1.0 if size == 8 else 0.0,
         traffic=m * k + n * k + 2 * m * n,
-        l2=tiles * blocks * (tokens / config.cluster_n + block_n / config.cluster_m) * SCALE_BLOCK,
-        operations=2.0 * tiles * block_m * block_n * blocks * SCALE_BLOCK,
+        tokens_read=tiles * blocks * tokens / config.cluster_n * SCALE_BLOCK,
+        tokens_sharers=min(32, columns),
+        weights_read=tiles * blocks * block_n / config.cluster_m * SCALE_BLOCK,
+        weights_sharers=min(32, rows),
+        unaligned=1.0 if k > SCALE_BLOCK and k % SCALE_BLOCK else 0.0,
     )

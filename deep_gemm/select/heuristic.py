@@ -11,7 +11,7 @@ from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
 from ..kernels.sm90_fp8_swapped import TOKENS
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
-from .calibration import Calibration, default
+from .calibration import Calibrations, default
 from .model import Estimate, estimate
 
 
@@ -23,14 +23,14 @@ class Choice:
     estimate: Estimate
 
 
-def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibration | None = None) -> list[Choice]:
+def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> list[Choice]:
     """Every config that `candidates` names for ``problem``, the fastest by the model first; ties go to the smaller
     tile. ``calibration`` is an H200's if it is None.
 
     Raises:
         UnsupportedError: there is none, because of ``block_multiple``.
     """
-    constants = calibration or default()
+    constants = (calibration or default()).of(problem.m)
     choices = [Choice(config, estimate(problem, config, constants)) for config in candidates(problem, arch)]
     if not choices:
         raise UnsupportedError(
@@ -41,7 +41,7 @@ def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibration | None =
     return choices
 
 
-def select(problem: GemmProblem, arch: ArchSpec, calibration: Calibration | None = None) -> Choice:
+def select(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> Choice:
     """The first of `rank`."""
     return rank(problem, arch, calibration)[0]
 

@@ -3,7 +3,7 @@
 A CTA's time for a block of K is what its slowest resource needs: the tensor cores of the SM, which co-resident CTAs
 share; shared memory, which operands are read from and tiles are written to; the way from L2; the producer's issue; or
 the consumer's own chain of multiply and promote. An SM does its tiles one after the other, with an epilogue a tile. The
-whole cannot be faster than HBM, nor than the L2, nor than the tensor cores at the clock that power allows.
+whole cannot be faster than HBM, nor than the L2.
 """
 
 from __future__ import annotations
@@ -40,35 +40,39 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     # Tensor cores at work draw the power that lowers the clock: their cycles are longer.
     tensor = x.groups * x.products * instruction * (c.clock_ghz / c.tensor_ghz)
     shared = (x.read + x.filled) / c.shared_bytes_per_cycle
-    fill = x.filled / c.fill_bytes_per_cycle
+    # A row of a block that begins inside a line of 128 bytes takes two.
+    lines = 1 + (c.unaligned - 1) * x.unaligned
+    fill = x.filled * lines / c.fill_bytes_per_cycle
     promote = (x.columns + x.straddling * c.straddle) * c.promote_cycles + x.token_scales * c.token_cycles
     own = x.products * instruction
     chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + c.chain_cycles)
     chain = chain / x.consumers_k
-    exposed = (1 - x.ahead) * c.exposed * promote / maximum(x.overlap, 0.25)
+    # While accumulators are read for promotion the tensor cores get a little less done, whatever the schedule.
+    exposed = c.exposed_cycles * x.groups * (x.columns + x.straddling)
     busy = x.resident * maximum(maximum(tensor + exposed, shared), fill)
     refill = c.load_cycles / x.depth
     issue = c.issue_cycles / x.stage_blocks
     # Near the limit of one resource the others still cost: a smooth maximum.
-    cycles = (busy**8 + chain**8 + refill**8 + issue**8) ** 0.125
+    cycles = (busy**4 + chain**4 + refill**4 + issue**4) ** 0.25
     steps = x.steps * 1e-3 / c.clock_ghz
     per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) / c.epilogue_elements_per_us
     per_element = per_element + x.transposed / c.transposed_elements_per_us
     handed = (1 - x.cluster_shares) / c.handed_per_us + x.cluster_shares / c.exchanged_per_us
     handing = x.local_shares * c.local_us + x.cluster_shares * c.exchange_us + x.handed * handed
-    # A CTA that shares its SM works while the other stores.
-    alone = 1 - (x.resident - 1) * c.epilogue_hidden
-    epilogue = x.waves * alone * (c.epilogue_us + x.elements * per_element + handing)
+    # A CTA that shares its SM works while the other stores, but for the last tile.
+    seen = x.waves - (x.resident - 1) * (x.waves - 1) * c.epilogue_hidden
+    epilogue = seen * (c.epilogue_us + x.elements * per_element + handing)
     streaming = x.streams * c.stream_us + x.given / c.given_per_us + x.gathered / c.gathered_per_us
     hbm = x.traffic / (c.hbm_gb_per_s * 1e3)
-    l2 = x.l2 / (c.l2_gb_per_s * 1e3)
-    power = x.operations / (c.peak_tflops * 1e6)
+    # SMs that ask for the same line at a time share an answer.
+    handed_out = x.tokens_read * x.tokens_sharers**-c.l2_sharing + x.weights_read * x.weights_sharers**-c.l2_sharing
+    l2 = handed_out * lines / (c.l2_gb_per_s * 1e3)
     # Loads and work on chip overlap, but not perfectly.
-    body = ((cycles * steps) ** 4 + hbm**4 + l2**4 + power**4) ** 0.25
+    body = ((cycles * steps) ** 4 + hbm**4 + l2**4) ** 0.25
     launch = c.launch_us + x.cluster_2 * c.cluster_2_us + x.cluster_4 * c.cluster_4_us + x.cluster_8 * c.cluster_8_us
     return {
         "launch": launch,
-        "tensor": maximum(busy * steps, power),
+        "tensor": busy * steps,
         "chain": chain * steps,
         "shared": x.resident * maximum(shared, fill) * steps,
         "l2": l2,

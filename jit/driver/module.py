@@ -45,7 +45,7 @@ def load_function(cubin: bytes, symbol: str, device: int, dynamic_shared: int) -
     if not cubin:
         raise InvalidInputError(f"The cubin of {symbol} is empty.")
     start = time.perf_counter()
-    with primary_context(device), _beside_captures():
+    with primary_context(device), beside_captures():
         try:
             module = api.call("cuModuleLoadData", cubin, about=symbol)
             handle = api.call("cuModuleGetFunction", module, symbol.encode(), about=symbol)
@@ -90,7 +90,7 @@ def primary_context(device: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _beside_captures() -> Iterator[None]:
+def beside_captures() -> Iterator[None]:
     """Let this thread do what a CUDA-graph capture of another thread, in torch's global mode, would forbid."""
     relaxed = api.cuda().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = api.call("cuThreadExchangeStreamCaptureMode", relaxed)

@@ -178,7 +178,7 @@ struct Fp8Gemm {
       if constexpr (kStreams) {
         if (at.gathers()) {
           const u32 steps = Workspace::kSteps, part = at.gathered();
-          Workspace{stream.workspace}.load(shared + stage * kBytesA, barriers.full(stage), at.tile.donor(part / steps + 1),
+          Workspace{stream.flags, stream.slots}.load(shared + stage * kBytesA, barriers.full(stage), at.tile.donor(part / steps + 1),
                                         part % steps);
           continue;
         }
@@ -236,7 +236,7 @@ struct Fp8Gemm {
         }
       }
       if constexpr (kStreams) {
-        if (lane == 0 && !owned) Workspace{stream.workspace}.announce();
+        if (lane == 0 && !owned) Workspace{stream.flags, stream.slots}.announce();
         __syncwarp();
       }
     }
@@ -280,7 +280,7 @@ struct Fp8Gemm {
         if constexpr (kStartsEarly) mainloop.start();  // other CTAs' sums may come first, but only for the last tile
       }
       if constexpr (kStreams) {
-        const Workspace workspace{stream.workspace};
+        const Workspace workspace{stream.flags, stream.slots};
         if (done.owned()) {
           workspace.add(sum, done.donors, shared, consumer, thread, barriers, mainloop.at);
           store(sum, row, column, consumer, thread);

@@ -19,7 +19,8 @@ struct StreamArguments {
   u32 rows, columns;  // tiles of a member along m, and along n
   u32 whole;          // tiles that are not dealt out, a multiple of groups
   u32 share, longer;
-  u8* workspace;
+  u32* flags;  // see StreamWorkspace
+  u8* slots;
 };
 
 template <u32 kBlockM, u32 kBlockN, u32 kGatherSteps>
@@ -80,17 +81,17 @@ struct StreamScheduler {
   }
 };
 
-// Sums on their way from one CTA to another: flags, all zero between launches, and behind them a slot for each CTA. A
-// slot is read in steps of 32 columns of the tile, through the place of A in the ring's stages.
+// Sums on their way from one CTA to another: for each CTA a slot, and a flag, which is zero between launches. A slot is
+// read in steps of 32 columns of the tile, through the place of A in the ring's stages.
 template <u32 kBlockM, u32 kBlockN, u32 kSlices>
 struct StreamWorkspace {
-  static constexpr u32 kSteps = kBlockN / 32, kStepBytes = kBlockM * 128, kFlagBytes = 4096;
+  static constexpr u32 kSteps = kBlockN / 32, kStepBytes = kBlockM * 128;
   static_assert(kBlockN % 32 == 0);
 
-  u8* base;
+  u32* flags;
+  u8* slots;
 
-  DG_DEVICE u32* flag(u32 cta) const { return reinterpret_cast<u32*>(base) + cta; }
-  DG_DEVICE u8* slot(u32 cta) const { return base + kFlagBytes + static_cast<u64>(cta) * (kSteps * kStepBytes); }
+  DG_DEVICE u8* slot(u32 cta) const { return slots + static_cast<u64>(cta) * (kSteps * kStepBytes); }
 
   // Where a thread's q-th four of 32 columns of a slice lie in a step.
   static DG_DEVICE u32 place(u32 consumer, u32 slice, u32 q, u32 thread) {
@@ -116,14 +117,14 @@ struct StreamWorkspace {
   // Says so, once all consumers have: to be called by one thread that has met them since.
   DG_DEVICE void announce() const {
     fence_global_to_tma();
-    count_release(flag(blockIdx.x));
+    count_release(flags + blockIdx.x);
   }
 
   // Starts loading a step of another CTA's sums, once they are all there; its flag is zero again then.
   DG_DEVICE void load(u32 stage_address, u32 full, u32 cta, u32 step) const {
     if (step == 0) {
       wait_for_previous_kernel();  // it may use the same workspace, and constant weights did not wait for it
-      wait_for_count(flag(cta), 1);
+      wait_for_count(flags + cta, 1);
       fence_global_to_tma();
     }
     barrier_arrive_expect(full, kStepBytes);

@@ -17,22 +17,26 @@ from deep_gemm.benchmarks import fit, survey
 from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.select import candidates
-from deep_gemm.select.calibration import Calibration, default, file_of
+from deep_gemm.select.calibration import FEW_TOKENS, Calibration, Calibrations, default, file_of
 from deep_gemm.select.features import Features, features
 from deep_gemm.select.model import estimate, parts
 from deep_gemm.workload import GemmShape
 
+MANY = default().many_tokens
 SHAPES = [GemmShape(m, n, k, "test") for m in (1, 24, 100, 1500) for n, k in ((2112, 7168), (4096, 512), (7168, 2048))]
 
 
-def rows(calibration: Calibration) -> list[dict[str, Any]]:
-    """What a survey would find on a GPU that does as the model says."""
+def rows(calibration: Calibrations, few: bool | None = None) -> list[dict[str, Any]]:
+    """What a survey would find on a GPU that does as the model says, of few tokens, of many, or of both."""
     out = []
     for shape in SHAPES:
+        if few is not None and few is not (shape.m <= FEW_TOKENS):
+            continue
         asked = survey.problem(shape, 132)
         configs = candidates(asked, arch.SM90)
         times = {
-            survey.name_of(c, asked, arch.SM90): round(estimate(asked, c, calibration).total_us, 4) for c in configs
+            survey.name_of(c, asked, arch.SM90): round(estimate(asked, c, calibration.of(shape.m)).total_us, 4)
+            for c in configs
         }
         row = {"m": shape.m, "n": shape.n, "k": shape.k, "mode": "flush", "times": times}
         out.append(row | {"selected": min(times, key=times.__getitem__), "device": "a model", "date": "never"})
@@ -41,7 +45,7 @@ def rows(calibration: Calibration) -> list[dict[str, Any]]:
 
 def test_the_h200_has_a_file() -> None:
     assert file_of("NVIDIA H200").is_file()
-    assert default() == Calibration.from_json(json.loads(file_of("NVIDIA H200").read_text())["constants"])
+    assert default() == Calibrations.from_json(json.loads(file_of("NVIDIA H200").read_text())["constants"])
 
 
 def test_files_are_named_after_the_gpu() -> None:
@@ -49,12 +53,12 @@ def test_files_are_named_after_the_gpu() -> None:
 
 
 def test_constants_survive_a_file() -> None:
-    assert Calibration.from_json(json.loads(json.dumps(default().to_json()))) == default()
+    assert Calibrations.from_json(json.loads(json.dumps(default().to_json()))) == default()
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"clock_ghz": 1.0}, default().to_json() | {"speed": 1.0}, default().to_json() | {"launch_us": -1.0}],
+    [{"clock_ghz": 1.0}, MANY.to_json() | {"speed": 1.0}, MANY.to_json() | {"launch_us": -1.0}],
     ids=["missing", "unknown", "negative"],
 )
 def test_a_file_with_other_constants_is_refused(wrong: dict[str, float]) -> None:
@@ -62,36 +66,48 @@ def test_a_file_with_other_constants_is_refused(wrong: dict[str, float]) -> None
         Calibration.from_json(wrong)
 
 
-def test_every_constant_has_bounds_and_lies_in_them() -> None:
-    assert set(fit.BOUNDS) == set(default().to_json())
-    for name, value in default().to_json().items():
+def test_a_file_for_one_kind_of_problem_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="for few_tokens and many_tokens, but this one for many_tokens"):
+        Calibrations.from_json({"many_tokens": MANY.to_json()})
+
+
+@pytest.mark.parametrize("kind", ["few_tokens", "many_tokens"])
+def test_every_constant_has_bounds_and_lies_in_them(kind: str) -> None:
+    constants = default().to_json()[kind]
+    assert set(fit.BOUNDS) == set(constants)
+    for name, value in constants.items():
         low, high = fit.BOUNDS[name]
         assert low * 0.999 <= value <= high * 1.001, name
+
+
+def test_the_number_of_tokens_says_which_constants() -> None:
+    assert default().of(FEW_TOKENS) is default().few_tokens
+    assert default().of(FEW_TOKENS + 1) is default().many_tokens
 
 
 def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
     asked = survey.problem(SHAPES[4], 132)
     configs = candidates(asked, arch.SM90)
     together = Features(*(np.array(column) for column in zip(*(features(asked, c) for c in configs), strict=True)))
-    totals = parts(together, default(), np.maximum)["total"]
-    alone = [estimate(asked, c, default()).total_us for c in configs]
+    totals = parts(together, MANY, np.maximum)["total"]
+    alone = [estimate(asked, c, MANY).total_us for c in configs]
     assert np.allclose(totals, alone, rtol=1e-9)
 
 
 def test_a_gpu_that_does_as_the_model_says_is_selected_for_perfectly() -> None:
-    data = fit.Data.of(rows(default()), arch.SM90)
-    assert data.selected(default()).min() > 0.9999
-    right = data.loss(default())
-    for name in ("hbm_gb_per_s", "promote_cycles", "epilogue_us", "ahead_cycles", "launch_us"):
-        wrong = replace(default(), **{name: getattr(default(), name) * 3})
+    data = fit.Data.of(rows(default(), few=False), arch.SM90)
+    assert data.selected(MANY).min() > 0.9999
+    right = data.loss(MANY)
+    for name in ("tensor_ghz", "promote_cycles", "epilogue_us", "l2_gb_per_s", "launch_us"):
+        wrong = replace(MANY, **{name: getattr(MANY, name) * 3})
         assert data.loss(wrong) > right, name
 
 
 def test_the_fit_finds_constants_that_select_well() -> None:
     pytest.importorskip("scipy", reason="the fit needs scipy, which the extra [calibrate] installs")
-    other = replace(default(), promote_cycles=default().promote_cycles * 1.3, hbm_gb_per_s=3000.0)
-    data = fit.Data.of(rows(other), arch.SM90)
-    found = fit.fit(data, seconds=3.0, progress=lambda _text: None)
+    other = replace(MANY, promote_cycles=MANY.promote_cycles * 1.3, hbm_gb_per_s=3000.0)
+    data = fit.Data.of(rows(replace(default(), many_tokens=other), few=False), arch.SM90)
+    found = fit.fit(data, MANY, seconds=3.0, progress=lambda _text: None)
     middle = Calibration(**{name: math.sqrt(low * high) for name, (low, high) in fit.BOUNDS.items()})
     assert data.loss(found) < data.loss(middle)
 
@@ -117,6 +133,6 @@ def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
     written = json.loads(output.read_text())
-    Calibration.from_json(written["constants"])
-    assert written["fit"]["shapes"] == len(SHAPES)
+    Calibrations.from_json(written["constants"])
+    assert sum(part["shapes"] for part in written["fit"].values()) == len(SHAPES)
     assert written["survey"]["device"] == "a model"

@@ -95,8 +95,9 @@ def test_the_order_is_the_same_every_time(problem: GemmProblem) -> None:
     assert select(problem, SM90) == rank(problem, SM90)[0]
 
 
-def estimates(problem: GemmProblem, configs: list[FP8Config]) -> list[float]:
-    return [estimate(problem, config, default()).total_us for config in configs]
+def estimates(problem: GemmProblem, configs: list[FP8Config], m: int) -> list[float]:
+    """By the constants for ``m`` tokens."""
+    return [estimate(problem, config, default().of(m)).total_us for config in configs]
 
 
 def lasting(configs: list[FP8Config]) -> list[FP8Config]:
@@ -109,7 +110,7 @@ def lasting(configs: list[FP8Config]) -> list[FP8Config]:
 def test_no_config_does_twice_the_work_faster(problem: GemmProblem, name: str) -> None:
     configs = lasting(candidates(problem, SM90))
     doubled = replace(problem, **{name: 2 * getattr(problem, name)})
-    for once, twice in zip(estimates(problem, configs), estimates(doubled, configs), strict=True):
+    for once, twice in zip(estimates(problem, configs, problem.m), estimates(doubled, configs, problem.m), strict=True):
         assert twice >= once * (1 - 1e-12)
 
 
@@ -118,7 +119,7 @@ def test_no_config_does_twice_the_work_faster(problem: GemmProblem, name: str) -
 def test_no_config_is_faster_on_half_the_gpu(problem: GemmProblem) -> None:
     whole, half = replace(problem, num_sms=132), replace(problem, num_sms=66)
     configs = lasting(candidates(half, SM90))
-    for fast, slow in zip(estimates(whole, configs), estimates(half, configs), strict=True):
+    for fast, slow in zip(estimates(whole, configs, problem.m), estimates(half, configs, problem.m), strict=True):
         assert slow >= fast * (1 - 1e-12)
 
 

@@ -1,0 +1,67 @@
+"""Kernels of every kind on small operands, to be run under a checker of memory accesses:
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
+
+Needs a GPU. `--every 1` takes all of the kernels' cases, and a larger number one in so many of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from forced import compiled, force, load, nvrtc
+
+from deep_gemm.jit import Builder
+from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+from deep_gemm.reference import exact_product
+from deep_gemm.testing import calc_diff, random_operands
+
+NUM_SMS = 7
+"""So few that a CTA does several tiles, whole and in pieces."""
+
+
+def chosen(every: int) -> list[KernelParams]:
+    """All kernels that deal out blocks of K, and one in ``every`` of the others' cases."""
+    cases = [p for kernel in (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL) for p in kernel.cases()]
+    cases = [p for p in cases if not any(p.shape)]
+    return [p for i, p in enumerate(cases) if i % every == 0 or _config(p).stream_k]
+
+
+def _config(params: KernelParams) -> FP8Config:
+    assert isinstance(params.config, FP8Config)
+    return params.config
+
+
+@click.command()
+@click.option("--every", default=5, show_default=True)
+def main(every: int) -> None:
+    """Run them, and compare results while at it."""
+    builder = Builder(Path(tempfile.mkdtemp()), nvrtc())
+    with compiled((params, builder, params) for params in chosen(every)) as binaries:
+        functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
+    stream, wrong = torch.cuda.current_stream().cuda_stream, 0
+    for params, function in functions.items():
+        config = _config(params)
+        m = min(config.block_m, 150) if isinstance(config, SwappedConfig) else config.block_m + 70
+        a, b, _, _ = random_operands(m, 2 * config.block_n + 40, 896, "cuda")
+        d = torch.empty(m, b[0].shape[0], dtype=torch.bfloat16, device="cuda")
+        force(params, function, a, b, d, max(NUM_SMS, config.cluster_size), stream)()
+        torch.cuda.synchronize()
+        if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5:
+            wrong += 1
+            print(f"wrong: {params}")
+    print(f"{len(functions)} kernels, {wrong} wrong")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
