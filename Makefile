@@ -1,6 +1,7 @@
 # make demo    create .venv if it is not there, and run the main job
 # make test    create .venv if it is not there, and run the tests
 # make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode)
+# make sanitize  on a GPU with compute-sanitizer: kernels of every kind under memcheck and racecheck
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree.
 
@@ -12,7 +13,7 @@ BUDGET ?= 600
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)
 
-.PHONY: demo test bench lint readme clean FORCE
+.PHONY: demo test bench sanitize lint readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -28,6 +29,11 @@ lint:
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
+
+# Without torch's caching of memory, which would hide what is out of bounds.
+sanitize: $(STAMP)
+	for tool in "memcheck --report-api-errors no" racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) tests/sanitize.py || exit 1; done
 
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
 bench: $(STAMP)

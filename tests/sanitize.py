@@ -1,9 +1,10 @@
 """Kernels of every kind on small operands, to be run under a checker of memory accesses:
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
 
-Needs a GPU. `--every 1` takes all of the kernels' cases, and a larger number one in so many of them.
+Needs a GPU. The API errors are those of cuda-bindings, which asks the driver for functions that it lacks. `--every 1`
+takes all of the kernels' cases, and a larger number one in so many of them.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ def allocate_zeros(device: int, size: int) -> int:
     """The address of `size` bytes of zeros on `device`, for the life of the process. Waits for nothing but itself, and
     may be called while a CUDA graph is captured. Raises DriverError."""
     with primary_context(device), beside_captures():
-        address = int(api.call("cuMemAlloc", size, about=f"{size} bytes on device {device}"))
         stream = api.call("cuStreamCreate", _NON_BLOCKING)
-        api.call("cuMemsetD8Async", address, 0, size, stream)
-        api.call("cuStreamSynchronize", stream)
-        api.call("cuStreamDestroy", stream)
+        try:
+            address = int(api.call("cuMemAlloc", size, about=f"{size} bytes on device {device}"))
+            api.call("cuMemsetD8Async", address, 0, size, stream)
+            api.call("cuStreamSynchronize", stream)
+        finally:
+            api.call("cuStreamDestroy", stream)
     return address

@@ -347,8 +347,8 @@ def test_the_identity_of_a_capture_is_the_drivers(driver: FakeDriver) -> None:
 
 # Driver calls that memory takes, in order, and that which identifies a capture, with the number of arguments given.
 MEMORY_CALLS = {
-    "cuMemAlloc": 1,
     "cuStreamCreate": 1,
+    "cuMemAlloc": 1,
     "cuMemsetD8Async": 4,
     "cuStreamSynchronize": 1,
     "cuStreamDestroy": 1,
@@ -384,7 +384,7 @@ def test_memory_is_cleared_on_a_stream_of_its_own_beside_captures(driver: FakeDr
     assert (type(address), address) == (int, 0x7000)
     assert [name for name, *_ in seen] == list(MEMORY_CALLS)
     non_blocking = int(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    assert [arguments for _, *arguments in seen] == [[4096], [non_blocking], [0x7000, 0, 4096, 9], [9], [9]]
+    assert [arguments for _, *arguments in seen] == [[non_blocking], [4096], [0x7000, 0, 4096, 9], [9], [9]]
     assert (driver.current, driver.capture_mode) == (5, modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
 
 
@@ -393,5 +393,5 @@ def test_memory_that_is_not_there_is_an_error(driver: FakeDriver) -> None:
     with pytest.raises(DriverError, match=f"4096 bytes on device 3 failed with {OUT_OF_MEMORY}") as caught:
         allocate_zeros(3, 4096)
     assert caught.value.name == OUT_OF_MEMORY
-    assert "cuStreamCreate" not in driver.names()
+    assert driver.names().count("cuStreamCreate") == driver.names().count("cuStreamDestroy")
     assert driver.capture_mode == bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
