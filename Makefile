@@ -32,8 +32,9 @@ lint:
 
 # Without torch's caching of memory, which would hide what is out of bounds.
 sanitize: $(STAMP)
-	for tool in "memcheck --report-api-errors no" racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) tests/sanitize.py || exit 1; done
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+		$(RUN) tests/sanitize.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py --racecheck
 
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
 bench: $(STAMP)

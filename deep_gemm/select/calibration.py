@@ -30,6 +30,8 @@ class Calibration:
     """A tile's fixed cost: drain, staging, barriers."""
     epilogue_elements_per_us: float
     """Output elements that a CTA converts and stores by TMA in a microsecond."""
+    narrow_store: float
+    """Stores of rows of 64 / n columns take n to the power of this as long."""
     epilogue_hidden: float
     """Part of it that a second CTA on the SM hides."""
     direct_elements_per_us: float

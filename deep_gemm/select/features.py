@@ -6,12 +6,14 @@ import functools
 from typing import NamedTuple
 
 from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from ..kernels.sm90_fp8_launch import store_box
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, align, ceil_div
 
-PACKING = {1: 1.0, 2: 1.0, 4: 0.97, 8: 0.97}
+PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
-of four. 33 clusters of four took two rounds, 32 one."""
+of four or eight. 16 clusters of eight took two rounds, 15 one; 32 of four took two on one H200 and one on another, 30 one
+on both."""
 
 
 class Features(NamedTuple):
@@ -51,6 +53,8 @@ class Features(NamedTuple):
     """Output elements of a tile that are stored, as far as they exist."""
     direct: float
     """1 for element by element stores, else 0."""
+    narrow: float
+    """How often the rows of one TMA store go into rows of 64 columns."""
     transposed: float
     """1 where operands are swapped, else 0."""
     local_shares: float
@@ -93,6 +97,7 @@ class _Fixed(NamedTuple):
     straddles: bool
     whole: bool
     direct: bool
+    store_columns: int
 
 
 @functools.cache
@@ -101,18 +106,19 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
-        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, False, blocks > 1, direct)
+        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, False, blocks > 1, direct, 64)
     width = config.block_n
     straddles = SCALE_BLOCK % width != 0 and width != 2 * SCALE_BLOCK
     mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
-    return _Fixed(False, 1, groups, slices, width, mma_n, straddles, config.cluster_n > 1, not d_tma)
+    columns = store_box(config)[0]
+    return _Fixed(False, 1, groups, slices, width, mma_n, straddles, config.cluster_n > 1, not d_tma, columns)
 
 
 def features(problem: GemmProblem, config: FP8Config) -> Features:
     """The numbers of one pair."""
     m, n, k = problem.m, problem.n, problem.k
     fixed = _fixed(config, problem.d_tma)
-    swapped, stage_blocks, groups, slices, width, mma_n, straddles, whole, direct = fixed
+    swapped, stage_blocks, groups, slices, width, mma_n, straddles, whole, direct, _ = fixed
     block_m, block_n, size, resident = config.block_m, config.block_n, config.cluster_size, config.ctas_per_sm
     rows, columns = ceil_div(m, block_m * config.cluster_m), ceil_div(n, block_n * config.cluster_n)
     tiles = rows * columns * size
@@ -154,6 +160,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         stage_blocks=stage_blocks,
         elements=finished,
         direct=1.0 if direct else 0.0,
+        narrow=64 / fixed.store_columns,
         transposed=1.0 if swapped else 0.0,
         local_shares=1.0 if config.consumers_k > 1 else 0.0,
         cluster_shares=1.0 if config.cluster_k > 1 else 0.0,

@@ -55,7 +55,8 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     # Near the limit of one resource the others still cost: a smooth maximum.
     cycles = (busy**4 + chain**4 + refill**4 + issue**4) ** 0.25
     steps = x.steps * 1e-3 / c.clock_ghz
-    per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) / c.epilogue_elements_per_us
+    by_tma = x.narrow**c.narrow_store / c.epilogue_elements_per_us
+    per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) * by_tma
     per_element = per_element + x.transposed / c.transposed_elements_per_us
     handed = (1 - x.cluster_shares) / c.handed_per_us + x.cluster_shares / c.exchanged_per_us
     handing = x.local_shares * c.local_us + x.cluster_shares * c.exchange_us + x.handed * handed
