@@ -12,8 +12,8 @@ from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, align, 
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
-of four or eight. 16 clusters of eight took two rounds, 15 one; 32 of four took two on one H200 and one on another, 30 one
-on both."""
+of four or eight. 16 clusters of eight took two rounds, 15 one; 32 of four took two on one H200 and one on another, 30
+one on both."""
 
 
 class Features(NamedTuple):
