@@ -128,7 +128,8 @@ class Data:
         import numpy as np
 
         some = ~self.held_out[self.groups] & self.flush[self.groups]
-        estimates = np.log(parts(Features(*(column[some] for column in self.x)), calibration, np.maximum)["total"])
+        columns: Any = self.x
+        estimates = np.log(parts(Features(*(column[some] for column in columns)), calibration, np.maximum)["total"])
         return np.exp(-3 * np.expm1(self.log_loss[some])) * (estimates - self.log_us[some])
 
     def loss(self, calibration: Calibration) -> float:
