@@ -146,7 +146,7 @@ struct StreamWorkspace {
             add_shared(stages + at.stage * kStepBytes + place(consumer, slice, q, thread),
                        &sum[slice][step * 16 + q * 4]);
         fence_shared_to_tma();  // an arrival alone does not keep reads that TMA overwrites behind it
-        named_barrier_sync(1 + consumer, 128);  // a warp's own would do, but racecheck does not follow that
+        named_barrier_sync(1 + consumer, 128);
         barriers.release(at.stage, thread % 32);
         at.advance();
       }

@@ -66,6 +66,18 @@ def test_sixteen_processes_compile_one_key_once(tmp_path: Path, start: Start) ->
     assert sum(answer["wrong"] for answer in results) == 0
 
 
+def test_64_processes_compile_20_keys_once_each(tmp_path: Path, start: Start) -> None:
+    """As the ranks of a node and their workers start up, each with the keys in an order of its own."""
+    gate = tmp_path / "gate"
+    workers = [start(gate=str(gate), seconds=0.05, keys=20, seed=i) for i in range(64)]
+    gate.touch()
+    results = [result(worker) for worker in workers]
+    assert len(compilations(tmp_path / "journal")) == 20
+    layers = sorted(layer for answer in results for layer in answer["layers"])
+    assert layers == ["compiled"] * 20 + ["disk"] * (64 * 20 - 20)
+    assert sum(answer["wrong"] for answer in results) == 0
+
+
 def test_eight_writers_of_25_keys_with_readers(tmp_path: Path, start: Start) -> None:
     gate = tmp_path / "gate"
     workers = [start(gate=str(gate), seconds=0.002, keys=25, seed=i) for i in range(8)]
