@@ -12,7 +12,7 @@ from ..errors import InvalidInputError
 
 FOLDER = Path(__file__).parent / "calibrations"
 
-FEW_TOKENS = 64
+FEW_TOKENS = 128
 """Up to so many, constants are fitted to graphs of many launches as well."""
 
 
