@@ -23,7 +23,9 @@ from deep_gemm.select.model import estimate, parts
 from deep_gemm.workload import GemmShape
 
 MANY = default().many_tokens
-SHAPES = [GemmShape(m, n, k, "test") for m in (1, 24, 150, 400, 1500) for n, k in ((2112, 7168), (4096, 512), (7168, 2048))]
+SHAPES = [
+    GemmShape(m, n, k, "test") for m in (1, 24, 150, 400, 1500) for n, k in ((2112, 7168), (4096, 512), (7168, 2048))
+]
 
 
 def rows(calibration: Calibrations, few: bool | None = None) -> list[dict[str, Any]]:
