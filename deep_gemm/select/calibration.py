@@ -129,7 +129,7 @@ class Calibrations:
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """For a calibration file."""
-        return {"few_tokens": self.few_tokens.to_json(), "many_tokens": self.many_tokens.to_json()}
+        return asdict(self)
 
 
 def file_of(device_name: str) -> Path:

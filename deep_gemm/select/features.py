@@ -43,8 +43,6 @@ class Features(NamedTuple):
     """Scales of tokens that a consumer multiplies into its columns for a block."""
     ahead: float
     """1 where the next products are issued before promotion, else 0."""
-    overlap: float
-    """Share of a consumer's promotion that other consumers can hide."""
     consumers_k: float
     depth: float
     """Blocks of K in the ring."""
@@ -127,7 +125,6 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     products = slices * (width // mma_n) * 4
     tokens = block_m if whole else min(block_m, align(m, 4))
     resident = min(resident, ceil_div(tiles, problem.num_sms))
-    consumers = config.num_consumers * resident
     shares = config.k_shares
     # What is handed over and stored is shared out among the shares of K in one kernel, and left to one of them in the
     # other.
@@ -154,7 +151,6 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         straddling=slices * width if straddles else 0,
         token_scales=width if swapped else 0,
         ahead=1.0 if config.num_partials > 1 else 0.0,
-        overlap=(consumers - 1) / consumers,
         consumers_k=config.consumers_k,
         depth=config.num_stages * stage_blocks,
         stage_blocks=stage_blocks,

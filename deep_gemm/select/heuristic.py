@@ -73,7 +73,7 @@ def _worthwhile(config: FP8Config, problem: GemmProblem) -> bool:
     m = problem.m
     if config.stream_k:
         dealt = stream(config, m, problem.n, problem.k, problem.num_sms)
-        return m > 64 and config.block_m <= 2 * m and 0 < dealt.donors <= _MAX_DONORS and dealt.dealt > 0
+        return m > 64 and config.block_m <= 2 * m and 0 < dealt.donors <= _MAX_DONORS
     if not isinstance(config, SwappedConfig):
         return config.block_m <= max(64, 2 * m)  # else half of the tile is padding, and there is one of half its height
     # Few tokens have a tile that just holds them. More are cut up, into tiles that leave little over.

@@ -87,6 +87,7 @@ struct Fp8Gemm {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
+  DG_DEVICE Workspace workspace() const { return {stream.flags, stream.slots}; }
   using Walk = TileWalk<Scheduler, Order>;
 
   DG_DEVICE void run() {
@@ -178,8 +179,8 @@ struct Fp8Gemm {
       if constexpr (kStreams) {
         if (at.gathers()) {
           const u32 steps = Workspace::kSteps, part = at.gathered();
-          Workspace{stream.flags, stream.slots}.load(shared + stage * kBytesA, barriers.full(stage), at.tile.donor(part / steps + 1),
-                                        part % steps);
+          const u32 donor = at.tile.donor(part / steps + 1);
+          workspace().load(shared + stage * kBytesA, barriers.full(stage), donor, part % steps);
           continue;
         }
       }
@@ -236,7 +237,7 @@ struct Fp8Gemm {
         }
       }
       if constexpr (kStreams) {
-        if (lane == 0 && !owned) Workspace{stream.flags, stream.slots}.announce();
+        if (lane == 0 && !owned) workspace().announce();
         __syncwarp();
       }
     }
@@ -280,12 +281,11 @@ struct Fp8Gemm {
         if constexpr (kStartsEarly) mainloop.start();  // other CTAs' sums may come first, but only for the last tile
       }
       if constexpr (kStreams) {
-        const Workspace workspace{stream.flags, stream.slots};
         if (done.owned()) {
-          workspace.add(sum, done.donors, shared, consumer, thread, barriers, mainloop.at);
+          workspace().add(sum, done.donors, shared, consumer, thread, barriers, mainloop.at);
           store(sum, row, column, consumer, thread);
         } else {
-          workspace.give(sum, consumer, thread);
+          workspace().give(sum, consumer, thread);
           named_barrier_sync(area_free(consumer), kMeeting);  // or the tile before might not be put away yet
           named_barrier_arrive(area_full(consumer), kMeeting);
         }
