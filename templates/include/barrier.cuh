@@ -103,6 +103,31 @@ DG_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Consumers start products one after the other: 0, 1, ... and 0 again, each as often as the others. Named barriers from
+// kFirst on, one a consumer.
+template <u32 kConsumers>
+struct ProductTurns {
+  static constexpr u32 kFirst = 12, kMeeting = 2 * 128;  // threads: those who wait, and those who let them go
+  u32 consumer;
+
+  DG_DEVICE explicit ProductTurns(u32 consumer) : consumer(consumer) {}
+
+  DG_DEVICE void begin() const {
+    if (consumer + 1 == kConsumers) pass();
+  }
+  DG_DEVICE void wait() const {
+    if constexpr (kConsumers > 1) named_barrier_sync(kFirst + consumer, kMeeting);
+  }
+  DG_DEVICE void pass() const {
+    if constexpr (kConsumers > 1)
+      named_barrier_arrive(kFirst + (consumer + 1 == kConsumers ? 0 : consumer + 1), kMeeting);
+  }
+  // The last turn that was passed is taken back.
+  DG_DEVICE void end() const {
+    if (consumer == 0) wait();
+  }
+};
+
 DG_DEVICE float load_shared(u32 address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");

@@ -53,6 +53,9 @@ struct Fp8Gemm {
   struct Shape {
     static constexpr u32 kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials;
     static constexpr u32 kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices;
+    // Three consumers with short products keep the tensor cores busy without order, and lose by it.
+    static constexpr bool kOrdered = kShares == 1 && kPartials == 1 && (kConsumers == 2 || Mma::kN >= 128);
+    static constexpr u32 kTurns = kOrdered ? kConsumers : 1;
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
   using Weights = BlockScales<kScaleRows, Order>;
@@ -257,11 +260,12 @@ struct Fp8Gemm {
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, order);
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
                       uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
-                      lane);
+                      consumer, lane);
     mainloop.at.stage = turn;
     if (!arg.constant_b) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.fetch(tile.column);
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
+    mainloop.turns.begin();
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();
     }
@@ -305,6 +309,7 @@ struct Fp8Gemm {
     // For ptxas: with nothing here it takes the way out of the loop for one on which products are in flight, and
     // serialises them all.
     named_barrier_sync(1 + consumer, 128);
+    mainloop.turns.end();
   }
 
   DG_DEVICE void store(const float (&sum)[kSlices][kBlockN / 2], u32 row, u32 column, u32 consumer, u32 thread) const {

@@ -8,8 +8,12 @@
 // The tensor cores must not wait for promotion. Two schedules, by how many sets of partial sums fit in registers:
 //   1: one block after the other; the other consumers' products hide this one's promotion.
 //   2: the next products are always issued before the last ones are promoted.
+// In the first, consumers may have to start their products in turn. Left alone they fall into step, since they wait for
+// the same stages and the tensor cores take instructions of theirs alternately: then they promote at the same time, and
+// the tensor cores idle.
 // Shape gives kStages, kStageBlocks (blocks of K in a stage), kStep, kRows and kColumns (of the left and of the right
-// operand's tile), kSlices, kPartials; Scaling (see promotion.cuh) what promotion multiplies by.
+// operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1); Scaling (see promotion.cuh) what promotion
+// multiplies by.
 template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
   // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
@@ -20,7 +24,7 @@ struct Fp8Mainloop {
   // A block's products come in units of one m64 slice by Mma::kN columns.
   static constexpr u32 kParts = kColumns / Mma::kN, kUnits = kSlices * kParts;
   static_assert(kParts * Mma::kN == kColumns);
-  static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2));
+  static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
 
   struct Block {
     u32 slot;  // stage * kStageBlocks + its place there
@@ -31,14 +35,15 @@ struct Fp8Mainloop {
   const Barriers barriers;
   Scaling scaling;
   const u32 left, right;  // low descriptor words of this consumer's rows, and of all columns, in stage 0
+  const ProductTurns<Shape::kTurns> turns;
   const u32 lane;
   PipelineCursor<Shape::kStages> at;
   u32 part = 0;  // of the stage
   u32 opaque_zero;  // zero, but not to the compiler
   float partial[kPartials][Mma::kN / 2];
 
-  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 lane)
-      : barriers(barriers), scaling(scaling), left(left), right(right), lane(lane) {
+  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 consumer, u32 lane)
+      : barriers(barriers), scaling(scaling), left(left), right(right), turns(consumer), lane(lane) {
     asm volatile("mov.u32 %0, 0;" : "=r"(opaque_zero));
 #pragma unroll
     for (u32 set = 0; set < kPartials; ++set)
@@ -61,6 +66,7 @@ struct Fp8Mainloop {
   // the sums of the tile before can be put away.
   DG_DEVICE void start() {
     arrive(first);
+    turns.wait();
     issue<0>(partial[0], first);
   }
 
@@ -101,6 +107,8 @@ struct Fp8Mainloop {
   DG_DEVICE void each_unit(Sums& sum, const Block& block, Block* next) {
     constexpr bool kLast = kUnit + 1 == kUnits;
     if (kLast && next != nullptr) open(*next);
+    // For the products that come next; asked for while there is time, since the way from one product to the next is long.
+    if (!kLast || next != nullptr) turns.wait();
     finish<0>(partial[0]);
     if constexpr (kLast && !Scaling::kReadsLate) release(block);
     promote_unit<kUnit>(sum, partial[0], block);
@@ -201,8 +209,10 @@ struct Fp8Mainloop {
     wgmma_fence();
     Mma::start(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
 #pragma unroll
-    for (u32 step = 1; step < kBlockK / 32; ++step)
+    for (u32 step = 1; step < kBlockK / 32; ++step) {
+      if (step == 2) turns.pass();  // the next consumer takes a while until it starts
       Mma::accumulate(set, matrix_descriptor(a + step * 2), matrix_descriptor(b + step * 2));
+    }
     wgmma_commit();
   }
 

@@ -41,6 +41,7 @@ struct Fp8Swapped {
     static constexpr u32 kStages = Tile::kStages, kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK;
     static constexpr u32 kPartials = Tile::kPartials;
     static constexpr u32 kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices;
+    static constexpr u32 kTurns = 1;
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, kGroups * 4, 1>;
@@ -182,7 +183,7 @@ struct Fp8Swapped {
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, order);
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
                       uniform(descriptor_low(shared + first_row * kBlockK)),
-                      uniform(descriptor_low(shared + kOffsetTokens)), lane);
+                      uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
     Scheduler tile(m(), n(), arg.band);
     mainloop.at.stage = turn;
     if (!arg.constant_b) wait_for_previous_kernel();
