@@ -49,10 +49,10 @@ def choices(choose: Callable[[int], T], last: int = LAST_M, every: int = EVERY_M
 
 def kernel_at(n: int, k: int) -> Callable[[int], KernelParams]:
     """The kernel that a call of M x n x k runs, on a whole sm_90a GPU, as a function of M; sizes at run time."""
-    from deep_gemm import arch, engine, precompile, select
+    from deep_gemm import ahead, arch, engine, select
 
     def choose(m: int) -> KernelParams:
-        asked = precompile.problem(GemmShape(m, n, k), arch.SM90)
+        asked = ahead.problem(GemmShape(m, n, k), arch.SM90)
         return engine.kernel_params(asked, select.rank(asked, arch.SM90)[0].config, arch.SM90)
 
     return choose

@@ -109,7 +109,7 @@ def cold() -> Iterator[Row]:
 
     yield row("import deep_gemm, on top of torch", import_seconds())
     from deep_gemm.jit.compilers.find import find_all
-    from deep_gemm.precompile import choose
+    from deep_gemm.ahead import choose
 
     kinds = dict.fromkeys(found.kind for found in find_all() if found.usable)
     for params in choose(demo()).kernels:

@@ -121,7 +121,7 @@ def _print_check(out: Console, share: float, difference: float) -> None:
 def _print_kernels(out: Console) -> None:
     """Build the kernels of the demo's shapes, which after a run are there already, and show what they use."""
     from deep_gemm import engine, kernels
-    from deep_gemm.precompile import choose
+    from deep_gemm.ahead import choose
 
     rows, built = [], []
     for params, shapes in choose(demo(), ARCH).kernels.items():

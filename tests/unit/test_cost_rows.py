@@ -231,9 +231,9 @@ def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:
 
 def test_kernel_counts_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks the selector as a call does."""
-    from deep_gemm import precompile
+    from deep_gemm import ahead
     from deep_gemm.workload import GemmShape
 
-    (wanted,) = (p for p in precompile.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales")
+    (wanted,) = (p for p in ahead.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales")
     assert census.kernel_at(576, 7168)(48) == wanted
     assert census.specialised(wanted, 576, 7168).shape == (0, 576, 7168)

@@ -35,7 +35,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     # `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
-    ("deep_gemm.precompile", "deep_gemm.workload"),
+    ("deep_gemm.ahead", "deep_gemm.workload"),
     ("deep_gemm.benchmarks",),
     ("deep_gemm.cli", "deep_gemm.__main__"),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deep_gemm import engine, precompile, workload
+from deep_gemm import ahead, engine, workload
 from deep_gemm.errors import CompileError, InvalidInputError
 from deep_gemm.workload import GemmShape
 
@@ -149,7 +149,7 @@ SHAPES = [GemmShape(1, 576, 7168), GemmShape(64, 576, 7168), GemmShape(4096, 716
 
 
 def test_choosing_joins_shapes_that_share_a_kernel() -> None:
-    work = precompile.choose([*SHAPES, SHAPES[0]])
+    work = ahead.choose([*SHAPES, SHAPES[0]])
     asked = [shape for shapes in work.kernels.values() for shape in shapes]
     assert sorted(asked) == sorted(SHAPES)
     assert any(not shapes for shapes in work.kernels.values()), "the helper kernels come along"
@@ -158,7 +158,7 @@ def test_choosing_joins_shapes_that_share_a_kernel() -> None:
 
 def test_an_unknown_arch_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="sm_12"):
-        precompile.choose(SHAPES, "sm_12")
+        ahead.choose(SHAPES, "sm_12")
 
 
 @dataclasses.dataclass
@@ -176,11 +176,11 @@ def test_failures_are_collected_and_the_rest_is_built(monkeypatch: pytest.Monkey
         built.append(params)
         return FakeBinary(params.kernel)
 
-    first = next(iter(precompile.choose(SHAPES).kernels))
+    first = next(iter(ahead.choose(SHAPES).kernels))
     monkeypatch.setattr(engine, "build", build)
     seen: list[tuple[int, int]] = []
-    summary = precompile.precompile(SHAPES, jobs=2, progress=lambda outcome, done, total: seen.append((done, total)))
-    total = len(precompile.choose(SHAPES).kernels)
+    summary = ahead.precompile(SHAPES, jobs=2, progress=lambda outcome, done, total: seen.append((done, total)))
+    total = len(ahead.choose(SHAPES).kernels)
     assert seen == [(index + 1, total) for index in range(total)]
     assert [outcome.params for outcome in summary.failed] == [first]
     assert isinstance(summary.failed[0].error, CompileError)
@@ -188,5 +188,5 @@ def test_failures_are_collected_and_the_rest_is_built(monkeypatch: pytest.Monkey
 
 
 def test_nothing_to_do() -> None:
-    summary = precompile.precompile([])
+    summary = ahead.precompile([])
     assert summary.outcomes == ()

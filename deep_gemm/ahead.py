@@ -1,7 +1,7 @@
 """Compiling ahead: choose the kernels for a list of shapes, and build each once, in parallel, with or without a GPU.
 
-from deep_gemm import precompile, workload
-summary = precompile.precompile(workload.load(Path("config.json"), tp=8))
+from deep_gemm import ahead, workload
+summary = ahead.precompile(workload.load(Path("config.json"), tp=8))
 assert not summary.failed, summary.failed[0].error
 """
 
