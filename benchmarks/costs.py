@@ -108,8 +108,8 @@ def cold() -> Iterator[Row]:
         return {"mode": "cold", "what": what, "us": round(seconds * 1e6, 1)} | common
 
     yield row("import deep_gemm, on top of torch", import_seconds())
-    from deep_gemm.jit.compilers.find import find_all
     from deep_gemm.ahead import choose
+    from deep_gemm.jit.compilers.find import find_all
 
     kinds = dict.fromkeys(found.kind for found in find_all() if found.usable)
     for params in choose(demo()).kernels:

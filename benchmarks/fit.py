@@ -41,9 +41,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "chain_cycles": (30, 300),
     "promote_cycles": (0.35, 1.5),
     "token_cycles": (0.01, 6.0),
-    "exposed_cycles": (0.01, 0.8),
+    "choice_cycles": (0.5, 60),
+    "exposed": (0.02, 1.0),
+    "in_step": (0.01, 1.0),
     "ahead_cycles": (30, 300),
-    "straddle": (1.0, 2.0),
     "issue_cycles": (15, 200),
     "shared_bytes_per_cycle": (130, 300),
     "fill_bytes_per_cycle": (50, 110),
@@ -59,9 +60,10 @@ SOFTNESS = 0.015
 """Configs whose estimates are this close (as logarithms) share a choice, so that the loss has slopes to go down."""
 ACCURACY_WEIGHT = 0.1
 """What an error of the estimate itself costs, beside the time lost by a choice."""
-REACH = 0.2
+REACH = 0.35
 """How far from the most accurate constants better choices are looked for, as a part of what bounds allow (as
-logarithms): farther off the model chooses well where it was fitted, and anyhow elsewhere."""
+logarithms): farther off the model chooses well where it was fitted, and anyhow elsewhere. Of the best on 37 shapes of
+another survey: 0.959 with 0.2, 0.962 with 0.35, 0.956 with 0.6."""
 HELD_OUT = 4
 """One shape in so many is kept for judging."""
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from deep_gemm import ahead
-from deep_gemm import workload
+from deep_gemm import ahead, workload
 from deep_gemm.cli.console import console, duration, table
 
 

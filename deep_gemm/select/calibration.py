@@ -64,12 +64,14 @@ class Calibration:
     """Promotion of one column of an m64 slice."""
     token_cycles: float
     """Reading and multiplying one token's scale."""
-    exposed_cycles: float
-    """What the tensor cores lose to the promotion of one column of an m64 slice, however it is scheduled."""
+    choice_cycles: float
+    """Choosing between two of B's scales for a group of columns."""
+    exposed: float
+    """Part of promotion during which the tensor cores idle, however it is scheduled."""
+    in_step: float
+    """The same in addition, where several consumers promote without order."""
     ahead_cycles: float
     """Latency of one block where products are issued ahead."""
-    straddle: float
-    """Promotion in tiles that touch two rows of B's scales costs this much more."""
     issue_cycles: float
     """A producer thread's time for one stage."""
     shared_bytes_per_cycle: float

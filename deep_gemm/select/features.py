@@ -36,9 +36,11 @@ class Features(NamedTuple):
     filled: float
     """Bytes that are loaded for a block."""
     columns: float
-    """Columns of m64 accumulators that a consumer promotes for a block, in tiles that lie in one row of B's scales."""
-    straddling: float
-    """The same in tiles that do not."""
+    """Columns of m64 accumulators that a consumer promotes for a block."""
+    choices: float
+    """Groups of columns for which it chooses between two of B's scales, in tiles that can touch two."""
+    in_step: float
+    """1 where several consumers promote without order, else 0."""
     token_scales: float
     """Scales of tokens that a consumer multiplies into its columns for a block."""
     ahead: float
@@ -92,7 +94,8 @@ class _Fixed(NamedTuple):
     slices: int
     width: int
     mma_n: int
-    straddles: bool
+    groups_of_columns: int
+    in_step: bool
     whole: bool
     direct: bool
     store_columns: int
@@ -104,19 +107,22 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
-        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, False, blocks > 1, direct, 64)
+        in_step = groups > 1 and config.num_partials == 1
+        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, 0, in_step, blocks > 1, direct, 64)
     width = config.block_n
     straddles = SCALE_BLOCK % width != 0 and width != 2 * SCALE_BLOCK
+    choices = width // sm90_fp8_gemm.scale_group(config) if straddles else 0
+    in_step = groups > 1 and config.num_partials == 1 and sm90_fp8_gemm.turns(config) == 1
     mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
     columns = store_box(config)[0]
-    return _Fixed(False, 1, groups, slices, width, mma_n, straddles, config.cluster_n > 1, not d_tma, columns)
+    return _Fixed(False, 1, groups, slices, width, mma_n, choices, in_step, config.cluster_n > 1, not d_tma, columns)
 
 
 def features(problem: GemmProblem, config: FP8Config) -> Features:
     """The numbers of one pair."""
     m, n, k = problem.m, problem.n, problem.k
     fixed = _fixed(config, problem.d_tma)
-    swapped, stage_blocks, groups, slices, width, mma_n, straddles, whole, direct, _ = fixed
+    swapped, stage_blocks, groups, slices, width, mma_n, choices, in_step, whole, direct, _ = fixed
     block_m, block_n, size, resident = config.block_m, config.block_n, config.cluster_size, config.ctas_per_sm
     rows, columns = ceil_div(m, block_m * config.cluster_m), ceil_div(n, block_n * config.cluster_n)
     tiles = rows * columns * size
@@ -147,8 +153,9 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         half_width=mma_n / 2,
         read=groups * products * (64 + mma_n) * 32,
         filled=(tokens + block_n) * SCALE_BLOCK,
-        columns=0 if straddles else slices * width,
-        straddling=slices * width if straddles else 0,
+        columns=slices * width,
+        choices=slices * choices,
+        in_step=1.0 if in_step else 0.0,
         token_scales=width if swapped else 0,
         ahead=1.0 if config.num_partials > 1 else 0.0,
         consumers_k=config.consumers_k,

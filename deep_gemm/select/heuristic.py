@@ -1,9 +1,13 @@
-"""The selector: every legal config of the kernel, ranked by the model."""
+"""The selector: every legal config of the kernel, ranked by the model.
+
+Neighbouring numbers of tokens share a choice (`representative`), so that all kernels which any number can ask for are
+known, and so that serving with ever new numbers of tokens ranks little.
+"""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
@@ -23,14 +27,41 @@ class Choice:
     estimate: Estimate
 
 
+EXACT_TOKENS = 16
+"""Up to so many, each number is ranked for itself."""
+
+
+def representative(m: int) -> int:
+    """The number of tokens as which ``m`` are ranked: ``m`` rounded up to a multiple of 8, and past 512 of the power of
+    two that makes 32 steps to the next power of two. Rounding changes few counts of tiles, and none for multiples of
+    256 up to 16384."""
+    if m <= EXACT_TOKENS:
+        return m
+    step = max(8, 1 << (m - 1).bit_length() >> 6)
+    return ceil_div(m, step) * step
+
+
+def representatives(max_m: int) -> list[int]:
+    """What 1..``max_m`` tokens are ranked as, in rising order: the last may be above ``max_m``."""
+    found = [0]
+    while found[-1] < max_m:
+        found.append(representative(found[-1] + 1))
+    return found[1:]
+
+
 def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> list[Choice]:
     """Every config that `candidates` names for ``problem``, the fastest by the model first; ties go to the smaller
-    tile. ``calibration`` is an H200's if it is None.
+    tile. ``calibration`` is an H200's if it is None. Estimates are of the `representative` number of tokens.
 
     Raises:
         UnsupportedError: there is none, because of ``block_multiple``.
     """
-    constants = (calibration or default()).of(problem.m)
+    return list(_rank(replace(problem, m=representative(problem.m)), arch, calibration or default()))
+
+
+@functools.lru_cache(maxsize=256)
+def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tuple[Choice, ...]:
+    constants = calibration.of(problem.m)
     choices = [Choice(config, estimate(problem, config, constants)) for config in candidates(problem, arch)]
     if not choices:
         raise UnsupportedError(
@@ -38,7 +69,7 @@ def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None 
             "Relax set_block_size_multiple_of."
         )
     choices.sort(key=lambda choice: (choice.estimate.total_us, choice.config.block_m * choice.config.block_n))
-    return choices
+    return tuple(choices)
 
 
 def select(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> Choice:

@@ -43,12 +43,13 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     # A row of a block that begins inside a line of 128 bytes takes two.
     lines = 1 + (c.unaligned - 1) * x.unaligned
     fill = x.filled * lines / c.fill_bytes_per_cycle
-    promote = (x.columns + x.straddling * c.straddle) * c.promote_cycles + x.token_scales * c.token_cycles
+    scale = x.columns * c.promote_cycles + x.choices * c.choice_cycles
+    promote = scale + x.token_scales * c.token_cycles
     own = x.products * instruction
     chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + c.chain_cycles)
     chain = chain / x.consumers_k
-    # While accumulators are read for promotion the tensor cores get a little less done, whatever the schedule.
-    exposed = c.exposed_cycles * x.groups * (x.columns + x.straddling)
+    # Not all of promotion hides, whatever the schedule, and less of it where consumers promote at the same time.
+    exposed = x.groups * scale * (c.exposed + x.in_step * c.in_step)
     busy = x.resident * maximum(maximum(tensor + exposed, shared), fill)
     refill = c.load_cycles / x.depth
     issue = c.issue_cycles / x.stage_blocks

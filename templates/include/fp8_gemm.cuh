@@ -34,6 +34,7 @@ struct Fp8Gemm {
   static constexpr u32 kSlices = kBlockM * kConsumersK / (64 * kConsumers);
   static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
   static_assert(kShares == 1 || kBlockM == 64);
+  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
   // How many rows of B's scales a tile can touch.
   static constexpr u32 kScaleRows = 128 % kBlockN == 0 ? 1 : 2;
 
@@ -53,9 +54,7 @@ struct Fp8Gemm {
   struct Shape {
     static constexpr u32 kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials;
     static constexpr u32 kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices;
-    // Three consumers with short products keep the tensor cores busy without order, and lose by it.
-    static constexpr bool kOrdered = kShares == 1 && kPartials == 1 && (kConsumers == 2 || Mma::kN >= 128);
-    static constexpr u32 kTurns = kOrdered ? kConsumers : 1;
+    static constexpr u32 kTurns = Tile::kTurns;
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
   using Weights = BlockScales<kScaleRows, Order>;

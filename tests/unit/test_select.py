@@ -15,8 +15,8 @@ from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_swapped
 from deep_gemm.params import FP8Config, GemmProblem, ceil_div
-from deep_gemm.select import candidates, rank, select
-from deep_gemm.select.calibration import default
+from deep_gemm.select import candidates, rank, representative, representatives, select
+from deep_gemm.select.calibration import FEW_TOKENS, default
 from deep_gemm.select.model import estimate
 
 SM90 = arch.SM90
@@ -172,3 +172,29 @@ def test_ranking_takes_less_than_five_milliseconds() -> None:
         times.append(time.perf_counter() - start)
     # The least of many: another process on this machine may take any one of them.
     assert min(times) < 5e-3, f"{min(times) * 1e3:.2f} ms"
+
+
+@given(st.integers(1, 1 << 20))
+def test_neighbouring_numbers_of_tokens_are_ranked_as_one(m: int) -> None:
+    stands_for = representative(m)
+    assert m <= stands_for <= m + max(7, m // 32)
+    assert representative(stands_for) == stands_for
+    assert m > 16 or stands_for == m
+    # The rule by which the constants are chosen must not fall into the middle of a step.
+    assert (m <= FEW_TOKENS) == (stands_for <= FEW_TOKENS)
+
+
+@pytest.mark.parametrize("last", [1, 16, 17, 128, 1000, 16384])
+def test_the_representatives_are_those_of_every_number(last: int) -> None:
+    assert representatives(last) == sorted({representative(m) for m in range(1, last + 1)})
+
+
+def test_few_numbers_of_tokens_stand_for_all() -> None:
+    assert len(representatives(16384)) == 238
+
+
+@settings(max_examples=100, deadline=None)
+@given(PROBLEMS)
+def test_a_call_gets_the_choice_of_its_representative(problem: GemmProblem) -> None:
+    stands_for = replace(problem, m=representative(problem.m))
+    assert select(problem, SM90) == select(stands_for, SM90)

@@ -5,7 +5,7 @@ struct Tile {
   static constexpr u32 kStages = 8, kConsumers = 2;
   static constexpr u32 kClusterM = 2, kClusterN = 1;
   static constexpr u32 kClusterK = 1, kConsumersK = 1;
-  static constexpr u32 kPartials = 2;
+  static constexpr u32 kPartials = 2, kTurns = 1;
   static constexpr u32 kScaleGroup = 64;
   static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr u32 kShapeM = 0, kShapeN = 2112, kShapeK = 7168;  // 0: given at run time

@@ -5,7 +5,7 @@ struct Tile {
   static constexpr u32 kStages = 10, kConsumers = 1;
   static constexpr u32 kClusterM = 1, kClusterN = 1;
   static constexpr u32 kClusterK = 1, kConsumersK = 1;
-  static constexpr u32 kPartials = 2;
+  static constexpr u32 kPartials = 2, kTurns = 1;
   static constexpr u32 kScaleGroup = 16;
   static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 216;
   static constexpr u32 kShapeM = 0, kShapeN = 0, kShapeK = 0;  // 0: given at run time
