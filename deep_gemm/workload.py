@@ -1,4 +1,4 @@
-"""Which GEMMs somebody is going to run: from a list, a file, or a model's Hugging Face `config.json`.
+"""Which GEMMs somebody is going to run on one GPU: from a list, a file, or a model's Hugging Face `config.json`.
 
 Pure functions of plain data: no torch, no GPU.
 """
@@ -6,12 +6,14 @@ Pure functions of plain data: no torch, no GPU.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.errors import InvalidInputError
+from deep_gemm.errors import InvalidInputError, UnsupportedError
 
 DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 """Sizes of M that meet the selector's choices from decode to prefill; M itself is never part of a kernel's identity."""
@@ -88,46 +90,91 @@ def parse_shape(text: str, ms: Sequence[int] = DEFAULT_M) -> list[GemmShape]:
     raise InvalidInputError(f"A shape must look like MxNxK or NxK, such as 64x7168x2048, but it is {text!r}.")
 
 
-def load(path: Path, ms: Sequence[int] = DEFAULT_M, tp: int = 1) -> list[GemmShape]:
+def load(path: Path, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
     """The shapes that a JSON or YAML file asks for.
 
     A list of entries `{"n": ..., "k": ..., "m": number or list, "name": ...}`, or `{"m": [...], "shapes": [entries]}`,
     or a model's `config.json`, which is known by its `hidden_size`. Entries without `m` take the file's, else `ms`.
+    `tp` and `ep` are as in `model_layers`.
     """
-    data = _read(path)
+    return _described(_read(path), str(path), ms, tp, ep)
+
+
+def shapes_of(what: Any, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
+    """The shapes of a workload however it is given: the path of a file (see `load`) or what such a file holds; one
+    shape or many: a `GemmShape`, a `Layer`, texts such as "7168x2048" (see `parse_shape`), (n, k), or (n, k, groups).
+
+    Where M is not said it is each of `ms`. Raises InvalidInputError for anything else, and UnsupportedError for more
+    than one group.
+    """
+    if isinstance(what, Mapping):
+        return _described(what, "the description", ms, tp, ep)
+    if isinstance(what, str) and _SHAPE.fullmatch(what):
+        return parse_shape(what, ms)
+    if isinstance(what, str | os.PathLike):
+        return load(Path(what), ms, tp, ep)
+    if isinstance(what, GemmShape):
+        return [what]
+    if isinstance(what, Layer):
+        return shapes([what], ms)
+    if isinstance(what, Iterable):
+        items = list(what)
+        if isinstance(what, tuple) and 2 <= len(items) <= 3 and all(isinstance(item, int) for item in items):
+            return _entry(dict(zip(("n", "k", "groups"), items, strict=False)), str(what), ms)
+        return [shape for item in items for shape in shapes_of(item, ms, tp, ep)]
+    raise InvalidInputError(
+        f"what must be a file, a model's description, or shapes such as (n, k) or 7168x2048, but it is {what!r}."
+    )
+
+
+_SHAPE = re.compile(r"\d+[xX,]\d+([xX,]\d+)?")
+
+
+def _described(data: Any, where: str, ms: Sequence[int], tp: int, ep: int) -> list[GemmShape]:
     if isinstance(data, Mapping) and ("hidden_size" in data or "text_config" in data):
-        return shapes(model_layers(data, tp), ms)
+        return shapes(model_layers(data, tp, ep), ms)
     if isinstance(data, Mapping) and "shapes" in data:
-        ms = _sizes(data.get("m", list(ms)), f"m in {path}")
+        ms = _sizes(data.get("m", list(ms)), f"m in {where}")
         data = data["shapes"]
     if not isinstance(data, list):
         raise InvalidInputError(
-            f"{path} must hold a list of shapes, an object with `shapes`, or a model's config with `hidden_size`, "
+            f"{where} must hold a list of shapes, an object with `shapes`, or a model's config with `hidden_size`, "
             f"but it holds {type(data).__name__}."
         )
-    found = []
-    for index, entry in enumerate(data):
-        where = f"shape {index} of {path}"
-        if not isinstance(entry, Mapping) or not {"n", "k"} <= set(entry):
-            raise InvalidInputError(f"{where} must be an object with n and k (and m if wanted), but it is {entry!r}.")
-        (n,), (k,) = _sizes(entry["n"], f"n of {where}"), _sizes(entry["k"], f"k of {where}")
-        found += shapes([Layer(str(entry.get("name", "")), n, k)], _sizes(entry.get("m", list(ms)), f"m of {where}"))
-    return found
+    return [shape for index, entry in enumerate(data) for shape in _entry(entry, f"shape {index} of {where}", ms)]
 
 
-def model_layers(config: Mapping[str, Any], tp: int = 1) -> list[Layer]:
-    """The dense linear layers of a model on one of `tp` tensor-parallel GPUs, from its Hugging Face configuration.
+def _entry(entry: Any, where: str, ms: Sequence[int]) -> list[GemmShape]:
+    if not isinstance(entry, Mapping) or not {"n", "k"} <= set(entry):
+        raise InvalidInputError(f"{where} must be an object with n and k (and m if wanted), but it is {entry!r}.")
+    (n,), (k,) = _sizes(entry["n"], f"n of {where}"), _sizes(entry["k"], f"k of {where}")
+    (groups,) = _sizes(entry.get("groups", 1), f"groups of {where}")
+    if groups > 1:
+        raise UnsupportedError(
+            f"{where} has {groups} groups, and there are no grouped kernels yet: leave it out, or give one group."
+        )
+    return shapes([Layer(str(entry.get("name", "")), n, k)], _sizes(entry.get("m", list(ms)), f"m of {where}"))
 
-    Column-parallel layers divide N, row-parallel layers divide K, and what every GPU needs whole stays whole. Query,
-    key and value are one layer, and so are gate and up. Routed experts are grouped products and are not among these.
+
+def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[Layer]:
+    """The dense linear layers of a model on one of its GPUs, from its Hugging Face configuration.
+
+    `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and what every GPU needs
+    whole stays whole. Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts,
+    which must divide evenly: these are grouped products, for which there are no kernels yet, and not among the layers.
     """
     if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
-    if tp < 1:
-        raise InvalidInputError(f"tp must be at least 1, but it is {tp}.")
+    for name, degree in (("tp", tp), ("ep", ep)):
+        if degree < 1:
+            raise InvalidInputError(f"{name} must be at least 1, but it is {degree}.")
     layers = _latent_attention(config, tp) if config.get("kv_lora_rank") else _attention(config, tp)
     hidden = _get(config, "hidden_size")
-    experts = config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts")
+    experts = routed_experts(config)
+    if experts % ep:
+        raise InvalidInputError(f"ep must divide the model's {experts} routed experts, but it is {ep}.")
+    if ep > 1 and not experts:
+        raise InvalidInputError(f"ep must be 1 for a model without routed experts, but it is {ep}.")
     if not experts or config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
         layers += _mlp("mlp", hidden, _get(config, "intermediate_size"), tp)
     if experts:
@@ -137,6 +184,14 @@ def model_layers(config: Mapping[str, Any], tp: int = 1) -> list[Layer]:
         if shared:
             layers += _mlp("shared_expert", hidden, shared, tp)
     return list(dict.fromkeys(layers))
+
+
+def routed_experts(config: Mapping[str, Any]) -> int:
+    """How many experts a model routes tokens to; 0 for a dense one."""
+    for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if config.get(name):
+            return _get(config, name)
+    return 0
 
 
 def _attention(config: Mapping[str, Any], tp: int) -> list[Layer]:

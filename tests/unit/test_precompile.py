@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deep_gemm import ahead, engine, workload
-from deep_gemm.errors import CompileError, InvalidInputError
-from deep_gemm.workload import GemmShape
+from deep_gemm.errors import CompileError, InvalidInputError, UnsupportedError
+from deep_gemm.workload import GemmShape, Layer
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,
@@ -190,3 +190,49 @@ def test_failures_are_collected_and_the_rest_is_built(monkeypatch: pytest.Monkey
 def test_nothing_to_do() -> None:
     summary = ahead.precompile([])
     assert summary.outcomes == ()
+
+
+def test_a_workload_in_any_form() -> None:
+    ms = [1, 64]
+    both = [GemmShape(1, 512, 256), GemmShape(64, 512, 256)]
+    for what in (
+        (512, 256),
+        [(512, 256)],
+        "512x256",
+        ["512x256"],
+        (512, 256, 1),
+        [Layer("", 512, 256)],
+        [[(512, 256)]],
+    ):
+        assert workload.shapes_of(what, ms) == both, what
+    assert workload.shapes_of(GemmShape(7, 512, 256), ms) == [GemmShape(7, 512, 256)]
+    assert workload.shapes_of({"shapes": [{"n": 512, "k": 256}]}, ms) == both
+    assert workload.shapes_of({"shapes": [{"n": 512, "k": 256, "m": 3}]}, ms) == [GemmShape(3, 512, 256)]
+    assert workload.shapes_of(DEEPSEEK_V3, ms, tp=8, ep=32) == workload.shapes(
+        workload.model_layers(DEEPSEEK_V3, 8), ms
+    )
+
+
+def test_a_workload_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text('[{"n": 512, "k": 256, "m": 5}]')
+    assert workload.shapes_of(path) == workload.shapes_of(str(path)) == [GemmShape(5, 512, 256)]
+
+
+@pytest.mark.parametrize("what", [None, 5, [3.5], [(0, 5)], {"n": 1}])
+def test_what_is_no_workload_is_refused_in_words(what: Any) -> None:
+    with pytest.raises(InvalidInputError, match="but it"):
+        workload.shapes_of(what)
+
+
+def test_more_than_one_group_is_refused_until_there_are_kernels() -> None:
+    with pytest.raises(UnsupportedError, match="8 groups"):
+        workload.shapes_of((512, 256, 8))
+
+
+@pytest.mark.parametrize(
+    ("config", "ep", "words"), [(DEEPSEEK_V3, 3, "256 routed experts"), (LLAMA_8B, 2, "without routed")]
+)
+def test_expert_parallel_degrees_must_fit(config: dict[str, Any], ep: int, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        workload.model_layers(config, 1, ep)
