@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, REFERENCE_NK
 from deep_gemm.params import KernelParams
@@ -13,38 +12,9 @@ from deep_gemm.workload import GemmShape, model_layers
 
 Row = dict[str, Any]
 KernelAt = Callable[[int, int], Callable[[int], KernelParams]]
-Known = dict[tuple[int, int], dict[int, KernelParams]]
-T = TypeVar("T", bound=Hashable)
+Known = dict[tuple[int, int], set[KernelParams]]
 
 LAST_M = 16384
-EVERY_M = 512
-"""Up to here each M is asked for: this is where kernels change from one M to the next."""
-
-STEP_M = 64
-"""Past it, one M in so many, and then by bisection where two neighbours differ."""
-
-DIMS = "nk"
-"""The sizes whose baking-in is compared with none."""
-
-
-def choices(choose: Callable[[int], T], last: int = LAST_M, every: int = EVERY_M, step: int = STEP_M) -> dict[int, T]:
-    """What `choose` says of M = 1..`last`, at the M that were asked.
-
-    Two neighbours more than one apart that agree are taken to agree in between; where they differ, the interval is
-    halved until the change is found. A choice that holds only inside an interval with equal ends is missed.
-    """
-    points = list(range(1, min(every, last) + 1))
-    points += list(range(every + step, last + 1, step))
-    points = sorted({*points, last})
-    found = {m: choose(m) for m in points}
-    open_ = [(low, high) for low, high in itertools.pairwise(points) if high - low > 1]
-    while open_:
-        low, high = open_.pop()
-        if high - low > 1 and found[low] != found[high]:
-            middle = (low + high) // 2
-            found[middle] = choose(middle)
-            open_ += [(low, middle), (middle, high)]
-    return dict(sorted(found.items()))
 
 
 def kernel_at(n: int, k: int) -> Callable[[int], KernelParams]:
@@ -64,22 +34,22 @@ def specialised(params: KernelParams, n: int, k: int) -> KernelParams:
 
 
 def count(pairs: Iterable[tuple[int, int]], at: KernelAt = kernel_at, known: Known | None = None) -> Row:
-    """`kernels` with sizes at run time, `kernels_nk` with N and K compiled in, and `asked`: how many M were tried.
+    """`kernels` with sizes at run time and `kernels_nk` with N and K compiled in, for every M = 1..`LAST_M`.
 
     `pairs` are N x K; `known` keeps what was found for them. Helpers such as the transpose of scales, one for
     all, are not counted.
     """
+    from deep_gemm.select import representatives
+
     general: set[KernelParams] = set()
     special: set[KernelParams] = set()
-    asked, known = 0, {} if known is None else known
+    known = {} if known is None else known
     for n, k in dict.fromkeys(pairs):
         if (n, k) not in known:
-            known[n, k] = choices(at(n, k))
-        found = known[n, k]
-        asked += len(found)
-        general |= set(found.values())
-        special |= {specialised(params, n, k) for params in found.values()}
-    return {"kernels": len(general), "kernels_nk": len(special), "asked": asked}
+            known[n, k] = set(map(at(n, k), representatives(LAST_M)))
+        general |= known[n, k]
+        special |= {specialised(params, n, k) for params in known[n, k]}
+    return {"kernels": len(general), "kernels_nk": len(special)}
 
 
 def kernels(at: KernelAt = kernel_at) -> Iterator[Row]:

@@ -30,7 +30,7 @@ def line(row: Row) -> str:
     """One row for a person."""
     if row["mode"] == "kernels":
         baked = f"{row['kernels_nk']} with N and K compiled in"
-        return f"kernels {row['kernels']:4}, {baked}  {row['what']} ({row['asked']} M tried)"
+        return f"kernels {row['kernels']:4}, {baked}  {row['what']}"
     parts = [f"{name[:-3]} {row[name]:.1f}" for name in phases.COLUMNS if name in row]
     digits = 3 if row.get("part") else 1
     text = f"{row['mode']:7} {row['us']:12.{digits}f} us  {row['what']}"

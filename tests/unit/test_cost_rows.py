@@ -191,27 +191,6 @@ def test_four_kernels_from_small_to_large() -> None:
     assert all(config.cluster_size == 1 for config in found)
 
 
-def test_changes_of_choice_are_found_between_the_points() -> None:
-    asked: list[int] = []
-
-    def choose(m: int) -> str:
-        asked.append(m)
-        return "small" if m < 7 else "middle" if m < 1003 else "large"
-
-    found = census.choices(choose, last=16384)
-    assert (found[6], found[7], found[1002], found[1003], found[16384]) == (
-        "small",
-        "middle",
-        "middle",
-        "large",
-        "large",
-    )
-    assert set(range(1, 513)) <= set(found)
-    assert len(asked) == len(set(asked)) == len(found)
-    assert len(asked) < 1000
-    assert list(census.choices(lambda m: 0, last=3)) == [1, 2, 3]
-
-
 def fake_kernels(n: int, k: int) -> Callable[[int], KernelParams]:
     small, *_, large = registry()["sm90_fp8_gemm"].cases()
     return lambda m: small if m <= 64 else large
