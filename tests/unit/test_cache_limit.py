@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -204,6 +205,36 @@ def test_a_failing_eviction_is_a_warning_and_no_more(
         f"The cache {root} cannot be kept within its limit of 10 bytes: {error}."
     ]
     assert build.stats["evictions"] == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EEXIST, errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("call", ["rename", "unlink", "open", "lstat", "scandir", "rmdir"])
+def test_injected_errors_of_an_eviction_never_fail_a_build(
+    root: Path, call: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call in three fails from then on, so that every place of an eviction meets an error."""
+    for i in range(6):
+        builder(root).build(request(source=f"int old{i};"))
+    real, count = getattr(os, call), 0
+
+    def flaky(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count % 3 == 0:
+            raise OSError(code, os.strerror(code), *arguments[:1])
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch, settings.override(cache_limit=10):
+        patch.setattr(os, call, flaky)
+        for i in range(4):
+            assert builder(root).build(request(source=f"int body{i};")).cubin == cubin_of(f"int body{i};")
+    assert count > 3
+    with settings.override(cache_limit=10):
+        builder(root).build(request(source="int last;"))
+        builder(root).build(request(source="int last, again;"))
+    # What could not even be reserved is no entry, and is young.
+    whole = {path for path, _ in DiskCache(root).walk() if (path / "kernel.json").exists()}
+    assert whole == {folder(root, "int last, again;")}
 
 
 def directory(path: Path) -> None:
