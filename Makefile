@@ -1,6 +1,7 @@
 # make demo    create .venv if it is not there, and run the main job
 # make test    create .venv if it is not there, and run the tests
 # make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode)
+# make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
 # make sanitize  on a GPU with compute-sanitizer: kernels of every kind under memcheck and racecheck
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree.
@@ -10,10 +11,14 @@ VENV ?= .venv
 INSTALL ?= editable
 PYTEST_ARGS ?=
 BUDGET ?= 600
+COUNT ?= 20
+FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit.py unit/test_cache_maintenance.py \
+	unit/test_cache_publish.py \
+	unit/test_builder.py unit/test_fork.py compile/test_builder_processes.py compile/test_builder_faults.py
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)
 
-.PHONY: demo test bench sanitize lint readme clean FORCE
+.PHONY: demo test bench faults sanitize lint readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -21,6 +26,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	cd tests && $(RUN) -m pytest unit compile gpu $(PYTEST_ARGS)
+
+faults: $(STAMP)
+	cd tests && for run in $$(seq $(COUNT)); do \
+		$(RUN) -m pytest -q $(FAULTS) $(PYTEST_ARGS) || { echo "run $$run of $(COUNT) failed"; exit 1; }; \
+		echo "$$run of $(COUNT) runs passed"; \
+	done
 
 lint: INSTALL := wheel
 lint:

@@ -7,9 +7,11 @@ is cheap enough for everything but the warm path, and the warm path reads no set
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -112,6 +114,23 @@ def _parse_path(value: object) -> Path | None:
         raise ValueError from error
 
 
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(I?))?B?")
+
+
+def _parse_size(value: object) -> int | None:
+    """Bytes. K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024; a B may follow."""
+    if value is None:
+        return None
+    match = _SIZE.fullmatch(str(value).strip().upper())
+    if match is None:
+        raise ValueError
+    number, prefix, binary = match.groups()
+    size = int(Decimal(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0))
+    if size == 0:
+        raise ValueError
+    return size
+
+
 def _parse_fallback(value: object) -> str:
     text = str(value).strip().lower()
     if text not in ("", "torch"):
@@ -134,6 +153,14 @@ class Settings:
     trust_cache_dir = _flag(
         "DG_JIT_TRUST_CACHE_DIR",
         "Use the cache directory even if other users can write to it or own it, or if it is a symbolic link.",
+    )
+    cache_limit: Setting[int | None] = Setting(
+        "DG_JIT_CACHE_LIMIT",
+        "size",
+        _parse_size,
+        None,
+        'a size above zero such as "2GiB", "500M" or a number of bytes (unset it for no limit)',
+        "What the cache may hold, such as 2GiB or 500M: what was not used for longest is removed. No limit when unset.",
     )
     use_nvrtc = _flag("DG_JIT_USE_NVRTC", "Compile with NVRTC even where NVCC is found.")
     nvcc = _path("DG_JIT_NVCC_COMPILER", "The nvcc to use. It is an error if this one cannot be used.")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.errors import CompileError, DeepGemmError, InvalidInputError
+from deep_gemm.jit.cache import limit
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META, SOURCE, Address, Entry
 from deep_gemm.jit.cache.memory import MemoryCache
@@ -123,7 +124,8 @@ class Builder:
 
         Found in "memory" or on "disk"; "misses", which are "compiled", "failed" or "forbidden"; compiled but
         "unstored"; misses for which there was an entry but a "corrupted" one; misses with an "unusable" directory;
-        "lock_timeout": compiled here after waiting in vain for another process.
+        "lock_timeout": compiled here after waiting in vain for another process. "evictions": entries that this process
+        removed to keep DG_JIT_CACHE_LIMIT.
         """
         with self._lock:
             self._own_counts()
@@ -211,13 +213,17 @@ class Builder:
             raise CompileError(_forbidden(plan))
         if plan.disk is None:
             return self._compile(plan)
-        start = time.perf_counter()
+        start, allowed = time.perf_counter(), settings.cache_limit
         with plan.disk.lock(plan.addresses[0], self.lock_limit) as held:
             # Not held at once, rather than after the limit, means a root or a filesystem without locks.
             if not held and time.perf_counter() - start >= self.lock_limit:
                 self._count("lock_timeout")
             # Another process may have published it while this one waited.
-            return self._from_disk(plan) or self._compile(plan)
+            binary = self._from_disk(plan) or self._compile(plan)
+        # Not under the lock: others may wait for this key.
+        if allowed is not None and binary.layer == "compiled" and binary.source_path is not None:
+            self._count("evictions", amount=limit.keep(plan.disk, allowed, plan.disk.directory(plan.addresses[0])))
+        return binary
 
     def _missed(self, plan: _Plan) -> None:
         self._count("misses")
@@ -294,10 +300,10 @@ class Builder:
         with lock:
             yield
 
-    def _count(self, what: str, seconds: float = 0.0) -> None:
+    def _count(self, what: str, seconds: float = 0.0, amount: int = 1) -> None:
         with self._lock:
             self._own_counts()
-            self._counts[what] += 1
+            self._counts[what] += amount
             self._counts["compile_seconds"] += seconds
 
     def _own_counts(self) -> None:
@@ -307,7 +313,7 @@ class Builder:
     def _reset_counts(self) -> None:
         self._pid = os.getpid()
         self._counts: dict[str, float] = {
-            **dict.fromkeys((*HITS, "misses", "compiled", *ERRORS), 0),
+            **dict.fromkeys((*HITS, "misses", "compiled", "evictions", *ERRORS), 0),
             "compile_seconds": 0.0,
         }
 

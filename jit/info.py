@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from deep_gemm.jit.builder import ERRORS, HITS, Builder, default_builder
+from deep_gemm.settings import settings
 
 
 def cache_info(builder: Builder | None = None) -> dict[str, Any]:
@@ -13,8 +14,8 @@ def cache_info(builder: Builder | None = None) -> dict[str, Any]:
 
     root (None without a home directory), exists, writable, problem (why it cannot be used, or None), entries, bytes,
     groups by arch, CUDA and driver; limits (None: none is kept); statistics as of `Builder.stats`. A kernel that is
-    loaded already is not looked up again, so its calls are no hits. "evictions" is 0: nothing is evicted unless
-    `deep-gemm cache prune` is run. Raises SettingError for a setting that cannot be read.
+    loaded already is not looked up again, so its calls are no hits. limits' "bytes" is DG_JIT_CACHE_LIMIT, and
+    statistics' "evictions" what this process removed to keep it. Raises SettingError for a setting that cannot be read.
 
     `builder` is that of this process unless given.
     """
@@ -29,13 +30,13 @@ def cache_info(builder: Builder | None = None) -> dict[str, Any]:
                 f"user {os.geteuid()} cannot write to {disk.root}; set DG_JIT_CACHE_DIR to another directory"
             )
     stats = builder.stats
-    info["limits"] = {"bytes": None, "entries": None, "lock_seconds": builder.lock_limit}
+    info["limits"] = {"bytes": settings.cache_limit, "entries": None, "lock_seconds": builder.lock_limit}
     info["statistics"] = {
         "hits": {layer: stats[layer] for layer in HITS},
         "misses": stats["misses"],
         "compilations": stats["compiled"],
         "compile_seconds": stats["compile_seconds"],
-        "evictions": 0,
+        "evictions": stats["evictions"],
         "errors": {name: stats[name] for name in ERRORS},
     }
     return info

@@ -16,7 +16,7 @@ from deep_gemm.jit.resources import Resources
 
 
 class FakeCompiler(Compiler):
-    """Turns a source into bytes that depend on it alone, and writes a line to `journal` for each compilation."""
+    """Turns a source into bytes that depend on it and on `tag`, and writes a line to `journal` for each compilation."""
 
     kind = "fake"
     path = "/nowhere/fake"
@@ -28,6 +28,7 @@ class FakeCompiler(Compiler):
         identity: str = "fake 1.0 build 7",
         on_compile: Callable[[str], None] | None = None,
         resources: Resources | None = None,
+        tag: str = "",
     ) -> None:
         self.identity = identity
         self.version = (12, 9)
@@ -35,6 +36,7 @@ class FakeCompiler(Compiler):
         self.seconds = seconds
         self.on_compile = on_compile
         self.resources = resources or Resources(168, 1024, 0, 0, 0, 3)
+        self.tag = tag
         self.calls: list[dict[str, Any]] = []
 
     def arch_flags(self, arch: str) -> tuple[str, ...]:
@@ -62,7 +64,7 @@ class FakeCompiler(Compiler):
             raise CompileError("it does not compile", log="#error", source_path=source_path, options=flags)
         ptx = "// ptx\n" if want_ptx else None
         seconds = {"compile": self.seconds, "ptxas": 0.0}
-        return Compiled(cubin_of(source), ptx, "the log", self.resources, seconds, tuple(flags))
+        return Compiled(cubin_of(source + self.tag), ptx, "the log", self.resources, seconds, tuple(flags))
 
 
 def cubin_of(source: str) -> bytes:

@@ -9,7 +9,9 @@ import importlib.util
 import json
 import logging
 import os
+import pwd
 import random
+import resource
 import signal
 import sys
 import threading
@@ -41,55 +43,128 @@ def stall_before_rename(name: str) -> None:
     os.rename = rename
 
 
-def fork_while_locked(build: Any, request: Any) -> int:
-    """The exit status of a child that wants the key which a thread of ours was compiling at the moment of the fork."""
+def restrict(job: dict[str, Any]) -> None:
+    """Take away what the job says that this process is not to have."""
+    if "file_limit" in job:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit"],) * 2)
+    if "uid" in job:
+        # Now, since another user may not be allowed to read where Python is installed.
+        import filelock
+        import platformdirs
+
+        filelock.FileLock, platformdirs.user_cache_dir  # noqa: B018  # some are loaded when they are first named
+        os.setgid(job["uid"])
+        os.setuid(job["uid"])
+    if job.get("homeless"):
+
+        def unknown(uid: int) -> Any:
+            raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+        pwd.getpwuid = unknown
+
+
+def open_compiler(job: dict[str, Any]) -> Any:
+    """The fake, or a real one that says when it begins."""
+    import jit_fakes
+
+    if "real" not in job:
+        journal = Path(job["journal"])
+        return jit_fakes.FakeCompiler(journal, seconds=job.get("seconds", 0.0), tag=job.get("tag", ""))
+    from deep_gemm.jit.compilers.find import choose
+    from deep_gemm.settings import settings
+
+    with settings.override(use_nvrtc=job["real"] == "nvrtc"):
+        compiler = choose()
+    assert compiler.kind == job["real"]
+    compiler.calls, compile = [], compiler.compile
+
+    def announced(*arguments: Any, **options: Any) -> Any:
+        compiler.calls.append(arguments)
+        print("compiling", flush=True)
+        return compile(*arguments, **options)
+
+    compiler.compile = announced
+    return compiler
+
+
+def fork_while_locked(build: Any, request: Any, other: Any = None) -> int:
+    """The exit status of a child that wants the key which a thread of ours was compiling at the moment of the fork,
+    or `other`, which it then has to compile by itself."""
     thread = threading.Thread(target=build.build, args=(request,))
     thread.start()
     while not build._compiler.calls:
         time.sleep(0.005)
+    if other is not None:
+        time.sleep(0.1)  # into the compiler
+    assert thread.is_alive()
     child = os.fork()
     if child == 0:
         # That thread does not exist here: without a new lock this would wait for it forever.
         signal.alarm(20)
-        os._exit(0 if build.build(request).layer == "disk" else 1)
+        wanted, layer = (request, "disk") if other is None else (other, "compiled")
+        os._exit(0 if build.build(wanted).layer == layer else 1)
     status = os.waitpid(child, 0)[1]
     thread.join()
     return os.waitstatus_to_exitcode(status)
+
+
+def leave_a_child_behind(build: Any, request: Any) -> None:
+    """Compile for ever in a thread, fork a child that lives on, tell its process id, and wait to be killed."""
+    threading.Thread(target=build.build, args=(request,), daemon=True).start()
+    while not build._compiler.calls:
+        time.sleep(0.005)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(child, flush=True)
+    time.sleep(600)
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     without_torch()
     import jit_fakes
 
-    logging.basicConfig(stream=sys.stderr)
-    if "uid" in job:
-        # Now, since another user may not be allowed to read where Python is installed.
-        import filelock  # noqa: F401
+    from deep_gemm.jit.builder import Builder
 
-        os.setgid(job["uid"])
-        os.setuid(job["uid"])
+    logging.basicConfig(stream=sys.stderr)
+    signal.alarm(120)
+    restrict(job)
     if "stall" in job:
         stall_before_rename(job["stall"])
-    root = Path(job["root"])
-    compiler = jit_fakes.FakeCompiler(Path(job["journal"]), seconds=job.get("seconds", 0.0))
-    sources = [f"int body{i};\n" for i in range(job.get("keys", 1))]
+    if "schema" in job:
+        from deep_gemm.jit import key
+
+        key.SCHEMA = job["schema"]
+    # Without a root it is the one that the settings give.
+    root = Path(job["root"]) if job["root"] else None
+    include = Path(job.get("include", "/no-headers"))
+    compiler = open_compiler(job)
+    sources = job.get("sources") or [f"int body{i};\n" for i in range(job.get("keys", 1))]
     random.Random(job.get("seed", 0)).shuffle(sources)
     print("ready", flush=True)
     while "gate" in job and not Path(job["gate"]).exists():
         time.sleep(0.001)
     if job.get("fork"):
-        build = jit_fakes.builder(root, compiler)
-        return {"child": fork_while_locked(build, jit_fakes.request(source=sources[0]))}
-    layers, wrong = [], 0
+        build = Builder(root, compiler, include)
+        return {"child": fork_while_locked(build, *(jit_fakes.request(source=source) for source in sources))}
+    if job.get("abandon"):
+        leave_a_child_behind(Builder(root, compiler, include), jit_fakes.request(source=sources[0]))
+    layers, wrong, evictions = [], 0, 0
     until = time.monotonic() + job.get("repeat_for", 0.0)
     while True:
-        build = jit_fakes.builder(root, compiler, lock_limit=job.get("lock_limit", 60.0))
+        build = Builder(root, compiler, include, job.get("lock_limit", 60.0))
         for source in sources:
             binary = build.build(jit_fakes.request(source=source))
             layers.append(binary.layer)
-            wrong += binary.cubin != jit_fakes.cubin_of(source)
-        if time.monotonic() >= until:
-            return {"layers": layers, "wrong": wrong}
+            wrong += binary.cubin != jit_fakes.cubin_of(source + job.get("tag", ""))
+        evictions += int(build.stats["evictions"])
+        if time.monotonic() >= until and len(layers) >= len(sources) * job.get("rounds", 1):
+            disk = build.disk()
+            at = str(disk.root) if disk else None
+            left = len(list(disk.root.glob("tmp/*"))) if disk else 0
+            answer = {"layers": layers, "wrong": wrong, "evictions": evictions, "stats": build.stats}
+            return {**answer, "root": at, "left": left}
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def verify(as_json: bool, delete: bool) -> None:
 def prune(max_bytes: int | None, older_than: float | None, unused_versions: bool, dry_run: bool) -> None:
     """Remove entries, least recently used first. What is being compiled stays.
 
-    Use is what the filesystem notes of reads: to a day with relatime, and with noatime only the time of writing.
+    Use is known to the hour: when a process first loaded a kernel. DG_JIT_CACHE_LIMIT bounds the size without this.
     """
     if max_bytes is None and older_than is None and not unused_versions:
         raise click.UsageError("say what to remove: --max-bytes, --older-than or --unused-versions")

@@ -20,6 +20,8 @@ from deep_gemm.log import log, warn_once
 # A network filesystem may answer these once, for a file that another machine has just replaced.
 _TRANSIENT = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 _TEMPORARY, _LOCKS = "tmp", "locks"
+# Its first line is the number of entries when `limit` last looked; each publication since then has added a dot.
+_TALLY = "limit.tally"
 
 
 class DiskCache:
@@ -50,7 +52,9 @@ class DiskCache:
         path = self.directory(address)
         for attempt in (1, 2):
             try:
-                return self._read(address, path)
+                found = self._read(address, path)
+                files.note_use(path / entries.META)
+                return found
             except FileNotFoundError:
                 return None
             except (OSError, ValueError) as error:
@@ -211,6 +215,8 @@ class DiskCache:
             for folder in self.root.glob("sm_*" + "/*" * (level - 1)):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
+        with contextlib.suppress(OSError):
+            os.unlink(self.root / _TALLY)
         files.sweep(self.root / _TEMPORARY)
         return counts
 

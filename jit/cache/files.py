@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -68,14 +69,26 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-def sweep(temporary: Path, older_than: float = _STALE_SECONDS) -> int:
-    """Delete what killed writers left in `temporary`. A file of the future (the clock went back) is left alone."""
+def note_use(path: Path) -> None:
+    """Set the access time of the file `path`, if it is older than an hour. Reading alone sets it once a day where the
+    filesystem is mounted with relatime, and never with noatime: what is used daily would look unused."""
+    with contextlib.suppress(OSError):
+        status, now = os.lstat(path), time.time_ns()
+        if now - status.st_atime_ns > _STALE_SECONDS * 1e9:
+            os.utime(path, ns=(now, status.st_mtime_ns), follow_symlinks=False)
+
+
+def sweep(temporary: Path, older_than: float = _STALE_SECONDS, prefix: str = "") -> int:
+    """Delete what killed processes of this user left in `temporary`: files, and directories with all that is in them.
+    What is of the future (the clock went back) is left alone."""
     removed = 0
     now = time.time()
     with contextlib.suppress(OSError), os.scandir(temporary) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                if now - entry.stat(follow_symlinks=False).st_mtime > older_than:
-                    os.unlink(entry.path)
+                status = entry.stat(follow_symlinks=False)
+                stale = now - status.st_mtime > older_than and status.st_uid == os.geteuid()
+                if stale and entry.name.startswith(prefix):
+                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
                     removed += 1
     return removed

@@ -108,19 +108,21 @@ def prune(
     unused_versions: Selectable | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
+    spare: Path | None = None,
 ) -> list[Removal]:
     """Remove entries, least recently used first, and return them.
 
     `older_than` is in seconds since the last use. `unused_versions` removes what it cannot use. `max_bytes` bounds what
-    stays, after the others have removed theirs. What is being written or locked is left alone.
+    stays, after the others have removed theirs. What is being written or locked is left alone, and so is `spare`, the
+    directory of one entry.
     """
     now = time.time()
     found = [(path, where, _glance(disk, path, where)) for path, where in disk.walk()]
     found.sort(key=lambda item: (item[2].last_use, item[2].path))
     total = sum(item.size for _, _, item in found)
     reasons: dict[str, str] = {}
-    for _, (_, cuda, driver), item in found:
-        if item.state == "in use":
+    for path, (_, cuda, driver), item in found:
+        if item.state == "in use" or path == spare:
             continue
         problem = unused_versions.problem(cuda, driver) if unused_versions is not None else None
         if problem is not None:
@@ -128,10 +130,10 @@ def prune(
         elif older_than is not None and now - item.last_use > older_than:
             reasons[item.path] = f"last used {(now - item.last_use) / 86400:.1f} days ago"
     total -= sum(item.size for _, _, item in found if item.path in reasons)
-    for _, _, item in found:
+    for path, _, item in found:
         if max_bytes is None or total <= max_bytes:
             break
-        if item.path not in reasons and item.state != "in use":
+        if item.path not in reasons and item.state != "in use" and path != spare:
             reasons[item.path] = f"the cache is larger than {max_bytes} bytes"
             total -= item.size
     chosen = [(path, where, item) for path, where, item in found if item.path in reasons]
@@ -224,8 +226,7 @@ def _address(path: Path, where: tuple[str, str, str]) -> Address | None:
 
 
 def _last_use(path: Path) -> float:
-    """Seconds since 1970. Loading reads kernel.json, and the filesystem notes it in the access time: Linux with
-    relatime once a day, with noatime never; then it is when the entry was written."""
+    """Seconds since 1970: loading notes itself in the access time of kernel.json, to the hour."""
     times = [0.0]
     names = [path / entries.META] if os.path.lexists(path / entries.META) else [path, *_children(path)]
     for name in names:
@@ -300,7 +301,10 @@ def _delete_entry(
             files.make_directory(aside.parent)
             os.rename(path, aside)
         except OSError:
-            return not os.path.lexists(path)
+            if not os.path.lexists(path):
+                # Somebody else removed it, and counts it; a lock without an entry is of no use.
+                _unlinked(lock)
+            return False
         _remove(aside)
         # Whoever waits for this lock goes on with a file that has no name any more: at worst two compile.
         _unlinked(lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
+from deep_gemm.jit.cache.files import sweep
 from deep_gemm.jit.compilers.base import Compiled, Compiler
 from deep_gemm.jit.resources import ptxas_seconds
 from deep_gemm.log import say
@@ -21,6 +23,7 @@ _BUILD = re.compile(r"^Build (\S+)", re.MULTILINE)
 # Both add options behind our back: the key could not know of them.
 _HIDDEN_FLAGS = ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS")
 _TIMEOUT = 60.0
+_FOLDER = "deep_gemm-nvcc-"
 
 
 class Nvcc(Compiler):
@@ -30,6 +33,7 @@ class Nvcc(Compiler):
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._swept = False
         try:
             result = _run([path, "--version"], timeout=_TIMEOUT)
         except (OSError, subprocess.SubprocessError) as error:
@@ -58,9 +62,10 @@ class Nvcc(Compiler):
         options = [*flags]
         if include_dir is not None:
             options.append(f"-I{include_dir}")
+        self._sweep()
         start = time.perf_counter()
         try:
-            with tempfile.TemporaryDirectory(prefix="deep_gemm-") as folder:
+            with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
                 return self._compile(name, source_path, options, Path(folder), want_ptx, start)
         except OSError as error:
             raise CompileError(
@@ -69,6 +74,13 @@ class Nvcc(Compiler):
                 source_path=source_path,
                 options=options,
             ) from error
+
+    def _sweep(self) -> None:
+        """What processes left that were killed while nvcc ran, which goes on without them."""
+        if not self._swept:
+            self._swept = True
+            with contextlib.suppress(OSError):  # no temporary directory: compiling will say so
+                sweep(Path(tempfile.gettempdir()), prefix=_FOLDER)
 
     def _compile(
         self, name: str, source_path: str, options: list[str], folder: Path, want_ptx: bool, start: float
@@ -102,7 +114,7 @@ class Nvcc(Compiler):
     def host_compiler_problem(self) -> str | None:
         """What keeps nvcc from preprocessing, which it leaves to a host C++ compiler; None if nothing does."""
         try:
-            with tempfile.TemporaryDirectory(prefix="deep_gemm-") as folder:
+            with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
                 probe = Path(folder) / "probe.cu"
                 probe.write_text("\n")
                 result = _run([self.path, "-E", "-o", str(Path(folder) / "probe.ii"), str(probe)], timeout=_TIMEOUT)

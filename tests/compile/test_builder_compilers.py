@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,6 +163,38 @@ def test_nvrtc_compiles_in_several_threads(tmp_path: Path, include: Path) -> Non
     # Only a comment differs.
     assert len({binary.key for binary in built}) == 6
     assert {binary.resources for binary in built} == {built[0].resources}
+
+
+def test_nvrtc_lets_other_threads_run_while_it_compiles(include: Path) -> None:
+    nvrtc = compilers()[0]
+    assert isinstance(nvrtc, Nvrtc)
+    library, inside = nvrtc._open(), []
+
+    class Timed:
+        def __getattr__(self, name: str) -> Any:
+            call = getattr(library, name)
+            if name != "nvrtcCompileProgram":
+                return call
+
+            def timed(*arguments: Any) -> Any:
+                begin = time.perf_counter()
+                status = call(*arguments)
+                inside.append((begin, time.perf_counter()))
+                return status
+
+            return timed
+
+    nvrtc._library = Timed()  # type: ignore[assignment]
+    flags = nvrtc.flags("sm_90a")
+    thread = threading.Thread(target=nvrtc.compile, args=("kernel_name", SOURCE, "kernel.cu", flags, include))
+    thread.start()
+    ticks = []
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.001)
+    ((begin, end),) = inside
+    # With the lock held, not one of them could fall inside the call.
+    assert sum(begin < tick < end for tick in ticks) >= 5
 
 
 def test_the_version_is_read_from_the_files_as_the_library_tells_it() -> None:

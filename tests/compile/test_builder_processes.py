@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jit_fakes import FakeCompiler, builder, compilations, cubin_of, request
+from processes import Start, result, wait_for
 
 from deep_gemm.jit.cache.disk import DiskCache
-from deep_gemm.log import reset_warnings
-
-WORKER = Path(__file__).parents[1] / "jit_worker.py"
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts workers on tmp_path/root, which write their compilations to tmp_path/journal."""
-    reset_warnings()
-    running = []
-
-    def begin(**job: Any) -> subprocess.Popen[str]:
-        job = {"root": str(tmp_path / "root"), "journal": str(tmp_path / "journal"), **job}
-        worker = subprocess.Popen([sys.executable, str(WORKER), json.dumps(job)], stdout=subprocess.PIPE, text=True)
-        running.append(worker)
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-        return worker
-
-    yield begin
-    for worker in running:
-        worker.kill()
-        worker.communicate()
-
-
-def result(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    output = worker.communicate(timeout=60)[0]
-    assert worker.returncode == 0
-    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return answer
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_sixteen_processes_compile_one_key_once(tmp_path: Path, start: Start) -> None:

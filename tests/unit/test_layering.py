@@ -161,6 +161,28 @@ def test_a_read_of_the_environment_is_found() -> None:
     assert reads_environment(ast.parse(FILES["deep_gemm.settings"].read_text()))
 
 
+def runs_data(tree: ast.AST) -> bool:
+    """Whether bytes that are read could become code: only cubins may, and their checksum is verified before."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if {name.split(".")[0] for name in names} & {"pickle", "cPickle", "marshal", "shelve", "dill", "joblib"}:
+            return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("module", sorted(module for module in FILES if module.startswith("deep_gemm.jit")))
+def test_nothing_unpickles_or_evaluates(module: str) -> None:
+    assert not runs_data(parse(FILES[module]))
+
+
+@pytest.mark.parametrize("source", ["import pickle", "from marshal import loads", "eval('1')", "exec(text)"])
+def test_a_way_to_run_data_is_found(source: str) -> None:
+    assert runs_data(ast.parse(source))
+
+
 def source_files() -> list[Path]:
     files = list(FILES.values())
     templates = Path(next(iter(importlib.import_module("deep_gemm.templates").__path__)))

@@ -119,7 +119,7 @@ def test_describe_lists_every_setting_with_its_source(monkeypatch: pytest.Monkey
     assert all(line.doc and line.type for line in lines.values())
     expected = """DG_JIT_CACHE_DIR DG_JIT_USE_NVRTC DG_JIT_NVCC_COMPILER DG_JIT_DEBUG DG_PRINT_CONFIGS
         DG_JIT_PRINT_COMPILER_COMMAND DG_JIT_PTXAS_VERBOSE DG_JIT_PTXAS_CHECK DG_JIT_WITH_LINEINFO DG_JIT_DUMP_PTX
-        DG_JIT_DUMP_SASS DG_JIT_DUMP_ASM DG_JIT_PRINT_LOAD_TIME DG_JIT_DEBUG_DUMP DG_FALLBACK"""
+        DG_JIT_DUMP_SASS DG_JIT_DUMP_ASM DG_JIT_PRINT_LOAD_TIME DG_JIT_DEBUG_DUMP DG_FALLBACK DG_JIT_CACHE_LIMIT"""
     assert set(expected.split()) <= {line.variable for line in lines.values()}
     assert Settings.debug.default is False
 

@@ -1,0 +1,5 @@
+"""Fixtures that several tests of processes share."""
+
+from processes import start
+
+__all__ = ["start"]

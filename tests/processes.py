@@ -1,0 +1,71 @@
+"""Real processes that build kernels, and are killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_gemm.log import reset_warnings
+
+WORKER = Path(__file__).parent / "jit_worker.py"
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts workers on tmp_path/root, which write their compilations to tmp_path/journal.
+
+    `prefix` is a command that runs the worker, `env` its environment; the rest is the worker's job.
+    """
+    reset_warnings()
+    running = []
+
+    def begin(prefix: Sequence[str] = (), env: dict[str, str] | None = None, **job: Any) -> subprocess.Popen[str]:
+        job = {"root": str(tmp_path / "root"), "journal": str(tmp_path / "journal"), **job}
+        command = [*prefix, sys.executable, str(WORKER), json.dumps(job)]
+        # Its messages go to a file, which pytest shows nobody and which cannot fill up like a pipe.
+        with (tmp_path / f"stderr-{len(running)}").open("w") as errors:
+            worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+        running.append(worker)
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n", (tmp_path / f"stderr-{len(running) - 1}").read_text()
+        return worker
+
+    yield begin
+    for worker in running:
+        worker.kill()
+        worker.communicate()
+
+
+def result(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    # Not communicate(), which would miss what readline() has read ahead. A worker that hangs kills itself.
+    assert worker.stdout is not None
+    output = worker.stdout.read()
+    assert worker.wait() == 0
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answer
+
+
+def said(tmp_path: Path, worker: int = 0) -> list[str]:
+    """What the worker of that number logged."""
+    return [line for line in (tmp_path / f"stderr-{worker}").read_text().splitlines() if line.startswith("WARNING")]
+
+
+def kill(worker: subprocess.Popen[str]) -> None:
+    """SIGKILL, and nothing of the process is left."""
+    worker.kill()
+    worker.wait()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

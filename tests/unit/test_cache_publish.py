@@ -1,0 +1,134 @@
+"""How an entry appears: synced before it has its name, private, its description last; and who may use which entry."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jit_fakes import FakeCompiler, builder, cubin_of, request
+
+from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.log import reset_warnings
+
+CUBIN = cubin_of("int body;\n")
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_new() -> Iterator[None]:
+    reset_warnings()
+    yield
+    reset_warnings()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def test_each_file_is_whole_and_synced_before_it_has_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[int, int] = {}
+    named = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        fsync(descriptor)
+
+    def note_rename(source: Any, target: Any) -> None:
+        status = os.stat(source)
+        assert Path(source).parent == root / "tmp"
+        assert synced[status.st_ino] == status.st_size > 0
+        rename(source, target)
+        named.append(Path(target).name)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    built = builder(root).build(request())
+    # The source for the compiler; and last the description, which makes the rest an entry.
+    assert named == ["kernel.cu", "kernel.cubin", "kernel.json"]
+    # And the directory that holds the names.
+    assert os.stat(Path(built.source_path or "").parent).st_ino in synced
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_everything_is_private_whatever_the_umask(root: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        builder(root).build(request())
+    finally:
+        os.umask(before)
+    found = [root, *root.rglob("*")]
+    assert {path.name for path in found} >= {"kernel.cubin", "kernel.json", "kernel.cu", "tmp", "locks"}
+    for path in found:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_the_loser_of_a_race_uses_its_own_bytes(root: Path) -> None:
+    """A winner appears while we compile. On a network filesystem we might not even see it."""
+    other = FakeCompiler(tag="theirs")
+
+    def overtake(source: str) -> None:
+        assert builder(root, other, lock_limit=0.01).build(request()).layer == "compiled"
+
+    assert builder(root, FakeCompiler(on_compile=overtake)).build(request()).cubin == CUBIN
+
+
+def test_nobody_waits_to_see_what_a_winner_published(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock was waited for, its holder has published, and the filesystem does not show it yet."""
+    builder(root).build(request())
+
+    def lagging(self: DiskCache, address: object, path: Path) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(DiskCache, "_read", lagging)
+    looked: list[object] = []
+    real = DiskCache.get
+    monkeypatch.setattr(DiskCache, "get", lambda self, address: looked.append(address) or real(self, address))
+    built = builder(root).build(request())
+    assert (built.layer, built.cubin) == ("compiled", CUBIN)
+    # Before the lock and once more inside it, for each driver's directory; not in a loop.
+    assert len(looked) <= 4
+
+
+@pytest.mark.parametrize("level", ["arch", "cuda", "driver"])
+def test_an_entry_in_another_versions_place_is_never_used(root: Path, level: str) -> None:
+    entry = Path(builder(root).build(request()).source_path or "").parent
+    arch, cuda, driver = entry.parent.parent.parent.name, entry.parent.parent.name, entry.parent.name
+    elsewhere = {"arch": "sm_100a", "cuda": "cuda-12.8", "driver": "driver-11.0"}
+    parts = {"arch": arch, "cuda": cuda, "driver": driver, level: elsewhere[level]}
+    aim = root / parts["arch"] / parts["cuda"] / parts["driver"] / entry.name
+    aim.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(entry, aim)
+    assert builder(root).lookup(request()) is None
+    assert builder(root).build(request()).layer == "compiled"
+    assert aim.exists()
+
+
+def test_a_killed_evictions_directory_is_swept(root: Path) -> None:
+    """It moves an entry aside by one rename, and may be killed before it has deleted it."""
+    entry = Path(builder(root).build(request()).source_path or "").parent
+    for name in ("old-1-stale", "old-1-young"):
+        shutil.copytree(entry, root / "tmp" / name)
+    os.utime(root / "tmp" / "old-1-stale", (0, 0))
+    builder(root).build(request(source="int other;\n"))
+    assert [path.name for path in (root / "tmp").iterdir()] == ["old-1-young"]
+
+
+def test_a_sweep_follows_no_link(root: Path, tmp_path: Path) -> None:
+    builder(root).build(request())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    (root / "tmp" / "link").symlink_to(tmp_path / "mine")
+    os.utime(root / "tmp" / "link", (0, 0), follow_symlinks=False)
+    (root / "tmp" / "old").mkdir()
+    (root / "tmp" / "old" / "inner").symlink_to(tmp_path / "mine")
+    os.utime(root / "tmp" / "old", (0, 0))
+    builder(root).build(request(source="int other;\n"))
+    assert list((root / "tmp").iterdir()) == []
+    assert (tmp_path / "mine" / "file").read_text() == "x"

@@ -1,0 +1,103 @@
+"""A process that is forked after CUDA was initialised is told so, in a real child, whatever it asks the driver for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as bindings
+from driver_fakes import OK, FakeDriver
+
+from deep_gemm.errors import DeepGemmError, DriverError
+from deep_gemm.jit.driver import api
+from deep_gemm.jit.driver.launch import Launch, LaunchShape
+from deep_gemm.jit.driver.module import Function, load_function
+
+SHAPE = LaunchShape((1, 1, 1), 128, 0)
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """What a forked child raises for `action`, as "Class: message", or "nothing"."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            said = "nothing"
+        except DeepGemmError as error:
+            said = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            said = f"unexpected {error!r}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.fixture
+def inherited(driver: FakeDriver) -> FakeDriver:
+    """As the real driver, it answers every call with CUDA_ERROR_NOT_INITIALIZED in a child of who initialised it."""
+    parent = os.getpid()
+
+    def only_here(answer: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        def asked(*arguments: Any) -> tuple[Any, ...]:
+            if os.getpid() != parent:
+                return (bindings.CUresult.CUDA_ERROR_NOT_INITIALIZED, None)
+            return answer(*arguments)
+
+        return asked
+
+    for name in ("cuInit", "cuLaunchKernelEx"):
+        driver.answers[name] = lambda *_: (OK,)
+    driver.answers = {
+        name: answer if name == "cuGetErrorString" else only_here(answer) for name, answer in driver.answers.items()
+    }
+    return driver
+
+
+def test_loading_in_a_child_says_to_use_spawn(inherited: FakeDriver) -> None:
+    load_function(b"cubin", "k", 0, 0)
+    said = in_child(lambda: load_function(b"cubin", "k", 0, 0))
+    assert said.startswith("DriverError: CUDA was initialised before this process was forked")
+    assert 'multiprocessing.get_context("spawn")' in said
+
+
+def test_a_launch_that_was_prepared_before_the_fork_says_so_too(inherited: FakeDriver, function: Function) -> None:
+    launch = Launch(function, SHAPE, 0, [("i32", 1)])
+    launch()
+    said = in_child(launch)
+    assert "cuLaunchKernelEx for k" in said
+    assert "CUDA_ERROR_NOT_INITIALIZED" in said
+    assert 'start workers with the "spawn" method' in said
+
+
+def test_a_context_that_somebody_else_initialised_says_so_too(inherited: FakeDriver) -> None:
+    """torch used CUDA in the parent, and we did not: only the driver knows."""
+    said = in_child(lambda: load_function(b"cubin", "k", 0, 0))
+    assert "cuInit failed with CUDA_ERROR_NOT_INITIALIZED" in said
+    assert 'start workers with the "spawn" method' in said
+
+
+def test_a_fork_before_cuda_is_free_to_use_it(inherited: FakeDriver) -> None:
+    inherited.answers = FakeDriver().answers
+    assert in_child(lambda: load_function(b"cubin", "k", 0, 0)) == "nothing"
+
+
+def test_the_parent_goes_on(inherited: FakeDriver) -> None:
+    load_function(b"cubin", "k", 0, 0)
+    assert "DriverError" in in_child(lambda: load_function(b"cubin", "k", 0, 0))
+    assert load_function(b"cubin", "k", 0, 0).symbol == "k"
+
+
+def test_a_child_of_a_child_is_told_as_well(inherited: FakeDriver) -> None:
+    load_function(b"cubin", "k", 0, 0)
+
+    def nested() -> None:
+        raise DriverError(in_child(api.initialise))
+
+    assert "initialised before this process was forked" in in_child(nested)
