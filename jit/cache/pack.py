@@ -12,6 +12,7 @@ unpacked: a cubin is read, checked, and used from memory.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -31,6 +32,7 @@ SUFFIX = ".dgpack"
 FORMAT = 1
 MANIFEST = "manifest.json"
 _SUMS = f"{MANIFEST}.sha256"
+_DISTRIBUTION = "deep-gemm-jit"
 _MAX_MANIFEST = 1 << 25
 _MAX_FILE = 1 << 30
 _BLOCK = tarfile.BLOCKSIZE
@@ -268,18 +270,18 @@ def problems(path: Path) -> list[str]:
     return found
 
 
-def write(path: Path, contents: Iterable[Packable], version: str) -> list[Kernel]:
+def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
     """Write a pack, whole or not at all, and return what it holds. The same kernels give the same bytes.
 
-    `version` is that of this package. Of two with one source key the first is kept. Raises OSError, and ValueError if
-    there are too many kernels for one manifest.
+    Of two with one source key the first is kept. Raises OSError, and ValueError if there are too many kernels for one
+    manifest.
     """
     chosen: dict[str, Packable] = {}
     for item in contents:
         chosen.setdefault(item.kernel.source_key, item)
     order = sorted(chosen.values(), key=lambda item: (item.kernel.arch, item.kernel.name, item.kernel.source_key))
     listed = [item.kernel for item in order]
-    text = _encode(listed, version)
+    text = _encode(listed)
     if len(text) > _MAX_MANIFEST:
         raise ValueError(f"{len(listed)} kernels are too many for one pack: write several")
     digest = hashlib.sha256(text).hexdigest()
@@ -307,17 +309,25 @@ def write(path: Path, contents: Iterable[Packable], version: str) -> list[Kernel
     return listed
 
 
-def _encode(listed: list[Kernel], version: str) -> bytes:
+def _encode(listed: list[Kernel]) -> bytes:
     body = {
         "format": FORMAT,
         "schema": SCHEMA,
-        "version": version,
+        "version": _version(),
         "arches": sorted({kernel.arch for kernel in listed}),
         "toolkits": sorted({kernel.cuda for kernel in listed}),
         "compilers": sorted({kernel.compiler for kernel in listed}),
         "kernels": [kernel.to_json() for kernel in listed],
     }
     return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def _version() -> str:
+    """Of this package, for people to read: what a pack can serve, its keys decide."""
+    try:
+        return importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:  # a copy of the sources that nobody installed
+        return "unknown"
 
 
 def _manifest(descriptor: int, total: int) -> tuple[bytes, int]:

@@ -24,6 +24,7 @@ from deep_gemm.jit.resources import Resources
 
 Progress = Callable[[int, int], None]
 _MAX_SOURCE = 1 << 26
+STATES = ("taken", "same", "older", "conflict", "left", "unsound", "failed")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Item:
 
     "taken"; "same" (it was there already, bit for bit); "older" (another compiler's is newer and was taken); "conflict"
     (the same key with other bytes: what was there is kept); "left" (sound, but it cannot be packed); "unsound"; or
-    "failed" (it could not be written). All but "taken" and "same" have a `reason`.
+    "failed" (it could not be written). All but "taken" and a "same" kernel have a `reason`.
     """
 
     origin: str
@@ -56,7 +57,7 @@ class _Stored:
 
 
 def pack_disk(
-    disk: DiskCache, out: Path, version: str, arch: str = "", name: str = "*", progress: Progress | None = None
+    disk: DiskCache, out: Path, arch: str = "", name: str = "*", progress: Progress | None = None
 ) -> list[Item]:
     """Write the sound entries of `disk` to the pack `out`: those for `arch` if that is given, whose name matches the
     glob `name`. Nothing is written if there are none. Raises OSError and ValueError as writing a pack does."""
@@ -65,24 +66,19 @@ def pack_disk(
         for one in _entries(disk, progress)
         if isinstance(one, Item) or ((not arch or one.address.arch == arch) and _matches(one, name))
     )
-    return _write(found, out, version)
+    return _write(found, out)
 
 
-def join(sources: Sequence[Path], out: Path, version: str, trust: bool, progress: Progress | None = None) -> list[Item]:
+def join(sources: Sequence[Path], out: Path, trust: bool, progress: Progress | None = None) -> list[Item]:
     """Write what cache directories and packs hold to one pack. As `pack_disk`."""
-    return _write(_all(sources, trust, progress), out, version)
+    return _write(_all(sources, trust, progress), out)
 
 
 def merge(sources: Sequence[Path], disk: DiskCache, trust: bool, progress: Progress | None = None) -> list[Item]:
     """Copy what cache directories and packs hold into `disk`. Sound entries that it has already are kept."""
-    return [
-        one if isinstance(one, Item) else _copy(one, disk)
-        for one in _all([path for path in sources if not _same(path, disk.root)], trust, progress)
-    ]
-
-
-def _same(path: Path, root: Path) -> bool:
-    return os.path.realpath(path) == os.path.realpath(root)
+    others = [path for path in sources if os.path.realpath(path) != os.path.realpath(disk.root)]
+    report = [one if isinstance(one, Item) else _copy(one, disk) for one in _all(others, trust, progress)]
+    return report + [Item(str(disk.root), "", "same", "it is the target itself")] * (len(others) < len(sources))
 
 
 def _matches(one: _Stored, name: str) -> bool:
@@ -174,7 +170,7 @@ def _packed(path: Path, trust: bool, progress: Progress | None) -> Iterator[_Sto
             progress(done, len(pack.kernels))
 
 
-def _write(found: Iterator[_Stored | Item], out: Path, version: str) -> list[Item]:
+def _write(found: Iterator[_Stored | Item], out: Path) -> list[Item]:
     report: list[Item] = []
     chosen: dict[str, tuple[Packable, str]] = {}
     for one in found:
@@ -194,7 +190,7 @@ def _write(found: Iterator[_Stored | Item], out: Path, version: str) -> list[Ite
                 new, old = old, new
             report.append(_beside(new, old))
     if chosen:
-        packs.write(out, [item for item, _ in chosen.values()], version)
+        packs.write(out, [item for item, _ in chosen.values()])
     return report + [Item(origin, item.kernel.name, "taken") for item, origin in chosen.values()]
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import deep_gemm
-from deep_gemm.jit.builder import default_builder
 from deep_gemm.ahead import precompile
+from deep_gemm.jit.builder import default_builder
 from deep_gemm.testing import random_operands
 from deep_gemm.workload import GemmShape
 
