@@ -167,14 +167,15 @@ def build_seconds(params: KernelParams, kind: str) -> tuple[str, float, float]:
     """(name, seconds to build into an empty cache, seconds for another process' worth of look-up from disk)."""
     from deep_gemm import engine
     from deep_gemm.jit.builder import Builder
+    from deep_gemm.jit.cache.packs import Packs
     from deep_gemm.settings import settings
 
     with tempfile.TemporaryDirectory() as root, settings.override(use_nvrtc=kind == "nvrtc"):
         request = engine.build_request(params)
-        Builder(Path(root, "warm")).lookup(request)  # finds the compiler, which a process does once
+        Builder(Path(root, "warm"), packs=Packs(())).lookup(request)  # finds the compiler, which a process does once
         times = []
         for _ in range(2):
-            builder = Builder(Path(root, "cache"))
+            builder = Builder(Path(root, "cache"), packs=Packs(()))
             start = time.perf_counter()
             builder.build(request)
             times.append(time.perf_counter() - start)

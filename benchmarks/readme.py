@@ -31,7 +31,7 @@ def environment_table() -> str:
     for info in settings.describe():
         names = " or ".join(f"`{name}`" for name in info.variable.split(" or "))
         default = (
-            "" if info.default in (None, "") else f"`{int(info.default)}`" if info.type == "bool" else info.default
+            "" if info.default in (None, "", ()) else f"`{int(info.default)}`" if info.type == "bool" else info.default
         )
         lines.append(f"| {names} | {info.type} | {default} | {info.doc.replace('|', '/')} |")
     return "\n".join(lines)

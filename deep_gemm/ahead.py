@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
-from deep_gemm.errors import DeepGemmError
+from deep_gemm.errors import DeepGemmError, InvalidInputError
 from deep_gemm.jit.builder import Binary
+from deep_gemm.jit.cache.pack import Kernel, packable
+from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.params import GemmProblem, KernelParams
 from deep_gemm.workload import GemmShape
 
@@ -45,7 +48,7 @@ class Summary:
         return [outcome for outcome in self.outcomes if outcome.binary is None]
 
     def count(self, layer: str) -> int:
-        """How many binaries came from "compiled", "disk" or "memory"."""
+        """How many binaries came from "compiled", "disk", "pack" or "memory"."""
         return sum(outcome.binary is not None and outcome.binary.layer == layer for outcome in self.outcomes)
 
 
@@ -123,6 +126,44 @@ def precompile(
             if progress is not None:
                 progress(outcomes[-1], len(outcomes), total)
     return Summary(tuple(outcomes), time.perf_counter() - start)
+
+
+def pack(summary: Summary, path: Path) -> list[Kernel]:
+    """Write all kernels of `summary` to the pack `path`, whole or not at all, and return what it holds.
+
+    Raises InvalidInputError, and writes nothing, if one failed, there is none, or the file cannot be written.
+    """
+    if summary.failed:
+        raise InvalidInputError(
+            f"summary has {len(summary.failed)} kernels that failed, so {path} was not written: a pack that lacks some "
+            f"would look like a whole one. The first is {summary.failed[0].name}: {summary.failed[0].error}"
+        )
+    contents = []
+    for outcome in summary.outcomes:
+        assert outcome.params is not None
+        assert outcome.binary is not None
+        request, binary = engine.build_request(outcome.params), outcome.binary
+        contents.append(
+            packable(
+                name=binary.name,
+                arch=binary.arch,
+                source_key=binary.source_key,
+                key=binary.key,
+                cuda=binary.cuda,
+                compiler=binary.compiler,
+                cubin=binary.cubin,
+                source=request.source.encode(),
+                resources=binary.resources,
+                seconds={what: took for what, took in binary.seconds.items() if what != "lookup"},
+                meta=request.meta,
+            )
+        )
+    if not contents:
+        raise InvalidInputError(f"summary has no kernels, so {path} was not written.")
+    try:
+        return write_pack(path, contents)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"path: the pack {path} cannot be written: {error}.") from error
 
 
 def _build(params: KernelParams, shapes: tuple[GemmShape, ...]) -> Outcome:

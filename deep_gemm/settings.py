@@ -131,6 +131,14 @@ def _parse_size(value: object) -> int | None:
     return size
 
 
+def _parse_paths(value: object) -> tuple[Path, ...]:
+    parts = value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        parts = [parts]
+    paths = [_parse_path(part) for part in parts if part != ""]
+    return tuple(path for path in paths if path is not None)
+
+
 def _parse_fallback(value: object) -> str:
     text = str(value).strip().lower()
     if text not in ("", "torch"):
@@ -146,13 +154,23 @@ def _path(variables: str, doc: str, expected: str = "a path") -> Setting[Path | 
     return Setting(variables, "path", _parse_path, None, expected, doc)
 
 
+def _paths(variable: str, doc: str) -> Setting[tuple[Path, ...]]:
+    return Setting(variable, "paths", _parse_paths, (), f"paths, separated by {os.pathsep!r}", doc)
+
+
 class Settings:
     """The settings of this process. Read attributes; change them with `override` or through the environment."""
 
     cache_dir = _path("DG_JIT_CACHE_DIR", "Where compiled kernels are kept; ~/.deep_gemm when unset.")
     trust_cache_dir = _flag(
         "DG_JIT_TRUST_CACHE_DIR",
-        "Use the cache directory even if other users can write to it or own it, or if it is a symbolic link.",
+        "Use the cache directory even if other users can write to it or own it, or if it is a symbolic link; and packs "
+        "that anybody can write to.",
+    )
+    precompiled = _paths(
+        "DG_JIT_PRECOMPILED",
+        f"Packs of precompiled kernels, or directories of them, separated by {os.pathsep!r}; asked before the cache "
+        "directory, and before any compiler is looked for.",
     )
     cache_limit: Setting[int | None] = Setting(
         "DG_JIT_CACHE_LIMIT",

@@ -1,78 +1,37 @@
-"""From a rendered source to a cubin: memory -> disk -> locks -> compile -> publish."""
+"""From a rendered source to a cubin: memory -> packs -> disk -> locks -> compile -> publish."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from deep_gemm.errors import CompileError, DeepGemmError, InvalidInputError
+from deep_gemm.errors import CompileError, CompilerNotFoundError, DeepGemmError, InvalidInputError
+from deep_gemm.jit.binary import Binary, BuildRequest, of_entry, of_kernel
 from deep_gemm.jit.cache import limit
 from deep_gemm.jit.cache.disk import DiskCache
-from deep_gemm.jit.cache.entry import META, SOURCE, Address, Entry
+from deep_gemm.jit.cache.entry import META, Address
 from deep_gemm.jit.cache.memory import MemoryCache
+from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
-from deep_gemm.jit.compilers.base import Compiled, Compiler
+from deep_gemm.jit.compilers.base import Compiled, Compiler, common_flags
 from deep_gemm.jit.compilers.find import choose
 from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
-from deep_gemm.jit.key import build_key
-from deep_gemm.jit.resources import Resources
+from deep_gemm.jit.key import build_key, source_key
+from deep_gemm.jit.refusal import forbidden
 from deep_gemm.log import log, say, warn_once
 from deep_gemm.settings import settings
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
-_ARCH = re.compile(r"sm_\d{2,3}[af]?")
-HITS = ("memory", "disk")
+HITS = ("memory", "pack", "disk")
 ERRORS = ("failed", "forbidden", "unstored", "corrupted", "unusable", "lock_timeout")
-
-
-@dataclass(frozen=True)
-class BuildRequest:
-    """One kernel to build.
-
-    `name` is its extern "C" symbol and part of a directory's name, `arch` a target such as "sm_90a", `meta` JSON that
-    is stored beside the cubin and is no part of its identity. Raises InvalidInputError.
-    """
-
-    name: str
-    source: str
-    arch: str
-    meta: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InvalidInputError(f"name must be a C identifier of at most 160 characters, but it is {self.name!r}.")
-        if not _ARCH.fullmatch(self.arch):
-            raise InvalidInputError(f'arch must be a target such as "sm_90a", but it is {self.arch!r}.')
-
-
-@dataclass(frozen=True)
-class Binary:
-    """A compiled kernel. `layer` tells where it came from: "memory", "disk" or "compiled".
-
-    `seconds` has "lookup" (of this build call until the binary was found, or found missing) and, from when it was
-    compiled, "compile" and, where known, "ptxas". `source_path` is None where the source could not be stored.
-    """
-
-    name: str
-    key: str
-    arch: str
-    cubin: bytes
-    resources: Resources
-    source_path: str | None
-    layer: str
-    compiler: str
-    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -83,6 +42,7 @@ class _Plan:
     compiler: Compiler
     flags: tuple[str, ...]
     key: str
+    source_key: str
     disk: DiskCache | None
     # Entries are looked up under each driver in turn and written under the first.
     addresses: tuple[Address, ...]
@@ -97,7 +57,9 @@ class Builder:
     """Builds each key once: once a thread asks, the others wait for it; processes wait for each other likewise.
 
     `root`, `compiler` and `include_dir` default to what the settings say at each call. `lock_limit` is how many seconds
-    another process may take for a key before it is compiled here too. All methods are safe from several threads.
+    another process may take for a key before it is compiled here too. `packs` are those of the settings and of
+    installed packages unless given, and none for a builder that is given its compiler. All methods are safe from
+    several threads.
     """
 
     def __init__(
@@ -106,11 +68,13 @@ class Builder:
         compiler: Compiler | None = None,
         include_dir: Path | None = None,
         lock_limit: float = 60.0,
+        packs: Packs | None = None,
     ) -> None:
         self._root = root.absolute() if root is not None else None
         self._compiler = compiler
         self._include_dir = include_dir
         self.lock_limit = lock_limit
+        self.packs = packs or Packs(None if compiler is None else ())
         self._memory: MemoryCache[Binary] = MemoryCache()
         self._disks: dict[tuple[Path, bool], DiskCache] = {}
         self._lock = ForkLock()
@@ -122,8 +86,8 @@ class Builder:
         """Counts of this process, and "compile_seconds" of what compiled. A forked child starts from zero, so that
         the numbers of a service's workers may be added up.
 
-        Found in "memory" or on "disk"; "misses", which are "compiled", "failed" or "forbidden"; compiled but
-        "unstored"; misses for which there was an entry but a "corrupted" one; misses with an "unusable" directory;
+        Found in "memory", in a "pack" or on "disk"; "misses", which are "compiled", "failed" or "forbidden"; compiled
+        but "unstored"; misses for which there was an entry but a "corrupted" one; misses with an "unusable" directory;
         "lock_timeout": compiled here after waiting in vain for another process. "evictions": entries that this process
         removed to keep DG_JIT_CACHE_LIMIT.
         """
@@ -143,12 +107,27 @@ class Builder:
             return self._disks.setdefault(key, DiskCache(*key))
 
     def key(self, request: BuildRequest) -> str:
-        """The identity of what `build` would return."""
+        """The identity of what `build` would compile. Raises CompilerNotFoundError."""
         return self._plan(request).key
 
+    def source_key(self, request: BuildRequest) -> str:
+        """The identity of what would be compiled, whatever the compiler."""
+        return source_key(
+            name=request.name,
+            source=request.source,
+            arch=request.arch,
+            flags=common_flags(),
+            include_dir=self._includes(),
+        )
+
     def lookup(self, request: BuildRequest) -> Binary | None:
-        """The binary if memory or disk has it; never compiles."""
-        plan = self._plan(request)
+        """The binary if memory, a pack or disk has it; never compiles. Raises CompilerNotFoundError for what is in no
+        pack, since on disk a kernel is of a compiler."""
+        start, source = time.perf_counter(), self.source_key(request)
+        packed = self._from_packs(request, source, start)
+        if packed is not None:
+            return self._checked(packed)
+        plan = self._plan(request, source, start)
         return self._checked(self._from_memory(plan) or self._from_disk(plan))
 
     def build(self, request: BuildRequest) -> Binary:
@@ -157,17 +136,28 @@ class Builder:
         Raises CompileError, also for what DG_JIT_PTXAS_CHECK refuses, and CompilerNotFoundError. No problem of the
         cache raises.
         """
-        plan = self._plan(request)
-        binary = self._from_memory(plan)
+        start, source = time.perf_counter(), self.source_key(request)
+        binary = self._from_packs(request, source, start)
         if binary is None:
-            with self._thread_lock(plan.memory_key):
-                binary = self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
+            try:
+                plan = self._plan(request, source, start)
+            except CompilerNotFoundError as error:
+                if not settings.forbid_compile:
+                    raise
+                self._count("misses")
+                self._count("forbidden")
+                raise forbidden(request, source, self.packs, str(error)) from error
+            binary = self._from_memory(plan)
+            if binary is None:
+                with self._thread_lock(plan.memory_key):
+                    binary = self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
         checked = self._checked(binary)
         assert checked is not None
         return checked
 
-    def _plan(self, request: BuildRequest) -> _Plan:
-        start = time.perf_counter()
+    def _plan(self, request: BuildRequest, source: str = "", start: float | None = None) -> _Plan:
+        """`source` is the source key and `start` when the call began, where these are known."""
+        start = time.perf_counter() if start is None else start
         compiler = self._compiler or choose()
         flags = compiler.flags(request.arch)
         key = build_key(
@@ -182,24 +172,39 @@ class Builder:
         release = driver_release()
         drivers = [f"{release[0]}.{release[1]}", "any"] if release else ["any"]
         addresses = tuple(Address(request.arch, cuda, driver, request.name, key) for driver in drivers)
-        return _Plan(request, compiler, flags, key, self.disk(), addresses, start)
+        source = source or self.source_key(request)
+        return _Plan(request, compiler, flags, key, source, self.disk(), addresses, start)
 
     def _includes(self) -> Path:
         return (self._include_dir or default_include_dir()).absolute()
 
+    def _from_packs(self, request: BuildRequest, source: str, start: float) -> Binary | None:
+        """From memory or a pack; no compiler is looked for."""
+        memory_key = (self.packs.setting, source)
+        if (known := self._remembered(memory_key, start)) is not None:
+            return known
+        found = self.packs.get(source, request.name, request.arch)
+        if found is None:
+            return None
+        self._count("pack")
+        return self._memory.put(memory_key, of_kernel(*found, start))
+
     def _from_memory(self, plan: _Plan) -> Binary | None:
-        binary = self._memory.get(plan.memory_key)
+        return self._remembered(plan.memory_key, plan.start)
+
+    def _remembered(self, memory_key: tuple[object, ...], start: float) -> Binary | None:
+        binary = self._memory.get(memory_key)
         if binary is None:
             return None
         self._count("memory")
-        return replace(binary, layer="memory", seconds={**binary.seconds, "lookup": time.perf_counter() - plan.start})
+        return replace(binary, layer="memory", seconds={**binary.seconds, "lookup": time.perf_counter() - start})
 
     def _from_disk(self, plan: _Plan) -> Binary | None:
         if plan.disk is None:
             return None
         for address in plan.addresses:
             entry = plan.disk.get(address)
-            binary = _from_entry(plan, entry) if entry else None
+            binary = of_entry(address, plan.source_key, entry, plan.start) if entry else None
             if binary is not None:
                 self._count("disk")
                 return self._memory.put(plan.memory_key, binary)
@@ -210,7 +215,10 @@ class Builder:
             # Before the lock, which would create files, and wait for a process that may never publish.
             self._missed(plan)
             self._count("forbidden")
-            raise CompileError(_forbidden(plan))
+            places = (
+                [str(plan.disk.directory(address)) for address in plan.addresses] if plan.disk else ["no directory"]
+            )
+            raise forbidden(plan.request, plan.source_key, self.packs, ", ".join(places), plan.key)
         if plan.disk is None:
             return self._compile(plan)
         start, allowed = time.perf_counter(), settings.cache_limit
@@ -260,6 +268,8 @@ class Builder:
             "compiled",
             plan.compiler.identity,
             {**compiled.seconds, "lookup": looked},
+            plan.source_key,
+            plan.addresses[0].cuda,
         )
         self._count("compiled", compiled.seconds.get("compile", 0.0))
         # Where even the source could not be stored, there is no use in trying the rest.
@@ -270,6 +280,7 @@ class Builder:
     def _publish(self, plan: _Plan, disk: DiskCache, compiled: Compiled) -> bool:
         meta = {
             "compiler": plan.compiler.identity,
+            "source_key": plan.source_key,
             "flags": list(plan.flags),
             "options": list(compiled.options),
             "resources": compiled.resources.to_json(),
@@ -322,30 +333,6 @@ class Builder:
 def default_builder() -> Builder:
     """The builder of this process; it follows the settings at each call."""
     return Builder()
-
-
-def _forbidden(plan: _Plan) -> str:
-    places = [str(plan.disk.directory(address)) for address in plan.addresses] if plan.disk else ["no directory"]
-    return (
-        f"DG_JIT_FORBID_COMPILE forbids compiling {plan.request.name} for {plan.request.arch} (key {plan.key}), which "
-        f"is neither in memory nor on disk ({', '.join(places)}). Run `deep-gemm precompile` for its shape with the "
-        "same cache directory and compiler, or unset DG_JIT_FORBID_COMPILE."
-    )
-
-
-def _from_entry(plan: _Plan, entry: Entry) -> Binary | None:
-    try:
-        resources = Resources.from_json(entry.meta["resources"])
-        seconds = {str(name): float(value) for name, value in entry.meta["seconds"].items()}
-        compiler = str(entry.meta["compiler"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = f"The cached kernel {entry.directory} lacks a field ({error!r}); it will be compiled again."
-        warn_once(f"cache-entry:{entry.directory}", message)
-        return None
-    seconds["lookup"] = time.perf_counter() - plan.start
-    source = str(entry.directory / SOURCE)
-    request = plan.request
-    return Binary(request.name, plan.key, request.arch, entry.cubin, resources, source, "disk", compiler, seconds)
 
 
 @contextlib.contextmanager

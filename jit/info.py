@@ -13,8 +13,9 @@ def cache_info(builder: Builder | None = None) -> dict[str, Any]:
     """The cache and what this process did with it, as plain JSON. Touches no GPU and creates nothing.
 
     root (None without a home directory), exists, writable, problem (why it cannot be used, or None), entries, bytes,
-    groups by arch, CUDA and driver; limits (None: none is kept); statistics as of `Builder.stats`. A kernel that is
-    loaded already is not looked up again, so its calls are no hits. limits' "bytes" is DG_JIT_CACHE_LIMIT, and
+    groups by arch, CUDA and driver; limits (None: none is kept); packs in the order in which they are asked, each with
+    path, by (who names it), kernels, bytes and problem (None: it is used); statistics as of `Builder.stats`. A kernel
+    that is loaded already is not looked up again, so its calls are no hits. limits' "bytes" is DG_JIT_CACHE_LIMIT, and
     statistics' "evictions" what this process removed to keep it. Raises SettingError for a setting that cannot be read.
 
     `builder` is that of this process unless given.
@@ -29,6 +30,7 @@ def cache_info(builder: Builder | None = None) -> dict[str, Any]:
             info["problem"] = (
                 f"user {os.geteuid()} cannot write to {disk.root}; set DG_JIT_CACHE_DIR to another directory"
             )
+    info["packs"] = [found.to_json() for found in builder.packs.found()]
     stats = builder.stats
     info["limits"] = {"bytes": settings.cache_limit, "entries": None, "lock_seconds": builder.lock_limit}
     info["statistics"] = {

@@ -2,20 +2,42 @@
 
 The key covers the rendered source, the content of every header that it reaches, the compiler's full build identity,
 the flags and the architecture. It holds no path and no time, so two install prefixes agree on it.
+
+The source key is the same without the compiler: what a kernel is, whoever compiled it. Packs are looked up by it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 # Raise it when the meaning of an entry changes, so that two versions of the package can share a root.
 SCHEMA = 1
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+# From the "#" on, which is searched for at memory's speed; what stands before it on its line is looked at afterwards.
+_INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
+# A file that changed this shortly ago may change again without another size or time: clocks of filesystems are coarse.
+_YOUNG_NS = 3_000_000_000
+_MAX_MEMO = 256
+
+_Signature = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """The headers that some includes lead to, and every file that was looked at for it; None for one that is absent."""
+
+    headers: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, _Signature | None], ...]
+
+
+_memo: dict[tuple[str, tuple[tuple[str, str], ...]], _Reached] = {}
 
 
 def build_key(
@@ -25,7 +47,18 @@ def build_key(
 
     `name` is the kernel's symbol, `compiler` an identity without a path, `flags` the options without paths.
     """
-    parts = ["deep_gemm", SCHEMA, name, arch, compiler, list(flags), source, headers(source, include_dir)]
+    return _digest(["deep_gemm", SCHEMA, name, arch, compiler, list(flags), source, headers(source, include_dir)])
+
+
+def source_key(*, name: str, source: str, arch: str, flags: Sequence[str], include_dir: Path | None) -> str:
+    """A hex digest of everything that decides what a kernel does: `build_key` without the compiler.
+
+    `flags` are those that every compiler is given.
+    """
+    return _digest(["deep_gemm source", SCHEMA, name, arch, list(flags), source, headers(source, include_dir)])
+
+
+def _digest(parts: Sequence[object]) -> str:
     text = json.dumps(parts, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
@@ -35,27 +68,65 @@ def headers(source: str, include_dir: Path | None) -> list[tuple[str, str]]:
 
     Conditional compilation is not evaluated: a header that might be included counts. One that is not in `include_dir`
     belongs to the toolkit, whose identity is in the key already, or does not exist, which the compiler will say.
+
+    What was found is remembered, and holds as long as no file that was looked at has changed.
     """
     if include_dir is None:
         return []
+    first = (str(include_dir), tuple(_includes(source, "")))
+    known = _memo.get(first)
+    if known is None or any(_signature(path) != seen for path, seen in known.files):
+        known, settled = _reach(*first)
+        if not settled:
+            _memo.pop(first, None)
+        else:
+            if len(_memo) >= _MAX_MEMO:
+                _memo.clear()
+            _memo[first] = known
+    return list(known.headers)
+
+
+def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached, bool]:
+    """What the includes `first` lead to, and whether that may be remembered."""
     found: dict[str, str] = {}
-    pending = _includes(source, "")
+    looked_at: dict[str, _Signature | None] = {}
+    pending = list(first)
+    now = time.time_ns()
     while pending:
         folder, name = pending.pop()
         for candidate in dict.fromkeys((f"{folder}{name}", name)):
             if candidate in found:
                 break
+            path = os.path.join(include_dir, candidate)
+            # Before it is read: a change between the two then shows as another signature.
+            looked_at[path] = _signature(path)
             try:
-                content = (include_dir / candidate).read_bytes()
-            except OSError:
+                content = Path(path).read_bytes()
+            except (OSError, ValueError):
                 continue
             found[candidate] = hashlib.sha256(content).hexdigest()
             # A quoted name is looked for beside the file that includes it, before the include path.
             parent = candidate.rpartition("/")[0]
             pending += _includes(content.decode("utf-8", "replace"), f"{parent}/" if parent else "")
             break
-    return sorted(found.items())
+    # A time in the future, by a clock that is not ours, says nothing of how young a file is.
+    settled = all(seen is None or max(seen[3:]) < now - _YOUNG_NS for seen in looked_at.values())
+    return _Reached(tuple(sorted(found.items())), tuple(looked_at.items())), settled
+
+
+def _signature(path: str) -> _Signature | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _includes(text: str, folder: str) -> list[tuple[str, str]]:
-    return [(folder if quoted else "", quoted or angled) for quoted, angled in _INCLUDE.findall(text)]
+    found = []
+    for match in _INCLUDE.finditer(text):
+        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        if not before.strip(" \t"):
+            quoted, angled = match.groups()
+            found.append((folder if quoted else "", quoted or angled))
+    return found

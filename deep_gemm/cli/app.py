@@ -10,7 +10,7 @@ from deep_gemm.errors import DeepGemmError
 
 COMMANDS = {
     "bench": "Time kernels side by side with cuBLASLt; host cost; compile and load times.",
-    "cache": "Show or clear the cache of compiled kernels.",
+    "cache": "Show, check, prune or clear the cache of compiled kernels; make packs of it, and merge.",
     "calibrate": "Measure a GPU and fit the model that chooses configs to it.",
     "demo": "Run the main job once: compile, check, time, and run again warm.",
     "doctor": "Say what was found: GPU, driver, compilers, cache, and what is used and why.",

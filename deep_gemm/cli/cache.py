@@ -1,15 +1,17 @@
-"""`deep-gemm cache`: what is stored, checking it, and removing it."""
+"""`deep-gemm cache`: what is stored, checking it, removing it, and moving it between machines."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 from deep_gemm.cli.console import console, size, table
-from deep_gemm.jit.cache import maintenance
+from deep_gemm.jit.cache import maintenance, transfer
+from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.root import default_root, root_problem
 from deep_gemm.jit.info import cache_info
@@ -25,13 +27,13 @@ def _disk() -> DiskCache:
 
 @click.group("cache")
 def command() -> None:
-    """Show, check, prune or clear the cache of compiled kernels (DG_JIT_CACHE_DIR, else ~/.deep_gemm)."""
+    """Show, check, prune, clear, pack or merge the cache of compiled kernels (DG_JIT_CACHE_DIR, else ~/.deep_gemm)."""
 
 
 @command.command("info")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(as_json: bool) -> None:
-    """Where the cache is, whether it can be used, and what is in it.
+    """Where the cache is, whether it can be used, and what is in it and in the packs in use.
 
     The JSON is what deep_gemm.cache_info() returns; its statistics are of this process, which has built nothing.
     """
@@ -47,6 +49,9 @@ def info(as_json: bool) -> None:
         columns = ["arch", "cuda", "driver", "kernels", "size"]
         rows = [[g["arch"], g["cuda"], g["driver"], g["entries"], size(g["bytes"])] for g in found["groups"]]
         out.print(table("", columns, rows))
+    for one in found["packs"]:
+        state = one["problem"] or f"{one['kernels']} kernels, {size(one['bytes'])}"
+        out.print(f"pack {one['path']} (named by {one['by']}): {state}", markup=False)
 
 
 @command.command("clear")
@@ -89,10 +94,17 @@ def _progress(what: str) -> Iterator[maintenance.Progress]:
 
 
 @command.command("verify")
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[PACK]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--delete", is_flag=True, help="Remove corrupted entries and leftovers, if nobody is using them.")
-def verify(as_json: bool, delete: bool) -> None:
-    """Check all entries as loading them would. Exits with 1 if some are corrupted, deleted or not."""
+def verify(paths: tuple[Path, ...], as_json: bool, delete: bool) -> None:
+    """Check all entries as loading them would, or every byte of the packs named. Exits with 1 if some are corrupted,
+    deleted or not."""
+    if paths:
+        if delete:
+            raise click.UsageError("--delete is for the cache directory; remove or build a bad pack again")
+        _verify_packs(paths, as_json)
+        return
     disk = _usable_disk()
     with _progress("verifying") as progress:
         found = maintenance.verify(disk, maintenance.selectable(), progress)
@@ -113,6 +125,96 @@ def verify(as_json: bool, delete: bool) -> None:
         if delete:
             _tell(removed, dry_run=False)
     if counts["corrupted"]:
+        raise SystemExit(1)
+
+
+def _verify_packs(paths: tuple[Path, ...], as_json: bool) -> None:
+    found: dict[str, list[str]] = {}
+    with _progress("verifying") as progress:
+        for done, path in enumerate(paths, 1):
+            found[str(path)] = packs.problems(path)
+            progress(done, len(paths))
+    if as_json:
+        click.echo(json.dumps([{"path": path, "problems": problems} for path, problems in found.items()], indent=2))
+    else:
+        for path, problems in found.items():
+            for problem in problems:
+                click.echo(f"corrupted: {path}: {problem}")
+            if not problems:
+                pack = packs.read(Path(path))
+                click.echo(f"{path}: {len(pack.kernels)} kernels, {size(pack.bytes)}, all sound")
+    if any(found.values()):
+        raise SystemExit(1)
+
+
+@command.command("pack")
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--from", "source", type=click.Path(path_type=Path, file_okay=False), help="A cache directory. [this one]"
+)
+@click.option("--arch", default="", help="Only kernels for this target, such as sm_90a.")
+@click.option("--name", default="*", metavar="GLOB", help="Only kernels whose name matches.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def pack(out: Path, source: Path | None, arch: str, name: str, as_json: bool) -> None:
+    """Write what the cache holds to the pack OUT, each entry verified before.
+
+    Of kernels that differ in their compiler alone, the newest compiler's is taken. Exits with 1 if an entry was
+    unsound.
+    """
+    disk = DiskCache(source.absolute(), settings.trust_cache_dir) if source is not None else _disk()
+    problem = root_problem(disk.root, disk.trust)
+    if problem is not None:
+        raise click.ClickException(problem)
+    with _progress("packing") as progress, _writing(out):
+        report = transfer.pack_disk(disk, out, arch, name, progress)
+    _tell_transfer(report, out, as_json)
+
+
+@command.command("merge")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SOURCE...")
+@click.option(
+    "--pack", "out", type=click.Path(path_type=Path, dir_okay=False), help="Join them into this pack instead."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def merge(sources: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+    """Copy the kernels of other cache directories and packs into the cache directory, each verified before.
+
+    Sound entries that are there already are kept. Exits with 1 if anything was unsound.
+    """
+    trust = settings.trust_cache_dir
+    if out is None:
+        disk = _usable_disk()
+        with _progress("merging") as progress:
+            report = transfer.merge(sources, disk, trust, progress)
+        _tell_transfer(report, disk.root, as_json)
+        return
+    with _progress("merging") as progress, _writing(out):
+        report = transfer.join(sources, out, trust, progress)
+    _tell_transfer(report, out, as_json)
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{out} cannot be written: {error}") from error
+
+
+def _tell_transfer(report: list[transfer.Item], target: Path, as_json: bool) -> None:
+    counts = {state: sum(item.state == state for item in report) for state in transfer.STATES}
+    if as_json:
+        whole = {"target": str(target), "counts": counts, "items": [item.to_json() for item in report]}
+        click.echo(json.dumps(whole, indent=2))
+    else:
+        for item in report:
+            if item.reason:
+                click.echo(f"{item.state}: {item.name or 'all'} of {item.origin}: {item.reason}")
+        told = [f"{count} {state}" for state, count in counts.items() if count or state == "taken"]
+        click.echo(f"{target}: {', '.join(told)}")
+        if not counts["taken"] + counts["same"]:
+            click.echo("nothing to take was found")
+    if counts["unsound"] or counts["failed"]:
         raise SystemExit(1)
 
 

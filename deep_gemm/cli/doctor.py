@@ -16,6 +16,7 @@ import click
 from deep_gemm import arch
 from deep_gemm.cli.console import console, size, table
 from deep_gemm.errors import SettingError, UnsupportedError
+from deep_gemm.jit.builder import default_builder
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.find import find_all
@@ -31,7 +32,8 @@ DISTRIBUTION = "deep-gemm-jit"
 def command(as_json: bool) -> None:
     """Say what was found: GPU, driver, compilers, cache, and what is used and why.
 
-    Ends with status 1 if kernels cannot be compiled here; a missing GPU is no problem for that.
+    Ends with status 1 if there are no kernels here: none can be compiled, and no pack holds any. A missing GPU is no
+    problem for that.
     """
     report = examine()
     if as_json:
@@ -51,6 +53,7 @@ def examine() -> dict[str, Any]:
         "compilers": _compilers(),
         "headers": {"path": str(include_dir()), "files": len(list(include_dir().glob("*.cuh")))},
         "cache": _cache(),
+        "packs": _packs(),
         "other_packages": _others(),
         "settings": _settings(),
     }
@@ -111,6 +114,13 @@ def _cache() -> dict[str, Any]:
     return {"root": None, "problem": problem, "writable": False}
 
 
+def _packs() -> list[dict[str, Any]]:
+    try:
+        return [found.to_json() for found in default_builder().packs.found()]
+    except SettingError:  # named among the problems
+        return []
+
+
 def _others() -> list[str]:
     """Other packages that provide, or could shadow, the import name."""
     home = Path(_home()).resolve()
@@ -135,8 +145,14 @@ def _settings() -> list[dict[str, Any]]:
 
 def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
     problems, notes = [], []
+    packed = sum(pack["kernels"] for pack in report["packs"])
+    if packed:
+        notes.append(f"No compiler is needed, and none is looked for, for the {packed} kernels that packs hold.")
+    notes += [f"The pack {pack['path']} is not used: {pack['problem']}." for pack in report["packs"] if pack["problem"]]
     if not any(compiler["chosen"] for compiler in report["compilers"]):
-        problems.append("No compiler can be used: see the reasons above.")
+        (notes if packed else problems).append(
+            "No compiler can be used: see the reasons above." + (" Other kernels cannot be built." if packed else "")
+        )
     if not report["headers"]["files"]:
         problems.append(f"The device headers are missing from {report['headers']['path']}: install the package again.")
     if report["other_packages"]:
@@ -165,6 +181,9 @@ def _print(report: dict[str, Any]) -> None:
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"
         out.print(f"cache      {cache['root']}: {state}, {cache.get('entries', 0)} kernels", markup=False)
+    for pack in report["packs"]:
+        state = pack["problem"] or f"{pack['kernels']} kernels, {size(pack['bytes'])}"
+        out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}", markup=False)
     for entry in report["settings"]:
         out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})", markup=False)
     rows = [
@@ -177,4 +196,6 @@ def _print(report: dict[str, Any]) -> None:
     for problem in report["problems"]:
         out.print(f"problem: {problem}", markup=False)
     if not report["problems"]:
-        out.print("Kernels can be compiled here." + (" And run." if any(g["arch"] for g in report["gpus"]) else ""))
+        compiles = any(compiler["chosen"] for compiler in report["compilers"])
+        runs = " And run." if any(gpu["arch"] for gpu in report["gpus"]) else ""
+        out.print(f"Kernels can be {'compiled' if compiles else 'taken from packs'} here.{runs}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from deep_gemm import ahead, workload
-from deep_gemm.cli.console import console, duration, table
+from deep_gemm.cli.console import console, duration, size, table
 
 
 @click.command("precompile")
@@ -18,6 +18,9 @@ from deep_gemm.cli.console import console, duration, table
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1), help="SMs that calls may use. [all]")
 @click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at once. [CPUs]")
+@click.option(
+    "--pack", "pack", type=click.Path(path_type=Path, dir_okay=False), help="Write them all to this pack too."
+)
 def command(
     texts: tuple[str, ...],
     path: Path | None,
@@ -26,10 +29,12 @@ def command(
     arch: str,
     num_sms: int | None,
     jobs: int | None,
+    pack: Path | None,
 ) -> None:
     """Compile the kernels that a model or given shapes will use, into the cache.
 
-    Ends with status 1 if any kernel failed. A later process finds the kernels on disk.
+    Ends with status 1 if any kernel failed; then no pack is written. A later process finds the kernels on disk, and a
+    machine without a compiler in a pack that DG_JIT_PRECOMPILED names.
     """
     ms = workload.parse_sizes(m_text) if m_text else list(workload.DEFAULT_M)
     shapes = [shape for text in texts for shape in workload.parse_shape(text, ms)]
@@ -75,4 +80,11 @@ def command(
         f"in {duration(summary.seconds * 1e6)}"
     )
     if failed:
+        if pack is not None:
+            out.print(
+                f"{pack} was not written: a pack that lacks some kernels would look like a whole one", markup=False
+            )
         raise SystemExit(1)
+    if pack is not None:
+        held = ahead.pack(summary, pack)
+        out.print(f"{pack}: {len(held)} kernels, {size(pack.stat().st_size)}", markup=False)

@@ -30,6 +30,18 @@ class Compiled:
     options: tuple[str, ...] = ()
 
 
+def common_flags() -> tuple[str, ...]:
+    """The options that all compilers are given alike, by today's settings: what a kernel means, and how it may be
+    debugged, whoever compiles it."""
+    flags = ["-std=c++17"]
+    if settings.lineinfo:
+        flags.append("-lineinfo")
+    if settings.debug:
+        # Device code then bounds its barrier waits and traps where it would hang.
+        flags.append("-DDG_DEBUG=1")
+    return tuple(flags)
+
+
 class Compiler(ABC):
     """One installed compiler.
 
@@ -48,13 +60,7 @@ class Compiler(ABC):
 
     def flags(self, arch: str) -> tuple[str, ...]:
         """The options that decide the binary, by today's settings, without paths: they enter the key."""
-        flags = [*self.arch_flags(arch), "-std=c++17"]
-        if settings.lineinfo:
-            flags.append("-lineinfo")
-        if settings.debug:
-            # Device code then bounds its barrier waits and traps where it would hang.
-            flags.append("-DDG_DEBUG=1")
-        return tuple(flags)
+        return (*self.arch_flags(arch), *common_flags())
 
     @abstractmethod
     def arch_flags(self, arch: str) -> tuple[str, ...]:

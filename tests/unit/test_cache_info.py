@@ -21,14 +21,14 @@ def test_hits_by_layer_misses_and_seconds(tmp_path: Path) -> None:
     first.build(request())
     first.build(request())
     found = cache_info(first)["statistics"]
-    assert found["hits"] == {"memory": 1, "disk": 0}
+    assert found["hits"] == {"memory": 1, "pack": 0, "disk": 0}
     assert (found["misses"], found["compilations"], found["compile_seconds"]) == (1, 1, 0.01)
     assert not any(found["errors"].values())
 
     second = builder(tmp_path / "root")
     second.build(request())
     found = cache_info(second)["statistics"]
-    assert (found["hits"], found["misses"]) == ({"memory": 0, "disk": 1}, 0)
+    assert (found["hits"], found["misses"]) == ({"memory": 0, "pack": 0, "disk": 1}, 0)
 
 
 def test_errors_by_kind(tmp_path: Path) -> None:

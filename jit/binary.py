@@ -1,0 +1,106 @@
+"""What a builder is asked for, and what it returns, whichever layer had it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
+from deep_gemm.jit.cache.pack import Kernel
+from deep_gemm.jit.resources import Resources
+from deep_gemm.log import warn_once
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """One kernel to build.
+
+    `name` is its extern "C" symbol and part of a directory's name, `arch` a target such as "sm_90a", `meta` JSON that
+    is stored beside the cubin and is no part of its identity. Raises InvalidInputError.
+    """
+
+    name: str
+    source: str
+    arch: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidInputError(f"name must be a C identifier of at most 160 characters, but it is {self.name!r}.")
+        if not _ARCH.fullmatch(self.arch):
+            raise InvalidInputError(f'arch must be a target such as "sm_90a", but it is {self.arch!r}.')
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel. `layer` tells where it came from: "memory", "pack", "disk" or "compiled".
+
+    `key` is its identity, compiler included, `source_key` that of what was compiled, `cuda` the toolkit's version such
+    as "12.9". `seconds` has "lookup" (of this build call until the binary was found, or found missing) and, from when
+    it was compiled, "compile" and, where known, "ptxas". `source_path` is None where the source could not be stored,
+    and for a kernel of a pack, which keeps it inside.
+    """
+
+    name: str
+    key: str
+    arch: str
+    cubin: bytes
+    resources: Resources
+    source_path: str | None
+    layer: str
+    compiler: str
+    seconds: Mapping[str, float]
+    source_key: str
+    cuda: str
+
+
+def of_kernel(kernel: Kernel, cubin: bytes, start: float) -> Binary:
+    """A kernel of a pack; `start` is when the lookup began."""
+    seconds = {**kernel.seconds, "lookup": time.perf_counter() - start}
+    return Binary(
+        kernel.name,
+        kernel.key,
+        kernel.arch,
+        cubin,
+        kernel.resources,
+        None,
+        "pack",
+        kernel.compiler,
+        seconds,
+        kernel.source_key,
+        kernel.cuda,
+    )
+
+
+def of_entry(address: Address, source_key: str, entry: Entry, start: float) -> Binary | None:
+    """An entry of the disk cache; None, with a warning, for one that lacks a field. `start` as for `of_kernel`."""
+    try:
+        resources = Resources.from_json(entry.meta["resources"])
+        seconds = {str(name): float(value) for name, value in entry.meta["seconds"].items()}
+        compiler = str(entry.meta["compiler"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        message = f"The cached kernel {entry.directory} lacks a field ({error!r}); it will be compiled again."
+        warn_once(f"cache-entry:{entry.directory}", message)
+        return None
+    seconds["lookup"] = time.perf_counter() - start
+    source = str(entry.directory / SOURCE)
+    return Binary(
+        address.name,
+        address.key,
+        address.arch,
+        entry.cubin,
+        resources,
+        source,
+        "disk",
+        compiler,
+        seconds,
+        source_key,
+        address.cuda,
+    )

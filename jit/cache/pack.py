@@ -1,0 +1,394 @@
+"""A pack: many compiled kernels in one file that can be shipped, an uncompressed tar of exactly one shape.
+
+    manifest.json           what is in it, and of each kernel what it is and the SHA-256 of its files
+    manifest.json.sha256    as `sha256sum` writes it
+    <source key>.cubin, <source key>.cu       of each kernel, in the manifest's order
+
+The manifest and the shape say where each byte lies, so that reading needs no walk over the members; and every header
+must be what this module would write. A link, a path, or a member more than those is therefore no pack. Nothing is ever
+unpacked: a cubin is read, checked, and used from memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import stat
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.jit.cache import files
+from deep_gemm.jit.key import SCHEMA
+from deep_gemm.jit.resources import Resources
+
+SUFFIX = ".dgpack"
+FORMAT = 1
+MANIFEST = "manifest.json"
+_SUMS = f"{MANIFEST}.sha256"
+_DISTRIBUTION = "deep-gemm-jit"
+_MAX_MANIFEST = 1 << 25
+_MAX_FILE = 1 << 30
+_BLOCK = tarfile.BLOCKSIZE
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+_KEY = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel as a manifest describes it. `cuda` is the toolkit's version such as "12.9", `key` the one with the
+    compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON."""
+
+    name: str
+    arch: str
+    source_key: str
+    key: str
+    cuda: str
+    compiler: str
+    cubin_bytes: int
+    cubin_sha256: str
+    source_bytes: int
+    source_sha256: str
+    resources: Resources
+    seconds: Mapping[str, float] = field(hash=False)
+    meta: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def toolkit(self) -> tuple[int, int]:
+        """`cuda` as numbers, to compare."""
+        major, minor = self.cuda.split(".")
+        return int(major), int(minor)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in (*_TEXTS, *_SIZES)},
+            "resources": self.resources.to_json(),
+            "seconds": dict(self.seconds),
+            "meta": dict(self.meta),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Kernel:
+        """Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for what `to_json` did not write."""
+        texts = {name: data[name] for name in _TEXTS}
+        for name, pattern in _TEXTS.items():
+            if not isinstance(texts[name], str) or not pattern.fullmatch(texts[name]):
+                raise ValueError(f"{name} of a kernel is {str(texts[name])[:80]!r}")
+        sizes = {name: data[name] for name in _SIZES}
+        for name, value in sizes.items():
+            if type(value) is not int or not 0 <= value <= _MAX_FILE:
+                raise ValueError(f"{name} of {texts['name']} is {str(value)[:80]!r}")
+        if not isinstance(data["meta"], dict):
+            raise ValueError(f"meta of {texts['name']} is no object")
+        seconds = {str(name): float(value) for name, value in data["seconds"].items()}
+        return cls(
+            **texts, **sizes, resources=Resources.from_json(data["resources"]), seconds=seconds, meta=data["meta"]
+        )
+
+
+_TEXTS = {
+    "name": _NAME,
+    "arch": _ARCH,
+    "source_key": _KEY,
+    "key": _KEY,
+    "cuda": _VERSION,
+    "compiler": re.compile(r"[ -~]{1,200}"),
+    "cubin_sha256": _SHA256,
+    "source_sha256": _SHA256,
+}
+_SIZES = ("cubin_bytes", "source_bytes")
+
+
+@dataclass(frozen=True)
+class Packable:
+    """A kernel with its bytes: `cubin`, and `source` as it was rendered."""
+
+    kernel: Kernel
+    cubin: bytes
+    source: bytes
+
+
+def packable(
+    *,
+    name: str,
+    arch: str,
+    source_key: str,
+    key: str,
+    cuda: str,
+    compiler: str,
+    cubin: bytes,
+    source: bytes,
+    resources: Resources,
+    seconds: Mapping[str, float],
+    meta: Mapping[str, Any],
+) -> Packable:
+    """What a pack can hold. Raises ValueError for a field that no manifest may have, and for what is not plain JSON."""
+    kernel = Kernel(
+        name=name,
+        arch=arch,
+        source_key=source_key,
+        key=key,
+        cuda=cuda,
+        compiler=compiler,
+        cubin_bytes=len(cubin),
+        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
+        source_bytes=len(source),
+        source_sha256=hashlib.sha256(source).hexdigest(),
+        resources=resources,
+        seconds=seconds,
+        meta=meta,
+    )
+    try:
+        if not cubin:
+            raise ValueError("its cubin is empty")
+        kernel = Kernel.from_json(json.loads(json.dumps(kernel.to_json(), allow_nan=False)))
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be described as JSON: {error!r}") from error
+    return Packable(kernel, cubin, source)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack whose manifest was read and found whole. Its cubins are checked when they are read.
+
+    `version` is of the package that wrote it; `kernels` are by source key.
+    """
+
+    path: Path
+    version: str
+    kernels: Mapping[str, Kernel]
+    offsets: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Of all cubins."""
+        return sum(kernel.cubin_bytes for kernel in self.kernels.values())
+
+    def cubin(self, source_key: str) -> bytes:
+        """The verified cubin. Raises OSError or ValueError; KeyError for a kernel that is not in this pack."""
+        kernel = self.kernels[source_key]
+        return self._member(f"{source_key}.cubin", self.offsets[source_key], kernel.cubin_bytes, kernel.cubin_sha256)
+
+    def source(self, source_key: str) -> bytes:
+        """The verified source. Raises as `cubin` does."""
+        kernel = self.kernels[source_key]
+        offset = self.offsets[source_key] + _BLOCK + _padded(kernel.cubin_bytes)
+        return self._member(f"{source_key}.cu", offset, kernel.source_bytes, kernel.source_sha256)
+
+    def packable(self, source_key: str) -> Packable:
+        """The kernel with its verified bytes. Raises as `cubin` does."""
+        return Packable(self.kernels[source_key], self.cubin(source_key), self.source(source_key))
+
+    def _member(self, name: str, offset: int, size: int, sha256: str) -> bytes:
+        # Opened anew each time: a descriptor that is kept may be another file's, in a child that closed all it had.
+        descriptor = _open(self.path)
+        try:
+            data = os.pread(descriptor, _BLOCK + size, offset)
+        finally:
+            os.close(descriptor)
+        if data[:_BLOCK] != _header(name, size):
+            raise ValueError(f"{name} is not where the manifest says")
+        content = data[_BLOCK:]
+        if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
+            raise ValueError(f"the SHA-256 of {name} does not match")
+        return content
+
+
+def read(path: Path) -> Pack:
+    """The pack at `path`. Raises OSError or ValueError, whose text is the reason, if there is none or it is not whole.
+
+    Of the kernels, where they lie is known then, and that none is missing; their bytes are read when they are used.
+    """
+    descriptor = _open(path)
+    try:
+        total = os.fstat(descriptor).st_size
+        text, start = _manifest(descriptor, total)
+    finally:
+        os.close(descriptor)
+    try:
+        body = json.loads(text)
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            found = body.get("format") if isinstance(body, dict) else None
+            raise ValueError(f"its format is {str(found)[:80]}, and this version reads {FORMAT}")
+        if body.get("schema") != SCHEMA:
+            raise ValueError(f"its keys are of schema {str(body.get('schema'))[:80]}, and those here are of {SCHEMA}")
+        version = str(body["version"])
+        listed = [Kernel.from_json(item) for item in body["kernels"]]
+    except RecursionError as error:
+        raise ValueError(f"{MANIFEST} is nested too deeply") from error
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{MANIFEST} lacks a field or has a wrong one ({error!r})") from error
+    kernels = {kernel.source_key: kernel for kernel in listed}
+    if len(kernels) != len(listed):
+        raise ValueError(f"{MANIFEST} lists a kernel twice")
+    offsets = {}
+    for kernel in listed:
+        offsets[kernel.source_key] = start
+        start += 2 * _BLOCK + _padded(kernel.cubin_bytes) + _padded(kernel.source_bytes)
+    if _ended(start) != total:
+        raise ValueError(f"it has {total} bytes, and {MANIFEST} describes {_ended(start)}")
+    return Pack(path, version, kernels, offsets)
+
+
+def problems(path: Path) -> list[str]:
+    """What is wrong with any byte of the pack at `path`, as sentences; empty if it is whole."""
+    try:
+        pack = read(path)
+        descriptor = _open(path)
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    found = []
+    for source_key, kernel in pack.kernels.items():
+        try:
+            pack.packable(source_key)
+        except (OSError, ValueError) as error:
+            found.append(f"{kernel.name}: {error}")
+    # What lies between is zero; a bit set there is a sign that others are, too.
+    end = _BLOCK
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            for size in _sizes(pack, file.fileno()):
+                file.seek(end + size)
+                gap = file.read(_padded(size) - size)
+                end += _padded(size) + _BLOCK
+                if any(gap):
+                    found.append(f"there is something after byte {end - _BLOCK - len(gap)}, where nothing belongs")
+            file.seek(end - _BLOCK)
+            if any(file.read()):
+                found.append("there is something after its last member")
+        except OSError as error:
+            found.append(str(error))
+    return found
+
+
+def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
+    """Write a pack, whole or not at all, and return what it holds. The same kernels give the same bytes.
+
+    Of two with one source key the first is kept. Raises OSError, and ValueError if there are too many kernels for one
+    manifest.
+    """
+    chosen: dict[str, Packable] = {}
+    for item in contents:
+        chosen.setdefault(item.kernel.source_key, item)
+    order = sorted(chosen.values(), key=lambda item: (item.kernel.arch, item.kernel.name, item.kernel.source_key))
+    listed = [item.kernel for item in order]
+    text = _encode(listed)
+    if len(text) > _MAX_MANIFEST:
+        raise ValueError(f"{len(listed)} kernels are too many for one pack: write several")
+    digest = hashlib.sha256(text).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            members = [(MANIFEST, text), (_SUMS, _sums(digest))]
+            for item in order:
+                members += [(f"{item.kernel.source_key}.cubin", item.cubin)]
+                members += [(f"{item.kernel.source_key}.cu", item.source)]
+            for name, content in members:
+                file.write(_header(name, len(content)))
+                file.write(content + bytes(_padded(len(content)) - len(content)))
+            file.write(bytes(_ended(file.tell()) - file.tell()))
+            file.flush()
+            # A pack is made to be read by others, unlike an entry of the cache.
+            os.fchmod(descriptor, 0o644)
+            os.fsync(descriptor)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+    files.sync_directory(path.parent)
+    return listed
+
+
+def _encode(listed: list[Kernel]) -> bytes:
+    body = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "version": _version(),
+        "arches": sorted({kernel.arch for kernel in listed}),
+        "toolkits": sorted({kernel.cuda for kernel in listed}),
+        "compilers": sorted({kernel.compiler for kernel in listed}),
+        "kernels": [kernel.to_json() for kernel in listed],
+    }
+    return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def _version() -> str:
+    """Of this package, for people to read: what a pack can serve, its keys decide."""
+    try:
+        return importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:  # a copy of the sources that nobody installed
+        return "unknown"
+
+
+def _manifest(descriptor: int, total: int) -> tuple[bytes, int]:
+    """The manifest's bytes, checked, and where the first kernel begins."""
+    size = _size(os.pread(descriptor, _BLOCK, 0))
+    if size > min(_MAX_MANIFEST, total):
+        raise ValueError(f"{MANIFEST} is said to have {size} bytes, of {total} in all and {_MAX_MANIFEST} at most")
+    text = os.pread(descriptor, size, _BLOCK)
+    expected = _sums(hashlib.sha256(text).hexdigest())
+    at = _BLOCK + _padded(size)
+    if (
+        len(text) != size
+        or os.pread(descriptor, _BLOCK + len(expected), at) != _header(_SUMS, len(expected)) + expected
+    ):
+        raise ValueError(f"the SHA-256 of {MANIFEST} does not match")
+    return text, at + _BLOCK + _padded(len(expected))
+
+
+def _size(block: bytes) -> int:
+    """The manifest's size, from the first header of a file, which must be that of a pack."""
+    try:
+        size = tarfile.TarInfo.frombuf(block, "ascii", "strict").size
+        if size >= 0 and block == _header(MANIFEST, size):
+            return size
+    except (tarfile.HeaderError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"it does not begin with the {MANIFEST} of a pack")
+
+
+def _sizes(pack: Pack, descriptor: int) -> list[int]:
+    """The sizes of all members in their order."""
+    manifest = _size(os.pread(descriptor, _BLOCK, 0))
+    kernels = [size for kernel in pack.kernels.values() for size in (kernel.cubin_bytes, kernel.source_bytes)]
+    return [manifest, len(_sums("0" * 64)), *kernels]
+
+
+def _sums(digest: str) -> bytes:
+    return f"{digest}  {MANIFEST}\n".encode()
+
+
+def _header(name: str, size: int) -> bytes:
+    """The one header that a member of this name and size has: a regular file of nobody, at time 0."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    info.mode = 0o644
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _ended(size: int) -> int:
+    """The size of an archive whose members take `size` bytes: two empty blocks, and whole records."""
+    return -(-(size + 2 * _BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+
+
+def _open(path: Path) -> int:
+    # O_NONBLOCK: a FIFO in place of the file must not block us.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return descriptor

@@ -1,0 +1,176 @@
+"""The read-only layer before the disk: packs that a setting names, and those that installed packages announce."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.jit.cache import pack as packs
+from deep_gemm.jit.cache.pack import Kernel, Pack
+from deep_gemm.jit.driver.version import driver_release
+from deep_gemm.jit.forking import ForkLock
+from deep_gemm.log import warn_once
+from deep_gemm.settings import settings
+
+GROUP = "deep_gemm.packs"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A pack that somebody names: `by` a setting's variable or "package X". One that is not used has no `pack`, and a
+    `problem`, which is the reason."""
+
+    path: Path
+    by: str
+    pack: Pack | None = None
+    problem: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """path, by, kernels, bytes (of cubins), and problem or None."""
+        kernels, size = (len(self.pack.kernels), self.pack.bytes) if self.pack is not None else (0, 0)
+        return {"path": str(self.path), "by": self.by, "kernels": kernels, "bytes": size, "problem": self.problem}
+
+
+@dataclass(frozen=True)
+class _Index:
+    found: tuple[Found, ...]
+    # In the order of the packs: the first that can serve does.
+    kernels: dict[str, list[tuple[Found, Kernel]]]
+
+
+class Packs:
+    """The packs of this process, or just those in `paths` (files, or directories of *.dgpack).
+
+    They are looked for at the first need, and again when the setting has changed. No method raises for a pack: one that
+    cannot be used is warned of, once. All methods are safe from several threads.
+    """
+
+    def __init__(self, paths: Sequence[Path] | None = None) -> None:
+        self._paths = tuple(paths) if paths is not None else None
+        self._indices: dict[tuple[object, ...], _Index] = {}
+        self._lock = ForkLock()
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What decides, today, which packs there are."""
+        paths = self._paths if self._paths is not None else settings.precompiled
+        return (paths, settings.trust_cache_dir)
+
+    def found(self) -> tuple[Found, ...]:
+        """Every pack that is named, whether it is used or not, in the order in which they are asked."""
+        return self._index().found
+
+    def get(self, source_key: str, name: str, arch: str) -> tuple[Kernel, bytes] | None:
+        """The first kernel of this key that the driver here can load, with its verified cubin, or None."""
+        for found, kernel in self._index().kernels.get(source_key, ()):
+            if found.pack is None or (kernel.name, kernel.arch) != (name, arch):
+                continue
+            release = driver_release()
+            if release is not None and kernel.toolkit[0] > release[0]:
+                message = (
+                    f"The pack {found.path} holds kernels of CUDA {kernel.cuda}, which the driver here, of CUDA "
+                    f"{release[0]}.{release[1]}, cannot load; they are not used."
+                )
+                warn_once(f"pack-driver:{found.path}", message)
+                continue
+            try:
+                return kernel, found.pack.cubin(source_key)
+            except (OSError, ValueError) as error:
+                message = f"The kernel {name} in the pack {found.path} is not used: {error}."
+                warn_once(f"pack-kernel:{found.path}:{source_key}", message)
+        return None
+
+    def _index(self) -> _Index:
+        setting = self.setting
+        index = self._indices.get(setting)
+        if index is None:
+            with self._lock:
+                index = self._indices.get(setting)
+                if index is None:
+                    index = self._indices[setting] = _look(self._paths)
+        return index
+
+
+def _look(paths: Sequence[Path] | None) -> _Index:
+    named = [(path, "its caller") for path in paths or ()]
+    if paths is None:
+        named = [(path, "DG_JIT_PRECOMPILED") for path in settings.precompiled] + list(_announced())
+    found: dict[str, Found] = {}
+    for path, by in named:
+        for one in _open_all(Path(os.path.abspath(path)), by):
+            found.setdefault(os.path.realpath(one.path), one)
+    kernels: dict[str, list[tuple[Found, Kernel]]] = {}
+    for one in found.values():
+        if one.problem is not None:
+            warn_once(f"pack:{one.path}", f"The pack {one.path} (named by {one.by}) is not used: {one.problem}.")
+        for source_key, kernel in one.pack.kernels.items() if one.pack is not None else ():
+            kernels.setdefault(source_key, []).append((one, kernel))
+    return _Index(tuple(found.values()), kernels)
+
+
+def _open_all(path: Path, by: str) -> Iterator[Found]:
+    try:
+        files = sorted(path.glob(f"*{packs.SUFFIX}")) if path.is_dir() else [path]
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise ValueError("this directory cannot be read")
+        if not files:
+            raise ValueError(f"this directory holds no *{packs.SUFFIX}")
+    except (OSError, ValueError) as error:
+        yield Found(path, by, problem=str(error))
+        return
+    for file in files:
+        problem = danger(file, settings.trust_cache_dir)
+        if problem is not None:
+            yield Found(file, by, problem=problem)
+            continue
+        try:
+            yield Found(file, by, packs.read(file))
+        except (OSError, ValueError) as error:
+            yield Found(file, by, problem=str(error).rstrip("."))
+
+
+def danger(path: Path, trust: bool) -> str | None:
+    """Why a pack must not be used: a cubin is code, and here anybody could change it. None if that is not so."""
+    if trust:
+        return None
+    advice = "or set DG_JIT_TRUST_CACHE_DIR=1 if you trust everybody on this machine"
+    try:
+        if os.stat(path).st_mode & stat.S_IWOTH:
+            return f"any user can write to it; run `chmod o-w` on it, {advice}"
+        # Where it is a link, both the link and the file could be put elsewhere.
+        for folder in dict.fromkeys((os.path.dirname(path), os.path.dirname(os.path.realpath(path)))):
+            mode = os.stat(folder).st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return f"any user can replace it, since any can write to {folder}; run `chmod o-w` on that, {advice}"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _announced() -> Iterator[tuple[Path, str]]:
+    """The directories of the packages that installed distributions announce, in the order of their names."""
+    try:
+        points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    except Exception as error:  # whatever is wrong with another distribution's metadata
+        warn_once(
+            "pack-announced", f"Packs of installed packages are not used: their metadata cannot be read ({error!r})."
+        )
+        return
+    for point in points:
+        try:
+            # Finding a package runs none of its code, unless it lies inside another.
+            spec = importlib.util.find_spec(point.module)
+            if spec is None or not spec.submodule_search_locations:
+                raise ValueError("there is no such package")
+        except Exception as error:  # whatever importing the package around it raises
+            message = f'The packs of "{point.value}", announced as {point.name}, are not used: {error!r}.'
+            warn_once(f"pack-announced:{point.name}", message)
+            continue
+        for folder in spec.submodule_search_locations:
+            yield Path(folder), f"package {point.module}"
