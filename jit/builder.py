@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.errors import CompileError, DeepGemmError, InvalidInputError
+from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META, SOURCE, Address, Entry
 from deep_gemm.jit.cache.memory import MemoryCache
@@ -26,6 +26,7 @@ from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
 from deep_gemm.jit.key import build_key
 from deep_gemm.jit.resources import Resources
+from deep_gemm.jit.source import source_file
 from deep_gemm.log import log, say, warn_once
 from deep_gemm.settings import settings
 
@@ -53,25 +54,6 @@ class BuildRequest:
             raise InvalidInputError(f"name must be a C identifier of at most 160 characters, but it is {self.name!r}.")
         if not _ARCH.fullmatch(self.arch):
             raise InvalidInputError(f'arch must be a target such as "sm_90a", but it is {self.arch!r}.')
-
-
-@dataclass(frozen=True)
-class Binary:
-    """A compiled kernel. `layer` tells where it came from: "memory", "disk" or "compiled".
-
-    `seconds` has "lookup" (of this build call until the binary was found, or found missing) and, from when it was
-    compiled, "compile" and, where known, "ptxas". `source_path` is None where the source could not be stored.
-    """
-
-    name: str
-    key: str
-    arch: str
-    cubin: bytes
-    resources: Resources
-    source_path: str | None
-    layer: str
-    compiler: str
-    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -121,9 +103,9 @@ class Builder:
         """Counts of this process, and "compile_seconds" of what compiled. A forked child starts from zero, so that
         the numbers of a service's workers may be added up.
 
-        Found in "memory" or on "disk"; "misses", which are "compiled", "failed" or "forbidden"; compiled but
-        "unstored"; misses for which there was an entry but a "corrupted" one; misses with an "unusable" directory;
-        "lock_timeout": compiled here after waiting in vain for another process.
+        Found in "memory" or on "disk"; "adopted" from another process; "misses", which are "compiled", "failed" or
+        "forbidden"; compiled or adopted but "unstored"; misses for which there was an entry but a "corrupted" one;
+        misses with an "unusable" directory; "lock_timeout": compiled here after waiting in vain for another process.
         """
         with self._lock:
             self._own_counts()
@@ -161,6 +143,22 @@ class Builder:
             with self._thread_lock(plan.memory_key):
                 binary = self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
         checked = self._checked(binary)
+        assert checked is not None
+        return checked
+
+    def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
+        """Take over what another process made of `request`, into memory and onto disk. What is there already stays.
+
+        Raises InvalidInputError if it is not what `build` would return here, and CompileError for what
+        DG_JIT_PTXAS_CHECK refuses. No problem of the cache raises.
+        """
+        plan = self._plan(request)
+        _check_same(plan, binary)
+        found = self._from_memory(plan)
+        if found is None:
+            with self._thread_lock(plan.memory_key), self._disk_lock(plan):
+                found = self._from_memory(plan) or self._from_disk(plan) or self._keep(plan, binary)
+        checked = self._checked(found)
         assert checked is not None
         return checked
 
@@ -209,15 +207,21 @@ class Builder:
             self._missed(plan)
             self._count("forbidden")
             raise CompileError(_forbidden(plan))
+        with self._disk_lock(plan):
+            # Another process may have published it while this one waited.
+            return self._from_disk(plan) or self._compile(plan)
+
+    @contextlib.contextmanager
+    def _disk_lock(self, plan: _Plan) -> Iterator[None]:
         if plan.disk is None:
-            return self._compile(plan)
+            yield
+            return
         start = time.perf_counter()
         with plan.disk.lock(plan.addresses[0], self.lock_limit) as held:
             # Not held at once, rather than after the limit, means a root or a filesystem without locks.
             if not held and time.perf_counter() - start >= self.lock_limit:
                 self._count("lock_timeout")
-            # Another process may have published it while this one waited.
-            return self._from_disk(plan) or self._compile(plan)
+            yield
 
     def _missed(self, plan: _Plan) -> None:
         self._count("misses")
@@ -234,7 +238,7 @@ class Builder:
         want_ptx = settings.dump_ptx or settings.dump_asm
         log.debug("compiling %s for %s (key %s)", request.name, request.arch, plan.key)
         try:
-            with _source_file(stored, request) as path:
+            with source_file(stored, request.name, request.source) as path:
                 compiled = plan.compiler.compile(
                     request.name, request.source, path, plan.flags, self._includes(), want_ptx=want_ptx
                 )
@@ -256,12 +260,18 @@ class Builder:
             {**compiled.seconds, "lookup": looked},
         )
         self._count("compiled", compiled.seconds.get("compile", 0.0))
-        # Where even the source could not be stored, there is no use in trying the rest.
-        if stored is None or plan.disk is None or not self._publish(plan, plan.disk, compiled):
-            self._count("unstored")
+        self._publish(plan, stored, compiled)
         return self._memory.put(plan.memory_key, binary)
 
-    def _publish(self, plan: _Plan, disk: DiskCache, compiled: Compiled) -> bool:
+    def _keep(self, plan: _Plan, binary: Binary) -> Binary:
+        stored = plan.disk.reserve(plan.addresses[0], plan.request.source) if plan.disk else None
+        seconds = {name: value for name, value in binary.seconds.items() if name != "lookup"}
+        self._count("adopted")
+        self._publish(plan, stored, Compiled(binary.cubin, None, "", binary.resources, seconds))
+        source_path = str(stored) if stored else None
+        return self._memory.put(plan.memory_key, replace(binary, source_path=source_path, layer="adopted"))
+
+    def _publish(self, plan: _Plan, stored: Path | None, compiled: Compiled) -> None:
         meta = {
             "compiler": plan.compiler.identity,
             "flags": list(plan.flags),
@@ -272,10 +282,15 @@ class Builder:
             "log": compiled.log,
             "meta": dict(plan.request.meta),
         }
-        try:
-            return disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled)) is not None
-        except (TypeError, ValueError) as error:
-            raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
+        published = None
+        # Where even the source could not be stored, there is no use in trying the rest.
+        if stored is not None and plan.disk is not None:
+            try:
+                published = plan.disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled))
+            except (TypeError, ValueError) as error:
+                raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
+        if published is None:
+            self._count("unstored")
 
     def _checked(self, binary: Binary | None) -> Binary | None:
         """DG_JIT_PTXAS_CHECK holds for cached binaries too."""
@@ -307,7 +322,7 @@ class Builder:
     def _reset_counts(self) -> None:
         self._pid = os.getpid()
         self._counts: dict[str, float] = {
-            **dict.fromkeys((*HITS, "misses", "compiled", *ERRORS), 0),
+            **dict.fromkeys((*HITS, "adopted", "misses", "compiled", *ERRORS), 0),
             "compile_seconds": 0.0,
         }
 
@@ -316,6 +331,18 @@ class Builder:
 def default_builder() -> Builder:
     """The builder of this process; it follows the settings at each call."""
     return Builder()
+
+
+def _check_same(plan: _Plan, binary: Binary) -> None:
+    wanted = {"name": plan.request.name, "arch": plan.request.arch, "key": plan.key}
+    for what, value in wanted.items():
+        if getattr(binary, what) != value:
+            raise InvalidInputError(
+                f"{binary.name} cannot be adopted: its {what} is {getattr(binary, what)}, but {value} is wanted here: "
+                "both processes need the same version of deep_gemm, the same compiler and the same DG_* settings."
+            )
+    if not binary.cubin:
+        raise InvalidInputError(f"{binary.name} cannot be adopted: its cubin is empty.")
 
 
 def _forbidden(plan: _Plan) -> str:
@@ -340,27 +367,6 @@ def _from_entry(plan: _Plan, entry: Entry) -> Binary | None:
     source = str(entry.directory / SOURCE)
     request = plan.request
     return Binary(request.name, plan.key, request.arch, entry.cubin, resources, source, "disk", compiler, seconds)
-
-
-@contextlib.contextmanager
-def _source_file(stored: Path | None, request: BuildRequest) -> Iterator[str]:
-    """The path to give the compiler: the stored source, else a private temporary that stays only after a failure."""
-    if stored is not None:
-        yield str(stored)
-        return
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="deep_gemm-"))
-        path = folder / f"{request.name}.cu"
-        path.write_text(request.source)
-    except OSError as error:
-        # NVRTC reads no file, so this is no reason to give up; NVCC will say what it misses.
-        log.debug("no temporary file for %s: %s", request.name, error)
-        yield f"{request.name}.cu"
-        return
-    yield str(path)
-    with contextlib.suppress(OSError):
-        path.unlink()
-        folder.rmdir()
 
 
 def _dumps(compiled: Compiled) -> dict[str, bytes]:
