@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from deep_gemm import ahead
-from deep_gemm import workload
+from deep_gemm import ahead, shard, workload
 from deep_gemm.cli.console import console, duration, table
 
 
@@ -18,6 +17,7 @@ from deep_gemm.cli.console import console, duration, table
 @click.option("--m", "m_text", metavar="SIZES", help="M where none is given: 1,2,64-4096:64. [decode to prefill]")
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1), help="SMs that calls may use. [all]")
+@click.option("--shard", "shard_text", metavar="I/N", help="Part I of N, from 0: each task of a Slurm array one. [all]")
 @click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at once. [CPUs]")
 def command(
     texts: tuple[str, ...],
@@ -26,6 +26,7 @@ def command(
     m_text: str | None,
     arch: str,
     num_sms: int | None,
+    shard_text: str | None,
     jobs: int | None,
 ) -> None:
     """Compile the kernels that a model or given shapes will use, into the cache.
@@ -36,6 +37,7 @@ def command(
     shapes = [shape for text in texts for shape in workload.parse_shape(text, ms)]
     if path is not None:
         shapes += workload.load(path, ms, tp)
+    part = shard.parse(shard_text) if shard_text is not None else None
     if not shapes:
         raise click.UsageError("nothing to compile: give --shape or --file")
 
@@ -55,7 +57,7 @@ def command(
         def progress(outcome: ahead.Outcome, done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, name=outcome.name)
 
-        summary = ahead.precompile(shapes, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress)
+        summary = ahead.precompile(shapes, arch=arch, num_sms=num_sms, shard=part, jobs=jobs, progress=progress)
 
     rows = []
     for outcome in sorted(summary.outcomes, key=lambda outcome: outcome.name):
@@ -72,7 +74,7 @@ def command(
     compiled, failed = summary.count("compiled"), len(summary.failed)
     ready = len(summary.outcomes) - failed - compiled
     out.print(
-        f"{len(set(shapes))} shapes on {arch}: {compiled} kernels compiled, {ready} were ready, {failed} failed, "
+        f"{len(set(shapes))} shapes on {arch}{f', shard {shard_text}' if part else ''}: {compiled} kernels compiled, {ready} were ready, {failed} failed, "
         f"in {duration(summary.seconds * 1e6)}"
     )
     if failed:
