@@ -4,12 +4,14 @@
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
 # make sanitize  on a GPU with compute-sanitizer: kernels of every kind under memcheck and racecheck
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
-# PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree.
+# PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
+# BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it.
 
 PYTHON ?= python3
 VENV ?= .venv
 INSTALL ?= editable
 PYTEST_ARGS ?=
+BOOTSTRAP_ARGS ?=
 BUDGET ?= 600
 COUNT ?= 20
 FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit.py unit/test_cache_maintenance.py \
@@ -63,12 +65,12 @@ readme: $(STAMP)
 
 # An editable install is made once; a wheel is built anew each time, since it must hold the sources of now.
 $(VENV)/.installed-editable: pyproject.toml constraints.txt .ci/bootstrap.py
-	$(PYTHON) .ci/bootstrap.py --venv $(VENV)
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) $(BOOTSTRAP_ARGS)
 	rm -f $(VENV)/.installed-*
 	touch $@
 
 $(VENV)/.installed-wheel: FORCE
-	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode wheel
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode wheel $(BOOTSTRAP_ARGS)
 	rm -f $(VENV)/.installed-*
 
 clean:

@@ -42,6 +42,7 @@ LINT = {
     "mypy>=1.15": ("mypy",),
     "types-PyYAML": ("yaml-stubs",),
 }
+DASK = {"distributed>=2024.8": ("distributed",)}
 BUILD = {"setuptools>=68": ("setuptools",), "wheel": ("wheel",)}
 
 PROBE = """
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--venv", type=lambda text: Path(text).absolute(), default=ROOT / ".venv")
     parser.add_argument("--mode", choices=("editable", "wheel"), default="editable")
     parser.add_argument("--lint", action="store_true", help="also install the linter and the type checker")
+    parser.add_argument("--dask", action="store_true", help="also install Dask, whose tests are skipped without it")
     options = parser.parse_args()
 
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
@@ -139,7 +141,8 @@ def main() -> None:
         sys.exit(f"bootstrap: Python 3.10 to 3.13 is needed, this is {found}. Name another one: make PYTHON=python3.12")
     torch = cuda_torch()
     python = create(options.venv, shared=torch is not None)
-    wanted = missing(python, BASE | TEST | BUILD | (LINT if options.lint else {}))
+    groups = BASE | TEST | BUILD | (LINT if options.lint else {}) | (DASK if options.dask else {})
+    wanted = missing(python, groups)
     if wanted:
         constraint = options.venv / "constraints.txt"
         if torch:

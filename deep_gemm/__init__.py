@@ -4,6 +4,7 @@ Importing this package touches no GPU, disk, environment variable or compiler, s
 """
 
 from deep_gemm import testing, utils
+from deep_gemm.ahead import precompile
 from deep_gemm.constant import declare_constant, retract_constant
 from deep_gemm.dense import (
     fp8_fp4_gemm_nn,
@@ -105,6 +106,7 @@ __all__ = [
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "precompile",
     "retract_constant",
     "set_block_size_multiple_of",
     "set_ignore_compile_dims",

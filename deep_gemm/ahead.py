@@ -1,7 +1,7 @@
-"""Compiling ahead: choose the kernels for a list of shapes, and build each once, in parallel, with or without a GPU.
+"""Compiling ahead: choose the kernels that a workload can ask for, and build each once, in parallel, with or without a
+GPU.
 
-from deep_gemm import ahead, workload
-summary = ahead.precompile(workload.load(Path("config.json"), tp=8))
+summary = deep_gemm.precompile("config.json", tp=8, max_m=16384, progress=True)
 assert not summary.failed, summary.failed[0].error
 """
 
@@ -10,23 +10,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
+from deep_gemm import shard as shards
 from deep_gemm.errors import DeepGemmError, InvalidInputError
-from deep_gemm.jit.builder import Binary
+from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.cache.pack import Kernel, packable
 from deep_gemm.jit.cache.pack import write as write_pack
+from deep_gemm.log import log, say
 from deep_gemm.params import GemmProblem, KernelParams
-from deep_gemm.workload import GemmShape
+from deep_gemm.workload import GemmShape, shapes_of
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one kernel: a binary, or the error that stopped it. `shapes` are those that asked for it."""
+    """What became of one kernel: a binary, or the error that stopped it. `shapes` are those that asked for it.
+
+    The layer of a binary that a worker of an executor built is what the worker said of it.
+    """
 
     name: str
     shapes: tuple[GemmShape, ...]
@@ -48,8 +54,14 @@ class Summary:
         return [outcome for outcome in self.outcomes if outcome.binary is None]
 
     def count(self, layer: str) -> int:
-        """How many binaries came from "compiled", "disk", "pack" or "memory"."""
+        """How many binaries came from "compiled", "disk", "pack", "memory" or, from another rank, "adopted"."""
         return sum(outcome.binary is not None and outcome.binary.layer == layer for outcome in self.outcomes)
+
+
+Progress = Callable[[Outcome, int, int], None]
+
+MAX_M = 16384
+"""Up to so many tokens kernels are prepared for, where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,35 @@ class Work:
 
     kernels: dict[KernelParams, tuple[GemmShape, ...]]
     impossible: tuple[Outcome, ...] = ()
+
+
+class Report:
+    """Outcomes as they come: each is given the shapes that asked for it, and told to `progress`."""
+
+    def __init__(self, work: Work, progress: Progress | None = None) -> None:
+        self._work = work
+        self._progress = progress
+        self._outcomes: list[Outcome] = []
+        for outcome in work.impossible:
+            self.add(outcome)
+
+    def add(self, outcome: Outcome) -> None:
+        """Take note of what became of one kernel of the work."""
+        if outcome.params is not None:
+            outcome = replace(outcome, shapes=self._work.kernels[outcome.params])
+        self._outcomes.append(outcome)
+        if self._progress is not None:
+            total = len(self._work.impossible) + len(self._work.kernels)
+            self._progress(outcome, len(self._outcomes), total)
+
+    def missing(self) -> list[KernelParams]:
+        """Kernels of which nothing was heard."""
+        heard = {outcome.params for outcome in self._outcomes}
+        return [params for params in self._work.kernels if params not in heard]
+
+    def summary(self, start: float) -> Summary:
+        """Everything so far; it began at `start` by `time.perf_counter`."""
+        return Summary(tuple(self._outcomes), time.perf_counter() - start)
 
 
 def problem(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> GemmProblem:
@@ -96,36 +137,68 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
 
 
 def precompile(
-    shapes: Iterable[GemmShape],
+    what: Any,
     *,
+    tp: int = 1,
+    ep: int = 1,
+    max_m: int = MAX_M,
     arch: str = "sm_90a",
     num_sms: int | None = None,
+    shard: tuple[int, int] | None = None,
+    executor: Executor | None = None,
     jobs: int | None = None,
-    progress: Callable[[Outcome, int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Summary:
-    """Build every kernel that `shapes` need into the cache. A failure is an outcome; the others go on.
+    """Build every kernel that `what` can ask for into the cache: calls of these products compile nothing afterwards.
+
+    That holds for calls with the options of this process (`set_num_sms` and the like) whose D has rows that start at
+    multiples of 16 bytes wherever N allows it. A failure is an outcome; the others go on.
 
     Args:
-        shapes: the products to prepare for; see `deep_gemm.workload`.
+        what: a model's Hugging Face configuration, or a file of it, or shapes in any form that
+            `deep_gemm.workload.shapes_of` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
+        tp: tensor-parallel GPUs of a model.
+        ep: expert-parallel GPUs of a model; see `deep_gemm.workload.model_layers`.
+        max_m: where `what` does not say M, every M from 1 to this.
         arch: the target, such as "sm_90a". No GPU need be present.
         num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
-        jobs: threads that compile at once; the CPUs that this process may use if None.
-        progress: called as `progress(outcome, done, total)` after each kernel, from this thread.
+        shard: (i, n) builds part i, counted from 0, of n parts that are the same in every process; everything if None.
+        executor: runs the builds: a pool of processes, or one on other machines. What its workers built is adopted into
+            this process's cache. Workers need the same version of deep_gemm, compiler and DG_* settings; kernels that
+            cannot be adopted, and those of workers that died, are built here. Threads of this process if None, which
+            serve both compilers: NVRTC lets other threads run, and NVCC is a process of its own for each kernel.
+        jobs: threads that build at once in this process; the CPUs that it may use if None.
+        progress: called as `progress(outcome, done, total)` after each kernel, from this thread; True prints a line
+            now and then.
+
+    Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for a workload that cannot
+    be understood; UnsupportedError for one with groups.
     """
     start = time.perf_counter()
-    work = choose(shapes, arch, num_sms)
-    outcomes = list(work.impossible)
-    total = len(outcomes) + len(work.kernels)
-    if progress is not None:
-        for index, outcome in enumerate(outcomes):
-            progress(outcome, index + 1, total)
-    with ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0))) as pool:
-        futures = [pool.submit(_build, params, found) for params, found in work.kernels.items()]
-        for future in as_completed(futures):
-            outcomes.append(future.result())
-            if progress is not None:
-                progress(outcomes[-1], len(outcomes), total)
-    return Summary(tuple(outcomes), time.perf_counter() - start)
+    if max_m < 1:
+        raise InvalidInputError(f"max_m must be at least 1, but it is {max_m}.")
+    work = choose(shapes_of(what, select.representatives(max_m), tp, ep), arch, num_sms)
+    if shard is not None:
+        index, count = shard
+        dealt = {params: work.kernels[params] for params in shards.deal(work.kernels, index, count)}
+        work = Work(dealt, work.impossible[index::count])
+    report = Report(work, printed() if progress is True else progress or None)
+    build_all(work.kernels, report.add, executor, jobs)
+    return report.summary(start)
+
+
+def printed(every: float = 2.0) -> Progress:
+    """A progress that prints a line, at most one in `every` seconds, and the last."""
+    last = 0.0
+
+    def progress(outcome: Outcome, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done == total or now - last >= every:
+            last = now
+            say(f"compiling ahead: {done} of {total} kernels, {outcome.name}")
+
+    return progress
 
 
 def pack(summary: Summary, path: Path) -> list[Kernel]:
@@ -166,9 +239,71 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
         raise InvalidInputError(f"path: the pack {path} cannot be written: {error}.") from error
 
 
-def _build(params: KernelParams, shapes: tuple[GemmShape, ...]) -> Outcome:
+def build(params: KernelParams) -> Outcome:
+    """Build one kernel, which needs no GPU: what workers run. The outcome can be pickled; `shapes` are left out."""
     try:
         binary = engine.build(params)
     except DeepGemmError as error:
-        return Outcome(params.kernel, shapes, params, error=error)
-    return Outcome(binary.name, shapes, params, binary)
+        return Outcome(params.kernel, (), params, error=error)
+    return Outcome(binary.name, (), params, binary)
+
+
+def build_all(
+    work: Iterable[KernelParams],
+    report: Callable[[Outcome], None],
+    executor: Executor | None = None,
+    jobs: int | None = None,
+) -> None:
+    """`build` each, by `executor` or in `jobs` threads, and `report` each when it is done, from this thread."""
+    if executor is None:
+        with ThreadPoolExecutor(max_workers=jobs or cpus()) as pool:
+            futures = [pool.submit(build, params) for params in work]
+            try:
+                for future in as_completed(futures):
+                    report(future.result())
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return
+    lost = _build_elsewhere(list(work), report, executor)
+    if lost:
+        reason = next(iter(lost.values()))
+        log.warning(f"{len(lost)} kernels are built here, not by workers: {type(reason).__name__}: {reason}")
+        build_all(lost, report, jobs=jobs)
+
+
+def _build_elsewhere(
+    work: list[KernelParams], report: Callable[[Outcome], None], executor: Executor
+) -> dict[KernelParams, Exception]:
+    """What did not come back, or cannot be adopted, and why."""
+    futures: dict[Future[Outcome], KernelParams] = {}
+    lost: dict[KernelParams, Exception] = {}
+    for params in work:
+        try:
+            futures[executor.submit(build, params)] = params
+        except Exception as error:  # a broken pool: each library has its own class for that
+            lost[params] = error
+    try:
+        for future in as_completed(futures):
+            try:
+                outcome = _adopted(future.result())
+            except Exception as error:  # a worker that died, or that this version cannot talk to
+                lost[futures[future]] = error
+            else:
+                report(outcome)
+    finally:
+        for future in futures:
+            future.cancel()
+    return lost
+
+
+def _adopted(outcome: Outcome) -> Outcome:
+    """With the binary as it is kept here; where it came from and how long that took are the worker's words."""
+    if outcome.binary is None or outcome.params is None:
+        return outcome
+    kept = engine.adopt(outcome.params, outcome.binary)
+    return replace(outcome, binary=replace(kept, layer=outcome.binary.layer, seconds=outcome.binary.seconds))
+
+
+def cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -36,6 +36,7 @@ from .workspace import WorkspaceLaunch
 
 __all__ = [
     "Plan",
+    "adopt",
     "build",
     "build_request",
     "debug_info",
@@ -97,6 +98,12 @@ def build_request(params: KernelParams) -> BuildRequest:
 def build(params: KernelParams) -> Binary:
     """The binary of ``params``, from the cache or compiled. Needs no GPU. Raises CompileError."""
     return default_builder().build(build_request(params))
+
+
+def adopt(params: KernelParams, binary: Binary) -> Binary:
+    """``binary``, which another process built of ``params``, in the cache of this one. Raises InvalidInputError where it
+    is not what ``build`` would return, and CompileError."""
+    return default_builder().adopt(build_request(params), binary)
 
 
 def plan(problem: GemmProblem, device: int) -> Plan:

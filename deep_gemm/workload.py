@@ -186,6 +186,19 @@ def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[La
     return list(dict.fromkeys(layers))
 
 
+def left_out(what: Any) -> str | None:
+    """What of a workload (as for `shapes_of`) is not among its shapes, as a sentence; None if nothing is."""
+    if isinstance(what, str | os.PathLike) and not (isinstance(what, str) and _SHAPE.fullmatch(what)):
+        what = _read(Path(what))
+    if not isinstance(what, Mapping):
+        return None
+    inner = what.get("text_config")
+    experts = routed_experts(inner if "hidden_size" not in what and isinstance(inner, Mapping) else what)
+    if not experts:
+        return None
+    return f"The model's {experts} routed experts are grouped products, for which there are no kernels yet."
+
+
 def routed_experts(config: Mapping[str, Any]) -> int:
     """How many experts a model routes tokens to; 0 for a dense one."""
     for name in ("n_routed_experts", "num_experts", "num_local_experts"):

@@ -1,7 +1,9 @@
-"""What a builder is asked for, and what it returns, whichever layer had it."""
+"""What a builder is asked for and what it returns, whichever layer had it; and how that travels to another process."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -40,7 +42,8 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel. `layer` tells where it came from: "memory", "pack", "disk" or "compiled".
+    """A compiled kernel. `layer` tells where it came from: "memory", "pack", "disk", "compiled", or
+    "adopted" from another process.
 
     `key` is its identity, compiler included, `source_key` that of what was compiled, `cuda` the toolkit's version such
     as "12.9". `seconds` has "lookup" (of this build call until the binary was found, or found missing) and, from when
@@ -59,6 +62,32 @@ class Binary:
     seconds: Mapping[str, float]
     source_key: str
     cuda: str
+
+    def encode(self) -> bytes:
+        """A checksum, JSON and the cubin, for `decode` in another process. The source's path stays behind."""
+        header = {name: getattr(self, name) for name in _TEXTS}
+        header |= {"resources": self.resources.to_json(), "seconds": dict(self.seconds)}
+        content = json.dumps(header, allow_nan=False).encode() + b"\n" + self.cubin
+        return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+_TEXTS = ("name", "key", "arch", "layer", "compiler", "source_key", "cuda")
+
+
+def decode(data: bytes) -> Binary:
+    """What `Binary.encode` wrote. Raises ValueError, saying why, for anything else."""
+    checksum, _, content = data.partition(b"\n")
+    if checksum != hashlib.sha256(content).hexdigest().encode():
+        raise ValueError("its checksum does not match")
+    head, _, cubin = content.partition(b"\n")
+    try:
+        header = json.loads(head)
+        texts = {name: str(header[name]) for name in _TEXTS}
+        seconds = {str(name): float(value) for name, value in header["seconds"].items()}
+        resources = Resources.from_json(header["resources"])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its description is not one of this version ({error!r})") from error
+    return Binary(**texts, cubin=cubin, resources=resources, source_path=None, seconds=seconds)
 
 
 def of_kernel(kernel: Kernel, cubin: bytes, start: float) -> Binary:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
 from deep_gemm.jit.key import build_key, source_key
 from deep_gemm.jit.refusal import forbidden
+from deep_gemm.jit.source import source_file
 from deep_gemm.log import log, say, warn_once
 from deep_gemm.settings import settings
 
@@ -86,10 +86,10 @@ class Builder:
         """Counts of this process, and "compile_seconds" of what compiled. A forked child starts from zero, so that
         the numbers of a service's workers may be added up.
 
-        Found in "memory", in a "pack" or on "disk"; "misses", which are "compiled", "failed" or "forbidden"; compiled
-        but "unstored"; misses for which there was an entry but a "corrupted" one; misses with an "unusable" directory;
-        "lock_timeout": compiled here after waiting in vain for another process. "evictions": entries that this process
-        removed to keep DG_JIT_CACHE_LIMIT.
+        Found in "memory", in a "pack" or on "disk"; "adopted" from another process; "misses", which are "compiled",
+        "failed" or "forbidden"; compiled or adopted but "unstored"; misses for which there was an entry but a
+        "corrupted" one; misses with an "unusable" directory; "lock_timeout": compiled here after waiting in vain for
+        another process. "evictions": entries that this process removed to keep DG_JIT_CACHE_LIMIT.
         """
         with self._lock:
             self._own_counts()
@@ -152,6 +152,25 @@ class Builder:
                 with self._thread_lock(plan.memory_key):
                     binary = self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
         checked = self._checked(binary)
+        assert checked is not None
+        return checked
+
+    def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
+        """Take over what another process made of `request`, into memory and onto disk. What is there already stays.
+
+        Raises InvalidInputError if it is not what `build` would return here, and CompileError for what
+        DG_JIT_PTXAS_CHECK refuses. No problem of the cache raises.
+        """
+        plan = self._plan(request)
+        _check_same(plan, binary)
+        found = self._from_memory(plan)
+        if found is None:
+            allowed = settings.cache_limit
+            with self._thread_lock(plan.memory_key):
+                with self._disk_lock(plan):
+                    found = self._from_memory(plan) or self._from_disk(plan) or self._keep(plan, binary)
+                self._evict(plan, found, allowed)
+        checked = self._checked(found)
         assert checked is not None
         return checked
 
@@ -219,19 +238,31 @@ class Builder:
                 [str(plan.disk.directory(address)) for address in plan.addresses] if plan.disk else ["no directory"]
             )
             raise forbidden(plan.request, plan.source_key, self.packs, ", ".join(places), plan.key)
+        allowed = settings.cache_limit  # before the work, which a setting that cannot be read would waste
+        with self._disk_lock(plan):
+            # Another process may have published it while this one waited.
+            binary = self._from_disk(plan) or self._compile(plan)
+        self._evict(plan, binary, allowed)
+        return binary
+
+    @contextlib.contextmanager
+    def _disk_lock(self, plan: _Plan) -> Iterator[None]:
         if plan.disk is None:
-            return self._compile(plan)
-        start, allowed = time.perf_counter(), settings.cache_limit
+            yield
+            return
+        start = time.perf_counter()
         with plan.disk.lock(plan.addresses[0], self.lock_limit) as held:
             # Not held at once, rather than after the limit, means a root or a filesystem without locks.
             if not held and time.perf_counter() - start >= self.lock_limit:
                 self._count("lock_timeout")
-            # Another process may have published it while this one waited.
-            binary = self._from_disk(plan) or self._compile(plan)
-        # Not under the lock: others may wait for this key.
-        if allowed is not None and binary.layer == "compiled" and binary.source_path is not None:
+            yield
+
+    def _evict(self, plan: _Plan, binary: Binary, allowed: int | None) -> None:
+        """Keep the limit after a new entry. Not under its lock: others may wait for it."""
+        if allowed is None or plan.disk is None or binary.source_path is None:
+            return
+        if binary.layer in ("compiled", "adopted"):
             self._count("evictions", amount=limit.keep(plan.disk, allowed, plan.disk.directory(plan.addresses[0])))
-        return binary
 
     def _missed(self, plan: _Plan) -> None:
         self._count("misses")
@@ -248,7 +279,7 @@ class Builder:
         want_ptx = settings.dump_ptx or settings.dump_asm
         log.debug("compiling %s for %s (key %s)", request.name, request.arch, plan.key)
         try:
-            with _source_file(stored, request) as path:
+            with source_file(stored, request.name, request.source) as path:
                 compiled = plan.compiler.compile(
                     request.name, request.source, path, plan.flags, self._includes(), want_ptx=want_ptx
                 )
@@ -272,12 +303,18 @@ class Builder:
             plan.addresses[0].cuda,
         )
         self._count("compiled", compiled.seconds.get("compile", 0.0))
-        # Where even the source could not be stored, there is no use in trying the rest.
-        if stored is None or plan.disk is None or not self._publish(plan, plan.disk, compiled):
-            self._count("unstored")
+        self._publish(plan, stored, compiled)
         return self._memory.put(plan.memory_key, binary)
 
-    def _publish(self, plan: _Plan, disk: DiskCache, compiled: Compiled) -> bool:
+    def _keep(self, plan: _Plan, binary: Binary) -> Binary:
+        stored = plan.disk.reserve(plan.addresses[0], plan.request.source) if plan.disk else None
+        seconds = {name: value for name, value in binary.seconds.items() if name != "lookup"}
+        self._count("adopted")
+        self._publish(plan, stored, Compiled(binary.cubin, None, "", binary.resources, seconds))
+        source_path = str(stored) if stored else None
+        return self._memory.put(plan.memory_key, replace(binary, source_path=source_path, layer="adopted"))
+
+    def _publish(self, plan: _Plan, stored: Path | None, compiled: Compiled) -> None:
         meta = {
             "compiler": plan.compiler.identity,
             "source_key": plan.source_key,
@@ -289,10 +326,15 @@ class Builder:
             "log": compiled.log,
             "meta": dict(plan.request.meta),
         }
-        try:
-            return disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled)) is not None
-        except (TypeError, ValueError) as error:
-            raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
+        published = None
+        # Where even the source could not be stored, there is no use in trying the rest.
+        if stored is not None and plan.disk is not None:
+            try:
+                published = plan.disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled))
+            except (TypeError, ValueError) as error:
+                raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
+        if published is None:
+            self._count("unstored")
 
     def _checked(self, binary: Binary | None) -> Binary | None:
         """DG_JIT_PTXAS_CHECK holds for cached binaries too."""
@@ -324,7 +366,7 @@ class Builder:
     def _reset_counts(self) -> None:
         self._pid = os.getpid()
         self._counts: dict[str, float] = {
-            **dict.fromkeys((*HITS, "misses", "compiled", "evictions", *ERRORS), 0),
+            **dict.fromkeys((*HITS, "adopted", "misses", "compiled", "evictions", *ERRORS), 0),
             "compile_seconds": 0.0,
         }
 
@@ -335,25 +377,16 @@ def default_builder() -> Builder:
     return Builder()
 
 
-@contextlib.contextmanager
-def _source_file(stored: Path | None, request: BuildRequest) -> Iterator[str]:
-    """The path to give the compiler: the stored source, else a private temporary that stays only after a failure."""
-    if stored is not None:
-        yield str(stored)
-        return
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="deep_gemm-"))
-        path = folder / f"{request.name}.cu"
-        path.write_text(request.source)
-    except OSError as error:
-        # NVRTC reads no file, so this is no reason to give up; NVCC will say what it misses.
-        log.debug("no temporary file for %s: %s", request.name, error)
-        yield f"{request.name}.cu"
-        return
-    yield str(path)
-    with contextlib.suppress(OSError):
-        path.unlink()
-        folder.rmdir()
+def _check_same(plan: _Plan, binary: Binary) -> None:
+    wanted = {"name": plan.request.name, "arch": plan.request.arch, "key": plan.key}
+    for what, value in wanted.items():
+        if getattr(binary, what) != value:
+            raise InvalidInputError(
+                f"{binary.name} cannot be adopted: its {what} is {getattr(binary, what)}, but {value} is wanted here: "
+                "both processes need the same version of deep_gemm, the same compiler and the same DG_* settings."
+            )
+    if not binary.cubin:
+        raise InvalidInputError(f"{binary.name} cannot be adopted: its cubin is empty.")
 
 
 def _dumps(compiled: Compiled) -> dict[str, bytes]:

@@ -36,6 +36,7 @@ def cache_info(builder: Builder | None = None) -> dict[str, Any]:
     info["statistics"] = {
         "hits": {layer: stats[layer] for layer in HITS},
         "misses": stats["misses"],
+        "adopted": stats["adopted"],
         "compilations": stats["compiled"],
         "compile_seconds": stats["compile_seconds"],
         "evictions": stats["evictions"],

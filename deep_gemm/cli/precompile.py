@@ -6,17 +6,22 @@ from pathlib import Path
 
 import click
 
-from deep_gemm import ahead, workload
+from deep_gemm import ahead, select, shard, workload
 from deep_gemm.cli.console import console, duration, size, table
 
 
 @click.command("precompile")
 @click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
-@click.option("--file", "path", type=click.Path(path_type=Path), help="JSON, YAML, or a Hugging Face config.json.")
+@click.option(
+    "--file", "--model", "path", type=click.Path(path_type=Path), help="JSON, YAML, or a Hugging Face config.json."
+)
 @click.option("--tp", default=1, show_default=True, help="Tensor-parallel GPUs, for a config.json.")
-@click.option("--m", "m_text", metavar="SIZES", help="M where none is given: 1,2,64-4096:64. [decode to prefill]")
+@click.option("--ep", default=1, show_default=True, help="Expert-parallel GPUs, for a config.json.")
+@click.option("--m", "m_text", metavar="SIZES", help="M where none is given: 1,2,64-4096:64. [all up to --max-m]")
+@click.option("--max-m", type=click.IntRange(1), default=ahead.MAX_M, show_default=True, help="Every M up to this.")
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1), help="SMs that calls may use. [all]")
+@click.option("--shard", "shard_text", metavar="I/N", help="Part I of N, from 0: each task of a Slurm array one. [all]")
 @click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at once. [CPUs]")
 @click.option(
     "--pack", "pack", type=click.Path(path_type=Path, dir_okay=False), help="Write them all to this pack too."
@@ -25,9 +30,12 @@ def command(
     texts: tuple[str, ...],
     path: Path | None,
     tp: int,
+    ep: int,
     m_text: str | None,
+    max_m: int,
     arch: str,
     num_sms: int | None,
+    shard_text: str | None,
     jobs: int | None,
     pack: Path | None,
 ) -> None:
@@ -36,10 +44,11 @@ def command(
     Ends with status 1 if any kernel failed; then no pack is written. A later process finds the kernels on disk, and a
     machine without a compiler in a pack that DG_JIT_PRECOMPILED names.
     """
-    ms = workload.parse_sizes(m_text) if m_text else list(workload.DEFAULT_M)
+    ms = workload.parse_sizes(m_text) if m_text else select.representatives(max_m)
     shapes = [shape for text in texts for shape in workload.parse_shape(text, ms)]
     if path is not None:
-        shapes += workload.load(path, ms, tp)
+        shapes += workload.load(path, ms, tp, ep)
+    part = shard.parse(shard_text) if shard_text is not None else None
     if not shapes:
         raise click.UsageError("nothing to compile: give --shape or --file")
 
@@ -59,7 +68,7 @@ def command(
         def progress(outcome: ahead.Outcome, done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, name=outcome.name)
 
-        summary = ahead.precompile(shapes, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress)
+        summary = ahead.precompile(shapes, arch=arch, num_sms=num_sms, shard=part, jobs=jobs, progress=progress)
 
     rows = []
     for outcome in sorted(summary.outcomes, key=lambda outcome: outcome.name):
@@ -75,9 +84,14 @@ def command(
         out.print(f"failed: {outcome.name}{f' (for {asked})' if asked else ''}\n{outcome.error}", markup=False)
     compiled, failed = summary.count("compiled"), len(summary.failed)
     ready = len(summary.outcomes) - failed - compiled
+    missing = workload.left_out(path) if path is not None else None
+    if missing:
+        out.print(missing, markup=False)
+    span = f"M of {m_text}" if m_text else f"every M up to {max_m}"
+    where = f"{arch}, shard {shard_text}" if part else arch
     out.print(
-        f"{len(set(shapes))} shapes on {arch}: {compiled} kernels compiled, {ready} were ready, {failed} failed, "
-        f"in {duration(summary.seconds * 1e6)}"
+        f"{len({(s.n, s.k) for s in shapes})} N x K, {span}, on {where}: {compiled} kernels compiled, {ready} were "
+        f"ready, {failed} failed, in {duration(summary.seconds * 1e6)}"
     )
     if failed:
         if pack is not None:

@@ -112,6 +112,9 @@ def test_precompile_refuses_what_it_cannot_read() -> None:
     assert result.exit_code == 1
     assert "MxNxK" in result.output
     assert run("precompile", "--shape", "8x128x128", "--arch", "sm_12").exit_code == 1
+    result = run("precompile", "--shape", "8x128x128", "--shard", "8/8")
+    assert result.exit_code == 1
+    assert "counted from 0" in result.output
 
 
 def test_precompile_exits_with_one_when_a_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +194,16 @@ def test_precompile_then_ready(cache_dir: Path, monkeypatch: pytest.MonkeyPatch)
     second = run("precompile", "--shape", "64x576x7168")
     assert " 0 kernels compiled" in second.output
     assert "disk" in second.output
+
+
+@pytest.mark.compile
+def test_the_shards_of_an_array_compile_everything_once(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    for index in range(2):
+        result = run("precompile", "--shape", "64x576x7168", "--shard", f"{index}/2")
+        assert result.exit_code == 0, result.output
+        assert f"shard {index}/2: 1 kernels compiled, 0 were ready" in " ".join(result.output.split())
+    assert "0 kernels compiled, 2 were ready" in " ".join(run("precompile", "--shape", "64x576x7168").output.split())
 
 
 @pytest.mark.compile

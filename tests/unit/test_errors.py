@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,24 @@ def test_a_compile_error_tells_source_options_and_log() -> None:
     assert str(errors.CompileError("it broke")) == "it broke"
 
 
-def test_errors_survive_pickling() -> None:
-    compile_error = errors.CompilerNotFoundError("none", log="a log", source_path="/x", options=["-a"])
-    copy = pickle.loads(pickle.dumps(compile_error))
-    assert type(copy) is errors.CompilerNotFoundError
-    assert (copy.log, copy.source_path, copy.options, str(copy)) == ("a log", "/x", ("-a",), str(compile_error))
+def kinds(base: type[errors.DeepGemmError]) -> list[type[errors.DeepGemmError]]:
+    return [base, *(kind for sub in base.__subclasses__() for kind in kinds(sub))]
 
-    driver_error = pickle.loads(pickle.dumps(errors.DriverError("bad", status=201, name="CUDA_ERROR_INVALID_CONTEXT")))
-    assert (str(driver_error), driver_error.status, driver_error.name) == ("bad", 201, "CUDA_ERROR_INVALID_CONTEXT")
+
+FIELDS: dict[type[errors.DeepGemmError], dict[str, Any]] = {
+    errors.CompileError: {"log": "a log", "source_path": "/x", "options": ("-a", "-b")},
+    errors.CompilerNotFoundError: {"log": "a log", "source_path": "/x", "options": ("-a",)},
+    errors.DriverError: {"status": 201, "name": "CUDA_ERROR_INVALID_CONTEXT"},
+}
+
+
+@pytest.mark.parametrize("kind", kinds(errors.DeepGemmError))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_every_error_survives_pickling(kind: type[errors.DeepGemmError], protocol: int) -> None:
+    """Workers of a pool send them to their parent. A class with arguments of its own needs a line in FIELDS."""
+    assert set(vars(kind("x"))) - {"summary"} == set(FIELDS.get(kind, {}))
+    error = kind("what went wrong", **FIELDS.get(kind, {}))
+    copy = pickle.loads(pickle.dumps(error, protocol))
+    assert type(copy) is kind
+    assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))
+    assert all(getattr(copy, name) == value for name, value in FIELDS.get(kind, {}).items())

@@ -1,0 +1,48 @@
+"""One part of a list of kernels, for tasks that cannot talk to each other, such as those of a Slurm array."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+from deep_gemm import kernels
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.params import KernelParams
+
+
+def parse(text: str) -> tuple[int, int]:
+    """ "2/8" is (2, 8): the third of eight parts. Raises InvalidInputError for anything else."""
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text.strip())
+    if not match:
+        raise InvalidInputError(f"A shard must look like 0/8, the first of eight parts, but it is {text!r}.")
+    index, count = int(match.group(1)), int(match.group(2))
+    check(index, count)
+    return index, count
+
+
+def check(index: int, count: int) -> None:
+    """Raises InvalidInputError unless both are whole numbers and 0 <= index < count."""
+    if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
+        raise InvalidInputError(
+            f"A shard i/n must have 0 <= i < n, but it is {index}/{count}: parts are counted from 0, so a Slurm array "
+            "of 8 tasks needs --array=0-7."
+        )
+
+
+def order(params: Iterable[KernelParams]) -> list[KernelParams]:
+    """The same order in every process, largest tiles first: they tend to take the longest to compile, so that dealing
+    kernels out one by one is fair."""
+
+    def place(one: KernelParams) -> tuple[int, str, str]:
+        identity = json.dumps(one.to_json(), sort_keys=True)
+        return -one.config.block_m * one.config.block_n, kernels.get(one.kernel).entry(one), identity
+
+    return sorted(params, key=place)
+
+
+def deal(params: Iterable[KernelParams], index: int, count: int) -> list[KernelParams]:
+    """Part `index` of `count`: the parts are disjoint, together they are everything, and their sizes differ by one at
+    most. Raises InvalidInputError unless 0 <= index < count."""
+    check(index, count)
+    return order(params)[index::count]

@@ -1,0 +1,154 @@
+"""Compiling ahead by threads, processes and a Dask cluster: what comes back is adopted, what does not is built here."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_gemm import ahead
+from deep_gemm.jit import default_builder
+from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.log import reset_warnings
+from deep_gemm.workload import GemmShape
+
+SHAPES = [GemmShape(m, 576, 7168) for m in (1, 64, 256)]
+TOTAL = 4  # three products and the transpose of scales
+
+
+@pytest.fixture(autouse=True)
+def fresh(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """NVRTC, for speed, and an empty cache, also of the workers that a test starts."""
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    reset_warnings()
+    return cache_dir
+
+
+def set_environment(values: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith("DG_")]:
+        del os.environ[name]
+    os.environ.update(values)
+
+
+@contextmanager
+def process_pool(workers: int = 2, **environment: str) -> Iterator[Executor]:
+    context = multiprocessing.get_context("spawn")
+    own = {"DG_JIT_USE_NVRTC": "1", **environment}
+    with ProcessPoolExecutor(workers, context, initializer=set_environment, initargs=(own,)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def shared_worker() -> Iterator[Executor]:
+    """One process for several tests, since importing torch takes it seconds."""
+    with process_pool(1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def worker(shared_worker: Executor) -> Callable[..., Executor]:
+    def with_environment(**environment: str) -> Executor:
+        shared_worker.submit(set_environment, {"DG_JIT_USE_NVRTC": "1", **environment}).result()
+        return shared_worker
+
+    return with_environment
+
+
+@contextmanager
+def dask_pool(**environment: str) -> Iterator[Executor]:
+    distributed = pytest.importorskip("distributed")
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        client.run(set_environment, {"DG_JIT_USE_NVRTC": "1", **environment})
+        with client.get_executor() as pool:
+            yield pool
+
+
+def counts(before: dict[str, float]) -> dict[str, float]:
+    after = default_builder().stats
+    return {name: after[name] - before[name] for name in ("compiled", "adopted")}
+
+
+def test_a_pool_of_threads_shares_the_cache() -> None:
+    before = default_builder().stats
+    with ThreadPoolExecutor(2) as pool:
+        summary = ahead.precompile(SHAPES, executor=pool)
+    assert (len(summary.outcomes), summary.count("compiled")) == (TOTAL, TOTAL)
+    assert counts(before) == {"compiled": TOTAL, "adopted": 0}
+
+
+@pytest.mark.parametrize("start", [process_pool, dask_pool])
+def test_what_workers_with_caches_of_their_own_build_is_adopted(
+    start: Callable[..., Any], cache_dir: Path, tmp_path: Path
+) -> None:
+    before = default_builder().stats
+    seen: list[int] = []
+    with start(DG_JIT_CACHE_DIR=str(tmp_path / "theirs")) as pool:
+        summary = ahead.precompile(SHAPES, executor=pool, progress=lambda outcome, done, total: seen.append(done))
+    assert (len(summary.outcomes), summary.count("compiled")) == (TOTAL, TOTAL)
+    assert counts(before) == {"compiled": 0, "adopted": TOTAL}
+    assert seen == [1, 2, 3, 4]
+    assert sorted(shape for outcome in summary.outcomes for shape in outcome.shapes) == SHAPES
+    for outcome in summary.outcomes:
+        assert outcome.binary is not None
+        assert Path(outcome.binary.source_path or "").is_relative_to(cache_dir)
+    assert DiskCache(cache_dir).info()["entries"] == TOTAL
+    assert ahead.precompile(SHAPES).count("memory") == TOTAL
+
+
+def test_a_process_that_shares_the_disk_writes_it_once(cache_dir: Path, worker: Callable[..., Executor]) -> None:
+    before = default_builder().stats
+    pool = worker(DG_JIT_CACHE_DIR=str(cache_dir))
+    assert ahead.precompile(SHAPES, executor=pool).count("compiled") == TOTAL
+    assert ahead.precompile(SHAPES, executor=pool).count("memory") == TOTAL
+    assert counts(before) == {"compiled": 0, "adopted": 0}
+
+
+class Deadly(Executor):
+    """A pool whose workers die of the second kernel that is submitted."""
+
+    def __init__(self, pool: Executor) -> None:
+        self.pool = pool
+        self.submitted = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.submitted += 1
+        return self.pool.submit(os._exit, 1) if self.submitted == 2 else self.pool.submit(fn, *args, **kwargs)
+
+
+def test_a_worker_that_dies_costs_nothing_but_time(caplog: pytest.LogCaptureFixture, cache_dir: Path) -> None:
+    with process_pool() as pool, caplog.at_level(logging.WARNING, "deep_gemm"):
+        summary = ahead.precompile(SHAPES, executor=Deadly(pool))
+    assert (len(summary.outcomes), summary.failed) == (TOTAL, [])
+    assert DiskCache(cache_dir).info()["entries"] == TOTAL
+    (record,) = caplog.records
+    assert "are built here, not by workers: BrokenProcessPool" in record.getMessage()
+
+
+def test_what_other_settings_made_is_refused_and_built_here(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, worker: Callable[..., Executor]
+) -> None:
+    before = default_builder().stats
+    pool = worker(DG_JIT_WITH_LINEINFO="1", DG_JIT_CACHE_DIR=str(tmp_path / "theirs"))
+    summary = ahead.precompile(SHAPES[:1], executor=pool)
+    assert summary.failed == []
+    assert counts(before) == {"compiled": 2, "adopted": 0}
+    (record,) = caplog.records
+    assert "2 kernels are built here" in record.getMessage()
+    assert "the same DG_* settings" in record.getMessage()
+
+
+def test_an_error_of_a_worker_comes_back(worker: Callable[..., Executor], tmp_path: Path) -> None:
+    before = default_builder().stats
+    pool = worker(DG_JIT_FORBID_COMPILE="1", DG_JIT_CACHE_DIR=str(tmp_path / "theirs"))
+    summary = ahead.precompile(SHAPES[:1], executor=pool)
+    assert [str(outcome.error).split()[0] for outcome in summary.failed] == ["DG_JIT_FORBID_COMPILE"] * 2
+    assert {shape for outcome in summary.failed for shape in outcome.shapes} == {SHAPES[0]}
+    assert counts(before) == {"compiled": 0, "adopted": 0}
