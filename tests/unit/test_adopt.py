@@ -29,6 +29,8 @@ BINARY = Binary(
     layer="compiled",
     compiler="fake 1.0",
     seconds={"compile": 0.25, "ptxas": 0.125},
+    source_key="4567cdef",
+    cuda="12.9",
 )
 
 
