@@ -74,8 +74,8 @@ def command(
     compiled, failed = summary.count("compiled"), len(summary.failed)
     ready = len(summary.outcomes) - failed - compiled
     out.print(
-        f"{len(set(shapes))} shapes on {arch}{f', shard {shard_text}' if part else ''}: {compiled} kernels compiled, {ready} were ready, {failed} failed, "
-        f"in {duration(summary.seconds * 1e6)}"
+        f"{len(set(shapes))} shapes on {arch}{f', shard {shard_text}' if part else ''}: {compiled} kernels compiled, "
+        f"{ready} were ready, {failed} failed, in {duration(summary.seconds * 1e6)}"
     )
     if failed:
         raise SystemExit(1)
