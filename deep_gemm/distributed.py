@@ -1,0 +1,153 @@
+"""Compiling ahead on all ranks of a torch.distributed job: each kernel once in all, and in the end it is everywhere.
+
+from deep_gemm import distributed
+summary = distributed.precompile(shapes)  # on every rank, after torch.distributed.init_process_group
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from deep_gemm import ahead, engine, shard
+from deep_gemm.ahead import Outcome, Progress, Report, Summary
+from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
+from deep_gemm.exchange import Exchange, StoreError
+from deep_gemm.jit.builder import BuildRequest, default_builder
+from deep_gemm.log import log
+from deep_gemm.params import KernelParams
+from deep_gemm.workload import GemmShape
+
+
+def precompile(
+    shapes: Iterable[GemmShape],
+    *,
+    arch: str = "sm_90a",
+    num_sms: int | None = None,
+    store: dist.Store | None = None,
+    timeout: float = 300.0,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Summary:
+    """Build every kernel that `shapes` need, shared out over the ranks of the default process group.
+
+    Every rank calls it. Each builds what it draws from a common queue and gives the bytes to the others through the
+    store: that takes no collective, no NCCL and no common disk, and ranks with a common cache directory find them
+    there. In the summary "compiled" is what this rank compiled, and "adopted" what it took from others. Without a
+    process group, or in one of a single rank, it is `ahead.precompile`.
+
+    Nothing depends on another rank: what has not come within `timeout`, arrives damaged or does not fit is compiled
+    here, and a warning says so. Ranks that list other kernels than the rank that came first warn, and share with their
+    likes. Bytes are checked, not signed: who can write to the store can give kernels to the ranks.
+
+    Args:
+        shapes, arch, num_sms, progress: as for `ahead.precompile`.
+        store: where kernels are exchanged; that of the default process group if None.
+        timeout: seconds from now that this rank waits for others, in all. The process that holds the store must answer.
+        jobs: threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
+
+    Raises InvalidInputError for a `timeout` below 0 and for a `store` without a process group, and UnsupportedError if
+    torch does not tell the group's store.
+    """
+    start, deadline = time.perf_counter(), time.monotonic() + timeout
+    if not 0 <= timeout < math.inf:
+        raise InvalidInputError(f"timeout must be a number of seconds from 0, but it is {timeout!r}.")
+    if not (dist.is_available() and dist.is_initialized()):
+        if store is not None:
+            raise InvalidInputError(
+                "store was given, but torch.distributed is not initialised, so that this process has no rank: call "
+                "torch.distributed.init_process_group first, or leave store out to build everything here."
+            )
+        return ahead.precompile(shapes, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress)
+    size = dist.get_world_size()
+    if size == 1:
+        return ahead.precompile(shapes, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress)
+    store = _default_store() if store is None else store
+    work = ahead.choose(shapes, arch, num_sms)
+    report = Report(work, progress)
+    try:
+        requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}
+        keys = [default_builder().key(request) for request in requests.values()]
+        exchange = Exchange(store, dist.get_rank(), size, keys)
+        if not exchange.agreed:
+            log.warning(
+                f"Rank {dist.get_rank()} builds other kernels than rank {exchange.first_rank}: their shapes, "
+                "compilers, settings or versions of deep_gemm differ. It shares with ranks like itself only."
+            )
+        mine = _build_share(exchange, list(requests), jobs or min(ahead.cpus(), -(-len(keys) // size)), report)
+        _take_rest(exchange, requests, mine, dist.get_rank() * len(keys) // size, deadline, report)
+        exchange.close()
+    except StoreError as error:
+        log.warning(f"The store of the process group failed, so that this rank builds by itself: {error}")
+    except DeepGemmError as error:
+        # Such as no compiler: building will fail for each kernel, and say so.
+        log.debug("nothing is shared: %s", error)
+    ahead.build_all(report.missing(), report.add, jobs=jobs)
+    return report.summary(start)
+
+
+def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report: Report) -> set[int]:
+    """Build what this rank draws, until nothing is left to draw; the places of what it was."""
+    mine: set[int] = set()
+    running: dict[Future[Outcome], int] = {}
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        while True:
+            while len(running) < jobs and (place := exchange.draw()) is not None:
+                running[pool.submit(ahead.build, work[place])] = place
+            if not running:
+                return mine
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                outcome, place = future.result(), running.pop(future)
+                report.add(outcome)
+                mine.add(place)
+                exchange.publish(place, outcome.binary)
+
+
+def _take_rest(
+    exchange: Exchange,
+    requests: dict[KernelParams, BuildRequest],
+    mine: set[int],
+    first: int,
+    deadline: float,
+    report: Report,
+) -> None:
+    """Adopt what others built. Each rank begins at another place, so that they do not all ask for the same at once."""
+    late = []
+    places = [(first + step) % len(requests) for step in range(len(requests))]
+    items = list(requests.items())
+    for place in places:
+        if place in mine:
+            continue
+        params, request = items[place]
+        try:
+            binary = default_builder().lookup(request)
+            if binary is None:
+                if not exchange.come(place, deadline):
+                    late.append(request.name)
+                    continue
+                # On a common disk it is there by now, and need not be sent.
+                binary = default_builder().lookup(request)
+            if binary is None:
+                sent = exchange.fetch(place)
+                binary = default_builder().adopt(request, sent) if sent is not None else None
+        except (DeepGemmError, ValueError) as error:
+            log.warning(f"What another rank published as {request.name} is refused and built here: {error}")
+            continue
+        if binary is not None:
+            report.add(Outcome(binary.name, (), params, binary))
+    if late:
+        names = ", ".join(late[:4]) + (", ..." if len(late) > 4 else "")
+        log.warning(f"{len(late)} kernels did not come from other ranks in time and are built here: {names}")
+
+
+def _default_store() -> Any:
+    # ProcessGroup.get_group_store would be public, but torch 2.7 lacks it; this function is in all from 2.7 to 2.13.
+    find: Callable[[], Any] | None = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if find is None:
+        raise UnsupportedError("This version of torch does not tell the store of its process group: pass store=...")
+    return find()

@@ -1,0 +1,182 @@
+"""Kernels on their way between ranks, through each kind of store that torch has."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deep_gemm import ahead, distributed
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.exchange import CHUNK, Exchange, StoreError
+from deep_gemm.jit import Binary, Resources
+from deep_gemm.workload import GemmShape
+
+KEYS = ["a", "b", "c"]
+Client = Callable[[], dist.Store]
+
+
+def binary(size: int = 1000) -> Binary:
+    cubin = bytes(itertools.islice(itertools.cycle(range(251)), size))
+    return Binary("k", "key", "sm_90a", cubin, Resources(1, 2, 3, 4, 5, 6), None, "compiled", "c", {"compile": 0.5})
+
+
+@pytest.fixture(params=["tcp", "hash", "file"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
+    """What gives each rank its connection to one store."""
+    if request.param == "tcp":
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    elif request.param == "hash":
+        store = dist.HashStore()
+        yield lambda: store
+    else:
+        yield lambda: dist.FileStore(str(tmp_path / "store"), 2)
+
+
+def two(client: Client, keys: tuple[list[str], list[str]] = (KEYS, KEYS)) -> tuple[Exchange, Exchange]:
+    return Exchange(client(), 0, 2, keys[0]), Exchange(client(), 1, 2, keys[1])
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+def test_each_place_is_drawn_once(client: Client) -> None:
+    first, second = two(client)
+    assert [first.draw(), second.draw(), first.draw(), second.draw(), first.draw()] == [0, 1, 2, None, None]
+    assert (first.agreed, second.agreed, second.first_rank) == (True, True, 0)
+
+
+@pytest.mark.parametrize("size", [1, 1000, CHUNK, 3 * CHUNK + 17])
+def test_bytes_of_any_size_arrive(client: Client, size: int) -> None:
+    first, second = two(client)
+    first.publish(1, binary(size))
+    assert second.come(1, soon())
+    assert second.fetch(1) == binary(size)
+
+
+def test_what_does_not_come_is_waited_for_until_the_deadline(client: Client) -> None:
+    first, second = two(client)
+    start = time.monotonic()
+    assert not second.come(0, start + 0.3)
+    assert not second.come(1, start + 0.3)
+    # A FileStore counts in whole seconds.
+    assert 0.2 < time.monotonic() - start < 3.0
+    first.publish(1, binary())
+    assert second.come(1, start), "after the deadline, what is there already is taken"
+
+
+def test_a_kernel_that_could_not_be_built_is_not_waited_for(client: Client) -> None:
+    first, second = two(client)
+    first.publish(2, None)
+    assert second.come(2, soon())
+    assert second.fetch(2) is None
+
+
+def test_other_lists_are_noticed_and_kept_apart(client: Client) -> None:
+    first, second = two(client, (KEYS, ["a", "b"]))
+    assert (first.agreed, second.agreed, second.first_rank) == (True, False, 0)
+    assert [first.draw(), second.draw()] == [0, 0]
+    first.publish(0, binary())
+    assert not second.come(0, time.monotonic())
+
+
+def test_calls_are_kept_apart(client: Client) -> None:
+    first, _ = two(client)
+    first.publish(first.draw() or 0, binary())
+    again, _ = two(client)
+    assert again.draw() == 0
+    assert not again.come(0, time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("0/0", b"rubbish", "checksum"),
+        ("0/0", binary().encode()[:-1], "checksum"),
+        ("0", b"2", "parts of it are missing"),
+        ("0", b"many", "invalid literal"),
+        ("0", b"-1", "-1 parts"),
+        ("0", b"100000", "100000 parts"),
+    ],
+)
+def test_damage_is_refused_in_words(client: Client, key: str, value: bytes, words: str) -> None:
+    first, second = two(client)
+    first.publish(0, binary())
+    first._set.set(key, value)
+    with pytest.raises(ValueError, match=words):
+        second.fetch(0)
+
+
+def test_the_last_to_close_deletes_everything() -> None:
+    store = dist.HashStore()
+    before = store.num_keys()
+    ranks = [Exchange(store, rank, 3, KEYS if rank else ["other"]) for rank in range(3)]
+    for exchange in ranks:
+        while (place := exchange.draw()) is not None:
+            exchange.publish(place, binary(2 * CHUNK))
+    for exchange in ranks[:2]:
+        exchange.close()
+    assert ranks[2].fetch(2) is not None, "while one still reads, all stays"
+    ranks[2].close()
+    assert store.num_keys() == before + 3, "a count of calls for each rank"
+
+
+def test_a_store_that_ended_is_told_at_once() -> None:
+    code = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
+    exchange = Exchange(dist.TCPStore("127.0.0.1", port, is_master=False), 0, 2, KEYS)
+    server.kill()
+    server.communicate()
+    start = time.monotonic()
+    actions: list[Callable[[], Any]] = [
+        lambda: exchange.come(0, start + 60),
+        exchange.draw,
+        lambda: exchange.publish(0, binary()),
+        lambda: exchange.fetch(0),
+        exchange.close,
+    ]
+    for action in actions:
+        with pytest.raises(StoreError):
+            action()
+    assert time.monotonic() - start < 5
+
+
+def test_without_a_process_group_everything_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(ahead, "precompile", lambda shapes, **options: seen.update(options))
+    distributed.precompile([GemmShape(1, 128, 128)], num_sms=7, jobs=2)
+    assert seen == {"arch": "sm_90a", "num_sms": 7, "jobs": 2, "progress": None}
+
+
+def test_a_store_without_a_process_group_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="init_process_group first"):
+        distributed.precompile([], store=dist.HashStore())
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan"), float("inf")])
+def test_a_timeout_that_is_none_is_refused(timeout: float) -> None:
+    with pytest.raises(InvalidInputError, match="timeout must be"):
+        distributed.precompile([], timeout=timeout)
+
+
+def test_a_torch_that_hides_its_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    with pytest.raises(UnsupportedError, match="pass store="):
+        distributed._default_store()
