@@ -30,6 +30,8 @@ from deep_gemm.jit.source import source_file
 from deep_gemm.log import log, say, warn_once
 from deep_gemm.settings import settings
 
+__all__ = ["ERRORS", "HITS", "Binary", "BuildRequest", "Builder", "default_builder"]
+
 HITS = ("memory", "pack", "disk")
 ERRORS = ("failed", "forbidden", "unstored", "corrupted", "unusable", "lock_timeout")
 

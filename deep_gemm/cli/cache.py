@@ -137,12 +137,12 @@ def _verify_packs(paths: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([{"path": path, "problems": problems} for path, problems in found.items()], indent=2))
     else:
-        for path, problems in found.items():
+        for name, problems in found.items():
             for problem in problems:
-                click.echo(f"corrupted: {path}: {problem}")
+                click.echo(f"corrupted: {name}: {problem}")
             if not problems:
-                pack = packs.read(Path(path))
-                click.echo(f"{path}: {len(pack.kernels)} kernels, {size(pack.bytes)}, all sound")
+                opened = packs.read(Path(name))
+                click.echo(f"{name}: {len(opened.kernels)} kernels, {size(opened.cubin_bytes)}, all sound")
     if any(found.values()):
         raise SystemExit(1)
 

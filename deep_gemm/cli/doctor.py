@@ -144,7 +144,8 @@ def _settings() -> list[dict[str, Any]]:
 
 
 def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
-    problems, notes = [], []
+    problems: list[str] = []
+    notes: list[str] = []
     packed = sum(pack["kernels"] for pack in report["packs"])
     if packed:
         notes.append(f"No compiler is needed, and none is looked for, for the {packed} kernels that packs hold.")

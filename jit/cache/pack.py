@@ -169,8 +169,8 @@ class Pack:
     offsets: Mapping[str, int]
 
     @property
-    def bytes(self) -> int:
-        """Of all cubins."""
+    def cubin_bytes(self) -> int:
+        """Of all cubins together."""
         return sum(kernel.cubin_bytes for kernel in self.kernels.values())
 
     def cubin(self, source_key: str) -> bytes:

@@ -33,7 +33,7 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         """path, by, kernels, bytes (of cubins), and problem or None."""
-        kernels, size = (len(self.pack.kernels), self.pack.bytes) if self.pack is not None else (0, 0)
+        kernels, size = (len(self.pack.kernels), self.pack.cubin_bytes) if self.pack is not None else (0, 0)
         return {"path": str(self.path), "by": self.by, "kernels": kernels, "bytes": size, "problem": self.problem}
 
 

@@ -1,0 +1,142 @@
+"""Packs from end to end, in real processes: built where no GPU is, used where no compiler is, under another path."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_gemm.settings import child_environment
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "static_wheel"
+
+# What a service does when it starts: it needs no GPU until the cubins are loaded.
+USE = """
+import json, sys
+from pathlib import Path
+import deep_gemm
+from deep_gemm import ahead, workload
+from deep_gemm.jit.builder import default_builder
+summary = ahead.precompile(workload.load(Path(sys.argv[1])), jobs=2)
+print(json.dumps({
+    "home": deep_gemm.__path__[0],
+    "layers": sorted({outcome.binary.layer if outcome.binary else str(outcome.error) for outcome in summary.outcomes}),
+    "cubins": {outcome.name: outcome.binary.cubin.hex()[:8] for outcome in summary.outcomes if outcome.binary},
+    "stats": default_builder().stats,
+    "packs": deep_gemm.cache_info()["packs"],
+}))
+"""
+
+
+def install(source: Path, target: Path) -> Path:
+    """`pip install --target` of a copy of a project's tree, without the network."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--target", target, source], check=True, capture_output=True, text=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """This project, installed twice."""
+    pytest.importorskip("setuptools")
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("the sources are not here")
+    scratch = tmp_path_factory.mktemp("prefixes")
+    for name in ("deep_gemm", "jit", "templates", "benchmarks"):
+        ignore = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / name, scratch / "sources" / name, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, scratch / "sources")
+    first = install(scratch / "sources", scratch / "one" / "lib")
+    second = install(scratch / "sources", scratch / "another" / "deeper" / "site")
+    return first, second
+
+
+def python(*arguments: str | Path, path: list[Path], bare: bool = False, **environment: str | Path) -> str:
+    """Run a Python that finds `path` before anything else; `bare`: with no other variable in its environment."""
+    inherited = {} if bare else child_environment("PYTHONPATH", "DG_JIT_CACHE_DIR", "DG_JIT_PRECOMPILED")
+    env = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, path)), **{k: str(v) for k, v in environment.items()}}
+    cwd = environment.get("PWD", path[0])
+    done = subprocess.run(
+        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def use(shapes: Path, path: list[Path], **options: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(python("-c", USE, shapes, path=path, **options).splitlines()[-1])
+    return answer
+
+
+def test_a_pack_made_without_a_gpu_in_one_prefix_serves_another(prefixes: tuple[Path, Path], tmp_path: Path) -> None:
+    first, second = prefixes
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text(json.dumps([{"n": 576, "k": 7168, "m": [16]}]))
+    pack = tmp_path / "built" / "sm_90a.dgpack"
+    command = ["-m", "deep_gemm", "precompile", "--file", str(shapes), "--pack", str(pack)]
+    python(
+        *command, path=[first], DG_JIT_CACHE_DIR=tmp_path / "cache one", DG_JIT_USE_NVRTC="1", CUDA_VISIBLE_DEVICES=""
+    )
+    forbidden = {"DG_JIT_FORBID_COMPILE": "1", "DG_JIT_NVCC_COMPILER": "/nonexistent"}
+    found = use(shapes, [second], DG_JIT_CACHE_DIR=tmp_path / "cache two", DG_JIT_PRECOMPILED=pack, **forbidden)
+    assert Path(found["home"]) == second / "deep_gemm"
+    assert found["layers"] == ["pack"]
+    assert (found["stats"]["compiled"], found["stats"]["misses"]) == (0, 0)
+    assert found["stats"]["pack"] == len(found["cubins"]) == found["packs"][0]["kernels"] > 1
+    assert not (tmp_path / "cache two").exists()
+    # Without the pack the same process would have failed: it is the pack that served.
+    without = use(shapes, [second], DG_JIT_CACHE_DIR=tmp_path / "cache two", **forbidden)
+    assert all("DG_JIT_FORBID_COMPILE forbids" in layer for layer in without["layers"])
+
+
+@pytest.fixture(scope="module")
+def with_wheel(prefixes: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's wheel, built with one installation of this project and installed into a directory of its own."""
+    scratch = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(EXAMPLE, scratch / "sources")
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", scratch]
+    # Without a GPU, as build machines are.
+    settings = {"DG_JIT_CACHE_DIR": scratch / "cache", "DG_JIT_USE_NVRTC": "1", "CUDA_VISIBLE_DEVICES": ""}
+    python(*command, scratch / "sources", path=[prefixes[0]], **settings)
+    (wheel,) = scratch.glob("*.whl")
+    return install(wheel, scratch / "installed")
+
+
+def served(found: dict[str, Any], site: Path, prefix: Path) -> None:
+    assert Path(found["home"]) == prefix / "deep_gemm"
+    assert found["layers"] == ["pack"]
+    assert (found["stats"]["compiled"], found["stats"]["misses"]) == (0, 0)
+    (pack,) = found["packs"]
+    assert pack["path"] == str(site / "gemm_kernels" / "sm_90a.dgpack")
+    assert (pack["by"], pack["problem"]) == ("package gemm_kernels", None)
+    assert pack["kernels"] == found["stats"]["pack"] > 2
+
+
+def test_a_wheel_carries_its_kernels(with_wheel: Path, prefixes: tuple[Path, Path], tmp_path: Path) -> None:
+    settings = {"DG_JIT_FORBID_COMPILE": "1", "DG_JIT_NVCC_COMPILER": "/nonexistent"}
+    found = use(EXAMPLE / "shapes.json", [with_wheel, prefixes[1]], DG_JIT_CACHE_DIR=tmp_path / "cache", **settings)
+    served(found, with_wheel, prefixes[1])
+
+
+def test_a_wheel_serves_a_bare_container(with_wheel: Path, prefixes: tuple[Path, Path], tmp_path: Path) -> None:
+    """No HOME, no PATH, and nowhere to write: neither the current directory nor that of the cache."""
+    read_only = tmp_path / "read-only"
+    read_only.mkdir()
+    (read_only / "cache").mkdir(mode=0o500)
+    read_only.chmod(0o500)
+    settings = {"DG_JIT_FORBID_COMPILE": "1", "DG_JIT_NVCC_COMPILER": "/nonexistent", "PWD": str(read_only)}
+    path = [with_wheel, prefixes[1]]
+    found = use(EXAMPLE / "shapes.json", path, bare=True, DG_JIT_CACHE_DIR=read_only / "cache", **settings)
+    read_only.chmod(0o700)
+    served(found, with_wheel, prefixes[1])
+    # Even root, who may write anywhere, finds nothing there.
+    assert list((read_only / "cache").iterdir()) == []
+    assert [path.name for path in read_only.iterdir()] == ["cache"]
