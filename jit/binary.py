@@ -133,3 +133,15 @@ def of_entry(address: Address, source_key: str, entry: Entry, start: float) -> B
         source_key,
         address.cuda,
     )
+
+
+def check_same(binary: Binary, request: BuildRequest, key: str) -> None:
+    """Raises InvalidInputError unless `binary` is what `request` would be built as here, under `key`."""
+    for what, wanted in {"name": request.name, "arch": request.arch, "key": key}.items():
+        if getattr(binary, what) != wanted:
+            raise InvalidInputError(
+                f"{binary.name} cannot be adopted: its {what} is {getattr(binary, what)}, but {wanted} is wanted here: "
+                "both processes need the same version of deep_gemm, the same compiler and the same DG_* settings."
+            )
+    if not binary.cubin:
+        raise InvalidInputError(f"{binary.name} cannot be adopted: its cubin is empty.")

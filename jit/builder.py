@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError, DeepGemmError, InvalidInputError
-from deep_gemm.jit.binary import Binary, BuildRequest, of_entry, of_kernel
+from deep_gemm.jit.binary import Binary, BuildRequest, check_same, of_entry, of_kernel
 from deep_gemm.jit.cache import limit
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META, Address
@@ -164,7 +164,7 @@ class Builder:
         DG_JIT_PTXAS_CHECK refuses. No problem of the cache raises.
         """
         plan = self._plan(request)
-        _check_same(plan, binary)
+        check_same(binary, request, plan.key)
         found = self._from_memory(plan)
         if found is None:
             allowed = settings.cache_limit
@@ -377,18 +377,6 @@ class Builder:
 def default_builder() -> Builder:
     """The builder of this process; it follows the settings at each call."""
     return Builder()
-
-
-def _check_same(plan: _Plan, binary: Binary) -> None:
-    wanted = {"name": plan.request.name, "arch": plan.request.arch, "key": plan.key}
-    for what, value in wanted.items():
-        if getattr(binary, what) != value:
-            raise InvalidInputError(
-                f"{binary.name} cannot be adopted: its {what} is {getattr(binary, what)}, but {value} is wanted here: "
-                "both processes need the same version of deep_gemm, the same compiler and the same DG_* settings."
-            )
-    if not binary.cubin:
-        raise InvalidInputError(f"{binary.name} cannot be adopted: its cubin is empty.")
 
 
 def _dumps(compiled: Compiled) -> dict[str, bytes]:

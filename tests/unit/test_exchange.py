@@ -26,7 +26,9 @@ Client = Callable[[], dist.Store]
 
 def binary(size: int = 1000) -> Binary:
     cubin = bytes(itertools.islice(itertools.cycle(range(251)), size))
-    return Binary("k", "key", "sm_90a", cubin, Resources(1, 2, 3, 4, 5, 6), None, "compiled", "c", {"compile": 0.5})
+    return Binary(
+        "k", "key", "sm_90a", cubin, Resources(1, 2, 3, 4, 5, 6), None, "compiled", "c", {"compile": 0.5}, "s", "12.9"
+    )
 
 
 @pytest.fixture(params=["tcp", "hash", "file"])
