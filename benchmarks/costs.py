@@ -3,6 +3,7 @@ there are."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from deep_gemm.benchmarks import backends, breakdown, census, phases, timing
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import demo
+from deep_gemm.errors import DeepGemmError
 from deep_gemm.workload import GemmShape
 
 if TYPE_CHECKING:
@@ -124,6 +126,66 @@ def cold() -> Iterator[Row]:
                     first, next_ = first_call_seconds(kind, root)
                     yield row(f"first call of a process, {state}, {kind}", first)
                     yield row(f"first call of another shape and kernel, {state}, {kind}", next_)
+        for layer, seconds in warm_start_seconds():
+            yield row(f"{WARM_STARTED} kernels found, verified and loaded in a fresh process, from {layer}", seconds)
+
+
+WARM_STARTED = 50
+"""Kernels of a warm start."""
+
+WARM_START = """
+import json, sys, time, torch, deep_gemm
+from deep_gemm import engine
+from deep_gemm.benchmarks import costs
+torch.zeros(1, device="cuda")
+torch.cuda.synchronize()
+params = costs.warm_start_kernels()
+start = time.perf_counter()
+for one in params:
+    engine._load(one, 0, "a warm start")
+print(time.perf_counter() - start)
+print(json.dumps(deep_gemm.cache_info()["statistics"]["hits"]))
+"""
+
+
+def warm_start_kernels() -> list[KernelParams]:
+    """Fifty kernels of DeepSeek-V3's dense layers."""
+    from deep_gemm.ahead import choose
+    from deep_gemm.benchmarks.shapes import DEEPSEEK_V3
+    from deep_gemm.workload import DEFAULT_M, model_layers, shapes
+
+    return list(choose(shapes(model_layers(DEEPSEEK_V3), DEFAULT_M)).kernels)[:WARM_STARTED]
+
+
+def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:
+    """How long a fresh process with a CUDA context takes to find, verify and load fifty kernels, median over processes:
+    from disk, the search for a compiler included, and from a pack."""
+    from deep_gemm import ahead
+    from deep_gemm.settings import child_environment, settings
+
+    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as nowhere:
+        pack = Path(root, "kernels.dgpack")
+        with settings.override(cache_dir=Path(root, "cache"), use_nvrtc=True):
+            outcomes: list[ahead.Outcome] = []
+            ahead.build_all(warm_start_kernels(), outcomes.append)
+            ahead.pack(ahead.Summary(tuple(outcomes), 0.0), pack)
+        common = {**child_environment("DG_JIT_PRECOMPILED"), "DG_JIT_USE_NVRTC": "1", "DG_JIT_FORBID_COMPILE": "1"}
+        layers = {
+            "disk": {"DG_JIT_CACHE_DIR": str(Path(root, "cache"))},
+            "pack": {"DG_JIT_CACHE_DIR": nowhere, "DG_JIT_PRECOMPILED": str(pack)},
+        }
+        for layer, names in layers.items():
+            times = []
+            for _ in range(repeats):
+                command = [sys.executable, "-c", WARM_START]
+                result = subprocess.run(
+                    command, capture_output=True, text=True, check=True, cwd=nowhere, env={**common, **names}
+                )
+                seconds, hits = result.stdout.splitlines()[-2:]
+                if json.loads(hits)[layer] != WARM_STARTED:
+                    raise DeepGemmError(f"a warm start from {layer} found only {hits}")
+                times.append(float(seconds))
+            yield layer, statistics.median(times)
 
 
 def import_seconds(repeats: int = 5) -> float:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import deep_gemm
+from deep_gemm import ahead
 from deep_gemm.ahead import precompile
 from deep_gemm.jit.builder import default_builder
-from deep_gemm.testing import random_operands
+from deep_gemm.settings import settings
+from deep_gemm.testing import calc_diff, random_operands
 from deep_gemm.workload import GemmShape
 
 
@@ -27,3 +34,53 @@ def test_a_call_after_precompiling_compiles_nothing(m: int, n: int, cache_dir: P
     deep_gemm.fp8_gemm_nt(a, b, d)
     torch.cuda.synchronize()
     assert default_builder().stats["compiled"] == before
+
+
+def test_after_precompiling_no_number_of_tokens_compiles(cache_dir: Path) -> None:
+    n, k, max_m = 1488, 1552, 700
+    summary = deep_gemm.precompile((n, k), max_m=max_m)
+    assert not summary.failed
+    with settings.override(forbid_compile=True):
+        for m in {1, 5, 17, 100, 129, 250, 517, 700, *random.Random(0).sample(range(1, max_m), 12)}:
+            a, b, x, y = random_operands(m, n, k)
+            d = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+            deep_gemm.fp8_gemm_nt(a, b, d)
+            assert calc_diff(d, x.float() @ y.float().T) < 1e-3, m
+
+
+CONTAINER = """
+import json, sys, torch, deep_gemm
+from deep_gemm.testing import calc_diff, random_operands
+worst = 0.0
+for m, n, k in json.loads(sys.argv[1]):
+    a, b, x, y = random_operands(m, n, k)
+    d = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    deep_gemm.fp8_gemm_nt(a, b, d)
+    worst = max(worst, float(calc_diff(d, x.float() @ y.float().T)))
+print(json.dumps({"worst": worst, "statistics": deep_gemm.cache_info()["statistics"]}))
+"""
+
+
+def test_a_pack_is_all_that_a_container_needs(tmp_path: Path) -> None:
+    """No compiler (the one that is named does not exist, so looking for any raises), no home, nowhere to write."""
+    shapes = [GemmShape(1, 1488, 1680), GemmShape(77, 1488, 1680), GemmShape(1000, 1488, 1680)]
+    pack = tmp_path / "kernels.dgpack"
+    with settings.override(cache_dir=tmp_path / "cache"):
+        ahead.pack(ahead.precompile(shapes), pack)
+    bare = tmp_path / "bare"
+    bare.mkdir(mode=0o500)
+    environment = {
+        "DG_JIT_PRECOMPILED": str(pack),
+        "DG_JIT_FORBID_COMPILE": "1",
+        "DG_JIT_NVCC_COMPILER": "/nonexistent",
+        "DG_JIT_CACHE_DIR": str(bare / "cache"),
+        **{name: value for name, value in os.environ.items() if name in ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")},
+    }
+    command = [sys.executable, "-c", CONTAINER, json.dumps([(shape.m, shape.n, shape.k) for shape in shapes])]
+    result = subprocess.run(command, env=environment, cwd=bare, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["worst"] < 1e-3
+    assert found["statistics"]["compilations"] == found["statistics"]["misses"] == 0
+    assert found["statistics"]["hits"]["pack"] >= len(shapes)
+    assert not (bare / "cache").exists()
