@@ -229,6 +229,7 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
                 resources=binary.resources,
                 seconds={what: took for what, took in binary.seconds.items() if what != "lookup"},
                 meta=request.meta,
+                render_key=request.render_key,
             )
         )
     if not contents:

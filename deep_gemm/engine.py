@@ -23,6 +23,7 @@ from .jit.builder import Binary, BuildRequest, default_builder
 from .jit.driver.launch import Launch
 from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render
+from .jit.render_key import render_key
 from .kernels import get as get_kernel
 from .kernels import of as kernel_of
 from .kernels import sm90_fp8_launch
@@ -91,8 +92,12 @@ def kernel_params(problem: GemmProblem, config: GemmConfig, arch: archs.ArchSpec
 def build_request(params: KernelParams) -> BuildRequest:
     """What the builder needs for ``params``: the rendered source, and the params beside it as JSON."""
     kernel = get_kernel(params.kernel)
-    source = render(kernel.template, kernel.fields(params))
-    return BuildRequest(name=kernel.entry(params), source=source, arch=params.arch, meta={"params": params.to_json()})
+    fields = kernel.fields(params)
+    key = render_key(kernel.template, fields)
+    # A pack that has this very source saves importing Jinja.
+    source = default_builder().packs.source(key) or render(kernel.template, fields)
+    meta = {"params": params.to_json()}
+    return BuildRequest(name=kernel.entry(params), source=source, arch=params.arch, meta=meta, render_key=key)
 
 
 def build(params: KernelParams) -> Binary:

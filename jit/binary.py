@@ -25,13 +25,15 @@ class BuildRequest:
     """One kernel to build.
 
     `name` is its extern "C" symbol and part of a directory's name, `arch` a target such as "sm_90a", `meta` JSON that
-    is stored beside the cubin and is no part of its identity. Raises InvalidInputError.
+    is stored beside the cubin and is no part of its identity. `render_key` tells what `source` was rendered from, where
+    that is known; it is stored too. Raises InvalidInputError.
     """
 
     name: str
     source: str
     arch: str
     meta: Mapping[str, Any] = field(default_factory=dict)
+    render_key: str = ""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -320,6 +320,7 @@ class Builder:
         meta = {
             "compiler": plan.compiler.identity,
             "source_key": plan.source_key,
+            "render_key": plan.request.render_key,
             "flags": list(plan.flags),
             "options": list(compiled.options),
             "resources": compiled.resources.to_json(),

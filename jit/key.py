@@ -23,10 +23,10 @@ SCHEMA = 1
 # From the "#" on, which is searched for at memory's speed; what stands before it on its line is looked at afterwards.
 _INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
 # A file that changed this shortly ago may change again without another size or time: clocks of filesystems are coarse.
-_YOUNG_NS = 3_000_000_000
+YOUNG_NS = 3_000_000_000
 _MAX_MEMO = 256
 
-_Signature = tuple[int, int, int, int, int]
+Signature = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Reached:
     """The headers that some includes lead to, and every file that was looked at for it; None for one that is absent."""
 
     headers: tuple[tuple[str, str], ...]
-    files: tuple[tuple[str, _Signature | None], ...]
+    files: tuple[tuple[str, Signature | None], ...]
 
 
 _memo: dict[tuple[str, tuple[tuple[str, str], ...]], _Reached] = {}
@@ -75,7 +75,7 @@ def headers(source: str, include_dir: Path | None) -> list[tuple[str, str]]:
         return []
     first = (str(include_dir), tuple(_includes(source, "")))
     known = _memo.get(first)
-    if known is None or any(_signature(path) != seen for path, seen in known.files):
+    if known is None or any(signature(path) != seen for path, seen in known.files):
         known, settled = _reach(*first)
         if not settled:
             _memo.pop(first, None)
@@ -89,7 +89,7 @@ def headers(source: str, include_dir: Path | None) -> list[tuple[str, str]]:
 def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached, bool]:
     """What the includes `first` lead to, and whether that may be remembered."""
     found: dict[str, str] = {}
-    looked_at: dict[str, _Signature | None] = {}
+    looked_at: dict[str, Signature | None] = {}
     pending = list(first)
     now = time.time_ns()
     while pending:
@@ -99,7 +99,7 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
                 break
             path = os.path.join(include_dir, candidate)
             # Before it is read: a change between the two then shows as another signature.
-            looked_at[path] = _signature(path)
+            looked_at[path] = signature(path)
             try:
                 content = Path(path).read_bytes()
             except (OSError, ValueError):
@@ -110,11 +110,12 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             pending += _includes(content.decode("utf-8", "replace"), f"{parent}/" if parent else "")
             break
     # A time in the future, by a clock that is not ours, says nothing of how young a file is.
-    settled = all(seen is None or max(seen[3:]) < now - _YOUNG_NS for seen in looked_at.values())
+    settled = all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
     return _Reached(tuple(sorted(found.items())), tuple(looked_at.items())), settled
 
 
-def _signature(path: str) -> _Signature | None:
+def signature(path: str) -> Signature | None:
+    """What tells whether a file has changed since, if it was older than YOUNG_NS then; None for one that is absent."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

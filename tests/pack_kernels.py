@@ -31,6 +31,7 @@ def packed(asked: BuildRequest, binary: Binary) -> Packable:
         resources=binary.resources,
         seconds={"compile": 0.25},
         meta=asked.meta,
+        render_key=asked.render_key,
     )
 
 

@@ -95,7 +95,8 @@ def _print(report: dict[str, Any]) -> None:
     out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}", markup=False)
     took = duration(report["seconds"]["compile"] * 1e6)
     out.print(f"compiler   {report['compiler']}, {took}, cubin {size(report['cubin_bytes'])}", markup=False)
-    out.print(f"source     {report['source'] or 'not stored: the cache cannot be written'}", markup=False)
+    elsewhere = "in the pack" if report["from"] == "pack" else "not stored: the cache cannot be written"
+    out.print(f"source     {report['source'] or elsewhere}", markup=False)
     out.print(
         f"resources  {resources['registers']} registers a thread, {size(report['shared_bytes'])} shared memory, spills "
         f"{resources['spill_stores']} + {resources['spill_loads']} bytes, stack {resources['stack']} bytes"

@@ -46,11 +46,13 @@ _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 @dataclass(frozen=True)
 class Kernel:
     """One kernel as a manifest describes it. `cuda` is the toolkit's version such as "12.9", `key` the one with the
-    compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON."""
+    compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON. `render_key` tells what its
+    source was rendered from; it is empty where that is not known."""
 
     name: str
     arch: str
     source_key: str
+    render_key: str
     key: str
     cuda: str
     compiler: str
@@ -99,6 +101,7 @@ _TEXTS = {
     "name": _NAME,
     "arch": _ARCH,
     "source_key": _KEY,
+    "render_key": re.compile(r"([0-9a-f]{40})?"),
     "key": _KEY,
     "cuda": _VERSION,
     "compiler": re.compile(r"[ -~]{1,200}"),
@@ -130,12 +133,14 @@ def packable(
     resources: Resources,
     seconds: Mapping[str, float],
     meta: Mapping[str, Any],
+    render_key: str = "",
 ) -> Packable:
     """What a pack can hold. Raises ValueError for a field that no manifest may have, and for what is not plain JSON."""
     kernel = Kernel(
         name=name,
         arch=arch,
         source_key=source_key,
+        render_key=render_key,
         key=key,
         cuda=cuda,
         compiler=compiler,

@@ -42,6 +42,7 @@ class _Index:
     found: tuple[Found, ...]
     # In the order of the packs: the first that can serve does.
     kernels: dict[str, list[tuple[Found, Kernel]]]
+    rendered: dict[str, list[tuple[Found, Kernel]]]
 
 
 class Packs:
@@ -82,8 +83,17 @@ class Packs:
             try:
                 return kernel, found.pack.cubin(source_key)
             except (OSError, ValueError) as error:
-                message = f"The kernel {name} in the pack {found.path} is not used: {error}."
-                warn_once(f"pack-kernel:{found.path}:{source_key}", message)
+                _warn(found, kernel, error)
+        return None
+
+    def source(self, render_key: str) -> str | None:
+        """The verified source of the first kernel that was rendered from what `render_key` stands for, or None."""
+        for found, kernel in self._index().rendered.get(render_key, ()):
+            try:
+                if found.pack is not None:
+                    return found.pack.source(kernel.source_key).decode()
+            except (OSError, ValueError) as error:
+                _warn(found, kernel, error)
         return None
 
     def _index(self) -> _Index:
@@ -97,6 +107,11 @@ class Packs:
         return index
 
 
+def _warn(found: Found, kernel: Kernel, error: Exception) -> None:
+    message = f"The kernel {kernel.name} in the pack {found.path} is not used: {error}."
+    warn_once(f"pack-kernel:{found.path}:{kernel.source_key}", message)
+
+
 def _look(paths: Sequence[Path] | None) -> _Index:
     named = [(path, "its caller") for path in paths or ()]
     if paths is None:
@@ -106,12 +121,15 @@ def _look(paths: Sequence[Path] | None) -> _Index:
         for one in _open_all(Path(os.path.abspath(path)), by):
             found.setdefault(os.path.realpath(one.path), one)
     kernels: dict[str, list[tuple[Found, Kernel]]] = {}
+    rendered: dict[str, list[tuple[Found, Kernel]]] = {}
     for one in found.values():
         if one.problem is not None:
             warn_once(f"pack:{one.path}", f"The pack {one.path} (named by {one.by}) is not used: {one.problem}.")
         for source_key, kernel in one.pack.kernels.items() if one.pack is not None else ():
             kernels.setdefault(source_key, []).append((one, kernel))
-    return _Index(tuple(found.values()), kernels)
+            if kernel.render_key:
+                rendered.setdefault(kernel.render_key, []).append((one, kernel))
+    return _Index(tuple(found.values()), kernels, rendered)
 
 
 def _open_all(path: Path, by: str) -> Iterator[Found]:

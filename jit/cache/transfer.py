@@ -145,6 +145,7 @@ def _of_entry(address: Address, entry: Entry) -> Packable:
             resources=Resources.from_json(meta["resources"]),
             seconds=meta["seconds"],
             meta=meta["meta"],
+            render_key=meta.get("render_key", ""),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its description lacks a field or has a wrong one ({error!r})") from error
@@ -231,6 +232,7 @@ def _meta(one: _Stored) -> dict[str, Any]:
     return {
         "compiler": kernel.compiler,
         "source_key": kernel.source_key,
+        "render_key": kernel.render_key,
         "flags": [],
         "options": [],
         "resources": kernel.resources.to_json(),

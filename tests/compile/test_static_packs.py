@@ -31,6 +31,7 @@ print(json.dumps({
     "cubins": {outcome.name: outcome.binary.cubin.hex()[:8] for outcome in summary.outcomes if outcome.binary},
     "stats": default_builder().stats,
     "packs": deep_gemm.cache_info()["packs"],
+    "rendered": "jinja2" in sys.modules,
 }))
 """
 
@@ -113,6 +114,7 @@ def with_wheel(prefixes: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
 def served(found: dict[str, Any], site: Path, prefix: Path) -> None:
     assert Path(found["home"]) == prefix / "deep_gemm"
     assert found["layers"] == ["pack"]
+    assert not found["rendered"], "the pack's sources save importing Jinja"
     assert (found["stats"]["compiled"], found["stats"]["misses"]) == (0, 0)
     (pack,) = found["packs"]
     assert pack["path"] == str(site / "gemm_kernels" / "sm_90a.dgpack")

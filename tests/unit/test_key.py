@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deep_gemm.jit import key as key_module
-from deep_gemm.jit.key import build_key, headers
+from deep_gemm.jit.key import build_key, headers, source_key
 
 SOURCE = '#include "a.cuh"\n#include <sub/b.cuh>\nextern "C" __global__ void k() {}\n'
 
@@ -92,3 +93,79 @@ def test_the_key_of_a_fixed_request_is_fixed(monkeypatch: pytest.MonkeyPatch) ->
     assert key(None) == "0e965990378f2edbb6c62a281a096e0dfdc24949"
     monkeypatch.setattr(key_module, "SCHEMA", key_module.SCHEMA + 1)
     assert key(None) != "0e965990378f2edbb6c62a281a096e0dfdc24949"
+
+
+def later(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Ten seconds on, when what the tests wrote is old; returns the list of what is read from then on."""
+    real, read = time.time_ns, Path.read_bytes
+    reads: list[Path] = []
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 10_000_000_000)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read(path))
+    return reads
+
+
+def test_old_headers_are_read_once_until_one_changes(include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = later(monkeypatch)
+    before = key(include)
+    assert len(reads) == 4
+    assert key(include) == key(include, name="k") == before
+    assert key(include, name="other") != before
+    assert len(reads) == 4
+    for path in ("sub/near.cuh", "a.cuh"):
+        seen = key(include)
+        (include / path).write_text((include / path).read_text() + "// more\n")
+        assert key(include) != seen
+    # A header that was looked for beside another, and was not there, comes before the one that was found instead.
+    seen = key(include)
+    (include / "near.cuh").write_text("int not_this;\n")
+    assert key(include) == seen
+    (include / "sub" / "near.cuh").unlink()
+    assert key(include) != seen
+
+
+def test_a_header_that_comes_to_lie_nearer_is_seen(include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (include / "sub" / "near.cuh").rename(include / "near.cuh")
+    later(monkeypatch)
+    before = key(include)
+    (include / "sub" / "near.cuh").write_text("int near;\n")
+    assert key(include) != before
+
+
+def test_a_coarse_clock_hides_no_change(include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem whose times have two seconds: size, inode and time of a changed file are as they were."""
+    fine = key_module.signature
+
+    def coarse(path: str) -> Any:
+        found = fine(path)
+        return found and (*found[:3], *(at // 2_000_000_000 * 2_000_000_000 for at in found[3:]))
+
+    monkeypatch.setattr(key_module, "signature", coarse)
+    keys = set()
+    for text in ("int a;\n", "int b;\n", "int c;\n", "int d;\n"):
+        (include / "a.cuh").write_text(text)
+        keys.add(key(include))
+    assert len(keys) == 4
+
+
+def test_a_source_key_knows_no_compiler(include: Path) -> None:
+    fields: dict[str, Any] = {"name": "k", "source": SOURCE, "arch": "sm_90a", "flags": ["-std=c++17"]}
+    before = source_key(**fields, include_dir=include)
+    for change in ({"name": "k2"}, {"source": SOURCE + " "}, {"arch": "sm_90"}, {"flags": ["-std=c++17", "-lineinfo"]}):
+        assert source_key(**{**fields, **change}, include_dir=include) != before
+    (include / "a.cuh").write_text("int other;\n")
+    assert source_key(**fields, include_dir=include) != before
+    # Never mistaken for a key with a compiler.
+    assert source_key(**fields, include_dir=None) != build_key(**fields, compiler="", include_dir=None)
+
+
+def test_the_source_key_of_a_fixed_request_is_fixed() -> None:
+    # A change here means that no pack in the world serves any more: raise key.SCHEMA with it and know why.
+    fields: dict[str, Any] = {"name": "k", "source": SOURCE, "arch": "sm_90a", "flags": ["-O3"]}
+    assert source_key(**fields, include_dir=None) == "c6460173979228347ad429f080c6a50d84163236"
+
+
+def test_what_only_looks_like_an_include_does_not_count(include: Path) -> None:
+    source = '// #include "a.cuh"\nint x; #include "a.cuh"\n#includes "a.cuh"\n#\tinclude\t"common.cuh"\n'
+    assert [name for name, _ in headers(source, include)] == ["a.cuh", "common.cuh"]
+    assert headers('// #include "a.cuh"', include) == headers('x #include "a.cuh"', include) == []
+    assert len(headers('\t # include "a.cuh"', include)) == 2

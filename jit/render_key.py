@@ -1,0 +1,52 @@
+"""What makes two rendered sources the same, told without rendering.
+
+Importing Jinja and compiling the templates takes some 20 ms of a process's first call. A pack holds sources beside its
+cubins; by this key they are found without either.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from deep_gemm.jit import generator
+from deep_gemm.jit.key import SCHEMA, YOUNG_NS, Signature, signature
+
+_memo: dict[str, tuple[tuple[tuple[str, Signature | None], ...], str]] = {}
+
+
+def render_key(template: str, fields: Mapping[str, str | int | bool], directory: Path | None = None) -> str:
+    """A hex digest of everything that decides what `generator.render` returns: all templates of the directory, the
+    fields, and what renders them."""
+    templates = _templates(str(directory or generator.template_dir()))
+    parts = ["deep_gemm render", SCHEMA, _renderer(), templates, template, dict(fields)]
+    text = json.dumps(parts, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+@functools.lru_cache(maxsize=1)
+def _renderer() -> str:
+    """Of our module, and of Jinja."""
+    return hashlib.sha256(Path(generator.__file__).read_bytes()).hexdigest() + importlib.metadata.version("jinja2")
+
+
+def _templates(directory: str) -> str:
+    """A digest of all templates, remembered as long as none of them, and no name in the directory, has changed."""
+    known = _memo.get(directory)
+    if known is not None and all(signature(path) == seen for path, seen in known[0]):
+        return known[1]
+    now = time.time_ns()
+    # Before they are read: a change between the two then shows as another signature.
+    files = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".jinja")]
+    looked_at = tuple((path, signature(path)) for path in (directory, *files))
+    contents = [(os.path.basename(path), hashlib.sha256(Path(path).read_bytes()).hexdigest()) for path in files]
+    digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    if all(seen is None or max(seen[3:]) < now - YOUNG_NS for _, seen in looked_at):
+        _memo[directory] = looked_at, digest
+    return digest
