@@ -94,8 +94,8 @@ def build_request(params: KernelParams) -> BuildRequest:
     kernel = get_kernel(params.kernel)
     fields = kernel.fields(params)
     key = render_key(kernel.template, fields)
-    # A pack that has this very source saves importing Jinja.
-    source = default_builder().packs.source(key) or render(kernel.template, fields)
+    # Found in a pack or on disk, it saves importing Jinja.
+    source = default_builder().source(key) or render(kernel.template, fields)
     meta = {"params": params.to_json()}
     return BuildRequest(name=kernel.entry(params), source=source, arch=params.arch, meta=meta, render_key=key)
 

@@ -5,7 +5,6 @@ Everything here is a frozen dataclass of plain values: hashable, printable, and 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +132,6 @@ class KernelParams:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; ``config`` carries its class name so that a reader can tell hierarchies apart."""
-        out = dataclasses.asdict(self)
-        out["config"]["class"] = type(self.config).__name__
-        return out
+        # Fields are plain values: no copies of them, which `dataclasses.asdict` would make at ten times the cost.
+        config = {"class": type(self.config).__name__, **vars(self.config)}
+        return {**vars(self), "config": config}

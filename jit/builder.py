@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError, DeepGemmError, InvalidInputError
 from deep_gemm.jit.binary import Binary, BuildRequest, check_same, of_entry, of_kernel
-from deep_gemm.jit.cache import limit
+from deep_gemm.jit.cache import limit, sources
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META, Address
 from deep_gemm.jit.cache.memory import MemoryCache
@@ -107,6 +107,11 @@ class Builder:
         key = (root, settings.trust_cache_dir)
         with self._lock:
             return self._disks.setdefault(key, DiskCache(*key))
+
+    def source(self, render_key: str) -> str | None:
+        """The source that is rendered from what this key stands for, if a pack or the disk has it."""
+        disk = self.disk()
+        return self.packs.source(render_key) or (sources.get(disk, render_key) if disk is not None else None)
 
     def key(self, request: BuildRequest) -> str:
         """The identity of what `build` would compile. Raises CompilerNotFoundError."""
@@ -228,6 +233,7 @@ class Builder:
             binary = of_entry(address, plan.source_key, entry, plan.start) if entry else None
             if binary is not None:
                 self._count("disk")
+                sources.put(plan.disk, plan.request.render_key, plan.request.source)
                 return self._memory.put(plan.memory_key, binary)
         return None
 
@@ -336,8 +342,10 @@ class Builder:
                 published = plan.disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled))
             except (TypeError, ValueError) as error:
                 raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
-        if published is None:
+        if published is None or plan.disk is None:
             self._count("unstored")
+        else:
+            sources.put(plan.disk, plan.request.render_key, plan.request.source)
 
     def _checked(self, binary: Binary | None) -> Binary | None:
         """DG_JIT_PTXAS_CHECK holds for cached binaries too."""

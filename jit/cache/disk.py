@@ -20,6 +20,7 @@ from deep_gemm.log import log, warn_once
 # A network filesystem may answer these once, for a file that another machine has just replaced.
 _TRANSIENT = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 _TEMPORARY, _LOCKS = "tmp", "locks"
+_RENDERED = "rendered"  # see `sources`
 # Its first line is the number of entries when `limit` last looked; each publication since then has added a dot.
 _TALLY = "limit.tally"
 
@@ -217,6 +218,7 @@ class DiskCache:
                     folder.rmdir()
         with contextlib.suppress(OSError):
             os.unlink(self.root / _TALLY)
+        _remove(self.root / _RENDERED)
         files.sweep(self.root / _TEMPORARY)
         return counts
 

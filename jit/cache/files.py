@@ -31,6 +31,11 @@ def open_directory(path: Path) -> int:
 
 def read_at(directory: int, name: str, limit: int) -> bytes:
     """The content of a regular file. Raises OSError, and ValueError if it is none or is larger than `limit` bytes."""
+    return read(name, limit, directory)
+
+
+def read(name: str | Path, limit: int, directory: int | None = None) -> bytes:
+    """As `read_at`, of a path."""
     # O_NONBLOCK: a FIFO in place of the file must not block us.
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     with os.fdopen(descriptor, "rb") as file:

@@ -14,7 +14,7 @@ from typing import Any
 
 from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.disk import _LOCKS, _TEMPORARY, DiskCache, _remove, _size
+from deep_gemm.jit.cache.disk import _LOCKS, _RENDERED, _TEMPORARY, DiskCache, _remove, _size
 from deep_gemm.jit.cache.entry import Address
 
 # Nothing younger is a leftover: a compiler may still be at work on it. Writers sweep after the same time.
@@ -142,6 +142,9 @@ def prune(
         # Used or rewritten since it was chosen: no longer what was to go.
         done = not dry_run and _delete_entry(disk, path, where, _unused_since(item.last_use), _glance)
         removed.append(Removal(item.path, reasons[item.path], item.size, done))
+    if any(removal.done for removal in removed):
+        # They come back with the next kernel from disk.
+        _remove(disk.root / _RENDERED)
     return removed
 
 
