@@ -19,7 +19,8 @@ from torch import Tensor
 from . import arch as archs
 from . import options, record, select
 from .errors import InvalidInputError, NotWarmError
-from .jit.builder import Binary, BuildRequest, default_builder
+from .jit.binary import Binary
+from .jit.builder import BuildRequest, default_builder
 from .jit.driver.launch import Launch
 from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render
@@ -101,8 +102,8 @@ def build(params: KernelParams) -> Binary:
 
 
 def adopt(params: KernelParams, binary: Binary) -> Binary:
-    """``binary``, which another process built of ``params``, in the cache of this one. Raises InvalidInputError where it is
-    not what ``build`` would return, and CompileError."""
+    """``binary``, which another process built of ``params``, in the cache of this one. Raises InvalidInputError where it
+    is not what ``build`` would return, and CompileError."""
     return default_builder().adopt(build_request(params), binary)
 
 

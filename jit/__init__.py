@@ -3,7 +3,8 @@
 Nothing here runs at import; the functions that use jinja2, cuda.bindings, platformdirs or filelock import them.
 """
 
-from deep_gemm.jit.builder import Binary, Builder, BuildRequest, default_builder
+from deep_gemm.jit.binary import Binary
+from deep_gemm.jit.builder import Builder, BuildRequest, default_builder
 from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.generator import include_dir, render, template_dir, variables
 from deep_gemm.jit.resources import Resources
