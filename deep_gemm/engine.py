@@ -102,8 +102,8 @@ def build(params: KernelParams) -> Binary:
 
 
 def adopt(params: KernelParams, binary: Binary) -> Binary:
-    """``binary``, which another process built of ``params``, in the cache of this one. Raises InvalidInputError where it
-    is not what ``build`` would return, and CompileError."""
+    """``binary``, which another process built of ``params``, in the cache of this one. Raises InvalidInputError where
+    it is not what ``build`` would return, and CompileError."""
     return default_builder().adopt(build_request(params), binary)
 
 
