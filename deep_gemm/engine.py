@@ -19,7 +19,8 @@ from torch import Tensor
 from . import arch as archs
 from . import options, record, select
 from .errors import InvalidInputError, NotWarmError
-from .jit.builder import Binary, BuildRequest, default_builder
+from .jit.binary import Binary
+from .jit.builder import BuildRequest, default_builder
 from .jit.driver.launch import Launch
 from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render

@@ -16,7 +16,7 @@ from deep_gemm.workload import GemmShape
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from deep_gemm.jit.builder import Binary
+    from deep_gemm.jit.binary import Binary
     from deep_gemm.params import KernelParams
 
 ARCH = "sm_90a"

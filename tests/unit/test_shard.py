@@ -35,11 +35,19 @@ def test_parts_are_disjoint_complete_and_even(chosen: set[KernelParams], count: 
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_parts_take_about_as_long() -> None:
-    """As far as tiles tell: each part has its share of large ones."""
-    areas = [sum(one.config.block_m * one.config.block_n for one in shard.deal(KERNELS, i, 3)) for i in range(3)]
-    largest = max(one.config.block_m * one.config.block_n for one in KERNELS)
-    assert max(areas) - min(areas) <= largest
+def area(params: KernelParams) -> int:
+    return params.config.block_m * params.config.block_n
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_each_part_has_its_share_of_large_tiles(count: int) -> None:
+    """They take the longest to compile."""
+    parts = [sorted(map(area, shard.deal(CASES, index, count)), reverse=True) for index in range(count)]
+    ranked = sorted(map(area, CASES), reverse=True)
+    for part in parts:
+        assert all(
+            ranked[(place + 1) * count - 1] <= found <= ranked[place * count] for place, found in enumerate(part[:-1])
+        )
 
 
 def test_parse() -> None:
