@@ -175,9 +175,7 @@ def precompile(
     be understood; UnsupportedError for one with groups.
     """
     start = time.perf_counter()
-    if max_m < 1:
-        raise InvalidInputError(f"max_m must be at least 1, but it is {max_m}.")
-    work = choose(shapes_of(what, select.representatives(max_m), tp, ep), arch, num_sms)
+    work = choose(shapes_for(what, tp, ep, max_m), arch, num_sms)
     if shard is not None:
         index, count = shard
         dealt = {params: work.kernels[params] for params in shards.deal(work.kernels, index, count)}
@@ -185,6 +183,14 @@ def precompile(
     report = Report(work, printed() if progress is True else progress or None)
     build_all(work.kernels, report.add, executor, jobs)
     return report.summary(start)
+
+
+def shapes_for(what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M) -> list[GemmShape]:
+    """The shapes of a workload; where it does not say M, one for all numbers of tokens up to `max_m` that are ranked as
+    one. Raises as `precompile` does."""
+    if max_m < 1:
+        raise InvalidInputError(f"max_m must be at least 1, but it is {max_m}.")
+    return shapes_of(what, select.representatives(max_m), tp, ep)
 
 
 def printed(every: float = 2.0) -> Progress:

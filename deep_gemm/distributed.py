@@ -1,14 +1,14 @@
 """Compiling ahead on all ranks of a torch.distributed job: each kernel once in all, and in the end it is everywhere.
 
 from deep_gemm import distributed
-summary = distributed.precompile(shapes)  # on every rank, after torch.distributed.init_process_group
+summary = distributed.precompile("config.json", tp=8)  # on every rank, after torch.distributed.init_process_group
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -21,20 +21,22 @@ from deep_gemm.exchange import Exchange, StoreError
 from deep_gemm.jit.builder import BuildRequest, default_builder
 from deep_gemm.log import log
 from deep_gemm.params import KernelParams
-from deep_gemm.workload import GemmShape
 
 
 def precompile(
-    shapes: Iterable[GemmShape],
+    what: Any,
     *,
+    tp: int = 1,
+    ep: int = 1,
+    max_m: int = ahead.MAX_M,
     arch: str = "sm_90a",
     num_sms: int | None = None,
     store: dist.Store | None = None,
     timeout: float = 300.0,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Summary:
-    """Build every kernel that `shapes` need, shared out over the ranks of the default process group.
+    """Build every kernel that `what` can ask for, shared out over the ranks of the default process group.
 
     Every rank calls it. Each builds what it draws from a common queue and gives the bytes to the others through the
     store: that takes no collective, no NCCL and no common disk, and ranks with a common cache directory find them
@@ -46,7 +48,7 @@ def precompile(
     likes. Bytes are checked, not signed: who can write to the store can give kernels to the ranks.
 
     Args:
-        shapes, arch, num_sms, progress: as for `ahead.precompile`.
+        what, tp, ep, max_m, arch, num_sms, progress: as for `ahead.precompile`.
         store: where kernels are exchanged; that of the default process group if None.
         timeout: seconds from now that this rank waits for others, in all. The process that holds the store must answer.
         jobs: threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
@@ -63,13 +65,17 @@ def precompile(
                 "store was given, but torch.distributed is not initialised, so that this process has no rank: call "
                 "torch.distributed.init_process_group first, or leave store out to build everything here."
             )
-        return ahead.precompile(shapes, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress)
+        return ahead.precompile(
+            what, tp=tp, ep=ep, max_m=max_m, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress
+        )
     size = dist.get_world_size()
     if size == 1:
-        return ahead.precompile(shapes, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress)
+        return ahead.precompile(
+            what, tp=tp, ep=ep, max_m=max_m, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress
+        )
     store = _default_store() if store is None else store
-    work = ahead.choose(shapes, arch, num_sms)
-    report = Report(work, progress)
+    work = ahead.choose(ahead.shapes_for(what, tp, ep, max_m), arch, num_sms)
+    report = Report(work, ahead.printed() if progress is True else progress or None)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}
         keys = [default_builder().key(request) for request in requests.values()]
