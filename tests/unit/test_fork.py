@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from cuda.bindings import driver as bindings
 from driver_fakes import OK, FakeDriver
 
 from deep_gemm.errors import DeepGemmError, DriverError
+from deep_gemm.jit.cache.locks import not_inherited
 from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.launch import Launch, LaunchShape
 from deep_gemm.jit.driver.module import Function, load_function
@@ -155,3 +160,45 @@ def test_one_that_was_made_during_a_fork_is_free() -> None:
     with waits:
         pass
     assert in_child(waits.__enter__) == "nothing"
+
+
+@pytest.mark.parametrize("unlinked", [False, True])
+def test_a_child_keeps_no_lock_of_its_parents(tmp_path: Path, unlinked: bool) -> None:
+    """Older versions of filelock leave the descriptor open in the child: here the lock is taken without filelock."""
+    path, other = tmp_path / "lock", tmp_path / "other"
+    descriptor, kept = (os.open(name, os.O_RDWR | os.O_CREAT) for name in (path, other))
+    again = os.open(path, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def seen() -> None:
+        still = []
+        for number in (descriptor, kept):
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                still.append(number == kept)
+        raise DriverError(str(still))
+
+    with not_inherited(path):
+        if unlinked:
+            path.unlink()
+        # Only the lock is closed.
+        assert in_child(seen) == "DriverError: [True]"
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.close(descriptor)  # as if we were killed
+        try:
+            deadline = time.monotonic() + 10
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                assert time.monotonic() < deadline, "the child keeps the lock"
+                time.sleep(0.01)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert in_child(lambda: os.fstat(again)) == "nothing"
+    for number in (kept, again):
+        os.close(number)
