@@ -1,4 +1,4 @@
-"""A lock that a forked child finds free."""
+"""What a forked child finds: locks that are free, and libraries that were at rest."""
 
 from __future__ import annotations
 
@@ -28,13 +28,65 @@ class ForkLock:
         self._lock = threading.Lock()
 
 
-_all: weakref.WeakSet[ForkLock] = weakref.WeakSet()
+class ForkWaits:
+    """A context manager around calls into a library that has locks of its own: a fork waits until no thread is inside.
+
+    A child would find such a lock taken, by a thread that does not exist there, and wait for it for ever. Any number of
+    threads may be inside at once; one that is inside must not fork.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        _all.add(self)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._forks = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forks)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def _before_fork(self) -> None:
+        with self._changed:
+            self._forks += 1
+            self._changed.wait_for(lambda: not self._inside)
+
+    def _after_fork_in_parent(self) -> None:
+        with self._changed:
+            # One that another thread made during the fork was not asked to wait.
+            self._forks = max(self._forks - 1, 0)
+            self._changed.notify_all()
+
+
+_all: weakref.WeakSet[ForkLock | ForkWaits] = weakref.WeakSet()
+
+
+def _waiting() -> list[ForkWaits]:
+    return [item for item in list(_all) if isinstance(item, ForkWaits)]
+
+
+def _before_fork() -> None:
+    for item in _waiting():
+        item._before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    for item in _waiting():
+        item._after_fork_in_parent()
 
 
 def _after_fork() -> None:
-    for lock in list(_all):
-        lock._reset()
+    for item in list(_all):
+        item._reset()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

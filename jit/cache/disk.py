@@ -14,6 +14,7 @@ from typing import Any
 from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache import files
 from deep_gemm.jit.cache.entry import Address, Entry
+from deep_gemm.jit.cache.locks import not_inherited
 from deep_gemm.jit.cache.root import root_problem
 from deep_gemm.log import log, warn_once
 
@@ -153,12 +154,12 @@ class DiskCache:
         """
         import filelock
 
-        held = None
+        held, closing = None, contextlib.ExitStack()
         if self.usable():
             try:
-                folder = self._prepare(_LOCKS)
-                lock = filelock.FileLock(folder / f"{address.arch}-{address.key}.lock", timeout=limit, mode=0o600)
-                held = lock.acquire(poll_interval=0.01)
+                path = self._prepare(_LOCKS) / f"{address.arch}-{address.key}.lock"
+                closing.enter_context(not_inherited(path))
+                held = filelock.FileLock(path, timeout=limit, mode=0o600).acquire(poll_interval=0.01)
             except filelock.Timeout:
                 message = f"Another process has been compiling {address.name} for {limit:g} s; compiling it here too."
                 warn_once(f"cache-lock:{address.key}", message)
@@ -170,6 +171,7 @@ class DiskCache:
             if held is not None:
                 with contextlib.suppress(OSError, RuntimeError):
                     held.lock.release()
+            closing.close()
 
     def walk(self) -> Iterator[tuple[Path, tuple[str, str, str]]]:
         """(directory, (arch, cuda, driver)) of whatever has the shape of an entry."""

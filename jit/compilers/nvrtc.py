@@ -14,7 +14,7 @@ from pathlib import Path
 from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit.compilers import elf
 from deep_gemm.jit.compilers.base import Compiled, Compiler
-from deep_gemm.jit.forking import ForkLock
+from deep_gemm.jit.forking import ForkLock, ForkWaits
 from deep_gemm.jit.resources import ptxas_seconds
 from deep_gemm.log import say
 from deep_gemm.settings import settings
@@ -37,6 +37,9 @@ _SIGNATURES = {
         for suffix in ("", "Size")
     },
 }
+
+# It keeps locks while it compiles: one in ten children that were forked meanwhile never came back from compiling.
+_at_work = ForkWaits()
 
 
 class Nvrtc(Compiler):
@@ -67,6 +70,18 @@ class Nvrtc(Compiler):
         flags: Sequence[str],
         include_dir: Path | None,
         want_ptx: bool = False,
+    ) -> Compiled:
+        with _at_work:
+            return self._compile(name, source, source_path, flags, include_dir, want_ptx)
+
+    def _compile(
+        self,
+        name: str,
+        source: str,
+        source_path: str,
+        flags: Sequence[str],
+        include_dir: Path | None,
+        want_ptx: bool,
     ) -> Compiled:
         library = self._open()
         options = [*flags]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -165,36 +167,63 @@ def test_nvrtc_compiles_in_several_threads(tmp_path: Path, include: Path) -> Non
     assert {binary.resources for binary in built} == {built[0].resources}
 
 
-def test_nvrtc_lets_other_threads_run_while_it_compiles(include: Path) -> None:
+class Watched:
+    """The NVRTC library, and the times at which compiling began and ended."""
+
+    def __init__(self, nvrtc: Nvrtc) -> None:
+        self.library = nvrtc._open()
+        self.began: list[float] = []
+        self.ended: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.library, name)
+        if name != "nvrtcCompileProgram":
+            return call
+
+        def timed(*arguments: Any) -> Any:
+            self.began.append(time.perf_counter())
+            status = call(*arguments)
+            self.ended.append(time.perf_counter())
+            return status
+
+        return timed
+
+
+@pytest.fixture
+def compiling(include: Path) -> Iterator[tuple[Watched, threading.Thread]]:
+    """A thread that is inside NVRTC, or about to be."""
     nvrtc = compilers()[0]
     assert isinstance(nvrtc, Nvrtc)
-    library, inside = nvrtc._open(), []
-
-    class Timed:
-        def __getattr__(self, name: str) -> Any:
-            call = getattr(library, name)
-            if name != "nvrtcCompileProgram":
-                return call
-
-            def timed(*arguments: Any) -> Any:
-                begin = time.perf_counter()
-                status = call(*arguments)
-                inside.append((begin, time.perf_counter()))
-                return status
-
-            return timed
-
-    nvrtc._library = Timed()  # type: ignore[assignment]
+    watched = Watched(nvrtc)
+    nvrtc._library = watched  # type: ignore[assignment]
     flags = nvrtc.flags("sm_90a")
     thread = threading.Thread(target=nvrtc.compile, args=("kernel_name", SOURCE, "kernel.cu", flags, include))
     thread.start()
+    yield watched, thread
+    thread.join()
+
+
+def test_nvrtc_lets_other_threads_run_while_it_compiles(compiling: tuple[Watched, threading.Thread]) -> None:
+    watched, thread = compiling
     ticks = []
     while thread.is_alive():
         ticks.append(time.perf_counter())
         time.sleep(0.001)
-    ((begin, end),) = inside
     # With the lock held, not one of them could fall inside the call.
-    assert sum(begin < tick < end for tick in ticks) >= 5
+    assert sum(watched.began[0] < tick < watched.ended[0] for tick in ticks) >= 5
+
+
+def test_a_fork_waits_for_nvrtc(compiling: tuple[Watched, threading.Thread]) -> None:
+    """Its locks would stay taken in the child: about one in ten such children hung."""
+    watched, _ = compiling
+    while not watched.began:
+        time.sleep(0.0005)
+    inside = not watched.ended
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if watched.ended else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert inside, "it was too quick for this test"
 
 
 def test_the_version_is_read_from_the_files_as_the_library_tells_it() -> None:

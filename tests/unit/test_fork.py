@@ -1,9 +1,15 @@
-"""A process that is forked after CUDA was initialised is told so, in a real child, whatever it asks the driver for."""
+"""Real children: one forked after CUDA was initialised is told so, and none is forked inside a library with locks."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +17,11 @@ from cuda.bindings import driver as bindings
 from driver_fakes import OK, FakeDriver
 
 from deep_gemm.errors import DeepGemmError, DriverError
+from deep_gemm.jit.cache.locks import not_inherited
 from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.launch import Launch, LaunchShape
 from deep_gemm.jit.driver.module import Function, load_function
+from deep_gemm.jit.forking import ForkWaits
 
 SHAPE = LaunchShape((1, 1, 1), 128, 0)
 
@@ -101,3 +109,96 @@ def test_a_child_of_a_child_is_told_as_well(inherited: FakeDriver) -> None:
         raise DriverError(in_child(api.initialise))
 
     assert "initialised before this process was forked" in in_child(nested)
+
+
+def test_a_fork_waits_until_nobody_is_inside() -> None:
+    waits, entered, inside = ForkWaits(), threading.Barrier(4), [True] * 3
+
+    def work(number: int) -> None:
+        with waits:
+            # Together: they do not keep each other out.
+            entered.wait(timeout=10)
+            time.sleep(0.1 * number)
+            inside[number] = False
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    entered.wait(timeout=10)
+
+    def enter() -> None:
+        raise DriverError(f"{any(inside)} {bool(waits.__enter__())}")
+
+    assert in_child(enter) == "DriverError: False False"
+    for thread in threads:
+        thread.join()
+    # And the parent may enter again.
+    with waits:
+        pass
+
+
+def test_who_comes_during_a_fork_enters_after_it() -> None:
+    waits = ForkWaits()
+    waits._before_fork()
+    done = threading.Event()
+
+    def work() -> None:
+        with waits:
+            done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert not done.wait(0.1)
+    waits._after_fork_in_parent()
+    assert done.wait(10)
+    thread.join()
+
+
+def test_one_that_was_made_during_a_fork_is_free() -> None:
+    waits = ForkWaits()
+    waits._after_fork_in_parent()
+    with waits:
+        pass
+    assert in_child(waits.__enter__) == "nothing"
+
+
+@pytest.mark.parametrize("unlinked", [False, True])
+def test_a_child_keeps_no_lock_of_its_parents(tmp_path: Path, unlinked: bool) -> None:
+    """Older versions of filelock leave the descriptor open in the child: here the lock is taken without filelock."""
+    path, other = tmp_path / "lock", tmp_path / "other"
+    descriptor, kept = (os.open(name, os.O_RDWR | os.O_CREAT) for name in (path, other))
+    again = os.open(path, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def seen() -> None:
+        still = []
+        for number in (descriptor, kept):
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                still.append(number == kept)
+        raise DriverError(str(still))
+
+    with not_inherited(path):
+        if unlinked:
+            path.unlink()
+        # Only the lock is closed.
+        assert in_child(seen) == "DriverError: [True]"
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.close(descriptor)  # as if we were killed
+        try:
+            deadline = time.monotonic() + 10
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                assert time.monotonic() < deadline, "the child keeps the lock"
+                time.sleep(0.01)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert in_child(lambda: os.fstat(again)) == "nothing"
+    for number in (kept, again):
+        os.close(number)

@@ -138,6 +138,18 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert named == set(COMMANDS)
 
 
+def test_the_faults_that_are_survived_have_their_tests() -> None:
+    section = README[README.index("## Faults survived") :].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row.rpartition(" | ")[2])
+        assert named, row
+        for name in named:
+            (file,) = [path for path in (ROOT / "tests").rglob("test_*.py") if f"def {name}(" in path.read_text()]
+            assert str(file.relative_to(ROOT / "tests")) in (ROOT / "Makefile").read_text(), "make faults leaves it out"
+
+
 def bootstrap() -> ModuleType:
     spec = importlib.util.spec_from_file_location("bootstrap", ROOT / ".ci" / "bootstrap.py")
     assert spec is not None
