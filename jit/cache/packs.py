@@ -162,7 +162,7 @@ def danger(path: Path, trust: bool) -> str | None:
         if os.stat(path).st_mode & stat.S_IWOTH:
             return f"any user can write to it; run `chmod o-w` on it, {advice}"
         # Where it is a link, both the link and the file could be put elsewhere.
-        for folder in dict.fromkeys((os.path.dirname(path), os.path.dirname(os.path.realpath(path)))):
+        for folder in dict.fromkeys((os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path)))):
             mode = os.stat(folder).st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 return f"any user can replace it, since any can write to {folder}; run `chmod o-w` on that, {advice}"

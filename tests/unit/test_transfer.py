@@ -153,6 +153,16 @@ def test_merge_into_a_pack(cache_dir: Path, tmp_path: Path) -> None:
     assert not cache_dir.exists()
 
 
+def test_packs_may_be_named_from_where_they_lie(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "a.dgpack")
+    monkeypatch.chdir(tmp_path)
+    assert report("cache", "merge", "a.dgpack", "--pack", "b.dgpack") == {"taken": 3}
+    assert run("cache", "verify", "b.dgpack").exit_code == 0
+    assert report("cache", "merge", "b.dgpack") == {"taken": 3}
+
+
 def test_unsound_sources_are_named_and_the_rest_is_taken(cache_dir: Path, tmp_path: Path) -> None:
     pack = make(tmp_path / "a.dgpack")
     cut = tmp_path / "cut.dgpack"
