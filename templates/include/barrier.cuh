@@ -107,7 +107,7 @@ DG_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
 // kFirst on, one a consumer.
 template <u32 kConsumers>
 struct ProductTurns {
-  static constexpr u32 kFirst = 12, kMeeting = 2 * 128;  // threads: those who wait, and those who let them go
+  enum : u32 { kFirst = 12, kMeeting = 2 * 128 };  // threads: those who wait, and those who let them go
   u32 consumer;
 
   DG_DEVICE explicit ProductTurns(u32 consumer) : consumer(consumer) {}

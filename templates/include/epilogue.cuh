@@ -8,10 +8,10 @@
 // over their own length, as the tensor map expects.
 template <u32 kBlockN, u32 kSlices>
 struct TmaStore {
-  static constexpr u32 kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16;
-  static constexpr u32 kRowBytes = kBoxColumns * 2;
-  static constexpr u32 kBoxBytes = 64 * kRowBytes;
-  static constexpr u32 kBytes = kSlices * 64 * kBlockN * 2;  // one warpgroup's staging area
+  enum : u32 { kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16 };
+  enum : u32 { kRowBytes = kBoxColumns * 2 };
+  enum : u32 { kBoxBytes = 64 * kRowBytes };
+  enum : u32 { kBytes = kSlices * 64 * kBlockN * 2 };  // one warpgroup's staging area
 
   // A 16-byte unit's place in its row: TMA swizzles with the address bits above the row's own.
   static DG_DEVICE u32 swizzled(u32 row, u32 unit) {
@@ -76,8 +76,8 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
 // other from a multiple of kStored on, in TMA boxes of 64 weights by kBoxChunks chunks.
 template <u32 kTokens, u32 kSlices, u32 kStored, u32 kBoxChunks>
 struct TransposedTmaStore {
-  static constexpr u32 kChunkBytes = 8 * 128;  // eight tokens, 64 weights: one swizzle atom
-  static constexpr u32 kBytes = kSlices * kStored * kChunkBytes;  // one warpgroup's staging area
+  enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom
+  enum : u32 { kBytes = kSlices * kStored * kChunkBytes };  // one warpgroup's staging area
   static_assert(kStored % kBoxChunks == 0);
 
   template <class Wanted>

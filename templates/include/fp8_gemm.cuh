@@ -19,42 +19,42 @@
 
 template <class Tile, class Mma>
 struct Fp8Gemm {
-  static constexpr u32 kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128;
-  static constexpr u32 kStages = Tile::kStages, kConsumers = Tile::kConsumers;
-  static constexpr u32 kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN;
-  static constexpr u32 kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK;
-  static constexpr u32 kClusterSize = kClusterM * kClusterN * kClusterK;
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
+  enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
+  enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN };
+  enum : u32 { kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK };
+  enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
   // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
-  static constexpr u32 kShares = kClusterK * kConsumersK;
+  enum : u32 { kShares = kClusterK * kConsumersK };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
-  static constexpr bool kTmaStore = Tile::kTmaStore;
+  enum : bool { kTmaStore = Tile::kTmaStore };
 
   // Consumers that share K are a group. One consumer's share of a tile, in m64 slices of rows.
-  static constexpr u32 kGroups = kConsumers / kConsumersK;
-  static constexpr u32 kSlices = kBlockM * kConsumersK / (64 * kConsumers);
+  enum : u32 { kGroups = kConsumers / kConsumersK };
+  enum : u32 { kSlices = kBlockM * kConsumersK / (64 * kConsumers) };
   static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
   static_assert(kShares == 1 || kBlockM == 64);
   static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
   // How many rows of B's scales a tile can touch.
-  static constexpr u32 kScaleRows = 128 % kBlockN == 0 ? 1 : 2;
+  enum : u32 { kScaleRows = 128 % kBlockN == 0 ? 1 : 2 };
 
   using Store = TmaStore<kBlockN, kSlices>;
   // A config that deals out blocks of K needs neither clusters nor consumers that share K.
-  static constexpr bool kStreams = Tile::kStreams;
+  enum : bool { kStreams = Tile::kStreams };
   static_assert(!kStreams || kClusterSize * kConsumersK == 1);
   using Workspace = StreamWorkspace<kStreams ? kBlockM : 64, kStreams ? kBlockN : 32, kSlices>;
   // Whether the tensor cores get the next tile's first product before this one's sums are stored. Not where a share of K
   // may be empty, nor where ptxas would serialise products: two sets of partial sums and pieces of any length.
-  static constexpr bool kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1);
+  enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
   using Whole = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
   using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, kBlockN, Workspace::kSteps>, Whole>::Type;
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
   using Reduction = ShareReduction<kBlockN / 2, kShares, kClusterSize>;
   using Cursor = PipelineCursor<kStages>;
   struct Shape {
-    static constexpr u32 kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials;
-    static constexpr u32 kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices;
-    static constexpr u32 kTurns = Tile::kTurns;
+    enum : u32 { kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials };
+    enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
+    enum : u32 { kTurns = Tile::kTurns };
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
   using Weights = BlockScales<kScaleRows, Order>;
@@ -62,13 +62,13 @@ struct Fp8Gemm {
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
-  static constexpr u32 kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4;
-  static constexpr u32 kOffsetB = kStages * kBytesA;
-  static constexpr u32 kOffsetStaging = kOffsetB + kStages * kBytesB;
-  static constexpr u32 kOffsetScale = kOffsetStaging + (kTmaStore ? kGroups * Store::kBytes : 0);
-  static constexpr u32 kOffsetSlots = kOffsetScale + kStages * kBytesScale;
-  static constexpr u32 kOffsetBarriers = kOffsetSlots + Reduction::kBytes;
-  static constexpr u32 kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Reduction::kBarrierBytes : 0);
+  enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4 };
+  enum : u32 { kOffsetB = kStages * kBytesA };
+  enum : u32 { kOffsetStaging = kOffsetB + kStages * kBytesB };
+  enum : u32 { kOffsetScale = kOffsetStaging + (kTmaStore ? kGroups * Store::kBytes : 0) };
+  enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale };
+  enum : u32 { kOffsetBarriers = kOffsetSlots + Reduction::kBytes };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Reduction::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -217,7 +217,7 @@ struct Fp8Gemm {
   DG_DEVICE u32 staging(u32 group) const { return shared + kOffsetStaging + group * Store::kBytes; }
   static DG_DEVICE u32 area_free(u32 group) { return 4 + group; }
   static DG_DEVICE u32 area_full(u32 group) { return 8 + group; }
-  static constexpr u32 kMeeting = 128 + 32;  // threads
+  enum : u32 { kMeeting = 128 + 32 };  // threads
 
   // One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
   // behind stores, or tells their owner where the sums are.

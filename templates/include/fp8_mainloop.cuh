@@ -17,12 +17,12 @@
 template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
   // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
-  static constexpr u32 kStep = Shape::kStep, kStageBlocks = Shape::kStageBlocks;
-  static constexpr u32 kSlices = Shape::kSlices, kColumns = Shape::kColumns, kBlockK = 128;
-  static constexpr u32 kBytesLeft = Shape::kRows * kBlockK, kBytesRight = kColumns * kBlockK;
-  static constexpr u32 kPartials = Shape::kPartials;
+  enum : u32 { kStep = Shape::kStep, kStageBlocks = Shape::kStageBlocks };
+  enum : u32 { kSlices = Shape::kSlices, kColumns = Shape::kColumns, kBlockK = 128 };
+  enum : u32 { kBytesLeft = Shape::kRows * kBlockK, kBytesRight = kColumns * kBlockK };
+  enum : u32 { kPartials = Shape::kPartials };
   // A block's products come in units of one m64 slice by Mma::kN columns.
-  static constexpr u32 kParts = kColumns / Mma::kN, kUnits = kSlices * kParts;
+  enum : u32 { kParts = kColumns / Mma::kN, kUnits = kSlices * kParts };
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
 

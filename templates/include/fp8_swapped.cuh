@@ -17,31 +17,31 @@
 
 template <class Tile, class Mma>
 struct Fp8Swapped {
-  static constexpr u32 kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128;
-  static constexpr u32 kStages = Tile::kStages, kConsumers = Tile::kConsumers;
-  static constexpr u32 kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK;
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
+  enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
+  enum : u32 { kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK };
   // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
-  static constexpr u32 kShares = kClusterK * kConsumersK;
-  static constexpr u32 kStageBlocks = Tile::kStageBlocks;  // blocks of K in a stage
-  static constexpr bool kTmaStore = Tile::kTmaStore;
+  enum : u32 { kShares = kClusterK * kConsumersK };
+  enum : u32 { kStageBlocks = Tile::kStageBlocks };  // blocks of K in a stage
+  enum : bool { kTmaStore = Tile::kTmaStore };
 
   // Consumers of a CTA that share K are a group; groups share the tile's rows, in m64 slices. A tile of fewer rows is
   // multiplied as 64, what follows it in shared memory standing in for the rows that it lacks: those are not stored.
-  static constexpr u32 kGroups = kConsumers / kConsumersK, kSlices = ceil_div(kBlockN, 64 * kGroups);
+  enum : u32 { kGroups = kConsumers / kConsumersK, kSlices = ceil_div(kBlockN, 64 * kGroups) };
   static_assert(kSlices * 64 * kGroups == kBlockN || (kGroups == 1 && kSlices == 1));
   static_assert(kGroups * kConsumersK == kConsumers);
   static_assert(128 % kBlockN == 0 || kSlices <= 2, "rows of one consumer must share a scale");
   static_assert(kBlockN >= 64 || !kTmaStore);
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
-  static constexpr u32 kBytesWeights = kBlockN * kBlockK * kStageBlocks;
-  static constexpr u32 kBytesTokens = kBlockM * kBlockK * kStageBlocks;
+  enum : u32 { kBytesWeights = kBlockN * kBlockK * kStageBlocks };
+  enum : u32 { kBytesTokens = kBlockM * kBlockK * kStageBlocks };
 
   struct Shape {
-    static constexpr u32 kStages = Tile::kStages, kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK;
-    static constexpr u32 kPartials = Tile::kPartials;
-    static constexpr u32 kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices;
-    static constexpr u32 kTurns = 1;
+    enum : u32 { kStages = Tile::kStages, kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK };
+    enum : u32 { kPartials = Tile::kPartials };
+    enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices };
+    enum : u32 { kTurns = 1 };
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, kGroups * 4, 1>;
@@ -54,12 +54,12 @@ struct Fp8Swapped {
   using Store = TransposedTmaStore<kBlockM, kSlices, Exchange::kOwned, Tile::kBoxChunks>;
   using Cursor = PipelineCursor<kStages>;
 
-  static constexpr u32 kOffsetTokens = kStages * kBytesWeights;
-  static constexpr u32 kOffsetStaging = kOffsetTokens + kStages * kBytesTokens;
-  static constexpr u32 kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0);
-  static constexpr u32 kOffsetScale = kOffsetSlots + Exchange::kBytes;
-  static constexpr u32 kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes;
-  static constexpr u32 kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0);
+  enum : u32 { kOffsetTokens = kStages * kBytesWeights };
+  enum : u32 { kOffsetStaging = kOffsetTokens + kStages * kBytesTokens };
+  enum : u32 { kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
+  enum : u32 { kOffsetScale = kOffsetSlots + Exchange::kBytes };
+  enum : u32 { kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kBlockN >= 64 || kSharedBytes - kOffsetTokens >= 64 * kBlockK, "wgmma would read past the end");
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 

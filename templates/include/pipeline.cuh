@@ -23,7 +23,7 @@ struct PipelineCursor {
 // whose CTA receives what this CTA multicasts into stage i, has let go of it.
 template <u32 kStages, u32 kConsumerWarps, u32 kClusterSize>
 struct PipelineBarriers {
-  static constexpr u32 kBytes = 2 * kStages * 8;
+  enum : u32 { kBytes = 2 * kStages * 8 };
   u32 base;
 
   DG_DEVICE u32 full(u32 stage) const { return base + stage * 8; }

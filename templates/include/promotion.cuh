@@ -78,7 +78,7 @@ struct RowTokens {
   struct Factors {
     float token[kSlices][2], weight[kScaleRows];
   };
-  static constexpr bool kReadsLate = false;
+  enum : bool { kReadsLate = false };
 
   Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0
@@ -116,13 +116,13 @@ struct RowTokens {
 // just before they are used; then the stage is let go only after promotion.
 template <class Weights, u32 kTokens, bool kHeld, u32 kStageBlocks>
 struct ColumnTokens {
-  static constexpr u32 kStageBytes = ceil_div(kStageBlocks * kTokens * 4, 128) * 128;  // TMA's alignment
+  enum : u32 { kStageBytes = ceil_div(kStageBlocks * kTokens * 4, 128) * 128 };  // TMA's alignment
   struct Factors {
     float weight[1];
     float token[kHeld ? kTokens / 4 : 1];
     u32 from;  // where the tokens' scales are
   };
-  static constexpr bool kReadsLate = !kHeld;
+  enum : bool { kReadsLate = !kHeld };
 
   Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0

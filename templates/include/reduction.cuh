@@ -7,9 +7,9 @@
 // accumulators, one column of 128 threads after the other, so that slots are written and read without conflicts.
 template <u32 kElements, u32 kShares, u32 kClusterSize>
 struct ShareReduction {
-  static constexpr u32 kSlotBytes = kElements * 128 * 4;
-  static constexpr u32 kBytes = (kShares - 1) * kSlotBytes;  // slots
-  static constexpr u32 kBarrierBytes = 2 * 8;
+  enum : u32 { kSlotBytes = kElements * 128 * 4 };
+  enum : u32 { kBytes = (kShares - 1) * kSlotBytes };  // slots
+  enum : u32 { kBarrierBytes = 2 * 8 };
 
   u32 slots, barrier;  // at the same addresses in every CTA of the cluster
   u32 parity = 0;
@@ -55,16 +55,16 @@ struct ShareReduction {
 // those write before they arrive at its full barrier.
 template <u32 kTokens, u32 kSlices, u32 kClusterK, u32 kConsumersK, u32 kConsumers>
 struct ShareExchange {
-  static constexpr u32 kShares = kClusterK * kConsumersK, kChunks = kTokens / 8;
-  static constexpr u32 kOwned = ceil_div(kChunks, kShares), kOwners = ceil_div(kChunks, kOwned);
+  enum : u32 { kShares = kClusterK * kConsumersK, kChunks = kTokens / 8 };
+  enum : u32 { kOwned = ceil_div(kChunks, kShares), kOwners = ceil_div(kChunks, kOwned) };
   // Within one CTA ordinary stores do, announced by an arrival of each warp. Between CTAs asynchronous ones complete on
   // the barrier by themselves; outside of a cluster launch those are an illegal instruction.
-  static constexpr bool kLocal = kClusterK == 1;
-  static constexpr u32 kPieceBytes = 128 * 16;  // a chunk of one slice: four elements a thread
-  static constexpr u32 kSlotBytes = kOwned * kSlices * kPieceBytes;
-  static constexpr u32 kConsumerBytes = (kShares - 1) * kSlotBytes;
-  static constexpr u32 kBytes = kConsumers * kConsumerBytes;
-  static constexpr u32 kBarrierBytes = kConsumers * 2 * 8;
+  enum : bool { kLocal = kClusterK == 1 };
+  enum : u32 { kPieceBytes = 128 * 16 };  // a chunk of one slice: four elements a thread
+  enum : u32 { kSlotBytes = kOwned * kSlices * kPieceBytes };
+  enum : u32 { kConsumerBytes = (kShares - 1) * kSlotBytes };
+  enum : u32 { kBytes = kConsumers * kConsumerBytes };
+  enum : u32 { kBarrierBytes = kConsumers * 2 * 8 };
 
   u32 slots, barriers;  // at the same addresses in every CTA of the cluster
   u32 parity = 0;

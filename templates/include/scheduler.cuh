@@ -8,7 +8,7 @@
 // so that all CTAs of a cluster always do the same steps.
 template <u32 kBlockM, u32 kBlockN, u32 kClusterM, u32 kClusterN, u32 kClusterK>
 struct TileScheduler {
-  static constexpr bool kStreams = false;
+  enum : bool { kStreams = false };
 
   u32 tiles_m, tiles_n, band, count, stride, index;
   u32 row, column;  // first element of this CTA's current tile

@@ -25,7 +25,7 @@ struct StreamArguments {
 
 template <u32 kBlockM, u32 kBlockN, u32 kGatherSteps>
 struct StreamScheduler {
-  static constexpr bool kStreams = true;
+  enum : bool { kStreams = true };
 
   const StreamArguments& arg;
   const u32 blocks, band;
@@ -85,7 +85,7 @@ struct StreamScheduler {
 // read in steps of 32 columns of the tile, through the place of A in the ring's stages.
 template <u32 kBlockM, u32 kBlockN, u32 kSlices>
 struct StreamWorkspace {
-  static constexpr u32 kSteps = kBlockN / 32, kStepBytes = kBlockM * 128;
+  enum : u32 { kSteps = kBlockN / 32, kStepBytes = kBlockM * 128 };
   static_assert(kBlockN % 32 == 0);
 
   u32* flags;

@@ -48,6 +48,9 @@ def test_nothing_is_spilled_or_serialised(builds: dict[KernelParams, Future[Buil
     assert resources.warnings == ()
     assert resources.problems() == []
     assert resources.shared_static == STATIC_SHARED.get(params.kernel, 0)
+    # Variables of the module, which the driver would have to allocate and to relocate at each load.
+    assert b".nv.global" not in built.binary.cubin
+    assert b".nv.constant4" not in built.binary.cubin
     # Local memory under any name: loads and stores, and what indexing an array of registers would become.
     assert re.findall(r"\b(?:LDL|STL|LDLM|STLM)\b.*", built.sass) == []
     instruction = kernels.get(params.kernel).mma_instruction
@@ -63,6 +66,9 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(
     built = builds[params].result()
     fields, config = kernels.get(params.kernel).fields(params), params.config
     assert isinstance(config, FP8Config)
+    # Consumers that take turns meet at a named barrier before each product, and let the next one go.
+    takes_turns = "turns" in fields and int(fields["turns"]) > 1
+    assert any("BAR.ARV" in instruction for instruction in main_loop(built.sass)) == takes_turns
     assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{fields['mma_n']}x32.F32.E4M3.E4M3"}
     loads, stores = "UTMALDG.2D" in built.sass, "UTMASTG.2D" in built.sass
     assert (loads, stores) == (True, params.store == "tma")

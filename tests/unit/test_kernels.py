@@ -179,7 +179,7 @@ def test_scales_are_held_where_registers_allow_it() -> None:
     held = {scales_held(config) for config in SWAPPED.configs(SM90)}
     assert held == {True, False}
     for config in SWAPPED.configs(SM90):
-        held_in_source = f"kScalesHeld = {str(scales_held(config)).lower()};"
+        held_in_source = f"kScalesHeld = {str(scales_held(config)).lower()} }};"
         assert held_in_source in build_request(make_params(config)).source
 
 

@@ -1,21 +1,21 @@
 #include "fp8_gemm.cuh"
 
 struct Tile {
-  static constexpr u32 kBlockM = 128, kBlockN = 192;
-  static constexpr u32 kStages = 4, kConsumers = 2;
-  static constexpr u32 kClusterM = 1, kClusterN = 1;
-  static constexpr u32 kClusterK = 1, kConsumersK = 1;
-  static constexpr u32 kPartials = 1, kTurns = 2;
-  static constexpr u32 kScaleGroup = 64;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr u32 kShapeM = 0, kShapeN = 0, kShapeK = 0;  // 0: given at run time
-  static constexpr bool kStreams = false;
-  static constexpr bool kTmaStore = false;
-  static constexpr u32 kSharedBytes = 165952;
+  enum : u32 { kBlockM = 128, kBlockN = 192 };
+  enum : u32 { kStages = 4, kConsumers = 2 };
+  enum : u32 { kClusterM = 1, kClusterN = 1 };
+  enum : u32 { kClusterK = 1, kConsumersK = 1 };
+  enum : u32 { kPartials = 1, kTurns = 2 };
+  enum : u32 { kScaleGroup = 64 };
+  enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
+  enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
+  enum : bool { kStreams = false };
+  enum : bool { kTmaStore = false };
+  enum : u32 { kSharedBytes = 165952 };
 };
 
 struct Mma {
-  static constexpr u32 kN = 192;
+  enum : u32 { kN = 192 };
 
   // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
   // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.

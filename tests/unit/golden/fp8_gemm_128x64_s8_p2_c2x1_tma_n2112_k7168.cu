@@ -1,21 +1,21 @@
 #include "fp8_gemm.cuh"
 
 struct Tile {
-  static constexpr u32 kBlockM = 128, kBlockN = 64;
-  static constexpr u32 kStages = 8, kConsumers = 2;
-  static constexpr u32 kClusterM = 2, kClusterN = 1;
-  static constexpr u32 kClusterK = 1, kConsumersK = 1;
-  static constexpr u32 kPartials = 2, kTurns = 1;
-  static constexpr u32 kScaleGroup = 64;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr u32 kShapeM = 0, kShapeN = 2112, kShapeK = 7168;  // 0: given at run time
-  static constexpr bool kStreams = false;
-  static constexpr bool kTmaStore = true;
-  static constexpr u32 kSharedBytes = 217216;
+  enum : u32 { kBlockM = 128, kBlockN = 64 };
+  enum : u32 { kStages = 8, kConsumers = 2 };
+  enum : u32 { kClusterM = 2, kClusterN = 1 };
+  enum : u32 { kClusterK = 1, kConsumersK = 1 };
+  enum : u32 { kPartials = 2, kTurns = 1 };
+  enum : u32 { kScaleGroup = 64 };
+  enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
+  enum : u32 { kShapeM = 0, kShapeN = 2112, kShapeK = 7168 };  // 0: given at run time
+  enum : bool { kStreams = false };
+  enum : bool { kTmaStore = true };
+  enum : u32 { kSharedBytes = 217216 };
 };
 
 struct Mma {
-  static constexpr u32 kN = 64;
+  enum : u32 { kN = 64 };
 
   // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
   // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.

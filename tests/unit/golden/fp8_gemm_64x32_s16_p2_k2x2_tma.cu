@@ -1,21 +1,21 @@
 #include "fp8_gemm.cuh"
 
 struct Tile {
-  static constexpr u32 kBlockM = 64, kBlockN = 32;
-  static constexpr u32 kStages = 16, kConsumers = 2;
-  static constexpr u32 kClusterM = 1, kClusterN = 1;
-  static constexpr u32 kClusterK = 2, kConsumersK = 2;
-  static constexpr u32 kPartials = 2, kTurns = 1;
-  static constexpr u32 kScaleGroup = 32;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr u32 kShapeM = 0, kShapeN = 0, kShapeK = 0;  // 0: given at run time
-  static constexpr bool kStreams = false;
-  static constexpr bool kTmaStore = true;
-  static constexpr u32 kSharedBytes = 229648;
+  enum : u32 { kBlockM = 64, kBlockN = 32 };
+  enum : u32 { kStages = 16, kConsumers = 2 };
+  enum : u32 { kClusterM = 1, kClusterN = 1 };
+  enum : u32 { kClusterK = 2, kConsumersK = 2 };
+  enum : u32 { kPartials = 2, kTurns = 1 };
+  enum : u32 { kScaleGroup = 32 };
+  enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
+  enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
+  enum : bool { kStreams = false };
+  enum : bool { kTmaStore = true };
+  enum : u32 { kSharedBytes = 229648 };
 };
 
 struct Mma {
-  static constexpr u32 kN = 32;
+  enum : u32 { kN = 32 };
 
   // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
   // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.

@@ -1,20 +1,20 @@
 #include "fp8_swapped.cuh"
 
 struct Tile {
-  static constexpr u32 kBlockM = 16, kBlockN = 64;
-  static constexpr u32 kStages = 20, kStageBlocks = 1, kConsumers = 2;
-  static constexpr u32 kClusterK = 2, kConsumersK = 2;
-  static constexpr u32 kPartials = 2;
-  static constexpr bool kScalesHeld = true;
-  static constexpr u32 kBoxChunks = 1;
-  static constexpr u32 kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr u32 kShapeM = 0, kShapeN = 2112, kShapeK = 7168;  // 0: given at run time
-  static constexpr bool kTmaStore = true;
-  static constexpr u32 kSharedBytes = 222048;
+  enum : u32 { kBlockM = 16, kBlockN = 64 };
+  enum : u32 { kStages = 20, kStageBlocks = 1, kConsumers = 2 };
+  enum : u32 { kClusterK = 2, kConsumersK = 2 };
+  enum : u32 { kPartials = 2 };
+  enum : bool { kScalesHeld = true };
+  enum : u32 { kBoxChunks = 1 };
+  enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
+  enum : u32 { kShapeM = 0, kShapeN = 2112, kShapeK = 7168 };  // 0: given at run time
+  enum : bool { kTmaStore = true };
+  enum : u32 { kSharedBytes = 222048 };
 };
 
 struct Mma {
-  static constexpr u32 kN = 16;
+  enum : u32 { kN = 16 };
 
   // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
   // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.
