@@ -19,13 +19,9 @@ LAST_M = 16384
 
 def kernel_at(n: int, k: int) -> Callable[[int], KernelParams]:
     """The kernel that a call of M x n x k runs, on a whole sm_90a GPU, as a function of M; sizes at run time."""
-    from deep_gemm import ahead, arch, engine, select
+    from deep_gemm import ahead, arch
 
-    def choose(m: int) -> KernelParams:
-        asked = ahead.problem(GemmShape(m, n, k), arch.SM90)
-        return engine.kernel_params(asked, select.rank(asked, arch.SM90)[0].config, arch.SM90)
-
-    return choose
+    return lambda m: ahead.kernel_of(GemmShape(m, n, k), arch.SM90)
 
 
 def specialised(params: KernelParams, n: int, k: int) -> KernelParams:

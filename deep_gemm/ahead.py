@@ -19,8 +19,8 @@ from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
 from deep_gemm import shard as shards
 from deep_gemm.errors import DeepGemmError, InvalidInputError
-from deep_gemm.jit.binary import Binary
-from deep_gemm.jit.cache.pack import Kernel, packable
+from deep_gemm.jit.binary import Binary, packed
+from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.log import log, say
 from deep_gemm.params import GemmProblem, KernelParams
@@ -73,11 +73,11 @@ class Work:
 
 
 class Report:
-    """Outcomes as they come: each is given the shapes that asked for it, and told to `progress`."""
+    """Outcomes as they come: each is given the shapes that asked for it, and told to `progress`; True prints lines."""
 
-    def __init__(self, work: Work, progress: Progress | None = None) -> None:
+    def __init__(self, work: Work, progress: Progress | bool | None = None) -> None:
         self._work = work
-        self._progress = progress
+        self._progress = printed() if progress is True else progress or None
         self._outcomes: list[Outcome] = []
         for outcome in work.impossible:
             self.add(outcome)
@@ -113,19 +113,25 @@ def problem(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) 
     )
 
 
+def kernel_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> KernelParams:
+    """The kernel that such a call runs, by the path that a call takes: problem, ranking, parameters. Raises
+    UnsupportedError."""
+    asked = problem(shape, spec, num_sms)
+    return engine.kernel_params(asked, select.rank(asked, spec)[0].config, spec)
+
+
 def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
     """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
 
-    It takes the same path as a call: problem, ranking, parameters. Kernels without
-    tensor-core work, such as the transpose of scales, are helpers that any call may need: they come along.
+    Kernels without tensor-core work, such as the transpose of scales, are helpers that any call may need: they come
+    along.
     """
     spec = archs.get(arch)
     wanted: dict[KernelParams, list[GemmShape]] = {}
     impossible = []
     for shape in dict.fromkeys(shapes):
         try:
-            asked = problem(shape, spec, num_sms)
-            params = engine.kernel_params(asked, select.rank(asked, spec)[0].config, spec)
+            params = kernel_of(shape, spec, num_sms)
         except DeepGemmError as error:
             impossible.append(Outcome(f"no kernel for {shape}", (shape,), error=error))
         else:
@@ -180,7 +186,7 @@ def precompile(
         index, count = shard
         dealt = {params: work.kernels[params] for params in shards.deal(work.kernels, index, count)}
         work = Work(dealt, work.impossible[index::count])
-    report = Report(work, printed() if progress is True else progress or None)
+    report = Report(work, progress)
     build_all(work.kernels, report.add, executor, jobs)
     return report.summary(start)
 
@@ -217,27 +223,11 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
             f"summary has {len(summary.failed)} kernels that failed, so {path} was not written: a pack that lacks some "
             f"would look like a whole one. The first is {summary.failed[0].name}: {summary.failed[0].error}"
         )
-    contents = []
-    for outcome in summary.outcomes:
-        assert outcome.params is not None
-        assert outcome.binary is not None
-        request, binary = engine.build_request(outcome.params), outcome.binary
-        contents.append(
-            packable(
-                name=binary.name,
-                arch=binary.arch,
-                source_key=binary.source_key,
-                key=binary.key,
-                cuda=binary.cuda,
-                compiler=binary.compiler,
-                cubin=binary.cubin,
-                source=request.source.encode(),
-                resources=binary.resources,
-                seconds={what: took for what, took in binary.seconds.items() if what != "lookup"},
-                meta=request.meta,
-                render_key=request.render_key,
-            )
-        )
+    contents = [
+        packed(outcome.binary, engine.build_request(outcome.params))
+        for outcome in summary.outcomes
+        if outcome.binary is not None and outcome.params is not None
+    ]
     if not contents:
         raise InvalidInputError(f"summary has no kernels, so {path} was not written.")
     try:

@@ -75,7 +75,7 @@ def precompile(
         )
     store = _default_store() if store is None else store
     work = ahead.choose(ahead.shapes_for(what, tp, ep, max_m), arch, num_sms)
-    report = Report(work, ahead.printed() if progress is True else progress or None)
+    report = Report(work, progress)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}
         keys = [default_builder().key(request) for request in requests.values()]

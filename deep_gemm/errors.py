@@ -72,15 +72,8 @@ class DriverError(DeepGemmError, RuntimeError):
         self.name = name
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_driver_error, (type(self), str(self), self.status, self.name)
-
 
 def _rebuild_compile_error(
     cls: type[CompileError], message: str, log: str, source_path: str | None, options: tuple[str, ...]
 ) -> CompileError:
     return cls(message, log=log, source_path=source_path, options=options)
-
-
-def _rebuild_driver_error(cls: type[DriverError], message: str, status: int, name: str) -> DriverError:
-    return cls(message, status=status, name=name)

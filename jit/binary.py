@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,12 +11,9 @@ from typing import Any
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
-from deep_gemm.jit.cache.pack import Kernel
+from deep_gemm.jit.cache.pack import ARCH, NAME, Kernel, Packable, packable
 from deep_gemm.jit.resources import Resources
 from deep_gemm.log import warn_once
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
-_ARCH = re.compile(r"sm_\d{2,3}[af]?")
 
 
 @dataclass(frozen=True)
@@ -36,9 +32,9 @@ class BuildRequest:
     render_key: str = ""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise InvalidInputError(f"name must be a C identifier of at most 160 characters, but it is {self.name!r}.")
-        if not _ARCH.fullmatch(self.arch):
+        if not ARCH.fullmatch(self.arch):
             raise InvalidInputError(f'arch must be a target such as "sm_90a", but it is {self.arch!r}.')
 
 
@@ -147,3 +143,21 @@ def check_same(binary: Binary, request: BuildRequest, key: str) -> None:
             )
     if not binary.cubin:
         raise InvalidInputError(f"{binary.name} cannot be adopted: its cubin is empty.")
+
+
+def packed(binary: Binary, request: BuildRequest) -> Packable:
+    """What a pack holds of `binary`, which was built of `request`. Raises ValueError as `packable` does."""
+    return packable(
+        name=binary.name,
+        arch=binary.arch,
+        source_key=binary.source_key,
+        key=binary.key,
+        cuda=binary.cuda,
+        compiler=binary.compiler,
+        cubin=binary.cubin,
+        source=request.source.encode(),
+        resources=binary.resources,
+        seconds={what: took for what, took in binary.seconds.items() if what != "lookup"},
+        meta=request.meta,
+        render_key=request.render_key,
+    )

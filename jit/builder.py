@@ -242,9 +242,7 @@ class Builder:
             # Before the lock, which would create files, and wait for a process that may never publish.
             self._missed(plan)
             self._count("forbidden")
-            places = (
-                [str(plan.disk.directory(address)) for address in plan.addresses] if plan.disk else ["no directory"]
-            )
+            places = [str(plan.disk.directory(at)) for at in plan.addresses] if plan.disk else ["no directory"]
             raise forbidden(plan.request, plan.source_key, self.packs, ", ".join(places), plan.key)
         allowed = settings.cache_limit  # before the work, which a setting that cannot be read would waste
         with self._disk_lock(plan):
@@ -296,14 +294,13 @@ class Builder:
             raise
         if settings.ptxas_verbose:
             say(f"{request.name}:\n{compiled.log.strip()}")
-        source_path = str(stored) if stored else None
         binary = Binary(
             request.name,
             plan.key,
             request.arch,
             compiled.cubin,
             compiled.resources,
-            source_path,
+            str(stored) if stored else None,
             "compiled",
             plan.compiler.identity,
             {**compiled.seconds, "lookup": looked},
@@ -319,8 +316,8 @@ class Builder:
         seconds = {name: value for name, value in binary.seconds.items() if name != "lookup"}
         self._count("adopted")
         self._publish(plan, stored, Compiled(binary.cubin, None, "", binary.resources, seconds))
-        source_path = str(stored) if stored else None
-        return self._memory.put(plan.memory_key, replace(binary, source_path=source_path, layer="adopted"))
+        kept = replace(binary, source_path=str(stored) if stored else None, layer="adopted")
+        return self._memory.put(plan.memory_key, kept)
 
     def _publish(self, plan: _Plan, stored: Path | None, compiled: Compiled) -> None:
         meta = {
@@ -335,14 +332,15 @@ class Builder:
             "log": compiled.log,
             "meta": dict(plan.request.meta),
         }
-        published = None
         # Where even the source could not be stored, there is no use in trying the rest.
-        if stored is not None and plan.disk is not None:
-            try:
-                published = plan.disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled))
-            except (TypeError, ValueError) as error:
-                raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
-        if published is None or plan.disk is None:
+        if stored is None or plan.disk is None:
+            self._count("unstored")
+            return
+        try:
+            published = plan.disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled))
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
+        if published is None:
             self._count("unstored")
         else:
             sources.put(plan.disk, plan.request.render_key, plan.request.source)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jit_fakes import FakeCompiler, builder, request
 
-from deep_gemm.jit.binary import Binary, BuildRequest
+from deep_gemm.jit.binary import BuildRequest, packed
 from deep_gemm.jit.builder import Builder
 from deep_gemm.jit.cache import pack as packs
-from deep_gemm.jit.cache.pack import Packable, packable
 from deep_gemm.jit.cache.packs import Packs
 
 
@@ -18,28 +18,11 @@ def sources(count: int = 3) -> list[BuildRequest]:
     return [request(name=f"k{i}", source=f"int body{i};\n", meta={"params": {"i": i}}) for i in range(count)]
 
 
-def packed(asked: BuildRequest, binary: Binary) -> Packable:
-    return packable(
-        name=binary.name,
-        arch=binary.arch,
-        source_key=binary.source_key,
-        key=binary.key,
-        cuda=binary.cuda,
-        compiler=binary.compiler,
-        cubin=binary.cubin,
-        source=asked.source.encode(),
-        resources=binary.resources,
-        seconds={"compile": 0.25},
-        meta=asked.meta,
-        render_key=asked.render_key,
-    )
-
-
 def make(path: Path, asked: list[BuildRequest] | None = None, compiler: FakeCompiler | None = None) -> Path:
     """A pack of what `compiler` makes of `asked`; its cache lies beside it."""
     asked = sources() if asked is None else asked
     build = builder(path.parent / f"{path.name}.cache" / "root", compiler, include_dir=path.parent / "no-headers")
-    packs.write(path, [packed(one, build.build(one)) for one in asked])
+    packs.write(path, [packed(replace(build.build(one), seconds={"compile": 0.25}), one) for one in asked])
     return path
 
 

@@ -36,8 +36,8 @@ _DISTRIBUTION = "deep-gemm-jit"
 _MAX_MANIFEST = 1 << 25
 _MAX_FILE = 1 << 30
 _BLOCK = tarfile.BLOCKSIZE
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
-_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
+ARCH = re.compile(r"sm_\d{2,3}[af]?")
 _KEY = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
@@ -98,8 +98,8 @@ class Kernel:
 
 
 _TEXTS = {
-    "name": _NAME,
-    "arch": _ARCH,
+    "name": NAME,
+    "arch": ARCH,
     "source_key": _KEY,
     "render_key": re.compile(r"([0-9a-f]{40})?"),
     "key": _KEY,

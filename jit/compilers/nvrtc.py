@@ -71,43 +71,34 @@ class Nvrtc(Compiler):
         include_dir: Path | None,
         want_ptx: bool = False,
     ) -> Compiled:
-        with _at_work:
-            return self._compile(name, source, source_path, flags, include_dir, want_ptx)
-
-    def _compile(
-        self,
-        name: str,
-        source: str,
-        source_path: str,
-        flags: Sequence[str],
-        include_dir: Path | None,
-        want_ptx: bool,
-    ) -> Compiled:
-        library = self._open()
         options = [*flags]
         if include_dir is not None:
             options.append(f"--include-path={include_dir}")
         if settings.print_compiler_command:
             say(f"{self.path} {' '.join(options)} {source_path}")
-        start = time.perf_counter()
-        program = ctypes.c_void_p()
-        status = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), source_path.encode(), 0, None, None)
-        self._check(status, "nvrtcCreateProgram", source_path, options)
-        try:
-            array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-            status = library.nvrtcCompileProgram(program, len(options), array)
-            log = self._get(program, "ProgramLog", source_path, options).decode("utf-8", "replace")
-            if status:
-                raise CompileError(
-                    f"{self.identity} could not compile {name} ({_error_name(library, status)}).",
-                    log=log,
-                    source_path=source_path,
-                    options=options,
-                )
-            cubin = self._get(program, "CUBIN", source_path, options)
-            ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
-        finally:
-            library.nvrtcDestroyProgram(ctypes.byref(program))
+        with _at_work:
+            library = self._open()
+            start = time.perf_counter()
+            program = ctypes.c_void_p()
+            status = library.nvrtcCreateProgram(
+                ctypes.byref(program), source.encode(), source_path.encode(), 0, None, None
+            )
+            self._check(status, "nvrtcCreateProgram", source_path, options)
+            try:
+                array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+                status = library.nvrtcCompileProgram(program, len(options), array)
+                log = self._get(program, "ProgramLog", source_path, options).decode("utf-8", "replace")
+                if status:
+                    raise CompileError(
+                        f"{self.identity} could not compile {name} ({_error_name(library, status)}).",
+                        log=log,
+                        source_path=source_path,
+                        options=options,
+                    )
+                cubin = self._get(program, "CUBIN", source_path, options)
+                ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
+            finally:
+                library.nvrtcDestroyProgram(ctypes.byref(program))
         seconds = {"compile": time.perf_counter() - start}
         ptxas = ptxas_seconds(log)
         if ptxas is not None:

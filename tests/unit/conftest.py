@@ -1,5 +1,24 @@
 """Fixtures that several unit tests share."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from driver_fakes import driver, function
 
+from deep_gemm.log import reset_warnings
+
 __all__ = ["driver", "function"]
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_new() -> Iterator[None]:
+    reset_warnings()
+    yield
+    reset_warnings()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where a test's cache is, or will be."""
+    return tmp_path / "root"

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,9 @@ from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import Address
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.driver.version import driver_release
-from deep_gemm.log import reset_warnings
 from deep_gemm.settings import settings
 
 CUBIN = cubin_of("int body;\n")
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_new() -> Iterator[None]:
-    reset_warnings()
-    yield
-    reset_warnings()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
 
 
 @pytest.fixture

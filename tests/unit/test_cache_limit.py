@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,9 @@ from deep_gemm.errors import CompileError, SettingError
 from deep_gemm.jit.cache import limit
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import Address
-from deep_gemm.log import reset_warnings
 from deep_gemm.settings import settings
 
 HOUR = 3600.0
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_new() -> Iterator[None]:
-    reset_warnings()
-    yield
-    reset_warnings()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
 
 
 def bodies(root: Path) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,8 @@ import pytest
 from jit_fakes import FakeCompiler, builder, cubin_of, request
 
 from deep_gemm.jit.cache.disk import DiskCache
-from deep_gemm.log import reset_warnings
 
 CUBIN = cubin_of("int body;\n")
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_new() -> Iterator[None]:
-    reset_warnings()
-    yield
-    reset_warnings()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
 
 
 def test_each_file_is_whole_and_synced_before_it_has_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "fsync", full)
     build = builder(tmp_path / "root")
-    items = [packed(one, build.build(one)) for one in sources(1)]
+    items = [packed(build.build(one), one) for one in sources(1)]
     with pytest.raises(OSError, match="No space"):
         packs.write(path, items)
     assert path.read_bytes() == before
@@ -242,14 +242,14 @@ def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
     build = builder(tmp_path / "root")
     binary = build.build(request())
     with pytest.raises(ValueError, match="JSON"):
-        packed(request(meta={"a": object()}), binary)
+        packed(binary, request(meta={"a": object()}))
     with pytest.raises(ValueError, match="compiler"):
-        packed(request(), builder(tmp_path / "b", FakeCompiler(identity="new\nline")).build(request()))
+        packed(builder(tmp_path / "b", FakeCompiler(identity="new\nline")).build(request()), request())
 
 
 def test_two_kernels_of_one_source_are_one(tmp_path: Path) -> None:
     build = builder(tmp_path / "root")
-    item = packed(request(), build.build(request()))
+    item = packed(build.build(request()), request())
     assert len(packs.write(tmp_path / "a.dgpack", [item, item])) == 1
 
 

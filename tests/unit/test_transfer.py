@@ -251,4 +251,4 @@ def test_precompile_writes_a_pack_of_all_or_none(
     assert out.read_bytes() == before
     assert run("cache", "pack", tmp_path / "b.dgpack").exit_code == 0
     assert (tmp_path / "b.dgpack").read_bytes() == before
-    assert packed(request, build.build(request)).cubin == found.cubin(key)
+    assert packed(build.build(request), request).cubin == found.cubin(key)
