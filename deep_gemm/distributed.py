@@ -59,16 +59,13 @@ def precompile(
     start, deadline = time.perf_counter(), time.monotonic() + timeout
     if not 0 <= timeout < math.inf:
         raise InvalidInputError(f"timeout must be a number of seconds from 0, but it is {timeout!r}.")
-    if not (dist.is_available() and dist.is_initialized()):
-        if store is not None:
-            raise InvalidInputError(
-                "store was given, but torch.distributed is not initialised, so that this process has no rank: call "
-                "torch.distributed.init_process_group first, or leave store out to build everything here."
-            )
-        return ahead.precompile(
-            what, tp=tp, ep=ep, max_m=max_m, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress
+    grouped = dist.is_available() and dist.is_initialized()
+    if store is not None and not grouped:
+        raise InvalidInputError(
+            "store was given, but torch.distributed is not initialised, so that this process has no rank: call "
+            "torch.distributed.init_process_group first, or leave store out to build everything here."
         )
-    size = dist.get_world_size()
+    size = dist.get_world_size() if grouped else 1
     if size == 1:
         return ahead.precompile(
             what, tp=tp, ep=ep, max_m=max_m, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress
