@@ -70,7 +70,25 @@ MUTATIONS = [
         EVERY,
     ),
     Mutation(
-        "take B's scales from the first row", "promotion.cuh", "    first_row = row;\n", "    first_row = 0;\n", EVERY
+        "take B's scales from the first row",
+        "promotion.cuh",
+        "__ldg(base + (from.row + r) * stride_n",
+        "__ldg(base + r * stride_n",
+        EVERY,
+    ),
+    Mutation(
+        "keep the first tile's scales of B",
+        "promotion.cuh",
+        "      if (last) part = following;\n",
+        "",
+        EVERY,
+    ),
+    Mutation(
+        "find the second tile of a band in the place of the first",
+        "raster.cuh",
+        "row = band.quotient(inside);\n      column = first + inside - row * band.value;",
+        "row = band.quotient(inside);\n      column = first + (inside - row * band.value) / 2 * 2;",
+        tuple(kernel for kernel in EVERY if kernel != "swapped"),  # its bands are one tile wide
     ),
     Mutation(
         "take B's scales of another consumer's blocks",
@@ -157,10 +175,10 @@ MUTATIONS = [
         ("direct",),
     ),
     Mutation(
-        "leave out a share of K",
-        "reduction.cuh",
-        "for (u32 share = 1; share < kShares; ++share) {",
-        "for (u32 share = 2; share < kShares; ++share) {",
+        "store the first share's columns for all",
+        "fp8_gemm.cuh",
+        "const u32 first = owner * kColumns / 2;",
+        "const u32 first = 0;",
         ("split",),
     ),
     Mutation(
@@ -231,14 +249,14 @@ MUTATIONS = [
         "reduction.cuh",
         "for (u32 other = 0; other < kShares - 1; ++other)",
         "for (u32 other = 1; other < kShares - 1; ++other)",
-        ("swapped split",),
+        ("split", "swapped split"),
     ),
     Mutation(
         "add what another thread was sent",
         "reduction.cuh",
         "const u32 mine = slots + consumer * kConsumerBytes + thread * 16;",
         "const u32 mine = slots + consumer * kConsumerBytes + (thread ^ 1) * 16;",
-        ("swapped split",),
+        ("split", "swapped split"),
     ),
     Mutation(
         "swap tokens on their way out",
@@ -278,7 +296,7 @@ def mutated_kernels() -> dict[str, KernelParams]:
         "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
         "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
         "straddling": make_params(find_config(block_m=64, block_n=96)),
-        "split": make_params(find_config(block_m=64, block_n=32, cluster_k=2, consumers_k=2)),
+        "split": make_params(find_config(block_m=64, block_n=64, cluster_k=2, consumers_k=2)),
         "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
         "swapped": make_params(find_config(SWAPPED, block_m=32, block_n=128)),
         "swapped split": make_params(find_config(SWAPPED, block_m=48, block_n=64, cluster_k=2, consumers_k=2)),

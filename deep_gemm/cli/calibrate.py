@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -101,12 +102,12 @@ def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: i
     out = console()
     found: dict[str, calibration.Calibration] = {}
     summary: dict[str, dict[str, float]] = {}
-    for name, few in (("few_tokens", True), ("many_tokens", False)):
-        data = fit.Data.of([row for row in rows if (row["m"] <= calibration.FEW_TOKENS) is few], arch.get("sm_90a"))
+    for name in (field.name for field in fields(calibration.Calibrations)):
+        data = fit.Data.of([row for row in rows if calibration.kind_of(row["m"]) == name], arch.get("sm_90a"))
         if not data.held_out.any():
             raise click.ClickException(f"the surveys hold too few shapes to fit constants for {name}.")
         known = getattr(calibration.default(), name)
-        found[name] = fit.fit(data, known, seconds / 2, seed, lambda text: out.print(text, markup=False))
+        found[name] = fit.fit(data, known, seconds / 3, seed, lambda text: out.print(text, markup=False))
         summary[name] = _summary(data, found[name])
     made = calibration.Calibrations(**found)
     about = {

@@ -92,10 +92,12 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_BLOCK_M}"
         if (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k) not in _SPLITS:
             return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {_SPLITS}"
-        if c.k_shares > 1 and (c.block_m > 64 or c.block_n not in (16, 32, 64, 128)):
-            return "K is split for tiles of 64 rows and 16, 32, 64 or 128 columns only, where tiles are too few"
+        if c.consumers_k > 1 and c.block_m > 64:
+            return f"consumers share K in tiles of 64 rows only, not of {c.block_m}"
         if c.block_n % 16 or not 16 <= c.block_n <= 256:
             return f"block_n must be a multiple of 16 from 16 to 256, not {c.block_n}"
+        if c.block_n % (16 * c.k_shares):
+            return f"{c.k_shares} shares of K cannot finish equal parts of {c.block_n} columns, in steps of 16"
         if c.block_n > 128 + math.gcd(c.block_n, 128):
             return f"a tile of {c.block_n} columns can touch three rows of B's scales, and the kernel holds two"
         if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 64):
@@ -112,6 +114,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
             return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
+        if c.num_stages < 3 and c.cluster_k > 1:
+            return "two stages keep too few bytes on their way for a CTA with a part of K"
         if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
             return f"{c.ctas_per_sm} CTAs with {c.num_consumers} consumers each leave too few registers a thread"
         shared = config_shared_bytes(c, tma_store=True)
@@ -173,8 +177,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         plain = [c for c in every if c.cluster_size == c.k_shares == 1 and (c.ctas_per_sm == 1 or c.block_n == 48)]
         plain = [c for c in plain if not c.stream_k or c.block_n in (64, 128, 256)]
         shared = [c for c in every if c.cluster_m * c.cluster_n > 1 and c.block_n == 128]
-        split = [c for c in every if c.k_shares > 1 and c.block_n in (32, 64)]
-        direct = [chosen(128, 128), chosen(128, 192), chosen(64, 16, (1, 1, 4), 2)]
+        split = [c for c in every if c.k_shares > 1 and (c.block_n in (32, 64) or c.block_n == c.block_m == 128)]
+        direct = [chosen(128, 128), chosen(128, 192), chosen(64, 64, (1, 1, 2), 2), chosen(128, 128, (1, 1, 2))]
         return (
             [make_params(c) for c in plain + shared + split]
             + [make_params(c, store="direct") for c in direct]
@@ -249,13 +253,16 @@ def stage_bytes(config: FP8Config) -> int:
 
 
 def staging_bytes(config: FP8Config) -> int:
-    """The bf16 tile on its way out."""
-    return config.block_m * config.block_n * 2
+    """What a CTA finishes of the tile, in bf16, on its way out."""
+    return config.block_m * config.block_n * 2 // config.cluster_k
 
 
 def reduction_bytes(config: FP8Config) -> int:
-    """Slots for the other shares of a tile, and two barriers."""
-    return (config.k_shares - 1) * config.block_n * 256 + (BARRIER_BYTES if config.k_shares > 1 else 0)
+    """Slots for the other shares of what each consumer finishes, and two barriers for each."""
+    if config.k_shares == 1:
+        return 0
+    slot = config.slices * config.block_n // config.k_shares * 256
+    return config.num_consumers * ((config.k_shares - 1) * slot + BARRIER_BYTES)
 
 
 def config_shared_bytes(config: FP8Config, tma_store: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..errors import InvalidInputError
@@ -10,6 +9,7 @@ from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
 from . import get, sm90_fp8_swapped, stream_k
+from .raster import raster
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,6 @@ class Addresses:
     slots: int = 0
 
 
-def raster_band(config: FP8Config, m: int, n: int, num_sms: int, members: int = 1) -> int:
-    """Width in cluster tiles of the bands in which tiles are walked, ``members`` below each other at a time. A
-    wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles: least bytes at w = sqrt(C *
-    cluster rows / cluster columns). Bands are made equally wide, so that the last is not a sliver."""
-    rows, columns = config.block_m * config.cluster_m * members, config.block_n * config.cluster_n
-    tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
-    clusters = min(num_sms * config.ctas_per_sm // (config.cluster_size * members), tiles_m * tiles_n)
-    best = max(1.0, math.sqrt(clusters * rows / columns), clusters / max(tiles_m, 1))
-    bands = max(1, round(tiles_n / best))
-    return max(1, ceil_div(tiles_n, bands))
-
-
 def num_ctas(config: FP8Config, m: int, n: int, num_sms: int) -> int:
     """Grid size: one CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
     tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
@@ -77,7 +65,8 @@ def store_box(config: FP8Config) -> tuple[int, int]:
     can be cut so."""
     if isinstance(config, SwappedConfig):
         return 64, sm90_fp8_swapped.box_chunks(config) * 8
-    return next(columns for columns in (64, 32, 16) if config.block_n % columns == 0), 64
+    finished = config.block_n // config.k_shares
+    return next(columns for columns in (64, 32, 16) if finished % columns == 0), 64
 
 
 def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int) -> TensorMapSpec:
@@ -129,7 +118,7 @@ def launch(
         ("u32", n),
         ("u32", k),
         ("u32", rows),
-        ("u32", raster_band(config, m, n, num_sms, dealt.members if dealt else 1)),
+        ("u32s", raster(config, m, n, num_sms, dealt.members if dealt else 1).arguments),
         ("u32", int(constant_b and pdl)),
         ("u32", int(m <= config.block_m * config.cluster_m)),
     ]

@@ -12,8 +12,8 @@ from ..errors import InvalidInputError
 
 FOLDER = Path(__file__).parent / "calibrations"
 
-FEW_TOKENS = 128
-"""Up to so many, constants are fitted to graphs of many launches as well."""
+FEW_TOKENS, SOME_TOKENS = 64, 128
+"""Up to so many tokens there are constants for few, and for some: fitted to graphs of many launches as well."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,13 @@ class Calibration:
     """Shared memory of an SM: operands that wgmma reads, and what TMA writes."""
     fill_bytes_per_cycle: float
     """From L2 into one SM."""
+    line_cycles: float
+    """Asking the L2 for a line, for one SM."""
     load_cycles: float
     """From asking for a stage to having it."""
     hbm_gb_per_s: float
+    again: float
+    """Part of B that costs HBM's time twice, where several tiles ask for it before it has come."""
     l2_gb_per_s: float
     """From L2 into all SMs together, of bytes that one SM asks for."""
     l2_sharing: float
@@ -108,23 +112,25 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrations:
-    """Those of one GPU model: for few tokens, where launches overlap and HBM is the limit, and for many, where tensor
-    cores and the L2 matter."""
+    """Those of one GPU model: for few tokens, where launches overlap and HBM is the limit, for many, where tensor cores
+    and the L2 matter, and for some, where all do."""
 
     few_tokens: Calibration
+    some_tokens: Calibration
     many_tokens: Calibration
 
     def of(self, m: int) -> Calibration:
         """The constants for ``m`` tokens."""
-        return self.few_tokens if m <= FEW_TOKENS else self.many_tokens
+        found: Calibration = getattr(self, kind_of(m))
+        return found
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Calibrations:
-        """Both, from a file's "constants". Raises InvalidInputError."""
+        """All three, from a file's "constants". Raises InvalidInputError."""
         names = [field.name for field in fields(cls)]
         if sorted(data) != sorted(names):
             raise InvalidInputError(
-                f"A calibration file holds constants for {' and '.join(names)}, but this one for {', '.join(data)}. "
+                f"A calibration file holds constants for {', '.join(names)}, but this one for {', '.join(data)}. "
                 "Make it anew with `deep-gemm calibrate fit`."
             )
         return cls(**{name: Calibration.from_json(data[name]) for name in names})
@@ -132,6 +138,11 @@ class Calibrations:
     def to_json(self) -> dict[str, dict[str, float]]:
         """For a calibration file."""
         return asdict(self)
+
+
+def kind_of(m: int) -> str:
+    """Which of ``Calibrations`` is for ``m`` tokens."""
+    return "few_tokens" if m <= FEW_TOKENS else "some_tokens" if m <= SOME_TOKENS else "many_tokens"
 
 
 def file_of(device_name: str) -> Path:

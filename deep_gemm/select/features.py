@@ -35,6 +35,8 @@ class Features(NamedTuple):
     """Bytes of operands that instructions read for a block."""
     filled: float
     """Bytes that are loaded for a block."""
+    asked: float
+    """Rows of 128 bytes that a CTA asks the L2 for: of what a cluster shares, its part."""
     columns: float
     """Columns of m64 accumulators that a consumer promotes for a block."""
     choices: float
@@ -74,6 +76,8 @@ class Features(NamedTuple):
     cluster_8: float
     traffic: float
     """Bytes that HBM moves."""
+    weights_again: float
+    """Bytes of B, if more than one cluster tile asks for them."""
     tokens_read: float
     """Bytes of A that the L2 hands out."""
     tokens_sharers: float
@@ -132,10 +136,8 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     tokens = block_m if whole else min(block_m, align(m, 4))
     resident = min(resident, ceil_div(tiles, problem.num_sms))
     shares = config.k_shares
-    # What is handed over and stored is shared out among the shares of K in one kernel, and left to one of them in the
-    # other.
-    stored = min(block_m, m) * min(block_n, n)
-    finished = stored / shares if swapped else stored
+    # What is handed over and stored is shared out among the shares of K.
+    finished = min(block_m, m) * min(block_n, n) / shares
     waves, given, gathered = ceil_div(tiles, slots), 0, 0
     steps = waves * blocks
     if config.stream_k:
@@ -153,6 +155,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         half_width=mma_n / 2,
         read=groups * products * (64 + mma_n) * 32,
         filled=(tokens + block_n) * SCALE_BLOCK,
+        asked=tokens / config.cluster_n + block_n / config.cluster_m,
         columns=slices * width,
         choices=slices * choices,
         in_step=1.0 if in_step else 0.0,
@@ -175,6 +178,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         cluster_4=1.0 if size == 4 else 0.0,
         cluster_8=1.0 if size == 8 else 0.0,
         traffic=m * k + n * k + 2 * m * n,
+        weights_again=n * k if rows > 1 else 0,
         tokens_read=tiles * blocks * tokens / config.cluster_n * SCALE_BLOCK,
         tokens_sharers=min(32, columns),
         weights_read=tiles * blocks * block_n / config.cluster_m * SCALE_BLOCK,

@@ -42,7 +42,7 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     shared = (x.read + x.filled) / c.shared_bytes_per_cycle
     # A row of a block that begins inside a line of 128 bytes takes two.
     lines = 1 + (c.unaligned - 1) * x.unaligned
-    fill = x.filled * lines / c.fill_bytes_per_cycle
+    fill = maximum(x.filled / c.fill_bytes_per_cycle, x.asked * lines * c.line_cycles)
     scale = x.columns * c.promote_cycles + x.choices * c.choice_cycles
     promote = scale + x.token_scales * c.token_cycles
     own = x.products * instruction
@@ -65,7 +65,7 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     seen = x.waves - (x.resident - 1) * (x.waves - 1) * c.epilogue_hidden
     epilogue = seen * (c.epilogue_us + x.elements * per_element + handing)
     streaming = x.streams * c.stream_us + x.given / c.given_per_us + x.gathered / c.gathered_per_us
-    hbm = x.traffic / (c.hbm_gb_per_s * 1e3)
+    hbm = (x.traffic + x.weights_again * c.again) / (c.hbm_gb_per_s * 1e3)
     # SMs that ask for the same line at a time share an answer.
     handed_out = x.tokens_read * x.tokens_sharers**-c.l2_sharing + x.weights_read * x.weights_sharers**-c.l2_sharing
     l2 = handed_out * lines / (c.l2_gb_per_s * 1e3)

@@ -14,8 +14,8 @@ from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.module import Function, primary_context
 from deep_gemm.jit.driver.tensor_map import ALIGNMENT, SIZE
 
-# An encoded tensor map, or ("ptr" | "i32" | "u32" | "i64" | "f32", value).
-Arg: TypeAlias = bytes | tuple[str, int | float]
+# An encoded tensor map, ("ptr" | "i32" | "u32" | "i64" | "f32", value), or ("u32s", values) for a struct of such.
+Arg: TypeAlias = bytes | tuple[str, int | float | tuple[int, ...]]
 
 _CODES = {"ptr": "=Q", "i32": "=i", "u32": "=I", "i64": "=q", "f32": "=f"}
 _FORMATS = {name: struct.Struct(code) for name, code in _CODES.items()}
@@ -91,8 +91,9 @@ def _pack(args: Sequence[Arg]) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Arra
         if isinstance(argument, bytes):
             ctypes.memmove(base + at, argument, SIZE)
         else:
+            values = argument[1] if isinstance(argument[1], tuple) else argument[1:]
             try:
-                _FORMATS[argument[0]].pack_into(block, at, argument[1])
+                _format(argument).pack_into(block, at, *values)
             except struct.error as error:
                 raise InvalidInputError(f"The kernel argument {argument} does not fit its type: {error}.") from error
     pointers = (ctypes.c_void_p * max(len(args), 1))(*[base + shift + offset for offset in offsets])
@@ -104,10 +105,20 @@ def _measure(argument: Arg) -> tuple[int, int]:
         if len(argument) != SIZE:
             raise InvalidInputError(f"A tensor map has {SIZE} bytes, but this argument has {len(argument)}.")
         return SIZE, ALIGNMENT
-    if argument[0] not in _FORMATS:
-        raise InvalidInputError(f"A kernel argument is one of {', '.join(_FORMATS)}, but this is {argument!r}.")
-    size = _FORMATS[argument[0]].size
-    return size, size
+    size = _format(argument).size
+    return size, 4 if argument[0] == "u32s" else size
+
+
+def _format(argument: tuple[str, int | float | tuple[int, ...]]) -> struct.Struct:
+    kind, value = argument
+    if kind == "u32s" and isinstance(value, tuple):
+        return struct.Struct(f"={len(value)}I")
+    if kind not in _FORMATS or isinstance(value, tuple):
+        kinds = ", ".join((*_FORMATS, "u32s"))
+        raise InvalidInputError(
+            f"A kernel argument is one of {kinds} with its value or values, but this is {argument!r}."
+        )
+    return _FORMATS[kind]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -172,6 +172,16 @@ DG_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// All threads of the CTA, or of its cluster.
+template <u32 kClusterSize>
+DG_DEVICE void meet() {
+  if constexpr (kClusterSize > 1) {
+    cluster_sync();
+  } else {
+    asm volatile("bar.sync 0;" ::: "memory");  // __syncthreads, but for the branches of producers and of consumers
+  }
+}
+
 // Programmatic dependent launch. Both are no-ops in a kernel launched without the attribute.
 DG_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DG_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

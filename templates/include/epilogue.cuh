@@ -19,49 +19,54 @@ struct TmaStore {
     return unit ^ (row / (8 / kUnits) % kUnits);
   }
 
-  static DG_DEVICE void stage(u32 staging, const float (&sum)[kSlices][kBlockN / 2], u32 warp, u32 lane) {
+  // Columns [kColumn, kColumn + kColumns) of one slice, whose accumulators are `sum`.
+  template <u32 kSlice, u32 kColumn, u32 kColumns>
+  static DG_DEVICE void stage(u32 staging, const float* sum, u32 warp, u32 lane) {
+    static_assert(kColumn % 16 == 0 && kColumns % 16 == 0);
     const u32 row = warp * 16 + lane % 16;  // the row whose address this lane gives
 #pragma unroll
-    for (u32 slice = 0; slice < kSlices; ++slice) {
-#pragma unroll
-      for (u32 column = 0; column < kBlockN; column += 16) {
-        const float* v = &sum[slice][column / 2];
-        const u32 box = staging + (slice * (kBlockN / kBoxColumns) + column / kBoxColumns) * kBoxBytes;
-        const u32 unit = column % kBoxColumns / 8 + lane / 16;
-        store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                        pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-      }
+    for (u32 column = kColumn; column < kColumn + kColumns; column += 16) {
+      const float* v = sum + (column - kColumn) / 2;
+      const u32 box = staging + (kSlice * (kBlockN / kBoxColumns) + column / kBoxColumns) * kBoxBytes;
+      const u32 unit = column % kBoxColumns / 8 + lane / 16;
+      store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
+                      pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
     }
   }
 
-  // Returns when the staging area is free again; at most two boxes are on their way at a time.
-  static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, u32 rows, u32 columns) {
+  // The part-th of kParts equal parts, of whole slices or of their columns. At most two boxes are on their way at a time;
+  // one may still be read when this returns.
+  template <u32 kParts>
+  static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, u32 rows, u32 columns, u32 part) {
+    constexpr u32 kBoxes = kBlockN / kBoxColumns, kAcross = kParts / kSlices == 0 ? 1 : kParts / kSlices;
+    constexpr u32 kPartSlices = kSlices * kAcross / kParts, kPartBoxes = kBoxes / kAcross;
+    static_assert(kPartSlices * kParts == kSlices * kAcross && kPartBoxes * kAcross == kBoxes);
+    const u32 first_slice = part / kAcross * kPartSlices, first_box = part % kAcross * kPartBoxes;
 #pragma unroll
-    for (u32 slice = 0; slice < kSlices; ++slice) {
+    for (u32 s = 0; s < kPartSlices; ++s) {
 #pragma unroll
-      for (u32 box = 0; box < kBlockN / kBoxColumns; ++box) {
+      for (u32 b = 0; b < kPartBoxes; ++b) {
+        const u32 slice = first_slice + s, box = first_box + b;
         if (row + slice * 64 < rows && column + box * kBoxColumns < columns)
-          tma_store(map, staging + (slice * (kBlockN / kBoxColumns) + box) * kBoxBytes, column + box * kBoxColumns,
-                    row + slice * 64);
+          tma_store(map, staging + (slice * kBoxes + box) * kBoxBytes, column + box * kBoxColumns, row + slice * 64);
         tma_store_commit();
         tma_store_wait_read<1>();
       }
     }
-    tma_store_wait_read<0>();
   }
 };
 
-// Element by element, for a D that TMA cannot address (rows not on 16-byte boundaries).
-template <u32 kBlockN, u32 kSlices>
+// Element by element, for a D that TMA cannot address (rows not on 16-byte boundaries): the columns that are this share's.
+template <u32 kBlockN, u32 kSlices, u32 kShares>
 DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row, u32 column, u32 rows,
-                            u32 columns, u32 warp, u32 lane) {
+                            u32 columns, u32 warp, u32 lane, u32 share) {
 #pragma unroll
   for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
     for (u32 i = 0; i < kBlockN / 2; i += 2) {
       const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4;
       const u32 x = column + i / 4 * 8 + lane % 4 * 2;
-      if (y < rows) {
+      if (y < rows && i / (kBlockN / 2 / kShares) == share) {
         const u32 packed = pack_bf16(sum[slice][i], sum[slice][i + 1]);
         u16* out = d + y * stride + x;
         if (x < columns) out[0] = static_cast<u16>(packed);

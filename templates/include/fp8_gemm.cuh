@@ -33,12 +33,14 @@ struct Fp8Gemm {
   enum : u32 { kGroups = kConsumers / kConsumersK };
   enum : u32 { kSlices = kBlockM * kConsumersK / (64 * kConsumers) };
   static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
-  static_assert(kShares == 1 || kBlockM == 64);
+  static_assert(kBlockN % (16 * kShares) == 0);
   static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
   // How many rows of B's scales a tile can touch.
   enum : u32 { kScaleRows = 128 % kBlockN == 0 ? 1 : 2 };
 
-  using Store = TmaStore<kBlockN, kSlices>;
+  // What a consumer finishes of a tile: its rows, and of shares of K each some of the columns.
+  enum : u32 { kColumns = kBlockN / kShares };
+  using Store = TmaStore<kColumns, kSlices>;
   // A config that deals out blocks of K needs neither clusters nor consumers that share K.
   enum : bool { kStreams = Tile::kStreams };
   static_assert(!kStreams || kClusterSize * kConsumersK == 1);
@@ -46,10 +48,12 @@ struct Fp8Gemm {
   // Whether the tensor cores get the next tile's first product before this one's sums are stored. Not where a share of K
   // may be empty, nor where ptxas would serialise products: two sets of partial sums and pieces of any length.
   enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
+  // Whether units of a tile are put away one by one, each while a product runs.
+  enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
   using Whole = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
   using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, kBlockN, Workspace::kSteps>, Whole>::Type;
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
-  using Reduction = ShareReduction<kBlockN / 2, kShares, kClusterSize>;
+  using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, kConsumersK, kConsumers>;
   using Cursor = PipelineCursor<kStages>;
   struct Shape {
     enum : u32 { kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials };
@@ -57,31 +61,34 @@ struct Fp8Gemm {
     enum : u32 { kTurns = Tile::kTurns };
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
-  using Weights = BlockScales<kScaleRows, Order>;
+  // Fetching ahead makes the main loop longer, which the widest tiles feel: 1170 cycles a block instead of 1120.
+  using Weights = BlockScales<kScaleRows, Order, kBlockN != 256>;
   using Scaling = RowTokens<Weights, kSlices, kScaleRows, kBlockN, Tile::kScaleGroup, kBlockM * 4>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
+  using Sums = typename Mainloop::Sums;
+  using Nothing = typename Mainloop::Nothing;
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4 };
   enum : u32 { kOffsetB = kStages * kBytesA };
   enum : u32 { kOffsetStaging = kOffsetB + kStages * kBytesB };
-  enum : u32 { kOffsetScale = kOffsetStaging + (kTmaStore ? kGroups * Store::kBytes : 0) };
+  enum : u32 { kOffsetScale = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale };
-  enum : u32 { kOffsetBarriers = kOffsetSlots + Reduction::kBytes };
-  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Reduction::kBarrierBytes : 0) };
+  enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
   const StreamArguments& stream;
   u32 shared;
   Barriers barriers;
-  Reduction reduction;
+  Exchange exchange;
 
   DG_DEVICE Fp8Gemm(const Fp8GemmArguments& arg, const StreamArguments& stream, u32 shared)
       : arg(arg), stream(stream), shared(shared) {
     barriers.base = shared + kOffsetBarriers;
-    reduction.slots = shared + kOffsetSlots;
-    reduction.barrier = shared + kOffsetBarriers + Barriers::kBytes;
+    exchange.slots = shared + kOffsetSlots;
+    exchange.barriers = shared + kOffsetBarriers + Barriers::kBytes;
   }
 
   DG_DEVICE u32 k() const { return Tile::kShapeK ? Tile::kShapeK : arg.k; }
@@ -94,52 +101,53 @@ struct Fp8Gemm {
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
-    if (warp == kConsumers * 4) {
-      if (elect_one()) {
-        tma_prefetch_map(arg.map_a);
-        tma_prefetch_map(arg.map_b);
-        tma_prefetch_map(arg.map_scale_a);
-        if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
-        barriers.init();
-        if constexpr (kShares > 1) reduction.init();
-        barrier_init_fence();
-      }
-      __syncwarp();
-    }
-    if constexpr (kClusterSize > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
     if (threadIdx.x >= kConsumers * 128) {
+      if (warp == kConsumers * 4 + 3) {  // not one that loads: those have to find their first tile meanwhile
+        if (elect_one()) {
+          tma_prefetch_map(arg.map_a);
+          tma_prefetch_map(arg.map_b);
+          tma_prefetch_map(arg.map_scale_a);
+          if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
+          barriers.init();
+          if constexpr (kShares > 1) exchange.init(rank_k());
+          barrier_init_fence();
+        }
+        __syncwarp();
+      }
+      const Whole early(m(), n(), arg.raster);
+      if constexpr (!kStreams) early.settle();
+      meet<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
-      if (warp == kConsumers * 4 && elect_one()) produce_weights();
-      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens();
-      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales();
-      if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles();
+      if (warp == kConsumers * 4 && elect_one()) produce_weights(first_tile(early));
+      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first_tile(early));
+      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first_tile(early));
+      if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile(early));
       __syncwarp();
     } else {
+      meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
-      consume();
+      consume(first_tile(Whole(m(), n(), arg.raster)));
     }
     // No CTA may leave while another of its cluster can still arrive at its barriers.
     if constexpr (kClusterSize > 1) cluster_sync();
   }
 
-  DG_DEVICE Scheduler schedule() const {
+  // What streams has too much to remember from so early.
+  DG_DEVICE Scheduler first_tile(const Whole& early) const {
     if constexpr (kStreams) {
-      return Scheduler(stream, blocks(), arg.band);
+      return Scheduler(stream, blocks(), arg.raster);
     } else {
-      return Scheduler(m(), n(), arg.band);
+      return early;
     }
   }
 
-  DG_DEVICE Walk walk() const {
-    const Scheduler tile = schedule();
+  DG_DEVICE Walk walk(const Scheduler& first) const { return Walk(first, order_of(first, 0)); }
+
+  DG_DEVICE Order order_of(const Scheduler& tile, u32 turn) const {
     if constexpr (kStreams) {
-      return Walk(tile, tile.order());
+      return tile.order();
     } else {
-      return Walk(tile, Order(blocks(), rank_k(), 0));
+      return Order(blocks(), rank_k(), turn);
     }
   }
 
@@ -172,10 +180,10 @@ struct Fp8Gemm {
 
   // Three threads, each in a warp of its own, load the stages of every tile in order: B, A, and A's scales. One alone
   // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
-  DG_DEVICE void produce_weights() {
+  DG_DEVICE void produce_weights(const Scheduler& first) {
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage;
       barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
       if constexpr (kStreams) {
@@ -190,20 +198,20 @@ struct Fp8Gemm {
     }
   }
 
-  DG_DEVICE void produce_tokens() {
+  DG_DEVICE void produce_tokens(const Scheduler& first) {
     wait_for_previous_kernel();
     allow_next_kernel();
     Cursor cursor;
-    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
       barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
       if (!at.gathers()) load_tokens(at, cursor.stage);
     }
   }
 
-  DG_DEVICE void produce_scales() {
+  DG_DEVICE void produce_scales(const Scheduler& first) {
     wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage;
       barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
       if (!at.gathers())
@@ -212,29 +220,37 @@ struct Fp8Gemm {
     }
   }
 
-  // A group's staging area. Its consumer and the warp that stores meet when it is free, and when it is full: at named
-  // barriers, since ptxas does not follow products in flight past a loop that waits for an mbarrier.
-  DG_DEVICE u32 staging(u32 group) const { return shared + kOffsetStaging + group * Store::kBytes; }
-  static DG_DEVICE u32 area_free(u32 group) { return 4 + group; }
-  static DG_DEVICE u32 area_full(u32 group) { return 8 + group; }
+  // A consumer's staging area. It and the warp that stores meet when it is free, and when it is full: at named barriers,
+  // since ptxas does not follow products in flight past a loop that waits for an mbarrier.
+  DG_DEVICE u32 staging(u32 consumer) const { return shared + kOffsetStaging + consumer * Store::kBytes; }
+  static DG_DEVICE u32 area_free(u32 consumer) { return 4 + consumer; }
+  static DG_DEVICE u32 area_full(u32 consumer, u32 part) { return 8 + consumer * kStoreParts + part; }
   enum : u32 { kMeeting = 128 + 32 };  // threads
+  // A tile is stored in as many parts as there are units, if they are whole boxes and there are barriers for all.
+  enum : bool { kWholeBoxes = Mainloop::kParts == 1 || Mma::kN % Store::kBoxColumns == 0 };
+  enum : u32 { kStoreParts = kPutsEarly && kWholeBoxes && kConsumers * Mainloop::kUnits <= 4 ? Mainloop::kUnits : 1 };
 
   // One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
   // behind stores, or tells their owner where the sums are.
-  DG_DEVICE void put_away_tiles() {
-    if (rank_k() > 0) return;  // the sums are in the first CTA of a cluster along K
+  DG_DEVICE void put_away_tiles(Scheduler tile) {
     wait_for_previous_kernel();
     const u32 lane = threadIdx.x % 32;
-    for (Scheduler tile = schedule(); tile.valid(); tile.advance()) {
+    for (; tile.valid(); tile.advance()) {
       bool owned = true;
       if constexpr (kStreams) owned = tile.owned();
       if (kTmaStore || !owned) {
-        for (u32 group = 0; group < kGroups; ++group) named_barrier_arrive(area_free(group), kMeeting);
+        if (kTmaStore && lane == 0) tma_store_wait_read<0>();  // of the tile before
+        __syncwarp();
+        for (u32 consumer = 0; consumer < kConsumers; ++consumer)
+          named_barrier_arrive(area_free(consumer), kMeeting);
 #pragma unroll 1  // few registers
-        for (u32 group = 0; group < kGroups; ++group) {
-          named_barrier_sync(area_full(group), kMeeting);
+        for (u32 i = 0; i < kConsumers * kStoreParts; ++i) {
+          const u32 consumer = i % kConsumers, part = i / kConsumers;
+          const u32 row = tile.row + consumer / kConsumersK * 64 * kSlices;
+          const u32 column = tile.column + (rank_k() * kConsumersK + consumer % kConsumersK) * kColumns;
+          named_barrier_sync(area_full(consumer, part), kMeeting);
           if (lane == 0 && owned)
-            Store::store(arg.map_d, staging(group), tile.row + group * 64 * kSlices, tile.column, m(), n());
+            Store::template store<kStoreParts>(arg.map_d, staging(consumer), row, column, m(), n(), part);
           __syncwarp();
         }
       }
@@ -243,66 +259,62 @@ struct Fp8Gemm {
         __syncwarp();
       }
     }
+    if (kTmaStore && lane == 0) tma_store_wait_read<0>();  // shared memory must stay till then
   }
 
   // One warpgroup: rows [64 * kSlices * its number, + 64 * kSlices) of every tile, or a share of the tile's K.
-  DG_DEVICE void consume() {
+  DG_DEVICE void consume(Scheduler tile) {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 first_row = consumer / kConsumersK * 64 * kSlices, turn = consumer % kConsumersK;
     const u32 share = rank_k() * kConsumersK + turn;
-    Scheduler tile = schedule();
-    Order order(blocks(), rank_k(), turn);
-    if constexpr (kStreams) order = tile.order();
     float sum[kSlices][kBlockN / 2];
 
-    const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, order);
+    const auto part = [&] { return typename Weights::Part{tile.column / 128, order_of(tile, turn)}; };
+    const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part());
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
                       uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
                       consumer, lane);
     mainloop.at.stage = turn;
     if (!arg.constant_b) wait_for_previous_kernel();
-    if (tile.valid()) mainloop.scaling.fetch(tile.column);
+    if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();
     }
     while (tile.valid()) {
-      if constexpr (kStartsEarly) {
-        mainloop.resume(sum, uniform(order.mine()), tile.column);
+      const Scheduler now = tile;
+      const u32 row = now.row + first_row;
+      const u32 mine = uniform(order_of(now, turn).mine());
+      tile.advance();  // while the tensor cores have something to do
+      mainloop.scaling.weights.follow(part());
+      const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, consumer, thread); };
+      if constexpr (kPutsEarly) {
+        mainloop.resume(sum, mine, now.column, put);
+      } else if constexpr (kStartsEarly) {
+        mainloop.resume(sum, mine, now.column, Nothing());
       } else {
-        mainloop.multiply(sum, uniform(order.mine()), tile.column);
+        mainloop.multiply(sum, mine, now.column);
       }
-
-      const Scheduler done = tile;
-      const u32 row = done.row + first_row, column = done.column;
-      tile.advance();
-      if constexpr (kStreams) mainloop.scaling.weights.order = order = tile.order();
       if (tile.valid()) {
-        mainloop.scaling.fetch(tile.column);
+        mainloop.scaling.weights.go_on(part());
         if constexpr (kStartsEarly) mainloop.start();  // other CTAs' sums may come first, but only for the last tile
       }
-      if constexpr (kStreams) {
-        if (done.owned()) {
-          workspace().add(sum, done.donors, shared, consumer, thread, barriers, mainloop.at);
-          store(sum, row, column, consumer, thread);
+      if constexpr (kPutsEarly) {
+        put(Index<Mainloop::kUnits - 1>());
+      } else if constexpr (kStreams) {
+        if (now.owned()) {
+          workspace().add(sum, now.donors, shared, consumer, thread, barriers, mainloop.at);
+          store(sum, row, now.column, consumer, share, thread);
         } else {
           workspace().give(sum, consumer, thread);
           named_barrier_sync(area_free(consumer), kMeeting);  // or the tile before might not be put away yet
-          named_barrier_arrive(area_full(consumer), kMeeting);
-        }
-      } else if constexpr (kShares > 1) {
-        const u32 own_row = row + warp * 16 + lane / 4;
-        const bool wanted[2] = {own_row < m(), own_row + 8 < m()};
-        if (share > 0) {
-          reduction.send(sum[0], share, thread, wanted);
-        } else {
-          reduction.receive(sum[0], thread, wanted);
-          store(sum, row, column, consumer, thread);
+          named_barrier_arrive(area_full(consumer, 0), kMeeting);
         }
       } else {
-        store(sum, row, column, consumer, thread);
+        if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread);
+        store(sum, row, now.column, consumer, share, thread);
       }
     }
     // For ptxas: with nothing here it takes the way out of the loop for one on which products are in flight, and
@@ -311,16 +323,36 @@ struct Fp8Gemm {
     mainloop.turns.end();
   }
 
-  DG_DEVICE void store(const float (&sum)[kSlices][kBlockN / 2], u32 row, u32 column, u32 consumer, u32 thread) const {
+  // What a consumer finishes of a tile on its way out: all of it, or, without shares of K, one unit of its products.
+  DG_DEVICE void store(const Sums& sum, u32 row, u32 column, u32 consumer, u32 share, u32 thread) const {
     const u32 warp = thread / 32, lane = thread % 32;
-    if constexpr (kTmaStore) {
-      const u32 group = consumer / kConsumersK;
-      named_barrier_sync(area_free(group), kMeeting);
-      Store::stage(staging(group), sum, warp, lane);
-      fence_shared_to_tma();
-      named_barrier_arrive(area_full(group), kMeeting);
+    if constexpr (!kTmaStore) {
+      store_direct<kBlockN, kSlices, kShares>(arg.d, arg.d_stride, sum, row, column, m(), n(), warp, lane, share);
     } else {
-      store_direct<kBlockN, kSlices>(arg.d, arg.d_stride, sum, row, column, m(), n(), warp, lane);
+      named_barrier_sync(area_free(consumer), kMeeting);
+#pragma unroll
+      for (u32 owner = 0; owner < kShares; ++owner) {
+        if (owner == share) {
+          const u32 first = owner * kColumns / 2;
+          Store::template stage<0, 0, kColumns>(staging(consumer), &sum[0][first], warp, lane);
+          if constexpr (kSlices > 1)
+            Store::template stage<1, 0, kColumns>(staging(consumer), &sum[kSlices - 1][first], warp, lane);
+          static_assert(kSlices <= 2);
+        }
+      }
+      fence_shared_to_tma();
+      named_barrier_arrive(area_full(consumer, 0), kMeeting);
+    }
+  }
+
+  template <u32 kUnit>
+  DG_DEVICE void stage(const Sums& sum, u32 consumer, u32 thread) const {
+    constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
+    if constexpr (kUnit == 0) named_barrier_sync(area_free(consumer), kMeeting);
+    Store::template stage<kSlice, kColumn, Mma::kN>(staging(consumer), &sum[kSlice][kColumn / 2], thread / 32, thread % 32);
+    if constexpr (kStoreParts > 1 || kUnit + 1 == Mainloop::kUnits) {
+      fence_shared_to_tma();
+      named_barrier_arrive(area_full(consumer, kStoreParts > 1 ? kUnit : 0), kMeeting);
     }
   }
 };

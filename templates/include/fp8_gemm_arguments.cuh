@@ -1,5 +1,6 @@
 // What every FP8 GEMM kernel is given.
 #pragma once
+#include "raster.cuh"
 #include "types.cuh"
 
 struct Fp8GemmArguments {
@@ -10,7 +11,7 @@ struct Fp8GemmArguments {
   i64 d_stride;
   u32 m, n, k;
   u32 box_rows;     // rows of A, and of its scales, that are loaded for a tile: fewer than kBlockM when m is small
-  u32 band;         // see TileScheduler
+  const Raster* raster;
   u32 constant_b;   // no kernel that may still run writes B or its scales: they may be read before those end
   u32 b_read_once;  // B is loaded once: one cluster tile holds all tokens
 };

@@ -7,7 +7,7 @@
 
 // The tensor cores must not wait for promotion. Two schedules, by how many sets of partial sums fit in registers:
 //   1: one block after the other; the other consumers' products hide this one's promotion.
-//   2: the next products are always issued before the last ones are promoted.
+//   2: the next products are always issued before the last ones are promoted. Three or four sets brought nothing.
 // In the first, consumers may have to start their products in turn. Left alone they fall into step, since they wait for
 // the same stages and the tensor cores take instructions of theirs alternately: then they promote at the same time, and
 // the tensor cores idle.
@@ -51,11 +51,11 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < Mma::kN / 2; ++i) partial[set][i] = 0.0f;
   }
 
-  // The sum of `blocks` blocks of K of the tile whose scales were fetched last; B's rows begin at `weight`.
+  // The sum of `blocks` blocks of K of a tile; `weight` says which of B's rows it has (see Scaling::begin).
   DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 weight) {
     if (blocks > 0) {
       start();
-      resume(sum, blocks, weight);
+      resume(sum, blocks, weight, Nothing());
     } else {  // more shares of K than blocks
       scaling.begin(weight);
       clear(sum);
@@ -70,17 +70,24 @@ struct Fp8Mainloop {
     issue<0>(partial[0], first);
   }
 
-  DG_DEVICE void resume(Sums& sum, u32 blocks, u32 weight) {
+  // `finished(unit)` is called when a unit's sums are final, but for the last unit's, while another product runs.
+  template <class Finished>
+  DG_DEVICE void resume(Sums& sum, u32 blocks, u32 weight, const Finished& finished) {
     scaling.begin(weight);
     clear(sum);
     scaling.before_arrival(first.factors);
     scaling.after_arrival(first.factors, first.slot);
     if constexpr (kPartials == 1) {
-      one_by_one(sum, blocks);
+      one_by_one(sum, blocks, finished);
     } else {
-      always_ahead(sum, blocks);
+      always_ahead(sum, blocks, finished);
     }
   }
+
+  struct Nothing {
+    template <class Unit>
+    DG_DEVICE void operator()(Unit) const {}
+  };
 
  private:
   Block first;  // of the tile that was started
@@ -93,18 +100,19 @@ struct Fp8Mainloop {
   }
 
   // The next block is opened while the last products of this one run: only promotion stands between the two.
-  DG_DEVICE void one_by_one(Sums& sum, u32 blocks) {
+  template <class Finished>
+  DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const Finished& finished) {
     Block block = first, next;
     for (; blocks > 1; --blocks) {
-      each_unit<0>(sum, block, &next);
+      each_unit<0>(sum, block, &next, Nothing());
       block = next;
     }
-    each_unit<0>(sum, block, nullptr);
+    each_unit<0>(sum, block, nullptr, finished);
   }
 
   // Ends a unit that was started, does those after it, and starts the next block.
-  template <u32 kUnit>
-  DG_DEVICE void each_unit(Sums& sum, const Block& block, Block* next) {
+  template <u32 kUnit, class Finished>
+  DG_DEVICE void each_unit(Sums& sum, const Block& block, Block* next, const Finished& finished) {
     constexpr bool kLast = kUnit + 1 == kUnits;
     if (kLast && next != nullptr) open(*next);
     // For the products that come next; asked for while there is time, since the way from one product to the next is long.
@@ -115,40 +123,43 @@ struct Fp8Mainloop {
     if constexpr (kLast && Scaling::kReadsLate) release(block);
     if constexpr (!kLast) {
       issue<kUnit + 1>(partial[0], block);
-      each_unit<kUnit + 1>(sum, block, next);
+      finished(Index<kUnit>());
+      each_unit<kUnit + 1>(sum, block, next, finished);
     } else if (next != nullptr) {
       issue<0>(partial[0], *next);
     }
   }
 
   // Units take the two sets in turn, over the borders of blocks: an even number of units starts each block with set 0.
-  DG_DEVICE void always_ahead(Sums& sum, u32 blocks) {
+  template <class Finished>
+  DG_DEVICE void always_ahead(Sums& sum, u32 blocks, const Finished& finished) {
     Block even = first, odd;
     for (; blocks > 2; blocks -= 2) {
-      all_but_last<0>(sum, even);
+      all_but_last<0>(sum, even, Nothing());
       follow<0>(sum, odd, even);
-      all_but_last<0>(sum, odd);
+      all_but_last<0>(sum, odd, Nothing());
       follow<1>(sum, even, odd);
     }
     if (blocks == 2) {
-      all_but_last<0>(sum, even);
+      all_but_last<0>(sum, even, Nothing());
       follow<0>(sum, odd, even);
-      all_but_last<0>(sum, odd);
+      all_but_last<0>(sum, odd, finished);
       last<1>(sum, odd);
     } else {  // the same first line in both: hoisted, ptxas would no longer see that no product is touched in flight
-      all_but_last<0>(sum, even);
+      all_but_last<0>(sum, even, finished);
       last<0>(sum, even);
     }
   }
 
   // Starts each next unit of a block before it ends the one before.
-  template <u32 kUnit>
-  DG_DEVICE void all_but_last(Sums& sum, const Block& block) {
+  template <u32 kUnit, class Finished>
+  DG_DEVICE void all_but_last(Sums& sum, const Block& block, const Finished& finished) {
     if constexpr (kUnit + 1 < kUnits) {
       issue<kUnit + 1>(partial[(kUnit + 1) % 2], block);
       finish<1>(partial[kUnit % 2]);
       promote_unit<kUnit>(sum, partial[kUnit % 2], block);
-      all_but_last<kUnit + 1>(sum, block);
+      finished(Index<kUnit>());
+      all_but_last<kUnit + 1>(sum, block, finished);
     }
   }
 

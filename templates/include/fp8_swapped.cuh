@@ -48,7 +48,7 @@ struct Fp8Swapped {
   using Exchange = ShareExchange<kBlockM, kSlices, kClusterK, kConsumersK, kConsumers>;
 
   using Order = BlockOrder<kStageBlocks, kClusterK, kConsumersK>;
-  using Weights = BlockScales<1, Order>;
+  using Weights = BlockScales<1, Order, true>;
   using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, kStageBlocks>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedTmaStore<kBlockM, kSlices, Exchange::kOwned, Tile::kBoxChunks>;
@@ -84,31 +84,29 @@ struct Fp8Swapped {
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
-    if (warp == kConsumers * 4) {
-      if (elect_one()) {
-        tma_prefetch_map(arg.map_b);
-        tma_prefetch_map(arg.map_a);
-        tma_prefetch_map(arg.map_scale_a);
-        if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
-        barriers.init();
-        if constexpr (kShares > 1) exchange.init(rank_k());
-        barrier_init_fence();
-      }
-      __syncwarp();
-    }
-    if constexpr (kClusterK > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
-
     if (threadIdx.x >= kConsumers * 128) {
+      if (warp == kConsumers * 4 + 3) {  // not one that loads: those have to find their first tile meanwhile
+        if (elect_one()) {
+          tma_prefetch_map(arg.map_b);
+          tma_prefetch_map(arg.map_a);
+          tma_prefetch_map(arg.map_scale_a);
+          if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
+          barriers.init();
+          if constexpr (kShares > 1) exchange.init(rank_k());
+          barrier_init_fence();
+        }
+        __syncwarp();
+      }
+      const Scheduler first(m(), n(), arg.raster);
+      first.settle();
+      meet<kClusterK>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
-      if (warp == kConsumers * 4 && elect_one()) produce_weights();
-      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens();
-      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales();
+      if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
+      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
+      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
       __syncwarp();
     } else {
+      meet<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
     }
@@ -116,9 +114,7 @@ struct Fp8Swapped {
     if constexpr (kClusterK > 1) cluster_sync();
   }
 
-  DG_DEVICE Walk walk() const {
-    return Walk(Scheduler(m(), n(), arg.band), Order(blocks(), rank_k(), 0));
-  }
+  DG_DEVICE Walk walk(const Scheduler& first) const { return Walk(first, Order(blocks(), rank_k(), 0)); }
 
   // Blocks of K from `block` on, of the rows from `row` on.
   template <class... Policy>
@@ -133,10 +129,10 @@ struct Fp8Swapped {
   // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and the tokens'
   // scales. One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous
   // kernel.
-  DG_DEVICE void produce_weights() {
+  DG_DEVICE void produce_weights(const Scheduler& first) {
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage, full = barriers.full(stage);
       barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
       barrier_arrive_expect(full, kBytesWeights + arg.box_rows * (kBlockK + 4) * kStageBlocks);
@@ -149,21 +145,21 @@ struct Fp8Swapped {
     }
   }
 
-  DG_DEVICE void produce_tokens() {
+  DG_DEVICE void produce_tokens(const Scheduler& first) {
     wait_for_previous_kernel();
     allow_next_kernel();
     Cursor cursor;
-    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage, full = barriers.full(stage);
       barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
       load(shared + kOffsetTokens + stage * kBytesTokens, arg.map_a, full, at.block(), at.tile.row);
     }
   }
 
-  DG_DEVICE void produce_scales() {
+  DG_DEVICE void produce_scales(const Scheduler& first) {
     wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(); at.valid(); at.advance(), cursor.advance()) {
+    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
       const u32 stage = cursor.stage, full = barriers.full(stage);
       barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
       tma_load(shared + kOffsetScale + stage * Scaling::kStageBytes, arg.map_scale_a, full, at.tile.row, at.block());
@@ -180,21 +176,21 @@ struct Fp8Swapped {
     const Order order(blocks(), rank_k(), turn);
     float sum[kSlices][kBlockM / 2];
 
-    const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, order);
+    Scheduler tile(m(), n(), arg.raster);
+    const auto part = [&](const Scheduler& of) { return typename Weights::Part{(of.column + first_row) / 128, order}; };
+    const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
                       uniform(descriptor_low(shared + first_row * kBlockK)),
                       uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
-    Scheduler tile(m(), n(), arg.band);
     mainloop.at.stage = turn;
     if (!arg.constant_b) wait_for_previous_kernel();
-    if (tile.valid()) mainloop.scaling.fetch(tile.column + first_row);
+    if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
     while (tile.valid()) {
-      mainloop.multiply(sum, uniform(order.mine()), 0);
-
       const u32 row = tile.row, column = tile.column + first_row;
       tile.advance();
-      if (tile.valid()) mainloop.scaling.fetch(tile.column + first_row);
+      mainloop.scaling.weights.follow(part(tile));
+      mainloop.multiply(sum, uniform(order.mine()), 0);
       const u32 active = ceil_div(min_of(kBlockM, m() - row), 8);
       if constexpr (kShares > 1) exchange.exchange(sum, group, consumer, share, thread);
       const auto wanted = [&](u32 chunk) {

@@ -2,46 +2,61 @@
 #pragma once
 #include "barrier.cuh"
 
-// Scale factors of B for one tile, 1 x 128 blocks of K at a time in registers: lane l of each warp holds the factors of
-// the (32 * chunk + l)-th block that this consumer multiplies, one coalesced load serves 32 blocks, and the next chunk is
-// fetched while this one is used. Any strides, so no layout of B's scales ever needs a copy. `Order` says which block of
-// K is multiplied when.
-template <u32 kRows, class Order>
+// Scale factors of B, 1 x 128 blocks of K at a time in registers: lane l of each warp holds the factors of the
+// (32 * chunk + l)-th block that this consumer multiplies, one coalesced load serves 32 blocks, and the next chunk is
+// fetched while this one is used; with kAhead also that of the tile that follows. Any strides, so no layout of B's scales
+// ever needs a copy. `Order` says which block of K is multiplied when.
+template <u32 kRows, class Order, bool kAhead>
 struct BlockScales {
+  // A tile's first row of B's scales, and its blocks of K.
+  struct Part {
+    u32 row;
+    Order order;
+  };
+
   const float* base;
   i64 stride_n, stride_k;
   u32 rows, lane;
-  Order order;
-  u32 first_row;
+  Part part, following;
   float now[kRows], next[kRows];
 
-  DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 lane, const Order& order)
-      : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), lane(lane), order(order) {}
+  DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 lane, const Part& first)
+      : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), lane(lane), part(first), following(first) {}
 
-  // Starts fetching the first chunk of a tile whose first row of B lies in scale row `row`.
-  DG_DEVICE void open(u32 row) {
-    first_row = row;
-    fetch(0);
+  // Asks for the first tile's factors, well before they are needed.
+  DG_DEVICE void open() { fetch(part, 0); }
+  // Which tile comes after the one at hand: to be said before the latter's first factors are asked for, and again when
+  // the last ones have been.
+  DG_DEVICE void follow(const Part& that) {
+    if constexpr (kAhead) following = that;
+  }
+  DG_DEVICE void go_on(const Part& that) {
+    if constexpr (!kAhead) {
+      part = that;
+      fetch(part, 0);
+    }
   }
 
-  // The factors for the block multiplied as the `count`-th; asked for in order.
+  // The factors for the tile's block multiplied as the `count`-th; asked for in order.
   DG_DEVICE void get(u32 count, float (&scale)[kRows]) {
     if (count % 32 == 0) {
 #pragma unroll
       for (u32 r = 0; r < kRows; ++r) now[r] = next[r];
-      fetch(count + 32);
+      const bool last = kAhead && count + 32 >= part.order.mine();
+      if (last) part = following;
+      fetch(part, last ? 0 : count + 32);
     }
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, now[r], count % 32);
   }
 
  private:
-  DG_DEVICE void fetch(u32 count) {
-    const u32 block = order.block(count + lane);
+  DG_DEVICE void fetch(const Part& from, u32 count) {
+    const u32 block = from.order.block(count + lane);
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) {
-      const bool inside = block < order.blocks && first_row + r < rows;
-      next[r] = inside ? __ldg(base + (first_row + r) * stride_n + block * stride_k) : 0.0f;
+      const bool inside = block < from.order.blocks && from.row + r < rows;
+      next[r] = inside ? __ldg(base + (from.row + r) * stride_n + block * stride_k) : 0.0f;
     }
   }
 };
@@ -86,9 +101,6 @@ struct RowTokens {
 
   DG_DEVICE RowTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
-  // Starts fetching B's scales for the tile at `column`, well before its first block is multiplied.
-  DG_DEVICE void fetch(u32 column) { weights.open(column / 128); }
-
   DG_DEVICE void begin(u32 column) {
     block = 0;
     first_columns = kBlockN % 128 == 0 ? 128 : 128 - column % 128;
@@ -130,7 +142,6 @@ struct ColumnTokens {
 
   DG_DEVICE ColumnTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
-  DG_DEVICE void fetch(u32 row) { weights.open(row / 128); }
   DG_DEVICE void begin(u32) { block = 0; }
   DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
 

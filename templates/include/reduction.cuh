@@ -3,59 +3,12 @@
 #pragma once
 #include "barrier.cuh"
 
-// Consumer 0 of CTA 0 is the leader, and owns a slot of shared memory for each other share. Elements lie as they do in
-// accumulators, one column of 128 threads after the other, so that slots are written and read without conflicts.
-template <u32 kElements, u32 kShares, u32 kClusterSize>
-struct ShareReduction {
-  enum : u32 { kSlotBytes = kElements * 128 * 4 };
-  enum : u32 { kBytes = (kShares - 1) * kSlotBytes };  // slots
-  enum : u32 { kBarrierBytes = 2 * 8 };
-
-  u32 slots, barrier;  // at the same addresses in every CTA of the cluster
-  u32 parity = 0;
-
-  DG_DEVICE u32 full() const { return barrier; }
-  DG_DEVICE u32 empty() const { return barrier + 8; }
-
-  // All threads of the other shares arrive at the leader's full barrier, the leader's at every CTA's empty one.
-  DG_DEVICE void init() const {
-    barrier_init(full(), (kShares - 1) * 128);
-    barrier_init(empty(), 128);
-  }
-
-  // Hands share `share` >= 1 to the leader; `wanted[i]` says whether rows eight apart are inside the tensor.
-  DG_DEVICE void send(const float* sum, u32 share, u32 thread, const bool (&wanted)[2]) {
-    barrier_wait<true>(empty(), parity ^ 1);
-    parity ^= 1;
-    const u32 slot = remote_address(slots + (share - 1) * kSlotBytes + thread * 4, 0);
-#pragma unroll
-    for (u32 i = 0; i < kElements; ++i)
-      if (wanted[i / 2 % 2]) store_remote(slot + i * 512, sum[i]);
-    barrier_arrive_release(remote_address(full(), 0));
-  }
-
-  // The leader's own share becomes the sum of all, in their order.
-  DG_DEVICE void receive(float* sum, u32 thread, const bool (&wanted)[2]) {
-    barrier_wait<true>(full(), parity);
-    parity ^= 1;
-#pragma unroll
-    for (u32 share = 1; share < kShares; ++share) {
-      const u32 slot = slots + (share - 1) * kSlotBytes + thread * 4;
-#pragma unroll
-      for (u32 i = 0; i < kElements; ++i)
-        if (wanted[i / 2 % 2]) sum[i] += load_shared(slot + i * 512);
-    }
-#pragma unroll
-    for (u32 rank = 0; rank < kClusterSize; ++rank) barrier_arrive_release(remote_address(empty(), rank));
-  }
-};
-
-// The same for accumulators with tokens on their columns, shared out: each share owns some chunks of eight tokens, and
-// gets the other shares' sums of those. A consumer that owns any has a slot of shared memory for each other share, which
-// those write before they arrive at its full barrier.
-template <u32 kTokens, u32 kSlices, u32 kClusterK, u32 kConsumersK, u32 kConsumers>
+// Each share owns some chunks of eight of the accumulators' columns, and gets the other shares' sums of those. A consumer
+// that owns any has a slot of shared memory for each other share, which those write before they arrive at its full
+// barrier. Elements lie as they do in accumulators, so that slots are written and read without conflicts.
+template <u32 kColumns, u32 kSlices, u32 kClusterK, u32 kConsumersK, u32 kConsumers>
 struct ShareExchange {
-  enum : u32 { kShares = kClusterK * kConsumersK, kChunks = kTokens / 8 };
+  enum : u32 { kShares = kClusterK * kConsumersK, kChunks = kColumns / 8 };
   enum : u32 { kOwned = ceil_div(kChunks, kShares), kOwners = ceil_div(kChunks, kOwned) };
   // Within one CTA ordinary stores do, announced by an arrival of each warp. Between CTAs asynchronous ones complete on
   // the barrier by themselves; outside of a cluster launch those are an illegal instruction.
@@ -85,8 +38,8 @@ struct ShareExchange {
 
   // Sends what other shares own, and adds what they have of this one's chunks, in their order. `group` is the consumer
   // group that multiplies the same rows, `consumer` this one's place in its CTA. Whole tiles are exchanged, past the
-  // last token too: an owner lets go of a sender's slot only after it was filled, so that no arrival is a round early.
-  DG_DEVICE void exchange(float (&sum)[kSlices][kTokens / 2], u32 group, u32 consumer, u32 share, u32 thread) {
+  // tensor's end too: an owner lets go of a sender's slot only after it was filled, so that no arrival is a round early.
+  DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 share, u32 thread) {
     const u32 first = share * kOwned, owned = share < kOwners ? min_of(kOwned, kChunks - first) : 0;
     if (!kLocal && thread == 0 && owned > 0)
       barrier_arrive_expect(full(consumer), (kShares - 1) * owned * kSlices * kPieceBytes);

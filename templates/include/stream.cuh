@@ -5,6 +5,7 @@
 #include "barrier.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
+#include "raster.cuh"
 #include "tma.cuh"
 
 // CTAs work in groups of `members` that do the same blocks of K of tiles below each other, so that one of them brings
@@ -28,15 +29,16 @@ struct StreamScheduler {
   enum : bool { kStreams = true };
 
   const StreamArguments& arg;
-  const u32 blocks, band;
+  const Raster* raster;
+  const u32 blocks;
   u32 index;           // the next whole tile
   u32 to;              // where what is left of this group's part ends, in blocks of K of streamed tiles
   u32 row, column;     // first element of this CTA's current tile
   u32 begin, end;      // blocks of K of the piece at hand
   u32 donors;          // groups whose sums it needs
 
-  DG_DEVICE StreamScheduler(const StreamArguments& arg, u32 blocks, u32 band)
-      : arg(arg), blocks(blocks), band(band), index(group()), to(cut(group() + 1)) {
+  DG_DEVICE StreamScheduler(const StreamArguments& arg, u32 blocks, const Raster* raster)
+      : arg(arg), raster(raster), blocks(blocks), index(group()), to(cut(group() + 1)) {
     advance();
   }
 
@@ -72,12 +74,9 @@ struct StreamScheduler {
   DG_DEVICE u32 cut(u32 at) const { return at * arg.share + min_of(at, arg.longer); }
 
   DG_DEVICE void locate(u32 tile) {
-    const u32 per_band = band * arg.rows;
-    const u32 first = tile / per_band * band;
-    const u32 width = min_of(band, arg.columns - first);
-    const u32 inside = tile % per_band;
-    row = (inside / width * arg.members + blockIdx.x % arg.members) * kBlockM;
-    column = (first + inside % width) * kBlockN;
+    raster->locate(tile, arg.columns, row, column);
+    row = (row * arg.members + blockIdx.x - group() * arg.members) * kBlockM;
+    column *= kBlockN;
   }
 };
 

@@ -14,6 +14,12 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
+// A number that the compiler knows, as an argument.
+template <u32 kNumber>
+struct Index {
+  enum : u32 { kValue = kNumber };
+};
+
 template <bool kFirst, class First, class Second>
 struct Either {
   using Type = First;

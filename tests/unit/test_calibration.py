@@ -17,22 +17,32 @@ from deep_gemm.benchmarks import fit, survey
 from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.select import candidates
-from deep_gemm.select.calibration import FEW_TOKENS, Calibration, Calibrations, default, file_of
+from deep_gemm.select.calibration import (
+    FEW_TOKENS,
+    SOME_TOKENS,
+    Calibration,
+    Calibrations,
+    default,
+    file_of,
+    kind_of,
+)
 from deep_gemm.select.features import Features, features
 from deep_gemm.select.model import estimate, parts
 from deep_gemm.workload import GemmShape
 
 MANY = default().many_tokens
 SHAPES = [
-    GemmShape(m, n, k, "test") for m in (1, 24, 150, 400, 1500) for n, k in ((2112, 7168), (4096, 512), (7168, 2048))
+    GemmShape(m, n, k, "test")
+    for m in (1, 24, 100, 150, 400, 1500)
+    for n, k in ((2112, 7168), (4096, 512), (7168, 2048))
 ]
 
 
-def rows(calibration: Calibrations, few: bool | None = None) -> list[dict[str, Any]]:
-    """What a survey would find on a GPU that does as the model says, of few tokens, of many, or of both."""
+def rows(calibration: Calibrations, kind: str = "") -> list[dict[str, Any]]:
+    """What a survey would find on a GPU that does as the model says, of few tokens, of some, of many, or of all."""
     out = []
     for shape in SHAPES:
-        if few is not None and few is not (shape.m <= FEW_TOKENS):
+        if kind and kind != kind_of(shape.m):
             continue
         asked = survey.problem(shape, 132)
         configs = candidates(asked, arch.SM90)
@@ -69,11 +79,13 @@ def test_a_file_with_other_constants_is_refused(wrong: dict[str, float]) -> None
 
 
 def test_a_file_for_one_kind_of_problem_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="for few_tokens and many_tokens, but this one for many_tokens"):
+    with pytest.raises(
+        InvalidInputError, match="for few_tokens, some_tokens, many_tokens, but this one for many_tokens"
+    ):
         Calibrations.from_json({"many_tokens": MANY.to_json()})
 
 
-@pytest.mark.parametrize("kind", ["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("kind", ["few_tokens", "some_tokens", "many_tokens"])
 def test_every_constant_has_bounds_and_lies_in_them(kind: str) -> None:
     constants = default().to_json()[kind]
     assert set(fit.BOUNDS) == set(constants)
@@ -84,11 +96,12 @@ def test_every_constant_has_bounds_and_lies_in_them(kind: str) -> None:
 
 def test_the_number_of_tokens_says_which_constants() -> None:
     assert default().of(FEW_TOKENS) is default().few_tokens
-    assert default().of(FEW_TOKENS + 1) is default().many_tokens
+    assert default().of(FEW_TOKENS + 1) is default().of(SOME_TOKENS) is default().some_tokens
+    assert default().of(SOME_TOKENS + 1) is default().many_tokens
 
 
 def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
-    asked = survey.problem(SHAPES[4], 132)
+    asked = survey.problem(SHAPES[-5], 132)
     configs = candidates(asked, arch.SM90)
     together = Features(*(np.array(column) for column in zip(*(features(asked, c) for c in configs), strict=True)))
     totals = parts(together, MANY, np.maximum)["total"]
@@ -97,7 +110,7 @@ def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
 
 
 def test_a_gpu_that_does_as_the_model_says_is_selected_for_perfectly() -> None:
-    data = fit.Data.of(rows(default(), few=False), arch.SM90)
+    data = fit.Data.of(rows(default(), "many_tokens"), arch.SM90)
     assert data.selected(MANY).min() > 0.9999
     right = data.loss(MANY)
     for name in ("tensor_ghz", "promote_cycles", "epilogue_us", "l2_gb_per_s", "launch_us"):
@@ -108,7 +121,7 @@ def test_a_gpu_that_does_as_the_model_says_is_selected_for_perfectly() -> None:
 def test_the_fit_finds_constants_that_select_well() -> None:
     pytest.importorskip("scipy", reason="the fit needs scipy, which the extra [calibrate] installs")
     other = replace(MANY, promote_cycles=MANY.promote_cycles * 1.3, hbm_gb_per_s=3000.0)
-    data = fit.Data.of(rows(replace(default(), many_tokens=other), few=False), arch.SM90)
+    data = fit.Data.of(rows(replace(default(), many_tokens=other), "many_tokens"), arch.SM90)
     found = fit.fit(data, MANY, seconds=3.0, progress=lambda _text: None)
     middle = Calibration(**{name: math.sqrt(low * high) for name, (low, high) in fit.BOUNDS.items()})
     assert data.loss(found) < data.loss(middle)

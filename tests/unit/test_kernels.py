@@ -120,10 +120,11 @@ def shared_by_hand(c: FP8Config, store: str) -> int:
     stage = c.block_m * 128 + c.block_n * 128  # E4M3 operands
     stage += c.block_m * 4  # float32 scales of A
     stage += 8 + 8  # its full and its empty barrier
-    staging = c.block_m * c.block_n * 2 if store == "tma" else 0  # bfloat16
+    finished = c.block_m * c.block_n // c.cluster_k  # elements
+    staging = finished * 2 if store == "tma" else 0  # bfloat16
     shares = c.cluster_k * c.consumers_k
-    # Float32 sums of every other share of K, and two barriers to hand them over.
-    reduction = (shares - 1) * c.block_m * c.block_n * 4 + (16 if shares > 1 else 0)
+    # Float32 sums of every other share of K, and two barriers for each consumer to hand them over.
+    reduction = (shares - 1) * finished * 4 + (16 * c.num_consumers if shares > 1 else 0)
     return c.num_stages * stage + staging + reduction
 
 
@@ -201,8 +202,9 @@ UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"2 x 2 x 1 CTAs", replace(PLAIN, cluster_m=2, cluster_n=2)),
     (r"0 x 1 x 1 CTAs", replace(PLAIN, cluster_m=0)),
     (r"1 x 1 x 3 CTAs", replace(SMALL, cluster_k=3)),
-    (r"K is split for tiles of 64 rows", replace(PLAIN, cluster_k=2)),
-    (r"K is split for tiles of 64 rows and 16, 32", replace(SMALL, block_n=48, cluster_k=2)),
+    (r"consumers share K in tiles of 64 rows only, not of 128", replace(PLAIN, consumers_k=2, num_consumers=4)),
+    (r"2 shares of K cannot finish equal parts of 48 columns", replace(SMALL, block_n=48, cluster_k=2)),
+    (r"two stages keep too few bytes", replace(PLAIN, cluster_k=2, num_stages=2)),
     (r"block_n must be a multiple of 16 from 16 to 256, not 24", replace(PLAIN, block_n=24)),
     (r"block_n must be a multiple of 16 from 16 to 256, not 272", replace(PLAIN, block_n=272)),
     (r"block_n must be a multiple of 16 from 16 to 256, not 0", replace(PLAIN, block_n=0)),
@@ -259,6 +261,7 @@ SWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"1 stages are not two or more for each of 1 consumers along K", replace(FEW_TOKENS, num_stages=1)),
     (r"5 stages are not two or more for each of 2 consumers", replace(FEW_SHARED, num_stages=5)),
     (r"2 stages are not two or more for each of 2 consumers", replace(FEW_SHARED, num_stages=2)),
+    (r"two stages keep too few bytes", replace(FEW_TOKENS, cluster_k=4, num_stages=2)),
     (r"0 CTAs on an SM", replace(FEW_TOKENS, ctas_per_sm=0)),
     (r"3 CTAs on an SM", replace(FEW_TOKENS, ctas_per_sm=3, num_stages=2)),
     (r"1 x \d+ bytes of shared memory do not fit", replace(FEW_TOKENS, num_stages=40)),

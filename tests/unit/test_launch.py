@@ -13,6 +13,7 @@ import pytest
 from golden_renders import PLAIN, SWAPPED, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rasters import located
 
 from deep_gemm import arch, kernels
 from deep_gemm.engine import build_request
@@ -20,7 +21,8 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels import transpose_scales
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, raster_band
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
+from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.stream_k import Stream, stream
 from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
 
@@ -170,7 +172,8 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(params: KernelParams, g
 @given(st.sampled_from(UNSWAPPED), geometries())
 def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: FP8Config, g: Geometry) -> None:
     d = record(make_params(config), g).maps[3][0]
-    columns = 64 if config.block_n % 64 == 0 else 32 if config.block_n % 32 == 0 else 16
+    finished = config.block_n // config.k_shares  # by a consumer
+    columns = 64 if finished % 64 == 0 else 32 if finished % 32 == 0 else 16
     assert d.box == (columns, 64)
     assert d.swizzle == 2 * columns
 
@@ -188,18 +191,15 @@ def test_swapped_tiles_are_stored_by_the_share_that_owns_them() -> None:
             assert d.swizzle == 128
 
 
-def walk(config: FP8Config, g: Geometry, clusters: int, band: int) -> list[tuple[int, int]]:
-    """Cluster tiles (along m, along n) in the order of all clusters: what `TileScheduler::locate` says."""
+def walk(config: FP8Config, g: Geometry, clusters: int, numbers: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Cluster tiles (along m, along n) in the order of all clusters, as `TileScheduler` finds them."""
     tiles_m = ceil_div(g.m, config.block_m * config.cluster_m)
     tiles_n = ceil_div(g.n, config.block_n * config.cluster_n)
-    walked = []
-    for cluster in range(clusters):
-        for index in range(cluster, tiles_m * tiles_n, clusters):
-            first = index // (band * tiles_m) * band
-            width = min(band, tiles_n - first)
-            inside = index % (band * tiles_m)
-            walked.append((inside // width, first + inside % width))
-    return walked
+    return [
+        located(numbers, index, tiles_n)
+        for cluster in range(clusters)
+        for index in range(cluster, tiles_m * tiles_n, clusters)
+    ]
 
 
 @settings(max_examples=400, deadline=None)
@@ -214,27 +214,25 @@ def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms
     assert config.cluster_size <= shape.grid[0] <= num_sms * config.ctas_per_sm
     assert shape.grid[1:] == (1, 1)
     assert shape.cluster == (config.cluster_size, 1, 1)
-    band = int(arguments["band"][1])
+    numbers = arguments["raster"][1]
+    band = numbers[3]
     tiles_m = ceil_div(m, config.block_m * config.cluster_m)
     tiles_n = ceil_div(n, config.block_n * config.cluster_n)
     assert 1 <= band <= tiles_n
     if config.stream_k:
-        walked = stream_places(stream(config, m, n, 128, num_sms), band)
+        walked = stream_places(stream(config, m, n, 128, num_sms), numbers)
     else:
-        walked = walk(config, g, shape.grid[0] // config.cluster_size, band)
+        walked = walk(config, g, shape.grid[0] // config.cluster_size, numbers)
     assert len(walked) == tiles_m * tiles_n
     assert set(walked) == {(i, j) for i in range(tiles_m) for j in range(tiles_n)}
 
 
-def stream_places(dealt: Stream, band: int) -> list[tuple[int, int]]:
+def stream_places(dealt: Stream, numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     """Where `StreamScheduler` finds the tiles of a launch, for every member of a group."""
     found = []
     for tile in range(dealt.rows * dealt.columns):
-        first = tile // (band * dealt.rows) * band
-        width = min(band, dealt.columns - first)
-        inside = tile % (band * dealt.rows)
-        for member in range(dealt.members):
-            found.append((inside // width * dealt.members + member, first + inside % width))
+        row, column = located(numbers, tile, dealt.columns)
+        found += [(row * dealt.members + member, column) for member in range(dealt.members)]
     return found
 
 
@@ -243,11 +241,16 @@ def test_bands_are_equally_wide() -> None:
     for config in CONFIGS:
         for n in (576, 2112, 7168, 24576):
             tiles = ceil_div(n, config.block_n * config.cluster_n)
-            band = raster_band(config, 4096, n, 132)
+            band = raster(config, 4096, n, 132).band
             assert tiles - (ceil_div(tiles, band) - 1) * band >= band - ceil_div(tiles, band), (config, n)
 
 
-TYPES = {"const __grid_constant__ TensorMap": bytes, "i64": "i64", "u32": "u32"}
+TYPES = {
+    "const __grid_constant__ TensorMap": bytes,
+    "const __grid_constant__ Raster": "u32s",
+    "i64": "i64",
+    "u32": "u32",
+}
 
 
 def parameters(params: KernelParams) -> list[tuple[str, str]]:
@@ -286,7 +289,7 @@ def test_arguments_are_the_parameters_of_the_kernel(config: FP8Config, store: st
         for name, arg in zip(parameter_names(params), recorded.args, strict=True)
         if not isinstance(arg, bytes)
     }
-    del values["box_rows"], values["band"]
+    del values["box_rows"], values["raster"]
     assert values == {
         "scale_b": AT.sfb,
         "scale_b_stride_n": 8,

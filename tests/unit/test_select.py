@@ -16,7 +16,7 @@ from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_swapped
 from deep_gemm.params import FP8Config, GemmProblem, ceil_div
 from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
-from deep_gemm.select.calibration import FEW_TOKENS, default
+from deep_gemm.select.calibration import default, kind_of
 from deep_gemm.select.model import estimate
 
 SM90 = arch.SM90
@@ -184,7 +184,7 @@ def test_neighbouring_numbers_of_tokens_are_ranked_as_one(m: int) -> None:
     assert representative(stands_for) == stands_for
     assert m > 16 or stands_for == m
     # The rule by which the constants are chosen must not fall into the middle of a step.
-    assert (m <= FEW_TOKENS) == (stands_for <= FEW_TOKENS)
+    assert kind_of(m) == kind_of(stands_for)
 
 
 @pytest.mark.parametrize("last", [1, 16, 17, 128, 1000, 16384])

@@ -20,10 +20,12 @@ import pytest
 from golden_renders import PLAIN, SWAPPED, find_config, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rasters import located
 
 from deep_gemm import arch, engine
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, raster_band, slot_bytes
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
+from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.stream_k import FLAG_BYTES, Stream, stream
 from deep_gemm.params import FP8Config, align, ceil_div
 
@@ -194,15 +196,11 @@ def test_members_do_tiles_below_each_other_and_leave_few_sms_idle(case: Case) ->
 def test_every_tile_of_the_output_is_some_members(case: Case) -> None:
     """Where a piece lies: what `StreamScheduler::locate` says, in tiles."""
     dealt = case.dealt
-    band = raster_band(case.config, case.m, case.n, case.num_sms, dealt.members)
-    per_band = band * dealt.rows
+    order = raster(case.config, case.m, case.n, case.num_sms, dealt.members)
     places = []
     for tile in range(dealt.rows * dealt.columns):
-        first = tile // per_band * band
-        width = min(band, dealt.columns - first)
-        inside = tile % per_band
-        for member in range(dealt.members):
-            places.append((inside // width * dealt.members + member, first + inside % width))
+        row, column = located(order.arguments, tile, dealt.columns)
+        places += [(row * dealt.members + member, column) for member in range(dealt.members)]
     assert len(places) == math.prod(case.tiles)
     assert set(places) == {(i, j) for i in range(case.tiles[0]) for j in range(case.tiles[1])}
 

@@ -1,0 +1,48 @@
+#include "fp8_swapped.cuh"
+
+struct Tile {
+  enum : u32 { kBlockM = 64, kBlockN = 32 };
+  enum : u32 { kStages = 8, kStageBlocks = 2, kConsumers = 2 };
+  enum : u32 { kClusterK = 2, kConsumersK = 2 };
+  enum : u32 { kPartials = 2 };
+  enum : bool { kScalesHeld = true };
+  enum : u32 { kBoxChunks = 2 };
+  enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
+  enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
+  enum : bool { kTmaStore = false };
+  enum : u32 { kSharedBytes = 225440 };
+};
+
+struct Mma {
+  enum : u32 { kN = 64 };
+
+  // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
+  // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.
+  static DG_DEVICE void start(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
+        " wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
+        " %32, %33, p, 1, 1;\n}"
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31])        : "l"(a), "l"(b), "r"(keep));
+  }
+
+  // partial += a * b
+  static DG_DEVICE void accumulate(float (&partial)[kN / 2], u64 a, u64 b) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.eq.b32 p, 0, 0;\n"
+        " wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
+        " %32, %33, p, 1, 1;\n}"
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31])        : "l"(a), "l"(b));
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    fp8_gemm_swapped_64x32_s8_p2_k2x2_direct(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d, const float* scale_b,
+    i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 box_rows,
+    const __grid_constant__ Raster raster,    u32 constant_b, u32 b_read_once) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const Fp8GemmArguments arguments{&map_a, &map_b, &map_scale_a, &map_d, scale_b, scale_b_stride_n, scale_b_stride_k,
+                                   d, d_stride, m, n, k, box_rows, &raster, constant_b, b_read_once};
+  Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();
+}
