@@ -81,7 +81,13 @@ MUTATIONS = [
         "promotion.cuh",
         "      if (last) part = following;\n",
         "",
-        EVERY,
+    ),
+    Mutation(
+        "keep the first tile's scales of B, swapped",
+        "promotion.cuh",
+        "      part = that;\n",
+        "",
+        SWAPPED_KERNELS,
     ),
     Mutation(
         "find the second tile of a band in the place of the first",

@@ -30,7 +30,7 @@ _OTHER_REGISTERS_OF_PARTS = 20
 _OTHER_REGISTERS_OF_SLICES = 8
 _OTHER_REGISTERS_OF_CLUSTERS = 4
 """What the main loop needs besides accumulators and scales, where a block is multiplied in two parts, where a
-consumer has two slices, and in clusters of four or more, or of two where CTAs share an SM; from ptxas: a config that leaves less would spill."""
+consumer has two slices, and in clusters of four or more; from ptxas: a config that leaves less would spill."""
 
 
 class Sm90Fp8Swapped(Kernel[SwappedConfig]):
@@ -97,8 +97,6 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
             return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
-        if c.num_stages < 3 and c.cluster_k > 2:
-            return "two stages keep too few bytes on their way for a CTA with a quarter of K or less"
         if c.ctas_per_sm not in (1, 2):
             return f"{c.ctas_per_sm} CTAs on an SM: registers are budgeted for one or two"
         shared = config_shared_bytes(c, tma_store=True)
@@ -201,7 +199,7 @@ def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
     others = _OTHER_REGISTERS
     if width < config.block_m:
         others += _OTHER_REGISTERS_OF_PARTS
-    if config.cluster_k * config.ctas_per_sm > 2:
+    if config.cluster_k > 2:
         others += _OTHER_REGISTERS_OF_CLUSTERS
     if config.slices > 1:
         others += _OTHER_REGISTERS_OF_SLICES

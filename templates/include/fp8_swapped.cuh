@@ -48,7 +48,7 @@ struct Fp8Swapped {
   using Exchange = ShareExchange<kBlockM, kSlices, kClusterK, kConsumersK, kConsumers>;
 
   using Order = BlockOrder<kStageBlocks, kClusterK, kConsumersK>;
-  using Weights = BlockScales<1, Order, true>;
+  using Weights = BlockScales<1, Order, false>;
   using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, kStageBlocks>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedTmaStore<kBlockM, kSlices, Exchange::kOwned, Tile::kBoxChunks>;
@@ -187,10 +187,10 @@ struct Fp8Swapped {
     if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
     while (tile.valid()) {
+      mainloop.multiply(sum, uniform(order.mine()), 0);
       const u32 row = tile.row, column = tile.column + first_row;
       tile.advance();
-      mainloop.scaling.weights.follow(part(tile));
-      mainloop.multiply(sum, uniform(order.mine()), 0);
+      if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
       const u32 active = ceil_div(min_of(kBlockM, m() - row), 8);
       if constexpr (kShares > 1) exchange.exchange(sum, group, consumer, share, thread);
       const auto wanted = [&](u32 chunk) {

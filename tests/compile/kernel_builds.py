@@ -71,3 +71,18 @@ def main_loop(text: str) -> list[str]:
     if not multiplying:
         raise LookupError("no loop of this kernel multiplies: the disassembly is not as it was")
     return min(multiplying, key=len)
+
+
+def moves_to_uniform(loop: list[str]) -> list[str]:
+    """The moves into uniform registers, but for those of the address space of a load, which B's scales need once in 32
+    blocks."""
+    moves = []
+    for index, instruction in enumerate(loop):
+        if move := re.search(r"\bR2UR UR(\d+)", instruction):
+            number = int(move.group(1))
+            # A load names the first of the pair that it takes.
+            pair = re.compile(rf"\bLD.*desc\[UR({number}|{number - 1})\]")
+            uses = (later for later in loop[index + 1 :] if pair.search(later) or re.search(rf"\bUR{number}\b", later))
+            if not pair.search(next(uses, "")):
+                moves.append(instruction)
+    return moves

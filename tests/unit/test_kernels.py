@@ -261,7 +261,6 @@ SWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"1 stages are not two or more for each of 1 consumers along K", replace(FEW_TOKENS, num_stages=1)),
     (r"5 stages are not two or more for each of 2 consumers", replace(FEW_SHARED, num_stages=5)),
     (r"2 stages are not two or more for each of 2 consumers", replace(FEW_SHARED, num_stages=2)),
-    (r"two stages keep too few bytes", replace(FEW_TOKENS, cluster_k=4, num_stages=2)),
     (r"0 CTAs on an SM", replace(FEW_TOKENS, ctas_per_sm=0)),
     (r"3 CTAs on an SM", replace(FEW_TOKENS, ctas_per_sm=3, num_stages=2)),
     (r"1 x \d+ bytes of shared memory do not fit", replace(FEW_TOKENS, num_stages=40)),

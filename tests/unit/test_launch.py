@@ -21,8 +21,8 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels import transpose_scales
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
 from deep_gemm.kernels.raster import raster
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
 from deep_gemm.kernels.stream_k import Stream, stream
 from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
 

@@ -24,8 +24,8 @@ from rasters import located
 
 from deep_gemm import arch, engine
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
 from deep_gemm.kernels.raster import raster
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
 from deep_gemm.kernels.stream_k import FLAG_BYTES, Stream, stream
 from deep_gemm.params import FP8Config, align, ceil_div
 
