@@ -113,8 +113,11 @@ class Builder:
 
     def source(self, render_key: str) -> str | None:
         """The source that is rendered from what this key stands for, if a pack or the disk has it."""
+        packed = self.packs.source(render_key)
+        if packed is not None:
+            return packed
         disk = self.disk()
-        return self.packs.source(render_key) or (sources.get(disk, render_key) if disk is not None else None)
+        return sources.get(disk, render_key) if disk is not None else None
 
     def key(self, request: BuildRequest) -> str:
         """The identity of what `build` would compile. Raises CompilerNotFoundError."""
@@ -202,10 +205,11 @@ class Builder:
 
     def _from_packs(self, request: BuildRequest, source: str, start: float) -> Binary | None:
         """From memory or a pack; no compiler is looked for."""
-        memory_key = (self.packs.setting, source)
+        setting = self.packs.setting
+        memory_key = (setting, source)
         if (known := self._remembered(memory_key, start)) is not None:
             return known
-        found = self.packs.get(source, request.name, request.arch)
+        found = self.packs.get(source, request.name, request.arch, setting)
         if found is None:
             return None
         self._count("pack")

@@ -197,12 +197,11 @@ class Pack:
         # Opened anew each time: a descriptor that is kept may be another file's, in a child that closed all it had.
         descriptor = _open(self.path)
         try:
-            data = os.pread(descriptor, BLOCK + size, offset)
+            first, content = os.pread(descriptor, BLOCK, offset), os.pread(descriptor, size, offset + BLOCK)
         finally:
             os.close(descriptor)
-        if data[:BLOCK] != header(name, size):
+        if first != header(name, size):
             raise ValueError(f"{name} is not where the manifest says")
-        content = data[BLOCK:]
         if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
             raise ValueError(f"the SHA-256 of {name} does not match")
         return content

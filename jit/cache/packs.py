@@ -20,6 +20,9 @@ from deep_gemm.settings import settings
 
 GROUP = "deep_gemm.packs"
 
+# The packs that are named, and whether everybody on this machine is trusted.
+Setting = tuple[tuple[Path, ...], bool]
+
 
 @dataclass(frozen=True)
 class Found:
@@ -59,7 +62,7 @@ class Packs:
         self._lock = ForkLock()
 
     @property
-    def setting(self) -> tuple[tuple[Path, ...], bool]:
+    def setting(self) -> Setting:
         """What decides, today, which packs there are."""
         paths = self._paths if self._paths is not None else settings.precompiled
         return (paths, settings.trust_cache_dir)
@@ -67,14 +70,16 @@ class Packs:
     def found(self) -> tuple[Found, ...]:
         """Every pack that is named, whether it is used or not, in the order in which they are asked."""
         found: dict[str, Found] = {}
-        for index in self._asked():
+        for index in self._asked(self.setting):
             for one in index.found:
                 found.setdefault(os.path.realpath(one.path), one)
         return tuple(found.values())
 
-    def get(self, source_key: str, name: str, arch: str) -> tuple[Kernel, bytes] | None:
-        """The first kernel of this key that the driver here can load, with its verified cubin, or None."""
-        for found, kernel in (item for index in self._asked() for item in index.kernels.get(source_key, ())):
+    def get(self, source_key: str, name: str, arch: str, setting: Setting | None = None) -> tuple[Kernel, bytes] | None:
+        """The first kernel of this key that the driver here can load, with its verified cubin, or None. `setting` is
+        today's where the caller has asked already."""
+        asked = self._asked(setting or self.setting)
+        for found, kernel in (item for index in asked for item in index.kernels.get(source_key, ())):
             if found.pack is None or (kernel.name, kernel.arch) != (name, arch):
                 continue
             release = driver_release()
@@ -93,7 +98,8 @@ class Packs:
 
     def source(self, render_key: str) -> str | None:
         """The verified source of the first kernel that was rendered from what `render_key` stands for, or None."""
-        for found, kernel in (item for index in self._asked() for item in index.rendered.get(render_key, ())):
+        asked = self._asked(self.setting)
+        for found, kernel in (item for index in asked for item in index.rendered.get(render_key, ())):
             try:
                 if found.pack is not None:
                     return found.pack.source(kernel.source_key).decode()
@@ -101,9 +107,9 @@ class Packs:
                 _warn(found, kernel, error)
         return None
 
-    def _asked(self) -> Iterator[_Index]:
+    def _asked(self, setting: Setting) -> Iterator[_Index]:
         """Of the packs that are named; then, for who goes on, of those that are announced."""
-        paths, trust = setting = self.setting
+        paths, trust = setting
         by = "its caller" if self._paths is not None else "DG_JIT_PRECOMPILED"
         yield self._index(setting, lambda: ((path, by) for path in paths))
         if self._paths is None:
