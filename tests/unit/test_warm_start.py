@@ -1,4 +1,4 @@
-"""What a start that finds its kernels asks of the filesystem: counted in a process of its own, so that it stays little."""
+"""What a start that finds its kernels asks of the filesystem, counted in a new process, since it has to stay little."""
 
 from __future__ import annotations
 
