@@ -6,10 +6,11 @@ is cheap enough for everything but the warm path, and the warm path reads no set
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -108,6 +109,14 @@ def _parse_path(value: object) -> Path | None:
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError
+    # What "~" means can change; the rest can not, and one path that is kept is also hashed and written out once.
+    return _home_path(text) if text.startswith("~") else _plain_path(text)
+
+
+_plain_path = functools.lru_cache(maxsize=64)(Path)
+
+
+def _home_path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:  # "~" where there is no home directory
@@ -132,9 +141,19 @@ def _parse_size(value: object) -> int | None:
 
 
 def _parse_paths(value: object) -> tuple[Path, ...]:
-    parts = value.split(os.pathsep) if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple):
-        parts = [parts]
+    if isinstance(value, str):
+        return _home_paths(value) if "~" in value else _plain_paths(value)
+    return _each_path(value if isinstance(value, list | tuple) else [value])
+
+
+def _home_paths(text: str) -> tuple[Path, ...]:
+    return _each_path(text.split(os.pathsep))
+
+
+_plain_paths = functools.lru_cache(maxsize=64)(_home_paths)
+
+
+def _each_path(parts: Iterable[object]) -> tuple[Path, ...]:
     paths = [_parse_path(part) for part in parts if part != ""]
     return tuple(path for path in paths if path is not None)
 

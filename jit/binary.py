@@ -117,7 +117,7 @@ def of_entry(address: Address, source_key: str, entry: Entry, start: float) -> B
         warn_once(f"cache-entry:{entry.directory}", message)
         return None
     seconds["lookup"] = time.perf_counter() - start
-    source = str(entry.directory / SOURCE)
+    source = f"{entry.directory}/{SOURCE}"
     return Binary(
         address.name,
         address.key,

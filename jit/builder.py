@@ -52,7 +52,7 @@ class _Plan:
 
     @property
     def memory_key(self) -> tuple[str, str]:
-        return (str(self.disk.root) if self.disk else "", self.key)
+        return (self.disk.path() if self.disk else "", self.key)
 
 
 class Builder:
@@ -74,7 +74,7 @@ class Builder:
     ) -> None:
         self._root = root.absolute() if root is not None else None
         self._compiler = compiler
-        self._include_dir = include_dir
+        self._include_dir = include_dir.absolute() if include_dir is not None else None
         self.lock_limit = lock_limit
         self.packs = packs or Packs(None if compiler is None else ())
         self._memory: MemoryCache[Binary] = MemoryCache()
@@ -105,13 +105,19 @@ class Builder:
             warn_once("cache-root:none", message)
             return None
         key = (root, settings.trust_cache_dir)
-        with self._lock:
-            return self._disks.setdefault(key, DiskCache(*key))
+        known = self._disks.get(key)
+        if known is None:
+            with self._lock:
+                known = self._disks.setdefault(key, DiskCache(*key))
+        return known
 
     def source(self, render_key: str) -> str | None:
         """The source that is rendered from what this key stands for, if a pack or the disk has it."""
+        packed = self.packs.source(render_key)
+        if packed is not None:
+            return packed
         disk = self.disk()
-        return self.packs.source(render_key) or (sources.get(disk, render_key) if disk is not None else None)
+        return sources.get(disk, render_key) if disk is not None else None
 
     def key(self, request: BuildRequest) -> str:
         """The identity of what `build` would compile. Raises CompilerNotFoundError."""
@@ -186,30 +192,24 @@ class Builder:
         start = time.perf_counter() if start is None else start
         compiler = self._compiler or choose()
         flags = compiler.flags(request.arch)
-        key = build_key(
-            name=request.name,
-            source=request.source,
-            arch=request.arch,
-            compiler=compiler.identity,
-            flags=flags,
-            include_dir=self._includes(),
-        )
+        source = source or self.source_key(request)
+        key = build_key(source, compiler.identity, flags)
         cuda = f"{compiler.cuda_version[0]}.{compiler.cuda_version[1]}"
         release = driver_release()
         drivers = [f"{release[0]}.{release[1]}", "any"] if release else ["any"]
         addresses = tuple(Address(request.arch, cuda, driver, request.name, key) for driver in drivers)
-        source = source or self.source_key(request)
         return _Plan(request, compiler, flags, key, source, self.disk(), addresses, start)
 
     def _includes(self) -> Path:
-        return (self._include_dir or default_include_dir()).absolute()
+        return self._include_dir or default_include_dir()
 
     def _from_packs(self, request: BuildRequest, source: str, start: float) -> Binary | None:
         """From memory or a pack; no compiler is looked for."""
-        memory_key = (self.packs.setting, source)
+        setting = self.packs.setting
+        memory_key = (setting, source)
         if (known := self._remembered(memory_key, start)) is not None:
             return known
-        found = self.packs.get(source, request.name, request.arch)
+        found = self.packs.get(source, request.name, request.arch, setting)
         if found is None:
             return None
         self._count("pack")

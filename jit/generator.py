@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     import jinja2
 
 
+@functools.lru_cache(maxsize=1)
 def template_dir() -> Path:
     """The directory of the package's own kernel templates."""
     return _templates_root() / "kernels"
 
 
+@functools.lru_cache(maxsize=1)
 def include_dir() -> Path:
     """The directory of the package's own device headers: the one `-I` that a compiler is given."""
     return _templates_root() / "include"
@@ -119,4 +121,4 @@ def _no_template(template: str, directory: Path | None, error: jinja2.TemplateNo
 def _templates_root() -> Path:
     import deep_gemm.templates
 
-    return Path(deep_gemm.templates.__path__[0])
+    return Path(deep_gemm.templates.__path__[0]).absolute()

@@ -1,9 +1,10 @@
 """What makes two binaries the same.
 
-The key covers the rendered source, the content of every header that it reaches, the compiler's full build identity,
-the flags and the architecture. It holds no path and no time, so two install prefixes agree on it.
+The source key covers the rendered source, the content of every header that it reaches, the architecture and the flags
+that all compilers are given: what a kernel is, whoever compiled it. Packs are looked up by it.
 
-The source key is the same without the compiler: what a kernel is, whoever compiled it. Packs are looked up by it.
+The key covers the source key, the compiler's full build identity and all its flags. Neither holds a path or a time, so
+two install prefixes agree on both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Raise it when the meaning of an entry changes, so that two versions of the package can share a root.
-SCHEMA = 1
+SCHEMA = 2
 
 # From the "#" on, which is searched for at memory's speed; what stands before it on its line is looked at afterwards.
 _INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
@@ -31,36 +32,39 @@ Signature = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class _Reached:
-    """The headers that some includes lead to, and every file that was looked at for it; None for one that is absent."""
+    """The headers that some includes lead to, and every file that was looked at for it; None for one that is absent.
+    `digest` is of the headers."""
 
     headers: tuple[tuple[str, str], ...]
     files: tuple[tuple[str, Signature | None], ...]
+    digest: str
 
 
+_encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 _memo: dict[tuple[str, tuple[tuple[str, str], ...]], _Reached] = {}
 
 
-def build_key(
-    *, name: str, source: str, arch: str, compiler: str, flags: Sequence[str], include_dir: Path | None
-) -> str:
+def build_key(source_key: str, compiler: str, flags: Sequence[str]) -> str:
     """A hex digest of everything that decides the bytes of a cubin.
 
-    `name` is the kernel's symbol, `compiler` an identity without a path, `flags` the options without paths.
+    `compiler` is an identity without a path, `flags` all its options without paths.
     """
-    return _digest(["deep_gemm", SCHEMA, name, arch, compiler, list(flags), source, headers(source, include_dir)])
+    return digest(["deep_gemm", SCHEMA, source_key, compiler, list(flags)])
 
 
 def source_key(*, name: str, source: str, arch: str, flags: Sequence[str], include_dir: Path | None) -> str:
-    """A hex digest of everything that decides what a kernel does: `build_key` without the compiler.
+    """A hex digest of everything that decides what a kernel does: of `build_key`, all but the compiler.
 
-    `flags` are those that every compiler is given.
+    `name` is the kernel's symbol, `flags` are those that every compiler is given.
     """
-    return _digest(["deep_gemm source", SCHEMA, name, arch, list(flags), source, headers(source, include_dir)])
+    content = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
+    reached = _reached(source, include_dir)
+    return digest(["deep_gemm source", SCHEMA, name, arch, list(flags), content, reached and reached.digest])
 
 
-def _digest(parts: Sequence[object]) -> str:
-    text = json.dumps(parts, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+def digest(parts: Sequence[object]) -> str:
+    """A key, 40 hex digits, of plain JSON: strings, numbers, lists, and dictionaries in their order."""
+    return hashlib.sha256(_encode(parts).encode()).hexdigest()[:40]
 
 
 def headers(source: str, include_dir: Path | None) -> list[tuple[str, str]]:
@@ -71,8 +75,13 @@ def headers(source: str, include_dir: Path | None) -> list[tuple[str, str]]:
 
     What was found is remembered, and holds as long as no file that was looked at has changed.
     """
+    reached = _reached(source, include_dir)
+    return list(reached.headers) if reached is not None else []
+
+
+def _reached(source: str, include_dir: Path | None) -> _Reached | None:
     if include_dir is None:
-        return []
+        return None
     first = (str(include_dir), tuple(_includes(source, "")))
     known = _memo.get(first)
     if known is None or any(signature(path) != seen for path, seen in known.files):
@@ -83,7 +92,7 @@ def headers(source: str, include_dir: Path | None) -> list[tuple[str, str]]:
             if len(_memo) >= _MAX_MEMO:
                 _memo.clear()
             _memo[first] = known
-    return list(known.headers)
+    return known
 
 
 def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached, bool]:
@@ -111,7 +120,8 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             break
     # A time in the future, by a clock that is not ours, says nothing of how young a file is.
     settled = all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
-    return _Reached(tuple(sorted(found.items())), tuple(looked_at.items())), settled
+    by_name = tuple(sorted(found.items()))
+    return _Reached(by_name, tuple(looked_at.items()), digest(by_name)), settled
 
 
 def signature(path: str) -> Signature | None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deep_gemm.jit import generator
-from deep_gemm.jit.key import SCHEMA, YOUNG_NS, Signature, signature
+from deep_gemm.jit.key import SCHEMA, YOUNG_NS, Signature, digest, signature
 
 _memo: dict[str, tuple[tuple[tuple[str, Signature | None], ...], str]] = {}
 
@@ -25,9 +25,7 @@ def render_key(template: str, fields: Mapping[str, str | int | bool], directory:
     """A hex digest of everything that decides what `generator.render` returns: all templates of the directory, the
     fields, and what renders them."""
     templates = _templates(str(directory or generator.template_dir()))
-    parts = ["deep_gemm render", SCHEMA, _renderer(), templates, template, dict(fields)]
-    text = json.dumps(parts, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+    return digest(["deep_gemm render", SCHEMA, _renderer(), templates, template, sorted(fields.items())])
 
 
 @functools.lru_cache(maxsize=1)

@@ -35,11 +35,12 @@ class DiskCache:
     def __init__(self, root: Path, trust: bool = False) -> None:
         self.root = root
         self.trust = trust
+        self._text = str(root)
         self._swept = False
 
     def usable(self) -> bool:
         """Whether the root may be used; if not, says why, once."""
-        problem = root_problem(self.root, self.trust)
+        problem = root_problem(self._text, self.trust)
         if problem is not None:
             warn_once(f"cache-root:{self.root}", f"Kernels are kept in memory only: {problem}.")
         return problem is None
@@ -47,15 +48,20 @@ class DiskCache:
     def directory(self, address: Address) -> Path:
         return self.root.joinpath(*address.parts())
 
+    def path(self, *parts: str) -> str:
+        """Of what lies under the root, as text: joining a Path takes ten times as long, which a start has to pay for
+        each kernel."""
+        return "/".join((self._text, *parts))
+
     def get(self, address: Address) -> Entry | None:
         """The entry, verified, or None. One that is there but bad is warned of, once."""
         if not self.usable():
             return None
-        path = self.directory(address)
+        path = self.path(*address.parts())
         for attempt in (1, 2):
             try:
                 found = self._read(address, path)
-                files.note_use(path / entries.META)
+                files.note_use(f"{path}/{entries.META}", found.described)
                 return found
             except FileNotFoundError:
                 return None
@@ -66,7 +72,7 @@ class DiskCache:
                     warn_once(f"cache-entry:{path}", message)
         return None
 
-    def _read(self, address: Address, path: Path) -> Entry:
+    def _read(self, address: Address, path: str) -> Entry:
         directory = files.open_directory(path)
         try:
             return entries.read(address, directory, path)

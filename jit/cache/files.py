@@ -9,9 +9,11 @@ import shutil
 import stat
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _STALE_SECONDS = 3600.0
+_CHUNK = 1 << 20
 
 
 def make_directory(path: Path, mode: int = 0o700) -> None:
@@ -24,27 +26,37 @@ def make_directory(path: Path, mode: int = 0o700) -> None:
             os.mkdir(path, mode)
 
 
-def open_directory(path: Path) -> int:
+def open_directory(path: str | Path) -> int:
     """A descriptor that later reads go through, so that they all see one directory, whatever is renamed meanwhile."""
     return os.open(path, _DIRECTORY | os.O_NOFOLLOW)
 
 
-def read_at(directory: int, name: str, limit: int) -> bytes:
-    """The content of a regular file. Raises OSError, and ValueError if it is none or is larger than `limit` bytes."""
-    return read(name, limit, directory)
+class Content(NamedTuple):
+    """What a file held, and its status from just before it was read."""
+
+    data: bytes
+    status: os.stat_result
 
 
-def read(name: str | Path, limit: int, directory: int | None = None) -> bytes:
-    """As `read_at`, of a path."""
+def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
+    """A regular file: a path, or a name in the open `directory`. Raises OSError, and ValueError if it is no regular
+    file or is larger than `limit` bytes."""
     # O_NONBLOCK: a FIFO in place of the file must not block us.
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{name} is not a regular file")
         if status.st_size > limit:
             raise ValueError(f"{name} has {status.st_size} bytes, more than {limit}")
-        return file.read(limit + 1)
+        # One byte more than there should be, so that one call both reads all and sees the end. Not `limit`: memory is
+        # taken for as much as is asked for.
+        data = os.read(descriptor, status.st_size + 1)
+        while len(data) != status.st_size and len(data) <= limit and (more := os.read(descriptor, _CHUNK)):
+            data += more
+        return Content(data, status)
+    finally:
+        os.close(descriptor)
 
 
 def publish(temporary: Path, target: Path, content: bytes) -> None:
@@ -74,12 +86,12 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-def note_use(path: Path) -> None:
-    """Set the access time of the file `path`, if it is older than an hour. Reading alone sets it once a day where the
-    filesystem is mounted with relatime, and never with noatime: what is used daily would look unused."""
-    with contextlib.suppress(OSError):
-        status, now = os.lstat(path), time.time_ns()
-        if now - status.st_atime_ns > _STALE_SECONDS * 1e9:
+def note_use(path: str, status: os.stat_result) -> None:
+    """Set the access time of the file `path`, if it is older than an hour in `status`. Reading alone sets it once a day
+    where the filesystem is mounted with relatime, and never with noatime: what is used daily would look unused."""
+    now = time.time_ns()
+    if now - status.st_atime_ns > _STALE_SECONDS * 1e9:
+        with contextlib.suppress(OSError):
             os.utime(path, ns=(now, status.st_mtime_ns), follow_symlinks=False)
 
 

@@ -191,7 +191,7 @@ def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selec
         return "foreign", "its name is none that this version gives"
     for attempt in (1, 2):
         try:
-            disk._read(address, path)
+            disk._read(address, str(path))
             break
         except FileNotFoundError:
             return "in use", "it was replaced or removed meanwhile"
@@ -211,7 +211,7 @@ def _other_format(path: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         directory = files.open_directory(path)
         try:
-            body = json.loads(files.read_at(directory, entries.META, _LARGEST_META))
+            body = json.loads(files.read(entries.META, _LARGEST_META, directory).data)
         finally:
             os.close(directory)
         found = body.get("format") if isinstance(body, dict) else None

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import files
+from deep_gemm.jit.cache.archive import BLOCK, ended, header, padded
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import Resources
 
@@ -35,7 +36,6 @@ _SUMS = f"{MANIFEST}.sha256"
 _DISTRIBUTION = "deep-gemm-jit"
 _MAX_MANIFEST = 1 << 25
 _MAX_FILE = 1 << 30
-_BLOCK = tarfile.BLOCKSIZE
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
 ARCH = re.compile(r"sm_\d{2,3}[af]?")
 _KEY = re.compile(r"[0-9a-f]{40}")
@@ -186,7 +186,7 @@ class Pack:
     def source(self, source_key: str) -> bytes:
         """The verified source. Raises as `cubin` does."""
         kernel = self.kernels[source_key]
-        offset = self.offsets[source_key] + _BLOCK + _padded(kernel.cubin_bytes)
+        offset = self.offsets[source_key] + BLOCK + padded(kernel.cubin_bytes)
         return self._member(f"{source_key}.cu", offset, kernel.source_bytes, kernel.source_sha256)
 
     def packable(self, source_key: str) -> Packable:
@@ -197,12 +197,11 @@ class Pack:
         # Opened anew each time: a descriptor that is kept may be another file's, in a child that closed all it had.
         descriptor = _open(self.path)
         try:
-            data = os.pread(descriptor, _BLOCK + size, offset)
+            first, content = os.pread(descriptor, BLOCK, offset), os.pread(descriptor, size, offset + BLOCK)
         finally:
             os.close(descriptor)
-        if data[:_BLOCK] != _header(name, size):
+        if first != header(name, size):
             raise ValueError(f"{name} is not where the manifest says")
-        content = data[_BLOCK:]
         if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
             raise ValueError(f"the SHA-256 of {name} does not match")
         return content
@@ -238,9 +237,9 @@ def read(path: Path) -> Pack:
     offsets = {}
     for kernel in listed:
         offsets[kernel.source_key] = start
-        start += 2 * _BLOCK + _padded(kernel.cubin_bytes) + _padded(kernel.source_bytes)
-    if _ended(start) != total:
-        raise ValueError(f"it has {total} bytes, and {MANIFEST} describes {_ended(start)}")
+        start += 2 * BLOCK + padded(kernel.cubin_bytes) + padded(kernel.source_bytes)
+    if ended(start) != total:
+        raise ValueError(f"it has {total} bytes, and {MANIFEST} describes {ended(start)}")
     return Pack(path, version, kernels, offsets)
 
 
@@ -258,16 +257,16 @@ def problems(path: Path) -> list[str]:
         except (OSError, ValueError) as error:
             found.append(f"{kernel.name}: {error}")
     # What lies between is zero; a bit set there is a sign that others are, too.
-    end = _BLOCK
+    end = BLOCK
     with os.fdopen(descriptor, "rb") as file:
         try:
             for size in _sizes(pack, file.fileno()):
                 file.seek(end + size)
-                gap = file.read(_padded(size) - size)
-                end += _padded(size) + _BLOCK
+                gap = file.read(padded(size) - size)
+                end += padded(size) + BLOCK
                 if any(gap):
-                    found.append(f"there is something after byte {end - _BLOCK - len(gap)}, where nothing belongs")
-            file.seek(end - _BLOCK)
+                    found.append(f"there is something after byte {end - BLOCK - len(gap)}, where nothing belongs")
+            file.seek(end - BLOCK)
             if any(file.read()):
                 found.append("there is something after its last member")
         except OSError as error:
@@ -299,9 +298,9 @@ def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
                 members += [(f"{item.kernel.source_key}.cubin", item.cubin)]
                 members += [(f"{item.kernel.source_key}.cu", item.source)]
             for name, content in members:
-                file.write(_header(name, len(content)))
-                file.write(content + bytes(_padded(len(content)) - len(content)))
-            file.write(bytes(_ended(file.tell()) - file.tell()))
+                file.write(header(name, len(content)))
+                file.write(content + bytes(padded(len(content)) - len(content)))
+            file.write(bytes(ended(file.tell()) - file.tell()))
             file.flush()
             # A pack is made to be read by others, unlike an entry of the cache.
             os.fchmod(descriptor, 0o644)
@@ -337,25 +336,22 @@ def _version() -> str:
 
 def _manifest(descriptor: int, total: int) -> tuple[bytes, int]:
     """The manifest's bytes, checked, and where the first kernel begins."""
-    size = _size(os.pread(descriptor, _BLOCK, 0))
+    size = _size(os.pread(descriptor, BLOCK, 0))
     if size > min(_MAX_MANIFEST, total):
         raise ValueError(f"{MANIFEST} is said to have {size} bytes, of {total} in all and {_MAX_MANIFEST} at most")
-    text = os.pread(descriptor, size, _BLOCK)
+    text = os.pread(descriptor, size, BLOCK)
     expected = _sums(hashlib.sha256(text).hexdigest())
-    at = _BLOCK + _padded(size)
-    if (
-        len(text) != size
-        or os.pread(descriptor, _BLOCK + len(expected), at) != _header(_SUMS, len(expected)) + expected
-    ):
+    at = BLOCK + padded(size)
+    if len(text) != size or os.pread(descriptor, BLOCK + len(expected), at) != header(_SUMS, len(expected)) + expected:
         raise ValueError(f"the SHA-256 of {MANIFEST} does not match")
-    return text, at + _BLOCK + _padded(len(expected))
+    return text, at + BLOCK + padded(len(expected))
 
 
 def _size(block: bytes) -> int:
     """The manifest's size, from the first header of a file, which must be that of a pack."""
     try:
         size = tarfile.TarInfo.frombuf(block, "ascii", "strict").size
-        if size >= 0 and block == _header(MANIFEST, size):
+        if size >= 0 and block == header(MANIFEST, size):
             return size
     except (tarfile.HeaderError, ValueError, OverflowError):
         pass
@@ -364,30 +360,13 @@ def _size(block: bytes) -> int:
 
 def _sizes(pack: Pack, descriptor: int) -> list[int]:
     """The sizes of all members in their order."""
-    manifest = _size(os.pread(descriptor, _BLOCK, 0))
+    manifest = _size(os.pread(descriptor, BLOCK, 0))
     kernels = [size for kernel in pack.kernels.values() for size in (kernel.cubin_bytes, kernel.source_bytes)]
     return [manifest, len(_sums("0" * 64)), *kernels]
 
 
 def _sums(digest: str) -> bytes:
     return f"{digest}  {MANIFEST}\n".encode()
-
-
-def _header(name: str, size: int) -> bytes:
-    """The one header that a member of this name and size has: a regular file of nobody, at time 0."""
-    info = tarfile.TarInfo(name)
-    info.size = size
-    info.mode = 0o644
-    return info.tobuf(tarfile.USTAR_FORMAT)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
-
-
-def _ended(size: int) -> int:
-    """The size of an archive whose members take `size` bytes: two empty blocks, and whole records."""
-    return -(-(size + 2 * _BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def _open(path: Path) -> int:

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from deep_gemm.log import warn_once
 from deep_gemm.settings import settings
 
 GROUP = "deep_gemm.packs"
+
+# The packs that are named, and whether everybody on this machine is trusted.
+Setting = tuple[tuple[Path, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,9 @@ class _Index:
 class Packs:
     """The packs of this process, or just those in `paths` (files, or directories of *.dgpack).
 
-    They are looked for at the first need, and again when the setting has changed. No method raises for a pack: one that
-    cannot be used is warned of, once. All methods are safe from several threads.
+    They are looked for at the first need, and again when the setting has changed; those of installed packages only for
+    what the others lack, since asking every distribution takes longer than reading a pack. No method raises for a pack:
+    one that cannot be used is warned of, once. All methods are safe from several threads.
     """
 
     def __init__(self, paths: Sequence[Path] | None = None) -> None:
@@ -58,18 +62,24 @@ class Packs:
         self._lock = ForkLock()
 
     @property
-    def setting(self) -> tuple[object, ...]:
+    def setting(self) -> Setting:
         """What decides, today, which packs there are."""
         paths = self._paths if self._paths is not None else settings.precompiled
         return (paths, settings.trust_cache_dir)
 
     def found(self) -> tuple[Found, ...]:
         """Every pack that is named, whether it is used or not, in the order in which they are asked."""
-        return self._index().found
+        found: dict[str, Found] = {}
+        for index in self._asked(self.setting):
+            for one in index.found:
+                found.setdefault(os.path.realpath(one.path), one)
+        return tuple(found.values())
 
-    def get(self, source_key: str, name: str, arch: str) -> tuple[Kernel, bytes] | None:
-        """The first kernel of this key that the driver here can load, with its verified cubin, or None."""
-        for found, kernel in self._index().kernels.get(source_key, ()):
+    def get(self, source_key: str, name: str, arch: str, setting: Setting | None = None) -> tuple[Kernel, bytes] | None:
+        """The first kernel of this key that the driver here can load, with its verified cubin, or None. `setting` is
+        today's where the caller has asked already."""
+        asked = self._asked(setting or self.setting)
+        for found, kernel in (item for index in asked for item in index.kernels.get(source_key, ())):
             if found.pack is None or (kernel.name, kernel.arch) != (name, arch):
                 continue
             release = driver_release()
@@ -88,7 +98,8 @@ class Packs:
 
     def source(self, render_key: str) -> str | None:
         """The verified source of the first kernel that was rendered from what `render_key` stands for, or None."""
-        for found, kernel in self._index().rendered.get(render_key, ()):
+        asked = self._asked(self.setting)
+        for found, kernel in (item for index in asked for item in index.rendered.get(render_key, ())):
             try:
                 if found.pack is not None:
                     return found.pack.source(kernel.source_key).decode()
@@ -96,14 +107,21 @@ class Packs:
                 _warn(found, kernel, error)
         return None
 
-    def _index(self) -> _Index:
-        setting = self.setting
-        index = self._indices.get(setting)
+    def _asked(self, setting: Setting) -> Iterator[_Index]:
+        """Of the packs that are named; then, for who goes on, of those that are announced."""
+        paths, trust = setting
+        by = "its caller" if self._paths is not None else "DG_JIT_PRECOMPILED"
+        yield self._index(setting, lambda: ((path, by) for path in paths))
+        if self._paths is None:
+            yield self._index(("announced", trust), _announced)
+
+    def _index(self, key: tuple[object, ...], named: Callable[[], Iterator[tuple[Path, str]]]) -> _Index:
+        index = self._indices.get(key)
         if index is None:
             with self._lock:
-                index = self._indices.get(setting)
+                index = self._indices.get(key)
                 if index is None:
-                    index = self._indices[setting] = _look(self._paths)
+                    index = self._indices[key] = _look(named())
         return index
 
 
@@ -112,10 +130,7 @@ def _warn(found: Found, kernel: Kernel, error: Exception) -> None:
     warn_once(f"pack-kernel:{found.path}:{kernel.source_key}", message)
 
 
-def _look(paths: Sequence[Path] | None) -> _Index:
-    named = [(path, "its caller") for path in paths or ()]
-    if paths is None:
-        named = [(path, "DG_JIT_PRECOMPILED") for path in settings.precompiled] + list(_announced())
+def _look(named: Iterator[tuple[Path, str]]) -> _Index:
     found: dict[str, Found] = {}
     for path, by in named:
         for one in _open_all(Path(os.path.abspath(path)), by):
@@ -174,6 +189,9 @@ def danger(path: Path, trust: bool) -> str | None:
 def _announced() -> Iterator[tuple[Path, str]]:
     """The directories of the packages that installed distributions announce, in the order of their names."""
     try:
+        # Taking all their entry points apart costs more than reading them, and as a rule none is ours.
+        if not any(GROUP in (one.read_text("entry_points.txt") or "") for one in importlib.metadata.distributions()):
+            return
         points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     except Exception as error:  # whatever is wrong with another distribution's metadata
         warn_once(

@@ -11,8 +11,9 @@ from deep_gemm.settings import settings
 
 def default_root() -> Path | None:
     """DG_JIT_CACHE_DIR, else ~/.deep_gemm, else platformdirs' cache directory where there is no home, else None."""
-    if settings.cache_dir is not None:
-        return settings.cache_dir.absolute()
+    named = settings.cache_dir
+    if named is not None:
+        return named.absolute()
     try:
         home = Path.home()
         if home.is_absolute() and home.is_dir():
@@ -28,7 +29,7 @@ def default_root() -> Path | None:
     return root if root.is_absolute() else None
 
 
-def root_problem(root: Path, trust: bool) -> str | None:
+def root_problem(root: str | Path, trust: bool) -> str | None:
     """Why `root` must not be used: a sentence that says what to do about it. None if it may be, or does not exist.
 
     A cubin is code. Whoever can write to the root can run code in this process, so it has to be ours alone.

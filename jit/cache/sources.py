@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import re
-from pathlib import Path
 
 from deep_gemm.jit.cache import files
 from deep_gemm.jit.cache.disk import _RENDERED, _TEMPORARY, DiskCache
@@ -24,7 +23,7 @@ def get(disk: DiskCache, render_key: str) -> str | None:
     if not _KEY.fullmatch(render_key) or not disk.usable():
         return None
     with contextlib.suppress(OSError, ValueError):
-        digest, _, content = files.read(_path(disk, render_key), _LARGEST).partition(b"\n")
+        digest, _, content = files.read(disk.path(_RENDERED, render_key), _LARGEST).data.partition(b"\n")
         if hashlib.sha256(content).hexdigest().encode() == digest:
             return content.decode()
     return None
@@ -32,15 +31,11 @@ def get(disk: DiskCache, render_key: str) -> str | None:
 
 def put(disk: DiskCache, render_key: str, source: str) -> None:
     """Keep a source. One that is known stays."""
-    if not _KEY.fullmatch(render_key) or os.path.lexists(_path(disk, render_key)) or not disk.usable():
+    if not _KEY.fullmatch(render_key) or os.path.lexists(disk.path(_RENDERED, render_key)) or not disk.usable():
         return
     content = source.encode()
     with contextlib.suppress(OSError):
         for folder in (_TEMPORARY, _RENDERED):
             files.make_directory(disk.root / folder)
         line = hashlib.sha256(content).hexdigest().encode() + b"\n"
-        files.publish(disk.root / _TEMPORARY, _path(disk, render_key), line + content)
-
-
-def _path(disk: DiskCache, render_key: str) -> Path:
-    return disk.root / _RENDERED / render_key
+        files.publish(disk.root / _TEMPORARY, disk.root / _RENDERED / render_key, line + content)

@@ -111,7 +111,7 @@ def _entries(disk: DiskCache, progress: Progress | None) -> Iterator[_Stored | I
 
 def _read(disk: DiskCache, address: Address, path: Path) -> _Stored | Item:
     try:
-        entry = disk._read(address, path)
+        entry = disk._read(address, str(path))
     except (OSError, ValueError, RecursionError) as error:
         return Item(str(path), address.name, "unsound", str(error))
     try:
@@ -129,7 +129,7 @@ def _of_entry(address: Address, entry: Entry) -> Packable:
         )
     directory = files.open_directory(entry.directory)
     try:
-        source = files.read_at(directory, entries.SOURCE, _MAX_SOURCE)
+        source = files.read(entries.SOURCE, _MAX_SOURCE, directory).data
     finally:
         os.close(directory)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from deep_gemm.log import log, warn_once
 from deep_gemm.settings import settings
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.[\d.]+$")
+_BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)")
 _INSTALL = "Install NVRTC with `pip install nvidia-cuda-nvrtc-cu12`, or a CUDA toolkit of at least 12.3."
 
 
@@ -169,8 +171,8 @@ def _judge_nvrtc(path: str, loaded: bool) -> _Candidate:
 def _nvrtc_version(path: str) -> tuple[int, int]:
     # The library of builtins beside it carries the version in its name, which saves loading 100 MB to ask for it.
     major = re.search(r"\.so\.(\d+)", Path(path).name)
-    names = {p.name for p in Path(path).resolve().parent.glob("libnvrtc-builtins.so.*")}
-    versions = {m.groups() for name in names if (m := re.match(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)", name))}
+    names = _listed(os.path.dirname(os.path.realpath(path)))
+    versions = {m.groups() for name in names if (m := _BUILTINS.match(name))}
     matching = [(int(a), int(b)) for a, b in versions if major is None or a == major.group(1)]
     return matching[0] if len(matching) == 1 else library_version(path)
 
@@ -179,8 +181,8 @@ def _nvcc_paths() -> list[str]:
     if settings.nvcc is not None:
         return [str(settings.nvcc.absolute())]
     on_path = shutil.which("nvcc")
-    paths = [Path(on_path).absolute()] if on_path else []
-    paths += [path for home in _toolkits() if (path := home / "bin" / "nvcc").is_file()]
+    paths = [str(Path(on_path).absolute())] if on_path else []
+    paths += [str(path) for home in _toolkits() if (path := home / "bin" / "nvcc").is_file()]
     return _distinct(paths)
 
 
@@ -193,16 +195,26 @@ def _nvrtc_paths() -> list[tuple[str, bool]]:
     except (ImportError, ValueError):
         spec = None
     for root in (spec.submodule_search_locations or []) if spec else []:
-        folders += sorted(Path(root).glob("*/lib"), reverse=True)
+        folders += [f"{root}/{name}/lib" for name in sorted(_listed(root), reverse=True)]
     for home in _toolkits():
-        folders += [home / "lib64", home / "lib"]
-    folders += [*sorted(Path("/usr/lib").glob("*-linux-gnu")), Path("/usr/lib64"), Path("/usr/lib")]
-    paths = [Path(path) for path in loaded]
+        folders += [f"{home}/lib64", f"{home}/lib"]
+    usual = _listed("/usr/lib")
+    folders += [f"/usr/lib/{name}" for name in sorted(usual) if name.endswith("-linux-gnu")]
+    folders += ["/usr/lib64", "/usr/lib"]
+    paths = list(loaded)
     for folder in folders:
-        found = [path for path in folder.glob("libnvrtc.so.*") if _LIBRARY.search(path.name)]
-        paths += sorted(found, key=lambda path: (len(path.name), path.name))
-    real_loaded = {str(Path(path).resolve()) for path in loaded}
-    return [(path, str(Path(path).resolve()) in real_loaded) for path in _distinct(paths)]
+        names = [name for name in (usual if folder == "/usr/lib" else _listed(folder)) if _LIBRARY.match(name)]
+        paths += [f"{folder}/{name}" for name in sorted(names, key=lambda name: (len(name), name))]
+    real_loaded = {os.path.realpath(path) for path in loaded}
+    return [(path, os.path.realpath(path) in real_loaded) for path in _distinct(paths)]
+
+
+def _listed(folder: str) -> list[str]:
+    """The names in a directory; none where there is none. A start looks through ten, with thousands of names."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _toolkits() -> list[Path]:
@@ -213,16 +225,19 @@ def _toolkits() -> list[Path]:
 def _loaded() -> list[str]:
     """NVRTC libraries that this process has mapped, torch's for one."""
     try:
-        maps = Path("/proc/self/maps").read_text(errors="replace")
+        maps = Path("/proc/self/maps").read_bytes()
     except OSError:
         return []
-    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "libnvrtc" in line)
-    return [path for path in dict.fromkeys(paths) if _LIBRARY.search(path)]
+    if b"libnvrtc" not in maps:
+        return []
+    lines = maps.decode(errors="replace").splitlines()
+    paths = (line.split(maxsplit=5)[5] for line in lines if "libnvrtc" in line)
+    return [path for path in dict.fromkeys(paths) if _LIBRARY.match(os.path.basename(path))]
 
 
-def _distinct(paths: list[Path]) -> list[str]:
+def _distinct(paths: list[str]) -> list[str]:
     """Without the files that came up before under another name."""
-    kept: dict[Path, str] = {}
+    kept: dict[str, str] = {}
     for path in paths:
-        kept.setdefault(path.resolve(), str(path))
+        kept.setdefault(os.path.realpath(path), path)
     return list(kept.values())

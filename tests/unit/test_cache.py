@@ -182,6 +182,28 @@ def test_no_address_leaves_the_root(part: str) -> None:
         Address("sm_90a", "12.9", "any", part, "0" * 40)
 
 
+@pytest.mark.parametrize("most", [1, 7, 64])
+def test_a_filesystem_that_gives_little_at_once(
+    root: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real = os.read
+    monkeypatch.setattr(os, "read", lambda descriptor, size: real(descriptor, min(size, most)))
+    assert rebuild(root).layer == "disk"
+
+
+def test_a_file_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "file", os.fstat
+    path.write_bytes(b"short")
+
+    def grown(descriptor: int) -> os.stat_result:
+        status = real(descriptor)
+        path.write_bytes(b"longer than before")
+        return status
+
+    monkeypatch.setattr(os, "fstat", grown)
+    assert files.read(path, 1000).data == b"longer than before"
+
+
 def test_files_are_private(root: Path, entry: Path) -> None:
     for path in [root, *root.rglob("*")]:
         mode = stat.S_IMODE(path.stat().st_mode)

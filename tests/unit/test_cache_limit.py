@@ -100,21 +100,21 @@ def test_use_is_noted_once_an_hour_without_the_filesystem(root: Path, monkeypatc
     noted = []
     real = os.utime
     monkeypatch.setattr(os, "utime", lambda path, *a, **k: noted.append(path) or real(path, *a, **k))
-    read = os.lstat
+    read = os.fstat
 
-    def noatime(path: Any, **options: Any) -> os.stat_result:
-        found = read(path, **options)
+    def noatime(descriptor: int) -> os.stat_result:
+        found = read(descriptor)
         values = list(found)
         extra = {"st_atime_ns": found.st_mtime_ns, "st_mtime_ns": found.st_mtime_ns}
         return os.stat_result(values, extra)
 
-    monkeypatch.setattr(os, "lstat", noatime)
+    monkeypatch.setattr(os, "fstat", noatime)
     builder(root).build(request())
     assert noted == []
     age(folder(root, "int body;\n"), hours=2)
     noted.clear()
     builder(root).build(request())
-    assert noted == [folder(root, "int body;\n") / "kernel.json"]
+    assert noted == [str(folder(root, "int body;\n") / "kernel.json")]
 
 
 def test_what_is_locked_or_being_written_stays(root: Path) -> None:

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jit_fakes import FakeCompiler, builder, cubin_of, request
 from pack_kernels import make, packed, sources, user
 
 from deep_gemm.errors import CompileError
+from deep_gemm.jit.cache import archive
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.pack import MANIFEST
 
@@ -45,6 +48,19 @@ def test_it_holds_what_was_written(pack: Path) -> None:
     assert packs.problems(pack) == []
     assert stat.S_IMODE(pack.stat().st_mode) == 0o644
     assert [path.name for path in pack.parent.iterdir() if path.is_file()] == ["a.dgpack"]
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=100), st.integers(0, 8**11 - 1))
+def test_a_header_is_the_one_that_tarfile_makes(name: str, size: int) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o644
+    assert archive.header(name, size) == info.tobuf(tarfile.USTAR_FORMAT)
+
+
+@pytest.mark.parametrize(("name", "size"), [("a" * 101, 0), ("a", 8**11), ("a", -1), ("\u00e4", 0)])
+def test_there_is_no_header_for_what_has_no_place_in_one(name: str, size: int) -> None:
+    with pytest.raises(ValueError, match=r"no member|ascii"):
+        archive.header(name, size)
 
 
 def test_tar_reads_it(pack: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -142,3 +143,13 @@ def test_a_warning_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             thread.join()
         warn_once("other", "careful too")
     assert [record.message for record in caplog.records] == ["careful", "careful too"]
+
+
+def test_a_home_that_moves_takes_its_paths_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Paths are kept once they were read, but not what depends on more than their text."""
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "~/kernels")
+    monkeypatch.setenv("DG_JIT_PRECOMPILED", f"/a.dgpack{os.pathsep}~/b.dgpack")
+    for name in ("one", "two"):
+        monkeypatch.setenv("HOME", str(tmp_path / name))
+        assert settings.cache_dir == tmp_path / name / "kernels"
+        assert settings.precompiled == (Path("/a.dgpack"), tmp_path / name / "b.dgpack")

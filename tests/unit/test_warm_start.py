@@ -1,0 +1,122 @@
+"""What a start that finds its kernels asks of the filesystem, counted in a new process, since it has to stay little."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jit_fakes import FakeCompiler
+
+from deep_gemm import engine, kernels
+from deep_gemm.jit import Builder, include_dir, template_dir
+from deep_gemm.jit.binary import packed
+from deep_gemm.jit.cache import pack as packs
+from deep_gemm.jit.cache.packs import Packs
+
+# The cases of one kernel family, of which the first pays for what is done once in a process.
+FAMILY = "sm90_fp8_gemm"
+START = """
+import json, os, sys
+from pathlib import Path
+from jit_fakes import FakeCompiler
+from deep_gemm import engine, kernels
+from deep_gemm.jit import Builder
+from deep_gemm.jit.cache.packs import Packs
+
+root, packs = Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]]
+build = Builder(root, FakeCompiler(), packs=Packs(packs))
+engine.default_builder = lambda: build
+cases = kernels.get("sm90_fp8_gemm").cases()
+first = engine.build(cases[0]).layer
+
+seen = []
+def hook(event, arguments):
+    if event == "open" or event in ("os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.utime"):
+        seen.append((event, str(arguments[0])))
+def counted(name):
+    real = getattr(os, name)
+    def call(path, *rest, **named):
+        seen.append((name, str(path)))
+        return real(path, *rest, **named)
+    setattr(os, name, call)
+real_read = os.read
+def read(descriptor, size):
+    seen.append(("read", [size, os.fstat(descriptor).st_size]))
+    return real_read(descriptor, size)
+
+sys.addaudithook(hook)
+counted("stat"), counted("lstat"), setattr(os, "read", read)
+second = engine.build(cases[1]).layer
+print(json.dumps([first, second, seen]))
+"""
+
+
+def second_hit(root: Path, *packs: Path) -> tuple[list[str], list[tuple[str, Any]]]:
+    """The layers of the first two kernels of a new process, and what the second took: (call, path) of each."""
+    command = [sys.executable, "-c", START, str(root), *map(str, packs)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], timeout=120
+    )
+    first, second, seen = json.loads(done.stdout)
+    return [first, second], [(name, what) for name, what in seen]
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with two kernels, and their sources."""
+    build = Builder(tmp_path / "root", FakeCompiler(), packs=Packs([]))
+    monkeypatch.setattr(engine, "default_builder", lambda: build)
+    assert [engine.build(case).layer for case in kernels.get(FAMILY).cases()[:2]] == ["compiled", "compiled"]
+    return tmp_path / "root"
+
+
+def looked_at(seen: list[tuple[str, Any]]) -> Counter[str]:
+    return Counter(what for name, what in seen if name == "stat")
+
+
+def own_files() -> set[str]:
+    """Templates, their directory and headers: a change of any of them has to be seen."""
+    names = [*template_dir().iterdir(), *include_dir().iterdir()]
+    return {str(template_dir())} | {str(path) for path in names if path.suffix in (".jinja", ".cuh")}
+
+
+def test_a_kernel_on_disk_takes_four_files_and_one_look_at_each_header(stored: Path) -> None:
+    layers, seen = second_hit(stored)
+    assert layers == ["disk", "disk"]
+    opened = [Path(what).name for name, what in seen if name == "open"]
+    assert len(opened[0]) == 40  # the rendered source
+    assert len(opened) == 4
+    assert opened[1].startswith("fp8_gemm_")  # the entry's directory
+    assert opened[2:] == ["kernel.json", "kernel.cubin"]
+    # The root, twice whether it is safe, and whether the source is kept already.
+    assert len([what for name, what in seen if name == "lstat"]) == 3
+    assert {name for name, _ in seen} == {"open", "stat", "lstat", "read"}
+    found = looked_at(seen)
+    assert set(found.values()) == {1}
+    assert found.keys() <= own_files()
+
+
+def test_a_kernel_in_a_pack_takes_its_two_members_and_nothing_of_the_root(tmp_path: Path, stored: Path) -> None:
+    pack = tmp_path / "a.dgpack"
+    made = [(engine.build(case), engine.build_request(case)) for case in kernels.get(FAMILY).cases()[:2]]
+    packs.write(pack, [packed(binary, asked) for binary, asked in made])
+    layers, seen = second_hit(stored, pack)
+    assert layers == ["pack", "pack"]
+    assert [what for name, what in seen if name == "open"] == [str(pack)] * 2
+    assert {name for name, _ in seen} == {"open", "stat"}
+    found = looked_at(seen)
+    assert set(found.values()) == {1}
+    assert found.keys() <= own_files()
+
+
+def test_no_more_is_read_than_a_file_holds(stored: Path) -> None:
+    """Python takes memory for as much as is asked for: a limit of a gigabyte was a mapping of one, for each file."""
+    _, seen = second_hit(stored)
+    sizes = [what for name, what in seen if name == "read"]
+    assert len(sizes) == 3
+    assert all(asked == held + 1 for asked, held in sizes)
