@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from containers import read_only
 
 from deep_gemm.settings import child_environment
 
@@ -60,13 +62,22 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return first, second
 
 
-def python(*arguments: str | Path, path: list[Path], bare: bool = False, **environment: str | Path) -> str:
-    """Run a Python that finds `path` before anything else; `bare`: with no other variable in its environment."""
+def python(
+    *arguments: str | Path, path: list[Path], bare: bool = False, before: Sequence[str] = (), **environment: str | Path
+) -> str:
+    """Run a Python that finds `path` before anything else; `bare`: with no other variable in its environment; `before`:
+    what runs it."""
     inherited = {} if bare else child_environment("PYTHONPATH", "DG_JIT_CACHE_DIR", "DG_JIT_PRECOMPILED")
     env = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, path)), **{k: str(v) for k, v in environment.items()}}
     cwd = environment.get("PWD", path[0])
     done = subprocess.run(
-        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+        [*before, sys.executable, *arguments],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -142,3 +153,14 @@ def test_a_wheel_serves_a_bare_container(with_wheel: Path, prefixes: tuple[Path,
     # Even root, who may write anywhere, finds nothing there.
     assert list((read_only / "cache").iterdir()) == []
     assert [path.name for path in read_only.iterdir()] == ["cache"]
+
+
+def test_a_wheel_serves_where_the_whole_root_is_read_only(
+    with_wheel: Path, prefixes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A container started with --read-only, and nothing mounted into it."""
+    before = read_only(tmp_path)
+    settings = {"DG_JIT_FORBID_COMPILE": "1", "DG_JIT_NVCC_COMPILER": "/nonexistent", "PWD": str(tmp_path)}
+    path = [with_wheel, prefixes[1]]
+    served(use(EXAMPLE / "shapes.json", path, bare=True, before=before, **settings), with_wheel, prefixes[1])
+    assert list(tmp_path.iterdir()) == []

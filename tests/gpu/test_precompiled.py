@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from containers import read_only
 
 import deep_gemm
 from deep_gemm import ahead
@@ -61,14 +62,17 @@ print(json.dumps({"worst": worst, "statistics": deep_gemm.cache_info()["statisti
 """
 
 
-def test_a_pack_is_all_that_a_container_needs(tmp_path: Path) -> None:
-    """No compiler (the one that is named does not exist, so looking for any raises), no home, nowhere to write."""
+@pytest.mark.parametrize("root", ["as it is", "read-only"])
+def test_a_pack_is_all_that_a_container_needs(root: str, tmp_path: Path) -> None:
+    """No compiler (the one that is named does not exist, so looking for any raises), no home, nowhere to write: neither
+    where the cache would be, nor, with a read-only root, anywhere."""
     shapes = [GemmShape(1, 1488, 1680), GemmShape(77, 1488, 1680), GemmShape(1000, 1488, 1680)]
     pack = tmp_path / "kernels.dgpack"
     with settings.override(cache_dir=tmp_path / "cache"):
         ahead.pack(ahead.precompile(shapes), pack)
     bare = tmp_path / "bare"
     bare.mkdir(mode=0o500)
+    before = read_only(tmp_path) if root == "read-only" else []
     environment = {
         "DG_JIT_PRECOMPILED": str(pack),
         "DG_JIT_FORBID_COMPILE": "1",
@@ -76,7 +80,7 @@ def test_a_pack_is_all_that_a_container_needs(tmp_path: Path) -> None:
         "DG_JIT_CACHE_DIR": str(bare / "cache"),
         **{name: value for name, value in os.environ.items() if name in ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")},
     }
-    command = [sys.executable, "-c", CONTAINER, json.dumps([(shape.m, shape.n, shape.k) for shape in shapes])]
+    command = [*before, sys.executable, "-c", CONTAINER, json.dumps([(shape.m, shape.n, shape.k) for shape in shapes])]
     result = subprocess.run(command, env=environment, cwd=bare, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
