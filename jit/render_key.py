@@ -44,7 +44,7 @@ def _templates(directory: str) -> str:
     files = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".jinja")]
     looked_at = tuple((path, signature(path)) for path in (directory, *files))
     contents = [(os.path.basename(path), hashlib.sha256(Path(path).read_bytes()).hexdigest()) for path in files]
-    digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    found = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     if all(seen is None or max(seen[3:]) < now - YOUNG_NS for _, seen in looked_at):
-        _memo[directory] = looked_at, digest
-    return digest
+        _memo[directory] = looked_at, found
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class Raster:
     columns: int
     band: int
 
-    @property
+    @functools.cached_property
     def arguments(self) -> tuple[int, ...]:
         """For the kernel: what it divides by, a whole band's tiles and the columns of a whole and of the last band,
         each with the numbers that ``divisor`` gives."""
@@ -32,10 +33,12 @@ def divisor(value: int) -> tuple[int, int, int]:
     return value, ceil_div(1 << (31 + shift), value), shift
 
 
+@functools.lru_cache(maxsize=1024)
 def raster(config: FP8Config, m: int, n: int, num_sms: int, members: int = 1) -> Raster:
     """The order for a launch whose CTAs are ``members`` below each other at a time. A wave of C clusters that covers w
     columns of tiles reads w B-tiles and C / w A-tiles: least bytes at w = sqrt(C * cluster rows / cluster columns).
-    Bands are made equally wide, so that the last is not a sliver."""
+    Bands are made equally wide, so that the last is not a sliver. Remembered: a launch for tensors elsewhere is alike.
+    """
     rows, columns = config.block_m * config.cluster_m * members, config.block_n * config.cluster_n
     tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
     clusters = min(num_sms * config.ctas_per_sm // (config.cluster_size * members), tiles_m * tiles_n)

@@ -29,8 +29,7 @@ struct Fp8Gemm {
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
   enum : bool { kTmaStore = Tile::kTmaStore };
 
-  // Consumers that share K are a group. One consumer's share of a tile, in m64 slices of rows.
-  enum : u32 { kGroups = kConsumers / kConsumersK };
+  // One consumer's share of a tile, in m64 slices of rows.
   enum : u32 { kSlices = kBlockM * kConsumersK / (64 * kConsumers) };
   static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
   static_assert(kBlockN % (16 * kShares) == 0);
@@ -323,7 +322,7 @@ struct Fp8Gemm {
     mainloop.turns.end();
   }
 
-  // What a consumer finishes of a tile on its way out: all of it, or, without shares of K, one unit of its products.
+  // What a consumer finishes of a tile on its way out: all of it at once, or, without shares of K, a unit after the other.
   DG_DEVICE void store(const Sums& sum, u32 row, u32 column, u32 consumer, u32 share, u32 thread) const {
     const u32 warp = thread / 32, lane = thread % 32;
     if constexpr (!kTmaStore) {

@@ -104,6 +104,19 @@ LOOPS = [
 ]
 
 
+def test_moves_for_loads_are_told_from_those_for_operands() -> None:
+    load = ["R2UR UR16, R2", "R2UR UR17, R3", "LDG.E.CONSTANT R6, desc[UR16][R26.64]"]
+    operands = [
+        "@!P1 R2UR UR16, R8",
+        "UIADD3 UR20, UR16, 0x2, URZ",
+        "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR20], R24",
+    ]
+    assert moves_to_uniform(load + operands) == operands[:1]
+    assert moves_to_uniform(operands + load) == operands[:1]
+    assert moves_to_uniform(["R2UR UR8, R1", "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24"]) == ["R2UR UR8, R1"]
+    assert moves_to_uniform(["R2UR UR8, R1"]) == ["R2UR UR8, R1"], "used in the next round"
+
+
 @pytest.mark.parametrize("params", LOOPS, ids=entry)
 def test_descriptors_stay_in_uniform_registers(builder: Builder, params: KernelParams) -> None:
     loop = main_loop(sass(builder.build(engine.build_request(params)).cubin))

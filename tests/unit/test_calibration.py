@@ -109,6 +109,31 @@ def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
     assert np.allclose(totals, alone, rtol=1e-9)
 
 
+def test_weights_that_several_tiles_ask_for_cost_again() -> None:
+    asked = survey.problem(GemmShape(200, 2112, 7168, "test"), 132)
+    dear = replace(MANY, again=1.0)
+    seen = set()
+    for config in candidates(asked, arch.SM90):
+        several = config.block_m * config.cluster_m < asked.m
+        seen.add(several)
+        assert (estimate(asked, config, dear).hbm_us > estimate(asked, config, MANY).hbm_us) == several, config
+    assert seen == {False, True}
+
+
+def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clusters() -> None:
+    # Where lines cost so much that nothing else of the way from L2 matters.
+    dear = replace(MANY, line_cycles=1e6)
+    whole, inside = (survey.problem(GemmShape(4096, 4096, k, "test"), 132) for k in (512, 400))  # four blocks each
+    alone = {(c.block_m, c.block_n): c for c in candidates(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
+    for config in candidates(whole, arch.SM90):
+        once, twice = (estimate(asked, config, dear).shared_us for asked in (whole, inside))
+        assert math.isclose(twice / once, MANY.unaligned, rel_tol=1e-6), config
+    pair = next(c for c in candidates(whole, arch.SM90) if c.cluster_m == 2)
+    single = alone[pair.block_m, pair.block_n]
+    asked = (features(whole, c).asked for c in (pair, single))
+    assert tuple(asked) == (pair.block_m + pair.block_n / 2, pair.block_m + pair.block_n)
+
+
 def test_a_gpu_that_does_as_the_model_says_is_selected_for_perfectly() -> None:
     data = fit.Data.of(rows(default(), "many_tokens"), arch.SM90)
     assert data.selected(MANY).min() > 0.9999

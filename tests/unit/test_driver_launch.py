@@ -137,7 +137,30 @@ def test_a_launch_that_goes_on_failing_names_the_kernel(
     assert driver.names().count("cuLaunchKernelEx") == calls
 
 
-@pytest.mark.parametrize("argument", [("i32", 1 << 31), ("u32", -1), ("ptr", -8), ("u16", 1), b"short", ("i32", 1.5)])
+def test_several_numbers_are_one_argument(driver: FakeDriver, function: Function) -> None:
+    """A struct of 32-bit numbers, which needs no more than their alignment: right behind the number before it."""
+    numbers = (1, 0xFFFF_FFFF, 3)
+    launch = Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, [("u32", 7), ("u32s", numbers), ("u32", 9)])
+    launch()
+    before, at, after = struct.unpack("=3Q", ctypes.string_at(driver.calls[-1][1][2], 24))
+    assert (at - before, after - at) == (4, 12)
+    assert struct.unpack("=3I", ctypes.string_at(at, 12)) == numbers
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        ("i32", 1 << 31),
+        ("u32", -1),
+        ("ptr", -8),
+        ("u16", 1),
+        b"short",
+        ("i32", 1.5),
+        ("u32", (1,)),
+        ("u32s", 1),
+        ("u32s", (1, -1)),
+    ],
+)
 def test_bad_arguments_are_refused(driver: FakeDriver, function: Function, argument: Any) -> None:
     with pytest.raises(InvalidInputError):
         Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, [argument])
