@@ -90,10 +90,10 @@ MUTATIONS = [
         SWAPPED_KERNELS,
     ),
     Mutation(
-        "find the second tile of a band in the place of the first",
+        "find the second column of a group in the place of the first",
         "raster.cuh",
-        "row = band.quotient(inside);\n      column = first + inside - row * band.value;",
-        "row = band.quotient(inside);\n      column = first + (inside - row * band.value) / 2 * 2;",
+        "column = first + right;",
+        "column = first + right / 2 * 2;",
         tuple(kernel for kernel in EVERY if kernel != "swapped"),  # its bands are one tile wide
     ),
     Mutation(

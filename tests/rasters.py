@@ -11,11 +11,15 @@ def quotient(x: int, numbers: tuple[int, ...]) -> int:
     return ((x * 2 & 0xFFFFFFFF) * magic >> 32) >> shift
 
 
-def located(numbers: tuple[int, ...], index: int, columns: int) -> tuple[int, int]:
+def located(numbers: tuple[int, ...], index: int) -> tuple[int, int]:
     """`Raster::locate`: (row, column) of a tile, from the numbers that a launch passes."""
-    strip, band, last = numbers[:3], numbers[3:6], numbers[6:]
+    rows, columns, band = numbers[:3]
+    strip, group, last_group, height, last_height = (numbers[at : at + 3] for at in range(3, 18, 3))
     number = quotient(index, strip)
-    inside, first = index - number * strip[0], number * band[0]
-    width = band if first + band[0] <= columns else last
-    row = quotient(inside, width)
-    return row, first + inside - row * width[0]
+    first, in_band = number * band, index - number * strip[0]
+    of_group = group if first + band <= columns else last_group
+    top = quotient(in_band, of_group)
+    in_group, above = in_band - top * of_group[0], top * height[0]
+    of_column = height if above + height[0] <= rows else last_height
+    right = quotient(in_group, of_column)
+    return above + in_group - right * of_column[0], first + right

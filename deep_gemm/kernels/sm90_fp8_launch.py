@@ -96,6 +96,7 @@ def launch(
     rows, (columns, store_rows) = box_rows(config, m), store_box(config)
     blocks = ceil_div(k, SCALE_BLOCK)
     dealt = stream_k.stream(config, m, n, k, num_sms) if config.stream_k else None
+    order = raster(config, m, n, num_sms, dealt.members if dealt else 1)
     stage_blocks = config.stage_blocks if isinstance(config, SwappedConfig) else 1
     map_a = _operand_map(k, m, shape.stride_a, rows // config.cluster_n, stage_blocks)
     map_b = _operand_map(k, n, shape.stride_b, config.block_n // config.cluster_m, stage_blocks)
@@ -118,9 +119,9 @@ def launch(
         ("u32", n),
         ("u32", k),
         ("u32", rows),
-        ("u32s", raster(config, m, n, num_sms, dealt.members if dealt else 1).arguments),
+        ("u32s", order.arguments),
         ("u32", int(constant_b and pdl)),
-        ("u32", int(m <= config.block_m * config.cluster_m)),
+        ("u32", int(order.rows <= order.height)),  # so that who reads the same rows of B does so at one time
     ]
     if dealt:
         args += [("u32", number) for number in dealt.arguments]

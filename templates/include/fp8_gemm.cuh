@@ -113,7 +113,7 @@ struct Fp8Gemm {
         }
         __syncwarp();
       }
-      const Whole early(m(), n(), arg.raster);
+      const Whole early(arg.raster);
       if constexpr (!kStreams) early.settle();
       meet<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
@@ -125,7 +125,7 @@ struct Fp8Gemm {
     } else {
       meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
-      consume(first_tile(Whole(m(), n(), arg.raster)));
+      consume(first_tile(Whole(arg.raster)));
     }
     // No CTA may leave while another of its cluster can still arrive at its barriers.
     if constexpr (kClusterSize > 1) cluster_sync();
@@ -156,7 +156,12 @@ struct Fp8Gemm {
     barrier_arrive_expect(full, kBytesB + arg.box_rows * (kBlockK + 4));
     if constexpr (kClusterM > 1) {
       const u32 part = cluster_rank() * (kBlockN / kClusterM);
-      tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll);
+      if (arg.b_read_once) {
+        tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll,
+                           evict_first());
+      } else {
+        tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll);
+      }
     } else {
       if (arg.b_read_once) {
         tma_load(b, arg.map_b, full, at.block() * kBlockK, at.tile.column, evict_first());

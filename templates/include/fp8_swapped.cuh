@@ -97,7 +97,7 @@ struct Fp8Swapped {
         }
         __syncwarp();
       }
-      const Scheduler first(m(), n(), arg.raster);
+      const Scheduler first(arg.raster);
       first.settle();
       meet<kClusterK>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
@@ -176,7 +176,7 @@ struct Fp8Swapped {
     const Order order(blocks(), rank_k(), turn);
     float sum[kSlices][kBlockM / 2];
 
-    Scheduler tile(m(), n(), arg.raster);
+    Scheduler tile(arg.raster);
     const auto part = [&](const Scheduler& of) { return typename Weights::Part{(of.column + first_row) / 128, order}; };
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),

@@ -10,20 +10,21 @@ struct Divisor {
   DG_DEVICE u32 quotient(u32 x) const { return __umulhi(x * 2, magic) >> shift; }
 };
 
-// Bands of `band` tiles along n, the last one of `last`, and of all tiles along m, `strip` of them in a whole band; m
-// first inside a band, so that what runs at one time reads few distinct rows of A and of B and finds them in L2.
+// Bands of `band` tiles along n, through all `rows` along m, the last band of what is left; inside a band groups of some
+// rows, m first inside a group. `strip` is a whole band's tiles, `group` and `last_group` those of a group in a whole and in
+// the last band, `height` and `last_height` the rows of a whole and of the last group.
 struct Raster {
-  Divisor strip, band, last;
+  u32 rows, columns, band;  // in tiles
+  Divisor strip, group, last_group, height, last_height;
 
-  DG_DEVICE void locate(u32 index, u32 tiles_n, u32& row, u32& column) const {
-    const u32 number = strip.quotient(index), inside = index - number * strip.value;
-    const u32 first = number * band.value;
-    if (first + band.value <= tiles_n) {
-      row = band.quotient(inside);
-      column = first + inside - row * band.value;
-    } else {
-      row = last.quotient(inside);
-      column = first + inside - row * last.value;
-    }
+  DG_DEVICE void locate(u32 index, u32& row, u32& column) const {
+    const u32 number = strip.quotient(index), first = number * band;
+    const Divisor& of_group = first + band <= columns ? group : last_group;
+    const u32 in_band = index - number * strip.value, top = of_group.quotient(in_band);
+    const u32 in_group = in_band - top * of_group.value, above = top * height.value;
+    const Divisor& of_column = above + height.value <= rows ? height : last_height;
+    const u32 right = of_column.quotient(in_group);
+    column = first + right;
+    row = above + in_group - right * of_column.value;
   }
 };

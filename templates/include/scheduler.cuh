@@ -10,12 +10,11 @@ struct TileScheduler {
   enum : bool { kStreams = false };
 
   const Raster* raster;
-  u32 tiles_n, count, stride, index;
+  u32 count, stride, index;
   u32 row, column;  // first element of this CTA's current tile
 
-  DG_DEVICE TileScheduler(u32 m, u32 n, const Raster* raster) : raster(raster) {
-    tiles_n = ceil_div(n, kBlockN * kClusterN);
-    count = ceil_div(m, kBlockM * kClusterM) * tiles_n;
+  DG_DEVICE TileScheduler(const Raster* raster) : raster(raster) {
+    count = raster->rows * raster->columns;
     stride = gridDim.x / (kClusterM * kClusterN * kClusterK);
     index = blockIdx.x / (kClusterM * kClusterN * kClusterK);
     if (valid()) locate();
@@ -33,7 +32,7 @@ struct TileScheduler {
 
  private:
   DG_DEVICE void locate() {
-    raster->locate(index, tiles_n, row, column);
+    raster->locate(index, row, column);
     const u32 rank = kClusterM * kClusterN == 1 ? 0 : cluster_rank();
     row = (row * kClusterM + rank % kClusterM) * kBlockM;
     column = (column * kClusterN + rank / kClusterM) * kBlockN;

@@ -74,7 +74,7 @@ struct StreamScheduler {
   DG_DEVICE u32 cut(u32 at) const { return at * arg.share + min_of(at, arg.longer); }
 
   DG_DEVICE void locate(u32 tile) {
-    raster->locate(tile, arg.columns, row, column);
+    raster->locate(tile, row, column);
     row = (row * arg.members + blockIdx.x - group() * arg.members) * kBlockM;
     column *= kBlockN;
   }

@@ -50,6 +50,13 @@ DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 bar
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask) : "memory");
 }
 
+DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u16 mask, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5, %6;"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask), "l"(policy) : "memory");
+}
+
 // Bytes that lie one after the other, without a map.
 DG_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rasters import located, quotient
 
-from deep_gemm.kernels.raster import Raster, divisor
+from deep_gemm.arch import SM90
+from deep_gemm.kernels.raster import Raster, divisor, raster
+from deep_gemm.kernels.sm90_fp8_gemm import KERNEL
+from deep_gemm.params import FP8Config
 
 NUMBERS = st.one_of(st.integers(0, 1 << 12), st.integers(0, (1 << 31) - 1))
 
@@ -29,12 +32,49 @@ def test_a_divisor_divides_the_largest_number(value: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 90))
-def test_bands_hold_every_tile_once_m_first(rows: int, columns: int, band: int) -> None:
-    order = Raster(rows, columns, min(band, columns))
-    found = [located(order.arguments, index, columns) for index in range(rows * columns)]
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 90), st.integers(1, 40))
+def test_bands_and_groups_hold_every_tile_once_m_first(rows: int, columns: int, band: int, height: int) -> None:
+    order = Raster(rows, columns, min(band, columns), min(height, rows))
+    found = [located(order.arguments, index) for index in range(rows * columns)]
     expected = []
     for first in range(0, columns, order.band):
-        width = min(order.band, columns - first)
-        expected += [(row, first + column) for row in range(rows) for column in range(width)]
+        for above in range(0, rows, order.height):
+            expected += [
+                (row, column)
+                for column in range(first, min(columns, first + order.band))
+                for row in range(above, min(rows, above + order.height))
+            ]
     assert found == expected
+
+
+def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)) -> FP8Config:
+    return next(
+        c
+        for c in KERNEL.configs(SM90)
+        if (c.block_m, c.block_n, c.ctas_per_sm, c.consumers_k) == (block_m, block_n, 1, 1)
+        and (c.cluster_m, c.cluster_n, c.cluster_k) == cluster
+        and not c.stream_k
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "m", "members", "height"),
+    [
+        (chosen(128, 128), 128, 1, 1),
+        (chosen(128, 128), 512, 1, 4),
+        (chosen(192, 96), 1000, 1, 6),  # all rows: rather than four, and two
+        (chosen(128, 128), 4096, 1, 4),
+        (chosen(128, 128, (2, 1, 1)), 4096, 1, 2),  # CTAs of a cluster are neighbours already
+        (chosen(128, 128), 4096, 2, 2),
+        (chosen(128, 128), 4096, 8, 1),
+    ],
+)
+def test_neighbours_want_few_distinct_operands(config: FP8Config, m: int, members: int, height: int) -> None:
+    order = raster(config, m, 4096, 132, members)
+    assert order.height == height
+    # 16 neighbours, about as many as share a way to L2, want 8 or 9 tiles of operands where there are rows enough.
+    if order.rows * config.cluster_m * members >= 4 and (config.block_m, config.block_n) == (128, 128) and members < 8:
+        each = config.cluster_m * members
+        for index in range(0, order.rows * order.columns - 16 // each, 16 // each):
+            wanted = [located(order.arguments, at) for at in range(index, index + 16 // each)]
+            assert len({row for row, _ in wanted}) * each + len({column for _, column in wanted}) <= 13

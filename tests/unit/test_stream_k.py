@@ -199,7 +199,7 @@ def test_every_tile_of_the_output_is_some_members(case: Case) -> None:
     order = raster(case.config, case.m, case.n, case.num_sms, dealt.members)
     places = []
     for tile in range(dealt.rows * dealt.columns):
-        row, column = located(order.arguments, tile, dealt.columns)
+        row, column = located(order.arguments, tile)
         places += [(row * dealt.members + member, column) for member in range(dealt.members)]
     assert len(places) == math.prod(case.tiles)
     assert set(places) == {(i, j) for i in range(case.tiles[0]) for j in range(case.tiles[1])}
