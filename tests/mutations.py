@@ -63,23 +63,23 @@ MUTATIONS = [
         "load_shared(address + slice * 256 + 28);",
     ),
     Mutation(
-        "take B's scales from the first block of K",
+        "take B's scales from the first block of a page",
         "promotion.cuh",
-        "scale[r] = __shfl_sync(0xffffffffu, now[r], count % 32);",
+        "scale[r] = __shfl_sync(0xffffffffu, now[r], place);",
         "scale[r] = __shfl_sync(0xffffffffu, now[r], 0);",
         EVERY,
     ),
     Mutation(
         "take B's scales from the first row",
         "promotion.cuh",
-        "__ldg(base + (from.row + r) * stride_n",
+        "__ldg(base + (part.row + r) * stride_n",
         "__ldg(base + r * stride_n",
         EVERY,
     ),
     Mutation(
         "keep the first tile's scales of B",
         "promotion.cuh",
-        "      if (last) part = following;\n",
+        "      part = following;\n",
         "",
     ),
     Mutation(

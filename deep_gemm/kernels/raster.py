@@ -10,10 +10,10 @@ from ..params import FP8Config, ceil_div
 
 _GROUP = 4
 _LONE_GROUP = 6
-"""Rows of tiles in a group, and how many may be one alone. Neighbours in the order run in the same cluster of SMs (16 or
-18 on an H200), which asks L2 once for a line that several of them want: 4 x 4 tiles want 8 rows or columns of operands,
-16 x 1 want 17. On an H200, loads of 128x128 tiles alone took 15.2 us in this order and 23.4 in rows at M = 512,
-N = 4096, K = 7168; whole kernels became up to 12% faster, and 4% at M = 256 and 512."""
+"""Rows of tiles in a group, and how many may be one alone. Neighbours in the order run in one cluster of SMs, 16 or 18
+on an H200, which asks L2 once for a line that several want: 4 x 4 tiles want 8 rows or columns of operands, 16 x 1
+want 17. Loads of 128x128 tiles alone took 15.2 us in this order and 23.4 in rows there, at M = 512, N = 4096, K = 7168;
+whole kernels became up to 12% faster, and 4% at M = 256 and 512."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ _OTHER_REGISTERS_OF_PARTS = 20
 _OTHER_REGISTERS_OF_SLICES = 8
 _OTHER_REGISTERS_OF_CLUSTERS = 4
 """What the main loop needs besides accumulators and scales, where a block is multiplied in two parts, where a
-consumer has two slices, and in clusters of four or more; from ptxas: a config that leaves less would spill."""
+consumer has two slices, and where clusters make more than two shares of K; from ptxas: a config that leaves less would
+spill."""
 
 
 class Sm90Fp8Swapped(Kernel[SwappedConfig]):
@@ -199,7 +200,7 @@ def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
     others = _OTHER_REGISTERS
     if width < config.block_m:
         others += _OTHER_REGISTERS_OF_PARTS
-    if config.cluster_k > 2:
+    if config.cluster_k > 1 and config.k_shares > 2:
         others += _OTHER_REGISTERS_OF_CLUSTERS
     if config.slices > 1:
         others += _OTHER_REGISTERS_OF_SLICES

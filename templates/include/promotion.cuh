@@ -2,12 +2,14 @@
 #pragma once
 #include "barrier.cuh"
 
-// Scale factors of B, 1 x 128 blocks of K at a time in registers: lane l of each warp holds the factors of the
-// (32 * chunk + l)-th block that this consumer multiplies, one coalesced load serves 32 blocks, and the next chunk is
-// fetched while this one is used; with kAhead also that of the tile that follows. Any strides, so no layout of B's scales
-// ever needs a copy. `Order` says which block of K is multiplied when.
+// Scale factors of B in registers, a page at a time: lane l of each warp holds the factor of the page's l-th block of K. One
+// coalesced load serves 32 blocks, and the next page is fetched while this one is used; with kAhead also that of the tile
+// that follows. A tile's first block is on no page, so that loops over pages have an even number of blocks to do. Any
+// strides, so no layout of B's scales ever needs a copy. `Order` says which block of K is multiplied when.
 template <u32 kRows, class Order, bool kAhead>
 struct BlockScales {
+  enum : u32 { kPage = 32 };
+
   // A tile's first row of B's scales, and its blocks of K.
   struct Part {
     u32 row;
@@ -18,45 +20,64 @@ struct BlockScales {
   i64 stride_n, stride_k;
   u32 rows, lane;
   Part part, following;
-  float now[kRows], next[kRows];
+  u32 fetched;  // which of the tile's blocks comes first on the next page
+  float lead[kRows], now[kRows], next[kRows];
 
   DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 lane, const Part& first)
       : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), lane(lane), part(first), following(first) {}
 
   // Asks for the first tile's factors, well before they are needed.
-  DG_DEVICE void open() { fetch(part, 0); }
-  // Which tile comes after the one at hand: to be said before the latter's first factors are asked for, and again when
-  // the last ones have been.
+  DG_DEVICE void open() { fetch_first(); }
+  // Which tile comes after the one at hand: to be said before the latter begins, and again when it has ended.
   DG_DEVICE void follow(const Part& that) {
     if constexpr (kAhead) following = that;
   }
   DG_DEVICE void go_on(const Part& that) {
     if constexpr (!kAhead) {
       part = that;
-      fetch(part, 0);
+      fetch_first();
     }
   }
 
-  // The factors for the tile's block multiplied as the `count`-th; asked for in order.
-  DG_DEVICE void get(u32 count, float (&scale)[kRows]) {
-    if (count % 32 == 0) {
+  // The factors of the tile's first block; those of the blocks after it are on the first page.
+  DG_DEVICE void begin(float (&scale)[kRows]) {
 #pragma unroll
-      for (u32 r = 0; r < kRows; ++r) now[r] = next[r];
-      const bool last = kAhead && count + 32 >= part.order.mine();
-      if (last) part = following;
-      fetch(part, last ? 0 : count + 32);
+    for (u32 r = 0; r < kRows; ++r) scale[r] = lead[r];
+    fetched = 1;
+    turn();
+  }
+
+  // Turns to the next page, if the tile has one more.
+  DG_DEVICE void turn() {
+#pragma unroll
+    for (u32 r = 0; r < kRows; ++r) now[r] = next[r];
+    fetched += kPage;
+    if (kAhead && fetched >= part.order.mine()) {
+      part = following;
+      fetch_first();
+    } else {
+      fetch(fetched + lane, next);
     }
+  }
+
+  // The factors of a block on the page at hand.
+  DG_DEVICE void get(u32 place, float (&scale)[kRows]) const {
 #pragma unroll
-    for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, now[r], count % 32);
+    for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, now[r], place);
   }
 
  private:
-  DG_DEVICE void fetch(const Part& from, u32 count) {
-    const u32 block = from.order.block(count + lane);
+  DG_DEVICE void fetch_first() {
+    fetch(0, lead);
+    fetch(1 + lane, next);
+  }
+
+  DG_DEVICE void fetch(u32 count, float (&to)[kRows]) const {
+    const u32 block = part.order.block(count);
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) {
-      const bool inside = block < from.order.blocks && from.row + r < rows;
-      next[r] = inside ? __ldg(base + (from.row + r) * stride_n + block * stride_k) : 0.0f;
+      const bool inside = block < part.order.blocks && part.row + r < rows;
+      to[r] = inside ? __ldg(base + (part.row + r) * stride_n + block * stride_k) : 0.0f;
     }
   }
 };
@@ -94,19 +115,20 @@ struct RowTokens {
     float token[kSlices][2], weight[kScaleRows];
   };
   enum : bool { kReadsLate = false };
+  enum : u32 { kPage = Weights::kPage };
 
   Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0
-  u32 block = 0, first_columns = 0;
+  u32 first_columns = 0;
 
   DG_DEVICE RowTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
-  DG_DEVICE void begin(u32 column) {
-    block = 0;
+  DG_DEVICE void begin(u32 column, Factors& factors) {
     first_columns = kBlockN % 128 == 0 ? 128 : 128 - column % 128;
+    weights.begin(factors.weight);
   }
 
-  DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
+  DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
 
   DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
     const u32 address = tokens + slot * kBlockBytes;
@@ -135,15 +157,15 @@ struct ColumnTokens {
     u32 from;  // where the tokens' scales are
   };
   enum : bool { kReadsLate = !kHeld };
+  enum : u32 { kPage = Weights::kPage };
 
   Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0
-  u32 block = 0;
 
   DG_DEVICE ColumnTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
-  DG_DEVICE void begin(u32) { block = 0; }
-  DG_DEVICE void before_arrival(Factors& factors) { weights.get(block++, factors.weight); }
+  DG_DEVICE void begin(u32, Factors& factors) { weights.begin(factors.weight); }
+  DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
 
   DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
     factors.from = tokens + slot / kStageBlocks * kStageBytes + slot % kStageBlocks * kTokens * 4;
