@@ -81,13 +81,14 @@ MUTATIONS = [
         "promotion.cuh",
         "      part = following;\n",
         "",
+        ("ahead", "straddling", "split", "direct"),
     ),
     Mutation(
-        "keep the first tile's scales of B, swapped",
+        "keep the first tile's scales of B where the next are not fetched ahead",
         "promotion.cuh",
         "      part = that;\n",
         "",
-        SWAPPED_KERNELS,
+        ("one by one", *SWAPPED_KERNELS),
     ),
     Mutation(
         "find the second column of a group in the place of the first",

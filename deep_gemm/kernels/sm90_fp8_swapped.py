@@ -29,9 +29,10 @@ _OTHER_REGISTERS = 32
 _OTHER_REGISTERS_OF_PARTS = 20
 _OTHER_REGISTERS_OF_SLICES = 8
 _OTHER_REGISTERS_OF_CLUSTERS = 4
-"""What the main loop needs besides accumulators and scales, where a block is multiplied in two parts, where a
-consumer has two slices, and where clusters make more than two shares of K; from ptxas: a config that leaves less would
-spill."""
+_OTHER_REGISTERS_OF_TWO = 1
+"""What the main loop needs besides accumulators and scales, where a block is multiplied in two parts, where a consumer
+has two slices, in clusters of four or more, and with two sets of partial sums where scales are not held; from ptxas: a
+config that leaves less would spill, or move descriptors in each block."""
 
 
 class Sm90Fp8Swapped(Kernel[SwappedConfig]):
@@ -200,10 +201,12 @@ def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
     others = _OTHER_REGISTERS
     if width < config.block_m:
         others += _OTHER_REGISTERS_OF_PARTS
-    if config.cluster_k > 1 and config.k_shares > 2:
+    if config.cluster_k > 2:
         others += _OTHER_REGISTERS_OF_CLUSTERS
     if config.slices > 1:
         others += _OTHER_REGISTERS_OF_SLICES
+    if config.num_partials == 2 and not held:
+        others += _OTHER_REGISTERS_OF_TWO
     return accumulators + scales + others <= register_split(config)[1]
 
 

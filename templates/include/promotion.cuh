@@ -20,7 +20,6 @@ struct BlockScales {
   i64 stride_n, stride_k;
   u32 rows, lane;
   Part part, following;
-  u32 fetched;  // which of the tile's blocks comes first on the next page
   float lead[kRows], now[kRows], next[kRows];
 
   DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 lane, const Part& first)
@@ -43,24 +42,24 @@ struct BlockScales {
   DG_DEVICE void begin(float (&scale)[kRows]) {
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) scale[r] = lead[r];
-    fetched = 1;
-    turn();
+    turn(0);
   }
 
-  // Turns to the next page, if the tile has one more.
-  DG_DEVICE void turn() {
+  // Turns to the page that starts with the block in this place, a multiple of kPage; places count from a tile's second
+  // block. Only to pages that the tile has.
+  DG_DEVICE void turn(u32 place) {
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) now[r] = next[r];
-    fetched += kPage;
-    if (kAhead && fetched >= part.order.mine()) {
+    const u32 after = 1 + place + kPage;
+    if (kAhead && after >= part.order.mine()) {
       part = following;
       fetch_first();
     } else {
-      fetch(fetched + lane, next);
+      fetch(after + lane, next);
     }
   }
 
-  // The factors of a block on the page at hand.
+  // The factors of the block in this place, on the page at hand (lanes are counted modulo 32).
   DG_DEVICE void get(u32 place, float (&scale)[kRows]) const {
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, now[r], place);
