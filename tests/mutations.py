@@ -63,10 +63,10 @@ MUTATIONS = [
         "load_shared(address + slice * 256 + 28);",
     ),
     Mutation(
-        "take B's scales from the first block of a page",
+        "take B's scales of the block after",
         "promotion.cuh",
         "scale[r] = __shfl_sync(0xffffffffu, now[r], place);",
-        "scale[r] = __shfl_sync(0xffffffffu, now[r], 0);",
+        "scale[r] = __shfl_sync(0xffffffffu, now[r], place + 1);",
         EVERY,
     ),
     Mutation(
