@@ -70,6 +70,8 @@ class Calibration:
     """Part of promotion during which the tensor cores idle, however it is scheduled."""
     in_step: float
     """The same in addition, where several consumers promote without order."""
+    parts_cycles: float
+    """Multiplying an m64 slice in two parts, in one block of K."""
     ahead_cycles: float
     """Latency of one block where products are issued ahead."""
     issue_cycles: float

@@ -85,6 +85,8 @@ class Features(NamedTuple):
     weights_read: float
     weights_sharers: float
     """The same of B."""
+    in_parts: float
+    """1 where an m64 slice is multiplied in two parts, else 0."""
     unaligned: float
     """1 where rows of operands begin inside lines of 128 bytes, else 0."""
 
@@ -183,5 +185,6 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         tokens_sharers=min(32, columns),
         weights_read=tiles * blocks * block_n / config.cluster_m * SCALE_BLOCK,
         weights_sharers=min(32, rows),
+        in_parts=1.0 if mma_n < width else 0.0,
         unaligned=1.0 if k > SCALE_BLOCK and k % SCALE_BLOCK else 0.0,
     )

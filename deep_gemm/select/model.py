@@ -50,7 +50,7 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     chain = chain / x.consumers_k
     # Not all of promotion hides, whatever the schedule, and less of it where consumers promote at the same time.
     exposed = x.groups * scale * (c.exposed + x.in_step * c.in_step)
-    busy = x.resident * maximum(maximum(tensor + exposed, shared), fill)
+    busy = x.resident * maximum(maximum(tensor + exposed + x.in_parts * c.parts_cycles, shared), fill)
     refill = c.load_cycles / x.depth
     issue = c.issue_cycles / x.stage_blocks
     # Near the limit of one resource the others still cost: a smooth maximum.

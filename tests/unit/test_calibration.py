@@ -176,3 +176,15 @@ def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
     Calibrations.from_json(written["constants"])
     assert sum(part["shapes"] for part in written["fit"].values()) == len(SHAPES)
     assert written["survey"]["device"] == "a model"
+
+
+def test_what_is_multiplied_in_two_parts_takes_longer() -> None:
+    """A consumer of a 128 x 256 tile has more columns than fit one instruction, one of 256 x 128 twice the rows."""
+    asked = survey.problem(GemmShape(4096, 4096, 7168, "test"), 132)
+    configs = {survey.name_of(c, asked, arch.SM90): c for c in candidates(asked, arch.SM90)}
+    wide, tall = configs["fp8_gemm_128x256_s3_p1_tma"], configs["fp8_gemm_256x128_s3_p1_tma"]
+    assert (features(asked, wide).in_parts, features(asked, tall).in_parts) == (1, 0)
+    dear = replace(MANY, parts_cycles=10 * MANY.parts_cycles)
+    assert estimate(asked, wide, MANY).total_us > estimate(asked, tall, MANY).total_us
+    assert estimate(asked, wide, dear).total_us > estimate(asked, wide, MANY).total_us
+    assert estimate(asked, tall, dear) == estimate(asked, tall, MANY)
