@@ -232,7 +232,7 @@ struct Fp8Mainloop {
   }
 
   // When the next consumer is told that it may start: it promotes first, so that it starts after this one even if it is told
-  // before. On an H200 that is 1 to 3% less for a block than after two instructions, but 3% more in 128x192 tiles.
+  // before. On an H200 that is up to 3% less for a block than after two instructions, but 3% more in 128x192 tiles.
   enum : bool { kPassesLate = Mma::kN > 160 };
 
   // Starts a unit's product: four instructions of k32 in one group.
