@@ -56,8 +56,8 @@ class Stream:
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """For the kernel: members, groups, rows, columns, whole, and two numbers that deal out blocks."""
-        return (self.members, self.groups, self.rows, self.columns, self.whole, *divmod(self.dealt, self.groups))
+        """For the kernel: members, groups, whole, and two numbers that deal out blocks."""
+        return (self.members, self.groups, self.whole, *divmod(self.dealt, self.groups))
 
 
 def stream(config: FP8Config, m: int, n: int, k: int, num_sms: int) -> Stream:

@@ -12,6 +12,7 @@
 #include "pipeline.cuh"
 #include "reduction.cuh"
 #include "scheduler.cuh"
+#include "setup.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
@@ -85,18 +86,7 @@ struct Fp8Swapped {
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
-      if (warp == kConsumers * 4 + 3) {  // not one that loads: those have to find their first tile meanwhile
-        if (elect_one()) {
-          tma_prefetch_map(arg.map_b);
-          tma_prefetch_map(arg.map_a);
-          tma_prefetch_map(arg.map_scale_a);
-          if constexpr (kTmaStore) tma_prefetch_map(arg.map_d);
-          barriers.init();
-          if constexpr (kShares > 1) exchange.init(rank_k());
-          barrier_init_fence();
-        }
-        __syncwarp();
-      }
+      if (warp == kConsumers * 4 + 3) set_up<kTmaStore, (kShares > 1)>(arg, barriers, exchange, rank_k());
       const Scheduler first(arg.raster);
       first.settle();
       meet<kClusterK>();

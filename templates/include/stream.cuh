@@ -17,8 +17,7 @@
 // have in common is worked out by the host (see kernels/stream_k.py): producers have few registers.
 struct StreamArguments {
   u32 members, groups;
-  u32 rows, columns;  // tiles of a member along m, and along n
-  u32 whole;          // tiles that are not dealt out, a multiple of groups
+  u32 whole;  // tiles that are not dealt out, a multiple of groups
   u32 share, longer;
   u32* flags;  // see StreamWorkspace
   u8* slots;

@@ -83,7 +83,7 @@ class Piece:
 
 def walk(dealt: Stream, group: int) -> list[Piece]:
     """What a group does, in its order: what `StreamScheduler::advance` says."""
-    _, groups, _, _, whole, share, longer = dealt.arguments
+    _, groups, whole, share, longer = dealt.arguments
 
     def cut(at: int) -> int:
         return at * share + min(at, longer)
@@ -244,8 +244,8 @@ def test_arguments_end_with_the_parts_and_the_workspace(store: str) -> None:
     assert found is not None
     names = [part.split()[-1] for part in found.group(1).split(",")]
     assert len(names) == len(args)
-    values = dict(zip(names[-9:], args[-9:], strict=True))
-    assert list(values) == ["members", "groups", "rows", "columns", "whole", "share", "longer", "flags", "slots"]
+    values = dict(zip(names[-7:], args[-7:], strict=True))
+    assert list(values) == ["members", "groups", "whole", "share", "longer", "flags", "slots"]
     assert (values.pop("flags"), values.pop("slots")) == (("ptr", AT.flags), ("ptr", AT.slots))
     assert list(values.values()) == [("u32", number) for number in dealt.arguments]
     assert not {("ptr", AT.flags), ("ptr", AT.slots)} & set(args[:-2])
@@ -256,9 +256,9 @@ def test_arguments_end_with_the_parts_and_the_workspace(store: str) -> None:
 def test_every_member_of_every_group_has_a_flag_and_a_slot(case: Case, pdl: bool) -> None:
     with no_tensor_maps():
         shape, args = launch(make_params(case.config), geometry(case), AT, case.num_sms, pdl)
-    (_, members), (_, groups) = args[-9], args[-8]
+    (_, members), (_, groups) = args[-7], args[-6]
     assert shape.grid == (int(members) * int(groups), 1, 1)
-    assert all(0 <= int(arg[1]) < 1 << 32 for arg in args[-9:-2])
+    assert all(0 <= int(arg[1]) < 1 << 32 for arg in args[-7:-2])
     assert shape.grid[0] * 4 <= FLAG_BYTES
     # Of float32 sums of a tile.
     size = slot_bytes(case.config, geometry(case), case.num_sms)
