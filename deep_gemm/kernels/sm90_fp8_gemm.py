@@ -223,9 +223,8 @@ def _needed(config: FP8Config, mma_n: int) -> int:
 def turns(config: FP8Config) -> int:
     """Consumers that start their products in turn, or 1. Left alone they promote at the same time, and the tensor cores
     idle: at M = N = 4096, K = 7168 on an H200, order took 128x192 from 215 to 190 us, 192x128 from 206 to 195, 256x128
-    from 172.4 to 170.8. Three consumers with shorter products lost 1 to 2% by it, and so did products issued ahead."""
-    ordered = config.num_consumers == 2 or instruction_shape(config)[1] >= 128
-    return config.num_consumers if ordered and config.num_partials == config.k_shares == 1 else 1
+    from 172.4 to 170.8. Products issued ahead lost by it."""
+    return config.num_consumers if config.num_partials == config.k_shares == 1 else 1
 
 
 def scale_group(config: FP8Config) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit.cache.files import sweep
+from deep_gemm.jit.bursts import in_bursts
 from deep_gemm.jit.compilers.base import Compiled, Compiler
 from deep_gemm.jit.resources import ptxas_seconds
 from deep_gemm.log import say
@@ -109,7 +110,8 @@ class Nvcc(Compiler):
             kept = sorted(folder.glob("*.ptx"))
             ptx = kept[0].read_text(errors="replace") if kept else None
         resources = self._resources(log, name, source_path, options)
-        return Compiled(output.read_bytes(), ptx, log, resources, seconds, tuple(options))
+        cubin = in_bursts(output.read_bytes(), name)
+        return Compiled(cubin, ptx, log, resources, seconds, tuple(options))
 
     def host_compiler_problem(self) -> str | None:
         """What keeps nvcc from preprocessing, which it leaves to a host C++ compiler; None if nothing does."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
+from deep_gemm.jit.bursts import in_bursts
 from deep_gemm.jit.compilers import elf
 from deep_gemm.jit.compilers.base import Compiled, Compiler
 from deep_gemm.jit.forking import ForkLock, ForkWaits
@@ -95,7 +96,7 @@ class Nvrtc(Compiler):
                         source_path=source_path,
                         options=options,
                     )
-                cubin = self._get(program, "CUBIN", source_path, options)
+                cubin = in_bursts(self._get(program, "CUBIN", source_path, options), name)
                 ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
             finally:
                 library.nvrtcDestroyProgram(ctypes.byref(program))

@@ -108,19 +108,20 @@ DG_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
 template <u32 kConsumers>
 struct ProductTurns {
   enum : u32 { kFirst = 12, kMeeting = 2 * 128 };  // threads: those who wait, and those who let them go
-  u32 consumer;
+  u32 consumer, mine, next;
 
-  DG_DEVICE explicit ProductTurns(u32 consumer) : consumer(consumer) {}
+  DG_DEVICE explicit ProductTurns(u32 consumer)
+      : consumer(consumer), mine(opaque(kFirst + consumer)),
+        next(opaque(kFirst + (consumer + 1 == kConsumers ? 0 : consumer + 1))) {}
 
   DG_DEVICE void begin() const {
     if (consumer + 1 == kConsumers) pass();
   }
   DG_DEVICE void wait() const {
-    if constexpr (kConsumers > 1) named_barrier_sync(kFirst + consumer, kMeeting);
+    if constexpr (kConsumers > 1) named_barrier_sync(mine, kMeeting);
   }
   DG_DEVICE void pass() const {
-    if constexpr (kConsumers > 1)
-      named_barrier_arrive(kFirst + (consumer + 1 == kConsumers ? 0 : consumer + 1), kMeeting);
+    if constexpr (kConsumers > 1) named_barrier_arrive(next, kMeeting);
   }
   // The last turn that was passed is taken back.
   DG_DEVICE void end() const {

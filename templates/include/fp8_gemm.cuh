@@ -59,6 +59,8 @@ struct Fp8Gemm {
     enum : u32 { kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
     enum : u32 { kTurns = Tile::kTurns };
+    // A lone consumer has no other to hide its instructions' fetches, which longer code makes slower: 64x144 lost 5%.
+    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumersK == 1 && kConsumers > 1 };
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
   // Fetching ahead makes the main loop longer, which the largest tiles feel.

@@ -12,8 +12,8 @@
 // the same stages and the tensor cores take instructions of theirs alternately: then they promote at the same time, and
 // the tensor cores idle.
 // Shape gives kStages, kStageBlocks (blocks of K in a stage), kStep, kRows and kColumns (of the left and of the right
-// operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1); Scaling (see promotion.cuh) what promotion
-// multiplies by.
+// operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1), kUnrolls (whether the loop of the first
+// schedule goes round the ring in steps that know their stage); Scaling (see promotion.cuh) what promotion multiplies by.
 template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
   // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
@@ -25,6 +25,7 @@ struct Fp8Mainloop {
   enum : u32 { kParts = kColumns / Mma::kN, kUnits = kSlices * kParts };
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
+  static_assert(!Shape::kUnrolls || (kPartials == 1 && kStep == 1 && kStageBlocks == 1));
 
   struct Block {
     u32 slot;  // stage * kStageBlocks + its place there
@@ -99,29 +100,57 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < kColumns / 2; ++i) sum[slice][i] = 0.0f;
   }
 
-  // The next block is opened while the last products of this one run: only promotion stands between the two. Loops are
-  // nested, over pages of B's scales and over a page's blocks: a branch in each block, never taken but once in 32, cost
-  // 20 of 620 cycles in 128x128 tiles.
+  // The next block is opened while the last products of this one run: only promotion stands between the two.
   template <class Finished>
   DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const Finished& finished) {
-    Block block = first, next;
+    Block block = first;
     const u32 others = blocks - 1;
-    if constexpr (kUnits == 1) {
+    if constexpr (Shape::kUnrolls) {
       for (u32 place = 0; place < others;) {
         if (place > 0) scaling.weights.turn(place);
-        for (const u32 stop = min_of(others, place + kPage); place < stop; ++place) {
-          each_unit<0>(sum, block, &next, place, Nothing());
-          block = next;
-        }
+        go_round(sum, block, place, min_of(others, place + kPage));
+      }
+    } else if constexpr (kUnits == 1) {
+      // Nested, over pages of B's scales and over a page's blocks: a branch in each block, never taken but once in 32,
+      // cost 20 of 620 cycles in 128x128 tiles.
+      for (u32 place = 0; place < others;) {
+        if (place > 0) scaling.weights.turn(place);
+        for (const u32 stop = min_of(others, place + kPage); place < stop; ++place) each_block(sum, block, place);
       }
     } else {  // there is time for the test in the first unit's product: nested, ptxas' code was 5% slower
       for (u32 place = 0; place < others; ++place) {
         if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
-        each_unit<0>(sum, block, &next, place, Nothing());
-        block = next;
+        each_block(sum, block, place);
       }
     }
     each_unit<0>(sum, block, nullptr, 0, finished);
+  }
+
+  // Goes on to the block at `stop`, round the ring in steps whose stage is known: its addresses are numbers in the code, and
+  // no step computes any. That is 20 instructions less of 131 in 128x128 tiles, 2 to 5% of a block of K in wide ones.
+  DG_DEVICE void go_round(Sums& sum, Block& block, u32& place, u32 stop) {
+    static_assert(Shape::kStages <= 16);
+#define DG_STEP(kStage)                         \
+  case kStage:                                  \
+    if constexpr (kStage < Shape::kStages) {    \
+      block.slot = kStage;                      \
+      at.stage = (kStage + 1) % Shape::kStages; \
+      each_block(sum, block, place);            \
+      if (++place == stop) return;              \
+    }
+    switch (block.slot) {
+      for (;;) {
+        DG_STEP(0) DG_STEP(1) DG_STEP(2) DG_STEP(3) DG_STEP(4) DG_STEP(5) DG_STEP(6) DG_STEP(7)
+        DG_STEP(8) DG_STEP(9) DG_STEP(10) DG_STEP(11) DG_STEP(12) DG_STEP(13) DG_STEP(14) DG_STEP(15)
+      }
+    }
+#undef DG_STEP
+  }
+
+  DG_DEVICE void each_block(Sums& sum, Block& block, u32 place) {
+    Block next;
+    each_unit<0>(sum, block, &next, place, Nothing());
+    block = next;
   }
 
   // Ends a unit that was started, does those after it, and starts the next block.
@@ -231,24 +260,19 @@ struct Fp8Mainloop {
       barriers.release(block.slot / kStageBlocks, lane);
   }
 
-  // When the next consumer is told that it may start: it promotes first, so that it starts after this one even if it is told
-  // before. On an H200 that is up to 3% less for a block than after two instructions, but 3% more in 128x192 tiles.
-  enum : bool { kPassesLate = Mma::kN > 160 };
-
-  // Starts a unit's product: four instructions of k32 in one group.
+  // Starts a unit's product: four instructions of k32 in one group. The next consumer is told at once that it may start: it
+  // promotes first, so that it starts after this one.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
     const u32 slot = Scaling::kReadsLate ? uniform(block.slot) : block.slot;
     const u32 a = left + (slot * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
     const u32 b = right + (slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
     wgmma_fence();
-    if constexpr (!kPassesLate) turns.pass();
+    turns.pass();
     Mma::start(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
 #pragma unroll
-    for (u32 step = 1; step < kBlockK / 32; ++step) {
-      if (kPassesLate && step == 2) turns.pass();
+    for (u32 step = 1; step < kBlockK / 32; ++step)
       Mma::accumulate(set, matrix_descriptor(a + step * 2), matrix_descriptor(b + step * 2));
-    }
     wgmma_commit();
   }
 

@@ -42,7 +42,8 @@ struct Fp8Swapped {
     enum : u32 { kStages = Tile::kStages, kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK };
     enum : u32 { kPartials = Tile::kPartials };
     enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices };
-    enum : u32 { kTurns = 1 };
+    enum : u32 { kTurns = Tile::kPartials == 1 && kShares == 1 ? kGroups : 1 };
+    enum : bool { kUnrolls = kTurns > 1 };
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, kGroups * 4, 1>;
@@ -176,6 +177,7 @@ struct Fp8Swapped {
     if (!arg.constant_b) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
+    mainloop.turns.begin();
     while (tile.valid()) {
       mainloop.multiply(sum, uniform(order.mine()), 0);
       const u32 row = tile.row, column = tile.column + first_row;
@@ -200,6 +202,7 @@ struct Fp8Swapped {
                                                   min_of(n(), column + kBlockN), warp, lane, wanted);
       }
     }
+    mainloop.turns.end();
     if constexpr (kTmaStore) {
       if (thread == 0) tma_store_wait_read();
     }

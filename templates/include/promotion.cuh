@@ -81,24 +81,23 @@ struct BlockScales {
   }
 };
 
-// sum += scale_a * scale_b * partial over one m64 x kColumns accumulator tile. In a thread's registers, 4j..4j+3 are
-// two columns of row `lane / 4` and the same two of the row eight below, in 8-column chunk j. `first_columns` of the
-// whole tile lie in B's first block row; the border falls on a multiple of kGroup, so that the choice of factor is made
-// once a group, and not at all where a tile cannot straddle a border.
-template <u32 kColumns, u32 kOffset, u32 kGroup, u32 kRows>
+// sum += scale_a * scale_b * partial over one m64 x kColumns accumulator tile, whose first column is the tile's kOffset-th.
+// In a thread's registers, 4j..4j+3 are two columns of row `lane / 4` and the same two of the row eight below, in 8-column
+// chunk j. A tile that can straddle a border of B's scales has two of them, and the border falls on a multiple of kGroup
+// columns: `masks` has all bits set for groups before it, none for those behind, so that an instruction chooses.
+template <u32 kColumns, u32 kOffset, u32 kGroup, u32 kRows, u32 kGroups>
 DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[2], const float (&scale_b)[kRows],
-                       u32 first_columns) {
+                       const u32 (&masks)[kGroups]) {
   if constexpr (kRows == 1) {
     const float low = scale_a[0] * scale_b[0], high = scale_a[1] * scale_b[0];
 #pragma unroll
     for (u32 i = 0; i < kColumns / 2; ++i) sum[i] += ((i & 2) ? high : low) * partial[i];
   } else {
-    const float low0 = scale_a[0] * scale_b[0], high0 = scale_a[1] * scale_b[0];
-    const float low1 = scale_a[0] * scale_b[1], high1 = scale_a[1] * scale_b[1];
+    const u32 second = __float_as_uint(scale_b[1]), both = __float_as_uint(scale_b[0]) ^ second;
 #pragma unroll
     for (u32 group = 0; group < ceil_div(kColumns, kGroup); ++group) {
-      const bool first = kOffset + group * kGroup < first_columns;
-      const float low = first ? low0 : low1, high = first ? high0 : high1;
+      const float scale = __uint_as_float((both & masks[kOffset / kGroup + group]) ^ second);
+      const float low = scale_a[0] * scale, high = scale_a[1] * scale;
 #pragma unroll
       for (u32 i = group * kGroup / 2; i < min_of((group + 1) * kGroup, kColumns) / 2; ++i)
         sum[i] += ((i & 2) ? high : low) * partial[i];
@@ -118,12 +117,15 @@ struct RowTokens {
 
   Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0
-  u32 first_columns = 0;
+  enum : u32 { kGroups = kScaleRows > 1 ? ceil_div(kBlockN, kGroup) : 1 };
+  u32 masks[kGroups];
 
-  DG_DEVICE RowTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
+  DG_DEVICE RowTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(opaque(tokens)) {}
 
   DG_DEVICE void begin(u32 column, Factors& factors) {
-    first_columns = kBlockN % 128 == 0 ? 128 : 128 - column % 128;
+    const u32 first_columns = 128 - column % 128;
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) masks[group] = opaque(group * kGroup < first_columns ? ~0u : 0);
     weights.begin(factors.weight);
   }
 
@@ -140,7 +142,7 @@ struct RowTokens {
 
   template <u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
-    ::promote<kColumns, kColumn, kGroup>(sum, partial, factors.token[kSlice], factors.weight, first_columns);
+    ::promote<kColumns, kColumn, kGroup>(sum, partial, factors.token[kSlice], factors.weight, masks);
   }
 };
 

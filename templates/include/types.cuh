@@ -29,5 +29,12 @@ struct Either<false, First, Second> {
   using Type = Second;
 };
 
+// The same value, but of unknown origin to the compiler, which else computes cheap ones again wherever they are used.
+DG_DEVICE u32 opaque(u32 value) {
+  u32 same;
+  asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
+  return same;
+}
+
 DG_DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
 DG_DEVICE constexpr u32 min_of(u32 x, u32 y) { return x < y ? x : y; }

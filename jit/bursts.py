@@ -1,0 +1,122 @@
+"""Bursts of FFMA: how often ptxas lets the hardware change warps between them.
+
+Promotion is runs of FFMA by one scale factor. ptxas has a hint for each instruction, whether the scheduler may go on with
+another warp, and mostly gives it to every second FFMA of a run. One that follows a change of warps reads three
+registers, others two, for the factor stays in the operand cache; and while products run, the tensor cores take most of
+what registers can deliver. A change after every eighth made blocks of K 2 to 7% shorter (H200: 128x128 tiles 603 to 561
+cycles, 256x128 1131 to 1088, 128x96 542 to 519); never to change is as good alone, but keeps the other consumer waiting.
+DeepGEMM's first releases edited the same hints, for more changes of warps. No option of ptxas asks for either.
+
+Only hints are changed: the yield bit, and the reuse bit of the second operand, within a run that nothing jumps into. Their
+places are those of all 128-bit instructions since Volta; see Jia et al., Dissecting the NVIDIA Volta GPU Architecture via
+Microbenchmarking, 2018, section 2.1.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from deep_gemm.log import warn_once
+
+BURST = 8
+"""Of 2 to 16, 6 to 8 were best for two and three consumers; lone consumers would like 16 (64x64 tiles by 2%)."""
+
+_FFMA = 0x223  # of registers only
+_NO_YIELD = 1 << 45
+_REUSE = 15 << 58
+_REUSE_SECOND = 1 << 59
+_BRANCHES = {0x947, 0x348, 0x948}  # BRA, and WARPSYNC in two forms, of which COLLECTIVE names a target
+_SYNC_POINT = 0x945  # BSSY
+_UNKNOWN_TARGETS = {0x943, 0x944, 0x949, 0x94A, 0x94B, 0x94C, 0x94F, 0x950}  # calls, indirect branches, returns
+
+
+class _Unreadable(ValueError):
+    """This is no cubin that this module understands."""
+
+
+def in_bursts(cubin: bytes, name: str) -> bytes:
+    """``cubin`` with its runs of FFMA in bursts of up to `BURST`. One whose layout is not known stays as it is, and a
+    warning says so: it computes the same, slower. ``name`` is the kernel's, for that."""
+    try:
+        edited = bytearray(cubin)
+        for begin, end in _code(cubin):
+            _edit(edited, begin, end)
+        return bytes(edited)
+    except (_Unreadable, struct.error) as error:
+        warn_once(f"bursts:{error}", f"{name} is a few percent slower than it could be: in its cubin, {error}.")
+        return cubin
+
+
+def _edit(code: bytearray, begin: int, end: int) -> None:
+    words = [struct.unpack_from("<QQ", code, at) for at in range(begin, end, 16)]
+    for first, last in _runs(words):
+        for index in range(first, last):
+            low, high = words[index]
+            if high & _REUSE & ~_REUSE_SECOND:
+                continue  # ptxas counts on the next one for another operand too
+            held = index + 1 < last and (index - first) % BURST != BURST - 1
+            high = high & ~_REUSE_SECOND | _NO_YIELD
+            high = high | _REUSE_SECOND if held else high & ~_NO_YIELD
+            struct.pack_into("<QQ", code, begin + 16 * index, low, high)
+
+
+def _runs(words: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """First and past the last of FFMAs that follow each other, with the same second operand, and are only reached one
+    from the other."""
+    targets = _targets(words)
+    first = 0
+    while first < len(words):
+        last = first + 1
+        if _is_ffma(words[first]):
+            while last < len(words) and last not in targets and _continues(words[first], words[last]):
+                last += 1
+            if last - first > 1:
+                yield first, last
+        first = last
+
+
+def _is_ffma(word: tuple[int, int]) -> bool:
+    return word[0] & 0xFFF == _FFMA
+
+
+def _continues(first: tuple[int, int], word: tuple[int, int]) -> bool:
+    return _is_ffma(word) and second_operand(word[0]) == second_operand(first[0])
+
+
+def second_operand(low: int) -> int:
+    """Number of the register."""
+    return low >> 32 & 0xFF
+
+
+def _targets(words: list[tuple[int, int]]) -> set[int]:
+    """Indices of instructions that others jump to."""
+    found = set()
+    for index, (low, _) in enumerate(words):
+        opcode = low & 0xFFF
+        if opcode in _UNKNOWN_TARGETS:
+            raise _Unreadable(f"instruction {index} ({opcode:#x}) may jump anywhere")
+        if opcode in _BRANCHES:
+            found.add(index + 1 + _signed((low >> 34 << 8 | low >> 16 & 0xFF), 38) * 4 // 16)
+        elif opcode == _SYNC_POINT:
+            found.add(index + 1 + _signed(low >> 34, 30) * 4 // 16)
+    return found
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _code(cubin: bytes) -> Iterator[tuple[int, int]]:
+    """Where the code of each kernel begins and ends in the file."""
+    if cubin[:6] != b"\x7fELF\x02\x01":
+        raise _Unreadable("the first bytes are not those of a 64-bit ELF file")
+    table = struct.unpack_from("<Q", cubin, 0x28)[0]
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    names_at = struct.unpack_from("<Q", cubin, table + names * size + 0x18)[0]
+    for section in range(table, table + count * size, size):
+        name, _, _, _, offset, length = struct.unpack_from("<IIQQQQ", cubin, section)
+        if cubin.startswith(b".text.", names_at + name):
+            if length % 16 or offset + length > len(cubin):
+                raise _Unreadable(f"a section of code has {length} bytes at {offset}")
+            yield offset, offset + length
