@@ -134,7 +134,6 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
             "scale_group": scale_group(c),
-            "turns": turns(c),
             "shared_bytes": self.shared_bytes(params),
         }
 
@@ -218,13 +217,6 @@ def _needed(config: FP8Config, mma_n: int) -> int:
     if mma_n < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
     return accumulators(config, mma_n) + others
-
-
-def turns(config: FP8Config) -> int:
-    """Consumers that start their products in turn, or 1. Left alone they promote at the same time, and the tensor cores
-    idle: at M = N = 4096, K = 7168 on an H200, order took 128x192 from 215 to 190 us, 192x128 from 206 to 195, 256x128
-    from 172.4 to 170.8. Products issued ahead lost by it."""
-    return config.num_consumers if config.num_partials == config.k_shares == 1 else 1
 
 
 def scale_group(config: FP8Config) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from ..kernels import fp8, sm90_fp8_gemm, sm90_fp8_swapped
 from ..kernels.sm90_fp8_launch import store_box
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, align, ceil_div
@@ -110,15 +110,14 @@ class _Fixed(NamedTuple):
 @functools.cache
 def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     groups, slices = config.num_consumers // config.consumers_k, config.slices
+    in_step = groups > 1 and config.num_partials == 1 and fp8.turns(config) == 1
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
-        in_step = groups > 1 and config.num_partials == 1
         return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, 0, in_step, blocks > 1, direct, 64)
     width = config.block_n
     straddles = SCALE_BLOCK % width != 0 and width != 2 * SCALE_BLOCK
     choices = width // sm90_fp8_gemm.scale_group(config) if straddles else 0
-    in_step = groups > 1 and config.num_partials == 1 and sm90_fp8_gemm.turns(config) == 1
     mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
     columns = store_box(config)[0]
     return _Fixed(False, 1, groups, slices, width, mma_n, choices, in_step, config.cluster_n > 1, not d_tma, columns)

@@ -33,6 +33,7 @@ struct Fp8Swapped {
   static_assert(kGroups * kConsumersK == kConsumers);
   static_assert(128 % kBlockN == 0 || kSlices <= 2, "rows of one consumer must share a scale");
   static_assert(kBlockN >= 64 || !kTmaStore);
+  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
   enum : u32 { kBytesWeights = kBlockN * kBlockK * kStageBlocks };
@@ -42,7 +43,7 @@ struct Fp8Swapped {
     enum : u32 { kStages = Tile::kStages, kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK };
     enum : u32 { kPartials = Tile::kPartials };
     enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices };
-    enum : u32 { kTurns = Tile::kPartials == 1 && kShares == 1 ? kGroups : 1 };
+    enum : u32 { kTurns = Tile::kTurns };
     enum : bool { kUnrolls = kTurns > 1 };
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;

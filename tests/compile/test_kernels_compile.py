@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -67,7 +68,7 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(
     fields, config = kernels.get(params.kernel).fields(params), params.config
     assert isinstance(config, FP8Config)
     # Consumers that take turns meet at a named barrier before each product, and let the next one go.
-    takes_turns = "turns" in fields and int(fields["turns"]) > 1
+    takes_turns = int(fields["turns"]) > 1
     assert any("BAR.ARV" in instruction for instruction in main_loop(built.sass)) == takes_turns
     assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{fields['mma_n']}x32.F32.E4M3.E4M3"}
     loads, stores = "UTMALDG.2D" in built.sass, "UTMASTG.2D" in built.sass
@@ -168,3 +169,29 @@ def test_a_debug_build_compiles(builder: Builder) -> None:
     assert debug.key != plain.key
     # The bounded waits are what it is for.
     assert debug.cubin != plain.cubin
+
+
+def kept_operands(code: str) -> Iterator[tuple[str, str]]:
+    """(instruction, line after it) for each FFMA that keeps its second operand for one after it."""
+    lines = [line.strip() for line in code.splitlines() if line.strip()]
+    lines = [line for line in lines if re.match(r"/\*[0-9a-f]{4,}\*/|\.L_", line)]
+    jumped_to = set(re.findall(r"`\((\.L_\w+)\)", code))
+    lines = [line for line in lines if not line.startswith(".L_") or line.rstrip(":") in jumped_to]
+    for line, after in itertools.pairwise(lines):
+        if re.search(r"\bFFMA R\d+, R\d+(?:\.reuse)?, R\d+\.reuse", line):
+            yield line, after
+
+
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_promotion_changes_warps_after_bursts(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    code = builds[params].result().sass
+    kept = list(kept_operands(code))
+    # Where a tile cannot straddle a border of B's scales, runs are as long as a thread's columns.
+    config = params.config
+    assert isinstance(config, FP8Config)
+    if not isinstance(config, SwappedConfig) and 128 % config.block_n == 0 and config.block_n >= 64:
+        assert len(kept) > 0.75 * len(re.findall(r"\bFFMA\b", code))
+    for line, after in kept:
+        assert not after.startswith(".L_"), f"{line} keeps an operand for what is jumped to as well"

@@ -4,7 +4,7 @@ struct Tile {
   enum : u32 { kBlockM = 16, kBlockN = 64 };
   enum : u32 { kStages = 20, kStageBlocks = 1, kConsumers = 2 };
   enum : u32 { kClusterK = 2, kConsumersK = 2 };
-  enum : u32 { kPartials = 2 };
+  enum : u32 { kPartials = 2, kTurns = 1 };
   enum : bool { kScalesHeld = true };
   enum : u32 { kBoxChunks = 1 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };

@@ -4,7 +4,7 @@ struct Tile {
   enum : u32 { kBlockM = 8, kBlockN = 32 };
   enum : u32 { kStages = 22, kStageBlocks = 2, kConsumers = 1 };
   enum : u32 { kClusterK = 1, kConsumersK = 1 };
-  enum : u32 { kPartials = 2 };
+  enum : u32 { kPartials = 2, kTurns = 1 };
   enum : bool { kScalesHeld = true };
   enum : u32 { kBoxChunks = 1 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 216 };
