@@ -55,7 +55,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "again": (0.005, 1.0),
     "l2_gb_per_s": (4000, 20000),
     "l2_sharing": (0.01, 0.5),
-    "unaligned": (1.0, 2.2),
+    "unaligned": (1.0, 3.0),
 }
 """Where each constant may lie on a GPU of Hopper's kind; the search is uniform in its logarithm."""
 

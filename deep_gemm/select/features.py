@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 from ..kernels import fp8, sm90_fp8_gemm, sm90_fp8_swapped
@@ -88,7 +89,7 @@ class Features(NamedTuple):
     in_parts: float
     """1 where an m64 slice is multiplied in two parts, else 0."""
     unaligned: float
-    """1 where rows of operands begin inside lines of 128 bytes, else 0."""
+    """Of the rows of 128 bytes of a block, the part that begins inside a line of 128 bytes."""
 
 
 class _Fixed(NamedTuple):
@@ -185,5 +186,5 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         weights_read=tiles * blocks * block_n / config.cluster_m * SCALE_BLOCK,
         weights_sharers=min(32, rows),
         in_parts=1.0 if mma_n < width else 0.0,
-        unaligned=1.0 if k > SCALE_BLOCK and k % SCALE_BLOCK else 0.0,
+        unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
     )

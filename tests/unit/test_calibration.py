@@ -127,7 +127,8 @@ def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clus
     alone = {(c.block_m, c.block_n): c for c in candidates(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
     for config in candidates(whole, arch.SM90):
         once, twice = (estimate(asked, config, dear).shared_us for asked in (whole, inside))
-        assert math.isclose(twice / once, MANY.unaligned, rel_tol=1e-6), config
+        # Rows of 400 bytes: seven of eight begin at another multiple of 16.
+        assert math.isclose(twice / once, 1 + (MANY.unaligned - 1) * 7 / 8, rel_tol=1e-6), config
     pair = next(c for c in candidates(whole, arch.SM90) if c.cluster_m == 2)
     single = alone[pair.block_m, pair.block_n]
     asked = (features(whole, c).asked for c in (pair, single))
