@@ -1,15 +1,15 @@
 """Bursts of FFMA: how often ptxas lets the hardware change warps between them.
 
-Promotion is runs of FFMA by one scale factor. ptxas has a hint for each instruction, whether the scheduler may go on with
+Promotion is runs of FFMA by one scale factor. ptxas gives each instruction a hint, whether the scheduler may go on with
 another warp, and mostly gives it to every second FFMA of a run. One that follows a change of warps reads three
-registers, others two, for the factor stays in the operand cache; and while products run, the tensor cores take most of
-what registers can deliver. A change after every eighth made blocks of K 2 to 7% shorter (H200: 128x128 tiles 603 to 561
-cycles, 256x128 1131 to 1088, 128x96 542 to 519); never to change is as good alone, but keeps the other consumer waiting.
-DeepGEMM's first releases edited the same hints, for more changes of warps. No option of ptxas asks for either.
+registers, others two, for the factor stays in the operand cache; and while products run, the tensor cores take most
+of what registers can deliver. A change after every eighth made blocks of K 2 to 7% shorter (H200: 128x128 tiles 603
+to 561 cycles, 256x128 1131 to 1088, 128x96 542 to 519); no change at all keeps other consumers waiting. DeepGEMM's
+first releases edited the same hints, for more changes of warps. No option of ptxas asks for either.
 
-Only hints are changed: the yield bit, and the reuse bit of the second operand, within a run that nothing jumps into. Their
-places are those of all 128-bit instructions since Volta; see Jia et al., Dissecting the NVIDIA Volta GPU Architecture via
-Microbenchmarking, 2018, section 2.1.
+Only hints are edited: the yield bit, and the reuse bit of the second operand, within a run that nothing jumps into.
+They lie where they do in all 128-bit instructions since Volta; see Jia et al., Dissecting the NVIDIA Volta GPU
+Architecture via Microbenchmarking, 2018, section 2.1.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
-from deep_gemm.jit.cache.files import sweep
 from deep_gemm.jit.bursts import in_bursts
+from deep_gemm.jit.cache.files import sweep
 from deep_gemm.jit.compilers.base import Compiled, Compiler
 from deep_gemm.jit.resources import ptxas_seconds
 from deep_gemm.log import say

@@ -183,9 +183,7 @@ def kept_operands(code: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_promotion_changes_warps_after_bursts(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
+def test_promotion_changes_warps_after_bursts(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
     code = builds[params].result().sass
     kept = list(kept_operands(code))
     # Where a tile cannot straddle a border of B's scales, runs are as long as a thread's columns.
