@@ -16,8 +16,8 @@ MAX_STAGES = 24
 """Of the smallest tiles, which could have more."""
 
 TOKENS = (8, 16, 24, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128)
-"""Tile sizes along M. Any multiple of 8 would do. One tile holds few tokens, which are cheap to pad; more are cut up, and
-eight too many in each tile are 10%, so there is every size then."""
+"""Tile sizes along M. Any multiple of 8 would do. One tile holds few tokens, which are cheap to pad; more are cut up,
+and eight too many in each tile are 10%, so there is every size then."""
 
 _ROWS = ((32, 1, 2), (64, 1, 1), (128, 2, 1), (256, 2, 1))
 """Rows of B in a tile, the consumer groups that share them, and blocks of K in a stage: narrow tiles have stages as
