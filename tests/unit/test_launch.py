@@ -298,7 +298,7 @@ def test_arguments_are_the_parameters_of_the_kernel(config: FP8Config, store: st
         "n": 1000,
         "k": 912,
         "constant_b": 0,
-        "b_read_once": 1,
+        "b_read_once": 0,
     }
 
 
@@ -315,8 +315,14 @@ def test_constant_weights_are_read_early_only_by_a_programmatic_launch(config: F
 def test_weights_leave_l2_first_where_all_that_read_them_do_so_at_one_time() -> None:
     for config in CONFIGS:
         rows, most = config.block_m * config.cluster_m, 6 // config.cluster_m  # of cluster tiles that are one group
-        for m, once in ((1, 1), (rows * most, 1), (rows * most + 1, 0)):
-            g = Geometry(m, 1000, 896, 896, 896, 1000, align(m, 4), (7, 1))
+        # An H200's L2 has 50 MiB.
+        for m, n, once in (
+            (1, 1000, 1),
+            (rows * most, 58520, 1),
+            (rows * most, 58512, most == 1),
+            (rows * most + 1, 58520, 0),
+        ):
+            g = Geometry(m, n, 896, 896, 896, n, align(m, 4), (7, 1))
             recorded = record(make_params(config), g)
             assert dict(zip(parameter_names(make_params(config)), recorded.args, strict=True))["b_read_once"][1] == once
 
