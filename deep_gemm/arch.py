@@ -18,7 +18,6 @@ class ArchSpec:
     shared_per_cta: int
     shared_per_sm: int
     shared_reserved_per_cta: int
-    l2: int
 
     def ctas_fit(self, shared_bytes: int, ctas: int) -> bool:
         """Whether ``ctas`` CTAs with this much dynamic shared memory live on one SM together."""
@@ -34,7 +33,6 @@ SM90 = ArchSpec(
     shared_per_cta=227 * 1024,
     shared_per_sm=228 * 1024,
     shared_reserved_per_cta=1024,
-    l2=50 << 20,
 )
 
 _ARCHS = {spec.name: spec for spec in (SM90,)}

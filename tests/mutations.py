@@ -107,8 +107,15 @@ MUTATIONS = [
     Mutation(
         "never use the second row of B's scales",
         "promotion.cuh",
-        "const bool first = kOffset + group * kGroup < first_columns;",
-        "const bool first = true;",
+        "opaque(group * kGroup < first_columns ? ~0u : 0)",
+        "opaque(~0u)",
+        ("straddling",),
+    ),
+    Mutation(
+        "choose B's scale a group of columns late",
+        "promotion.cuh",
+        "opaque(group * kGroup < first_columns ? ~0u : 0)",
+        "opaque(group * kGroup <= first_columns ? ~0u : 0)",
         ("straddling",),
     ),
     Mutation(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import arch
 from ..errors import InvalidInputError
 from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
@@ -84,11 +83,17 @@ def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int) ->
     return TensorMapSpec("u8", dims, (stride, SCALE_BLOCK), (SCALE_BLOCK, box, stage_blocks), 128, 256)
 
 
-def _leaves_first(order: Raster, members: int, weights: int, l2: int) -> bool:
-    """Whether B leaves L2 as soon as it was read: where one row of tiles reads it, and where several do so at one time
-    and L2 cannot hold all of its bytes. Then it would only push out what is needed again (256 x 7168 x 16384 on an
-    H200: 5% faster so); where L2 holds it, some reader is too late (N = 32768, K = 512: 1 to 11% slower)."""
-    return order.rows * members == 1 or (order.rows <= order.height and weights > l2)
+_IN_STEP = 16
+"""With more blocks of K than these, tiles take so much longer than their starts differ that those below each other
+read the same rows of B at one time."""
+
+
+def _leaves_first(order: Raster, members: int, blocks: int) -> bool:
+    """Whether B leaves L2 as soon as it was read: where one row of tiles reads it, and where several do so at one time.
+    It would only push out what is needed again: 256 x 7168 x 16384 took 5% less on an H200, 256 x 4096 x 7168 4%. With
+    few blocks some reader comes too late: 1000 x 32768 x 512 took 11% more, 512 x 24576 x 1536 2%; 512 x 7168 x 2048
+    did not care."""
+    return order.rows * members == 1 or (order.rows <= order.height and blocks > _IN_STEP)
 
 
 def launch(
@@ -130,7 +135,7 @@ def launch(
         ("u32", rows),
         ("u32s", order.arguments),
         ("u32", int(constant_b and pdl)),
-        ("u32", int(_leaves_first(order, members, n * k, arch.get(params.arch).l2))),
+        ("u32", int(_leaves_first(order, members, blocks))),
     ]
     if dealt:
         args += [("u32", number) for number in dealt.arguments]
