@@ -134,22 +134,29 @@ MUTATIONS = [
     Mutation(
         "forget the promotion of a tile's last partial sums",
         "fp8_mainloop.cuh",
-        "promote_unit<kUnits - 1>(sum, partial[kLast], block);",
+        "promote_unit<false, kUnits - 1>(sum, partial[kLast], block);",
         "",
         ("ahead", "split", "swapped", "swapped split", "swapped narrow"),
     ),
     Mutation(
         "forget the promotion of one register",
         "promotion.cuh",
-        "for (u32 i = 0; i < kColumns / 2; ++i) sum[i] +=",
-        "for (u32 i = 1; i < kColumns / 2; ++i) sum[i] +=",
+        "for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>",
+        "for (u32 i = 1; i < kColumns / 2; ++i) add<kFresh>",
         ("ahead", "one by one", "split"),
+    ),
+    Mutation(
+        "start with the sums of the tile before",
+        "promotion.cuh",
+        "sum = kFresh ? scale * partial : sum + scale * partial;",
+        "sum += scale * partial;",
+        ("one by one",),
     ),
     Mutation(
         "promote a partial sum twice",
         "promotion.cuh",
-        "sum[i] += ((i & 2) ? high : low) * partial[i];\n  } else {",
-        "sum[i] += ((i & 2) ? high : low) * partial[i] * (i == 1 ? 2.0f : 1.0f);\n  } else {",
+        "(i & 2) ? high : low, partial[i]);\n  } else {",
+        "(i & 2) ? high : low, partial[i] * (i == 1 ? 2.0f : 1.0f));\n  } else {",
         ("ahead", "one by one", "split"),
     ),
     Mutation(
@@ -240,7 +247,7 @@ MUTATIONS = [
     Mutation(
         "promote three of four sums, swapped",
         "promotion.cuh",
-        "      sum[i + 3] += odd * partial[i + 3];\n",
+        "      add<kFresh>(sum[i + 3], odd, partial[i + 3]);\n",
         "",
         SWAPPED_KERNELS,
     ),

@@ -245,8 +245,10 @@ struct Fp8Gemm {
           const u32 row = tile.row + consumer / kConsumersK * 64 * kSlices;
           const u32 column = tile.column + (rank_k() * kConsumersK + consumer % kConsumersK) * kColumns;
           named_barrier_sync(area_full(consumer, part), kMeeting);
-          if (lane == 0 && owned)
+          if (lane == 0 && owned) {
+            fence_shared_to_tma();
             Store::template store<kStoreParts>(arg.map_d, staging(consumer), row, column, m(), n(), part);
+          }
           __syncwarp();
         }
       }
@@ -336,7 +338,6 @@ struct Fp8Gemm {
           static_assert(kSlices <= 2);
         }
       }
-      fence_shared_to_tma();
       named_barrier_arrive(area_full(consumer, 0), kMeeting);
     }
   }
@@ -347,7 +348,6 @@ struct Fp8Gemm {
     if constexpr (kUnit == 0) named_barrier_sync(area_free(consumer), kMeeting);
     Store::template stage<kSlice, kColumn, Mma::kN>(staging(consumer), &sum[kSlice][kColumn / 2], thread / 32, thread % 32);
     if constexpr (kStoreParts > 1 || kUnit + 1 == Mainloop::kUnits) {
-      fence_shared_to_tma();
       named_barrier_arrive(area_full(consumer, kStoreParts > 1 ? kUnit : 0), kMeeting);
     }
   }

@@ -194,10 +194,12 @@ struct Fp8Swapped {
         if (thread == 0) tma_store_wait_read();
         named_barrier_sync(1 + consumer, 128);
         Store::stage(staging, sum, warp, lane, wanted);
-        fence_shared_to_tma();
         named_barrier_sync(1 + consumer, 128);
         const u32 token = row + (kShares == 1 ? 0 : share * Exchange::kOwned * 8);
-        if (thread == 0) Store::store(arg.map_d, staging, token, column, min_of(m(), row + kBlockM), n());
+        if (thread == 0) {
+          fence_shared_to_tma();
+          Store::store(arg.map_d, staging, token, column, min_of(m(), row + kBlockM), n());
+        }
       } else {
         store_direct_transposed<kBlockM, kSlices>(arg.d, arg.d_stride, sum, row, column, m(),
                                                   min_of(n(), column + kBlockN), warp, lane, wanted);

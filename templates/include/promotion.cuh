@@ -81,17 +81,23 @@ struct BlockScales {
   }
 };
 
-// sum += scale_a * scale_b * partial over one m64 x kColumns accumulator tile, whose first column is the tile's kOffset-th.
+template <bool kFresh>
+DG_DEVICE void add(float& sum, float scale, float partial) {
+  sum = kFresh ? scale * partial : sum + scale * partial;
+}
+
+// sum += scale_a * scale_b * partial over one m64 x kColumns accumulator tile, whose first column is the tile's kOffset-th;
+// with kFresh, sum = that.
 // In a thread's registers, 4j..4j+3 are two columns of row `lane / 4` and the same two of the row eight below, in 8-column
 // chunk j. A tile that can straddle a border of B's scales has two of them, and the border falls on a multiple of kGroup
 // columns: `masks` has all bits set for groups before it, none for those behind, so that an instruction chooses.
-template <u32 kColumns, u32 kOffset, u32 kGroup, u32 kRows, u32 kGroups>
+template <bool kFresh, u32 kColumns, u32 kOffset, u32 kGroup, u32 kRows, u32 kGroups>
 DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[2], const float (&scale_b)[kRows],
                        const u32 (&masks)[kGroups]) {
   if constexpr (kRows == 1) {
     const float low = scale_a[0] * scale_b[0], high = scale_a[1] * scale_b[0];
 #pragma unroll
-    for (u32 i = 0; i < kColumns / 2; ++i) sum[i] += ((i & 2) ? high : low) * partial[i];
+    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], (i & 2) ? high : low, partial[i]);
   } else {
     const u32 second = __float_as_uint(scale_b[1]), both = __float_as_uint(scale_b[0]) ^ second;
 #pragma unroll
@@ -100,7 +106,7 @@ DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[
       const float low = scale_a[0] * scale, high = scale_a[1] * scale;
 #pragma unroll
       for (u32 i = group * kGroup / 2; i < min_of((group + 1) * kGroup, kColumns) / 2; ++i)
-        sum[i] += ((i & 2) ? high : low) * partial[i];
+        add<kFresh>(sum[i], (i & 2) ? high : low, partial[i]);
     }
   }
 }
@@ -112,7 +118,7 @@ struct RowTokens {
   struct Factors {
     float token[kSlices][2], weight[kScaleRows];
   };
-  enum : bool { kReadsLate = false };
+  enum : bool { kReadsLate = false, kStartsFresh = true };
   enum : u32 { kPage = Weights::kPage };
 
   Weights weights;
@@ -140,9 +146,9 @@ struct RowTokens {
     }
   }
 
-  template <u32 kSlice, u32 kColumn, u32 kColumns>
+  template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
-    ::promote<kColumns, kColumn, kGroup>(sum, partial, factors.token[kSlice], factors.weight, masks);
+    ::promote<kFresh, kColumns, kColumn, kGroup>(sum, partial, factors.token[kSlice], factors.weight, masks);
   }
 };
 
@@ -157,7 +163,7 @@ struct ColumnTokens {
     float token[kHeld ? kTokens / 4 : 1];
     u32 from;  // where the tokens' scales are
   };
-  enum : bool { kReadsLate = !kHeld };
+  enum : bool { kReadsLate = !kHeld, kStartsFresh = false };
   enum : u32 { kPage = Weights::kPage };
 
   Weights weights;
@@ -180,7 +186,7 @@ struct ColumnTokens {
     }
   }
 
-  template <u32 kSlice, u32 kColumn, u32 kColumns>
+  template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
 #pragma unroll
     for (u32 i = 0; i < kColumns / 2; i += 4) {  // eight tokens, two of them here, in two rows
@@ -193,10 +199,10 @@ struct ColumnTokens {
         even *= factors.weight[0];
         odd *= factors.weight[0];
       }
-      sum[i] += even * partial[i];
-      sum[i + 1] += odd * partial[i + 1];
-      sum[i + 2] += even * partial[i + 2];
-      sum[i + 3] += odd * partial[i + 3];
+      add<kFresh>(sum[i], even, partial[i]);
+      add<kFresh>(sum[i + 1], odd, partial[i + 1]);
+      add<kFresh>(sum[i + 2], even, partial[i + 2]);
+      add<kFresh>(sum[i + 3], odd, partial[i + 3]);
     }
   }
 };

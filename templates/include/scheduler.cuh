@@ -15,7 +15,7 @@ struct TileScheduler {
 
   DG_DEVICE TileScheduler(const Raster* raster) : raster(raster) {
     count = raster->rows * raster->columns;
-    stride = gridDim.x / (kClusterM * kClusterN * kClusterK);
+    stride = opaque(gridDim.x / (kClusterM * kClusterN * kClusterK));  // read from memory at each use, else
     index = blockIdx.x / (kClusterM * kClusterN * kClusterK);
     if (valid()) locate();
   }
