@@ -171,6 +171,20 @@ def test_a_debug_build_compiles(builder: Builder) -> None:
     assert debug.cubin != plain.cubin
 
 
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_consumers_in_turn_go_round_the_ring_in_steps_that_know_their_stage(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    if int(kernels.get(params.kernel).fields(params)["turns"]) == 1:
+        pytest.skip("no turns")
+    code = builds[params].result().sass.splitlines()
+    products = [index for index, line in enumerate(code) if "QGMMA" in line]
+    waits = [line for line in code[products[0] : products[-1]] if "PHASECHK" in line]
+    places = {match[1] for line in waits if (match := re.search(r"\[(.*?)\]", line))}
+    assert isinstance(params.config, FP8Config)
+    assert len(waits) >= params.config.num_stages, f"one wait serves several stages: {places}"
+
+
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:
     """(instruction, line after it) for each FFMA that keeps its second operand for one after it."""
     lines = [line.strip() for line in code.splitlines() if line.strip()]
