@@ -7,9 +7,9 @@ of what registers can deliver. A change after every eighth made blocks of K 2 to
 to 561 cycles, 256x128 1131 to 1088, 128x96 542 to 519); no change at all keeps other consumers waiting. DeepGEMM's
 first releases edited the same hints, for more changes of warps. No option of ptxas asks for either.
 
-Only hints are edited: the yield bit, and the reuse bit of the second operand, within a run that nothing jumps into.
-They lie where they do in all 128-bit instructions since Volta; see Jia et al., Dissecting the NVIDIA Volta GPU
-Architecture via Microbenchmarking, 2018, section 2.1.
+Only hints are edited: the yield bit, and the reuse bit of the second operand, within a run that nothing jumps into and
+that leaves the factor as it is. They lie where they do in all 128-bit instructions since Volta; see Jia et al.,
+Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking, 2018, section 2.1.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ BURST = 8
 """Of 2 to 16, 6 to 8 were best for two and three consumers; lone consumers would like 16 (64x64 tiles by 2%)."""
 
 _FFMA = 0x223  # of registers only
+_ALWAYS = 7  # the predicate of an instruction that has none
 _NO_YIELD = 1 << 45
 _REUSE = 15 << 58
 _REUSE_SECOND = 1 << 59
@@ -40,48 +41,51 @@ def in_bursts(cubin: bytes, name: str) -> bytes:
     warning says so: it computes the same, slower. ``name`` is the kernel's, for that."""
     try:
         edited = bytearray(cubin)
-        for begin, end in _code(cubin):
-            _edit(edited, begin, end)
+        for begin, end in code_sections(cubin):
+            words = [struct.unpack_from("<QQ", cubin, at) for at in range(begin, end, 16)]
+            for first, last in runs(words):
+                _edit(edited, begin, words, first, last)
         return bytes(edited)
-    except (_Unreadable, struct.error) as error:
+    except (ValueError, OverflowError, struct.error) as error:
         warn_once(f"bursts:{error}", f"{name} is a few percent slower than it could be: in its cubin, {error}.")
         return cubin
 
 
-def _edit(code: bytearray, begin: int, end: int) -> None:
-    words = [struct.unpack_from("<QQ", code, at) for at in range(begin, end, 16)]
-    for first, last in _runs(words):
-        for index in range(first, last):
-            low, high = words[index]
-            if high & _REUSE & ~_REUSE_SECOND:
-                continue  # ptxas counts on the next one for another operand too
-            held = index + 1 < last and (index - first) % BURST != BURST - 1
-            high = high & ~_REUSE_SECOND | _NO_YIELD
-            high = high | _REUSE_SECOND if held else high & ~_NO_YIELD
-            struct.pack_into("<QQ", code, begin + 16 * index, low, high)
+def _edit(code: bytearray, begin: int, words: list[tuple[int, int]], first: int, last: int) -> None:
+    for index in range(first, last):
+        low, high = words[index]
+        if high & _REUSE & ~_REUSE_SECOND:
+            continue  # ptxas counts on the next one for another operand too
+        held = index + 1 < last and (index - first) % BURST != BURST - 1
+        high = high & ~_REUSE_SECOND | _NO_YIELD
+        high = high | _REUSE_SECOND if held else high & ~_NO_YIELD
+        struct.pack_into("<QQ", code, begin + 16 * index, low, high)
 
 
-def _runs(words: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """First and past the last of FFMAs that follow each other, with the same second operand, and are only reached one
-    from the other."""
-    targets = _targets(words)
-    first = 0
-    while first < len(words):
-        last = first + 1
-        if _is_ffma(words[first]):
-            while last < len(words) and last not in targets and _continues(words[first], words[last]):
-                last += 1
-            if last - first > 1:
-                yield first, last
-        first = last
+def runs(words: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs of two FFMAs or more, as (first, past the last): they follow each other, have the same second operand, which
+    none but the last writes, and are only reached one from the other. ``words`` are the two of each instruction of a
+    kernel. ValueError where it cannot be known what is jumped to."""
+    followers = {index for index in range(1, len(words)) if _continues(words[index - 1], words[index])}
+    if followers:  # else there may be calls and indirect jumps
+        followers -= _targets(words)
+    found: list[tuple[int, int]] = []
+    for index in sorted(followers):
+        if found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index - 1, index + 1))
+    return found
+
+
+def _continues(before: tuple[int, int], word: tuple[int, int]) -> bool:
+    factor = second_operand(word[0])
+    written = before[0] >> 16 & 0xFF
+    return _is_ffma(before) and _is_ffma(word) and second_operand(before[0]) == factor != written
 
 
 def _is_ffma(word: tuple[int, int]) -> bool:
-    return word[0] & 0xFFF == _FFMA
-
-
-def _continues(first: tuple[int, int], word: tuple[int, int]) -> bool:
-    return _is_ffma(word) and second_operand(word[0]) == second_operand(first[0])
+    return word[0] & 0xFFF == _FFMA and word[0] >> 12 & 0xF == _ALWAYS
 
 
 def second_operand(low: int) -> int:
@@ -107,16 +111,21 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-def _code(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """Where the code of each kernel begins and ends in the file."""
+def code_sections(cubin: bytes) -> Iterator[tuple[int, int]]:
+    """Where the code of each kernel begins and ends in the file. ValueError if this is no cubin."""
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise _Unreadable("the first bytes are not those of a 64-bit ELF file")
     table = struct.unpack_from("<Q", cubin, 0x28)[0]
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     names_at = struct.unpack_from("<Q", cubin, table + names * size + 0x18)[0]
-    for section in range(table, table + count * size, size):
+    found = False
+    for index in range(count):
+        section = table + index * size
         name, _, _, _, offset, length = struct.unpack_from("<IIQQQQ", cubin, section)
         if cubin.startswith(b".text.", names_at + name):
             if length % 16 or offset + length > len(cubin):
                 raise _Unreadable(f"a section of code has {length} bytes at {offset}")
+            found = True
             yield offset, offset + length
+    if not found:
+        raise _Unreadable("there is no section of code")

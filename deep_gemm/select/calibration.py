@@ -92,7 +92,7 @@ class Calibration:
     l2_sharing: float
     """Bytes that n tiles ask for count n to the power of minus this each."""
     unaligned: float
-    """Lines that a row of 128 bytes takes that begins inside one."""
+    """What a row of 128 bytes costs that begins inside a line, in lines: it takes two, and fits say more."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Calibration:

@@ -13,5 +13,5 @@ struct Fp8GemmArguments {
   u32 box_rows;     // rows of A, and of its scales, that are loaded for a tile: fewer than kBlockM when m is small
   const Raster* raster;
   u32 constant_b;   // no kernel that may still run writes B or its scales: they may be read before those end
-  u32 b_read_once;  // whoever reads the same rows of B does so at one time
+  u32 b_read_once;  // B leaves L2 as soon as it was read
 };

@@ -34,7 +34,7 @@ struct Fp8Mainloop {
   using Sums = float[kSlices][kColumns / 2];
   enum : u32 { kPage = Scaling::kPage };
   // Whether a tile's first block makes its sums, which then need no clearing: that took 200 to 300 cycles of 1900 between
-  // two 256x128 tiles on an H200. Where promotion reads scales late ptxas would serialise products.
+  // two 256x128 tiles on an H200. Not in swapped tiles, of which ptxas would make some spill, or serialise products.
   enum : bool { kStartsFresh = Shape::kUnrolls && Scaling::kStartsFresh };
 
   const Barriers barriers;
@@ -274,7 +274,7 @@ struct Fp8Mainloop {
   }
 
   // Starts a unit's product: four instructions of k32 in one group. The next consumer is told at once that it may start: it
-  // promotes first, so that it starts after this one.
+  // promotes first, so that it starts after this one, but for a tile's first product.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
     const u32 slot = Scaling::kReadsLate ? uniform(block.slot) : block.slot;

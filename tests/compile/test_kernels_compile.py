@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
+import struct
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,9 +18,10 @@ from mutations import edited_headers
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
-from deep_gemm.jit import Builder, sass
+from deep_gemm.jit import Builder, bursts, sass
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import render
+from deep_gemm.log import log
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
 from deep_gemm.settings import settings
 
@@ -198,13 +201,22 @@ def kept_operands(code: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_promotion_changes_warps_after_bursts(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
-    code = builds[params].result().sass
-    kept = list(kept_operands(code))
+def test_promotion_comes_in_bursts(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = builds[params].result()
+    # The hints were understood and edited: nothing is left to do, and nothing to say.
+    with caplog.at_level(logging.WARNING, logger=log.name):
+        assert bursts.in_bursts(built.binary.cubin, built.binary.name) == built.binary.cubin
+    assert not caplog.records
+    ((begin, end),) = bursts.code_sections(built.binary.cubin)
+    words = [struct.unpack_from("<QQ", built.binary.cubin, at) for at in range(begin, end, 16)]
+    found = bursts.runs(words)
+    assert found
     # Where a tile cannot straddle a border of B's scales, runs are as long as a thread's columns.
     config = params.config
     assert isinstance(config, FP8Config)
-    if not isinstance(config, SwappedConfig) and 128 % config.block_n == 0 and config.block_n >= 64:
-        assert len(kept) > 0.75 * len(re.findall(r"\bFFMA\b", code))
-    for line, after in kept:
+    if not isinstance(config, SwappedConfig) and 128 % config.block_n == 0:
+        assert max(last - first for first, last in found) >= config.block_n // 4
+    for line, after in kept_operands(built.sass):
         assert not after.startswith(".L_"), f"{line} keeps an operand for what is jumped to as well"

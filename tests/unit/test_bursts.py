@@ -18,9 +18,9 @@ KEPT = (1 << 64) - 1 ^ NO_YIELD ^ SECOND
 Word = tuple[int, int]
 
 
-def ffma(factor: int, *, hints: int = NO_YIELD) -> Word:
+def ffma(factor: int, *, to: int = 100, predicate: int = 7, hints: int = NO_YIELD) -> Word:
     # Stall counts and the scoreboards that it waits for lie around the hints.
-    return FFMA | factor << 32, 1 << 41 | 0b101 << 52 | hints
+    return FFMA | predicate << 12 | to << 16 | factor << 32, 1 << 41 | 0b101 << 52 | hints
 
 
 def branch(index: int, to: int) -> Word:
@@ -73,6 +73,15 @@ def test_another_instruction_ends_a_run() -> None:
     assert hints(edited(ffma(7), ffma(7), between, ffma(7), ffma(7))) == ["r", "y", "r", "r", "y"]
 
 
+def test_a_factor_that_is_overwritten_ends_a_run() -> None:
+    assert hints(edited(ffma(7), ffma(7, to=7), ffma(7), ffma(7))) == ["r", "y", "r", "y"]
+    assert hints(edited(ffma(7, to=7), ffma(7), ffma(7))) == ["", "r", "y"]
+
+
+def test_what_may_not_be_done_is_in_no_run() -> None:
+    assert hints(edited(ffma(7), ffma(7, predicate=0), ffma(7), ffma(7))) == ["", "", "r", "y"]
+
+
 def test_one_alone_stays_as_it_is() -> None:
     for own in (0, NO_YIELD, SECOND | NO_YIELD):
         assert edited(ffma(7, hints=own), ffma(8, hints=own)) == [ffma(7, hints=own), ffma(8, hints=own)]
@@ -115,6 +124,12 @@ def test_code_that_may_jump_anywhere_is_left_alone_and_said(caplog: pytest.LogCa
     assert "instruction 2 (0x949) may jump anywhere" in said
 
 
+def test_code_without_runs_may_jump_anywhere(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger=log.log.name):
+        assert edited(ffma(7), ffma(8), (BRX, 0)) == [ffma(7), ffma(8), (BRX, 0)]
+    assert not caplog.records
+
+
 def test_a_file_of_another_kind_is_left_alone_and_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "ELF" in warned(b"not a cubin", caplog)
     whole = elf([ffma(7), ffma(7)])
@@ -123,11 +138,29 @@ def test_a_file_of_another_kind_is_left_alone_and_said(caplog: pytest.LogCapture
     cut = bytearray(whole)
     struct.pack_into("<Q", cut, len(whole) - 3 * 64 + 32, 1 << 40)  # the size of the first section
     assert "bytes at 64" in warned(bytes(cut), caplog)
+    struct.pack_into("<Q", cut, len(whole) - 3 * 64 + 24, 1 << 63)  # its place
+    assert "some_kernel" in warned(bytes(cut), caplog)
+    for place in (0x3A, 0x3C):  # size and number of the headers of sections
+        cut = bytearray(whole)
+        struct.pack_into("<H", cut, place, 0)
+        assert "no section of code" in warned(bytes(cut), caplog)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=8))
+def test_damage_is_no_exception(damage: list[tuple[int, int]]) -> None:
+    image = bytearray(elf([ffma(7), ffma(7), ffma(7)], [ffma(8), ffma(8)]))
+    for at, value in damage:
+        image[at % len(image)] = value
+    assert len(in_bursts(bytes(image), "k")) == len(image)
 
 
 words = st.one_of(
     st.builds(
-        ffma, st.integers(4, 6), hints=st.sampled_from([0, NO_YIELD, NO_YIELD | SECOND, NO_YIELD | FIRST | SECOND])
+        ffma,
+        st.integers(4, 6),
+        to=st.integers(4, 12),
+        predicate=st.sampled_from([7, 7, 7, 0]),
+        hints=st.sampled_from([0, NO_YIELD, NO_YIELD | SECOND, NO_YIELD | FIRST | SECOND]),
     ),
     st.tuples(st.just(FMUL), st.integers(0, (1 << 64) - 1)),
 )
@@ -153,7 +186,7 @@ def test_only_hints_change_and_what_is_kept_is_used(code: list[Word], jumps: lis
         if new[1] & SECOND and new[1] != old[1]:
             follower = after[index + 1]
             assert follower[0] & 0xFFF == FFMA
-            assert second_operand(follower[0]) == second_operand(new[0])
+            assert second_operand(follower[0]) == second_operand(new[0]) != new[0] >> 16 & 0xFF
             assert index + 1 not in targets
             assert new[1] & NO_YIELD, "what is kept is lost with a change of warps"
     assert edited(*after) == after
