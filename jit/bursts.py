@@ -41,8 +41,7 @@ def in_bursts(cubin: bytes, name: str) -> bytes:
     warning says so: it computes the same, slower. ``name`` is the kernel's, for that."""
     try:
         edited = bytearray(cubin)
-        for begin, end in code_sections(cubin):
-            words = [struct.unpack_from("<QQ", cubin, at) for at in range(begin, end, 16)]
+        for begin, words in code_sections(cubin):
             for first, last in runs(words):
                 _edit(edited, begin, words, first, last)
         return bytes(edited)
@@ -111,8 +110,9 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-def code_sections(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """Where the code of each kernel begins and ends in the file. ValueError if this is no cubin."""
+def code_sections(cubin: bytes) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Where in the file the code of each kernel begins, and the two words of its instructions. ValueError if this is no
+    cubin."""
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise _Unreadable("the first bytes are not those of a 64-bit ELF file")
     table = struct.unpack_from("<Q", cubin, 0x28)[0]
@@ -126,6 +126,6 @@ def code_sections(cubin: bytes) -> Iterator[tuple[int, int]]:
             if length % 16 or offset + length > len(cubin):
                 raise _Unreadable(f"a section of code has {length} bytes at {offset}")
             found = True
-            yield offset, offset + length
+            yield offset, [struct.unpack_from("<QQ", cubin, at) for at in range(offset, offset + length, 16)]
     if not found:
         raise _Unreadable("there is no section of code")

@@ -91,7 +91,7 @@ read the same rows of B at one time."""
 def _leaves_first(order: Raster, members: int, blocks: int) -> bool:
     """Whether B leaves L2 as soon as it was read: where one row of tiles reads it, or several that read the same rows
     of it at one time. Kept, such weights push out what is needed again: M x N x K of 256 x 7168 x 16384 took 5% longer
-    on an H200, 256 x 4096 x 7168 4%. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took 11%
+    on an H200. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took 11%
     longer where they were let go, 512 x 24576 x 1536 2%, and 512 x 7168 x 2048 did not care."""
     return order.rows * members == 1 or (order.rows <= order.height and blocks > _IN_STEP)
 

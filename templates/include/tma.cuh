@@ -82,6 +82,6 @@ DG_DEVICE void fence_global_to_tma() { asm volatile("fence.proxy.async.global;" 
 
 // Orders ordinary shared-memory writes, this thread's or those of threads that it has met at a barrier since, before later
 // TMA reads of them: the fence has to lie on the way from write to read, in the CTA of the latter (Lustig et al.,
-// Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model, ISCA 2022, section 5.4). Each one takes 200 to 300
-// cycles on an H200, so that who stores fences, not all who have written.
+// Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model, ISCA 2022, section 5.4). Each one takes about
+// 300 cycles on an H200, so that who stores fences, not all who have written.
 DG_DEVICE void fence_shared_to_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -21,6 +21,7 @@ from deep_gemm.jit.builder import BuildRequest
 from deep_gemm.jit.generator import variables
 from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.base import Kernel
+from deep_gemm.kernels.fp8 import turns
 from deep_gemm.kernels.sm90_fp8_swapped import scales_held
 from deep_gemm.params import FP8Config, GemmConfig, GemmProblem, KernelParams, SwappedConfig
 
@@ -173,6 +174,31 @@ def test_registers_of_a_cta_fit() -> None:
         reserved = 65536 // (int(fields["min_ctas"]) * config.num_threads) // 8 * 8
         assert 128 * (config.num_consumers * consumer + producer) <= min(reserved, 255) * config.num_threads
         assert int(fields["min_ctas"]) >= config.ctas_per_sm
+
+
+@pytest.mark.parametrize(
+    ("family", "block_m", "block_n", "others", "expected"),
+    [
+        (UNSWAPPED, 256, 128, {}, 2),
+        (UNSWAPPED, 192, 96, {}, 3),
+        (UNSWAPPED, 128, 128, {}, 1),  # products are issued ahead
+        (UNSWAPPED, 64, 144, {}, 1),  # one consumer
+        (UNSWAPPED, 128, 192, {"cluster_k": 2}, 1),  # a share of K may be empty
+        (SWAPPED, 88, 256, {}, 2),
+        (SWAPPED, 16, 256, {"consumers_k": 2}, 1),
+    ],
+)
+def test_consumers_with_one_set_of_partial_sums_take_turns(
+    family: Any, block_m: int, block_n: int, others: dict[str, int], expected: int
+) -> None:
+    config = find_config(family, block_m=block_m, block_n=block_n, **others)
+    assert turns(config) == expected
+    assert kernels.of(config).fields(make_params(config))["turns"] == expected
+
+
+def test_more_than_64_tokens_are_padded_by_less_than_eight_in_each_tile() -> None:
+    heights = {config.block_m for config in CONFIGS if isinstance(config, SwappedConfig)}
+    assert {*range(72, 129, 8)} <= heights
 
 
 def test_scales_are_held_where_registers_allow_it() -> None:
