@@ -104,33 +104,58 @@ struct Fp8Gemm {
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
-      if (warp == kConsumers * 4 + 3) set_up<kTmaStore, (kShares > 1)>(arg, barriers, exchange, rank_k());
-      const Whole early(arg.raster);
-      if constexpr (!kStreams) early.settle();
+      Whole early;  // what is loaded first
+      if (warp == kConsumers * 4 + 3) {
+        set_up<(kShares > 1)>(barriers, exchange, rank_k());
+      } else if constexpr (!kStreams) {
+        early = Whole::early(arg.raster);
+        if (warp == kConsumers * 4) prefetch_weights(early);
+      }
       meet<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
-      if (warp == kConsumers * 4 && elect_one()) produce_weights(first_tile(early));
-      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first_tile(early));
-      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first_tile(early));
-      if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile(early));
+      if (warp == kConsumers * 4 && elect_one()) produce_weights(loaded_first(early));
+      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(loaded_first(early));
+      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(loaded_first(early));
+      if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
       __syncwarp();
     } else {
+      if (threadIdx.x == 0) prefetch_maps(arg);
       meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
-      consume(first_tile(Whole(arg.raster)));
+      consume(first_tile());
     }
     // No CTA may leave while another of its cluster can still arrive at its barriers.
     if constexpr (kClusterSize > 1) cluster_sync();
   }
 
-  // What streams has too much to remember from so early.
-  DG_DEVICE Scheduler first_tile(const Whole& early) const {
+  DG_DEVICE Scheduler first_tile() const {
     if constexpr (kStreams) {
       return Scheduler(stream, blocks(), arg.raster);
+    } else {
+      return Scheduler(arg.raster);
+    }
+  }
+
+  // What streams has too much to remember from so early.
+  DG_DEVICE Scheduler loaded_first(const Whole& early) const {
+    if constexpr (kStreams) {
+      return first_tile();
     } else {
       return early;
     }
   }
+
+  // The first block of B that this CTA loads, which may have to wait for the previous kernel: its way into L2 has not. More
+  // blocks than one keep TMA from loads longer than they save.
+  DG_DEVICE void prefetch_weights(const Whole& early) const {
+    const Order order(blocks(), rank_k(), 0);
+    if (!arg.constant_b && early.valid() && elect_one())
+      tma_prefetch(arg.map_b, order.step_block(0) * kBlockK, early.column + weights_part());
+    __syncwarp();
+  }
+
+  // Where this CTA's part of B's rows begins, which a cluster loads together.
+  DG_DEVICE u32 weights_part() const { return kClusterM > 1 ? cluster_rank() * (kBlockN / kClusterM) : 0; }
 
   DG_DEVICE Walk walk(const Scheduler& first) const { return Walk(first, order_of(first, 0)); }
 
@@ -147,7 +172,7 @@ struct Fp8Gemm {
     const u32 full = barriers.full(stage), b = shared + kOffsetB + stage * kBytesB;
     barrier_arrive_expect(full, kBytesB + arg.box_rows * (kBlockK + 4));
     if constexpr (kClusterM > 1) {
-      const u32 part = cluster_rank() * (kBlockN / kClusterM);
+      const u32 part = weights_part();
       if (arg.b_read_once) {
         tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll,
                            evict_first());

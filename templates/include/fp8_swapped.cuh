@@ -88,9 +88,13 @@ struct Fp8Swapped {
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
-      if (warp == kConsumers * 4 + 3) set_up<kTmaStore, (kShares > 1)>(arg, barriers, exchange, rank_k());
-      const Scheduler first(arg.raster);
-      first.settle();
+      Scheduler first;  // what is loaded first
+      if (warp == kConsumers * 4 + 3) {
+        set_up<(kShares > 1)>(barriers, exchange, rank_k());
+      } else {
+        first = Scheduler::early(arg.raster);
+        if (warp == kConsumers * 4) prefetch_weights(first);
+      }
       meet<kClusterK>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
@@ -98,6 +102,7 @@ struct Fp8Swapped {
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
       __syncwarp();
     } else {
+      if (threadIdx.x == 0) prefetch_maps(arg);
       meet<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
@@ -107,6 +112,20 @@ struct Fp8Swapped {
   }
 
   DG_DEVICE Walk walk(const Scheduler& first) const { return Walk(first, Order(blocks(), rank_k(), 0)); }
+
+  // The first weights that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not. More
+  // than one stage of them keep TMA from loads longer than they save.
+  DG_DEVICE void prefetch_weights(const Scheduler& first) const {
+    const u32 block = Order(blocks(), rank_k(), 0).step_block(0);
+    if (!arg.constant_b && first.valid() && elect_one()) {
+      if constexpr (kStageBlocks == 1) {
+        tma_prefetch(arg.map_b, block * kBlockK, first.column);
+      } else {
+        tma_prefetch_3d(arg.map_b, 0, first.column, block);
+      }
+    }
+    __syncwarp();
+  }
 
   // Blocks of K from `block` on, of the rows from `row` on.
   template <class... Policy>

@@ -13,16 +13,23 @@ struct TileScheduler {
   u32 count, stride, index;
   u32 row, column;  // first element of this CTA's current tile
 
-  DG_DEVICE TileScheduler(const Raster* raster) : raster(raster) {
-    count = raster->rows * raster->columns;
-    stride = opaque(gridDim.x / (kClusterM * kClusterN * kClusterK));  // read from memory at each use, else
-    index = blockIdx.x / (kClusterM * kClusterN * kClusterK);
+  TileScheduler() = default;
+
+  DG_DEVICE TileScheduler(const Raster* raster) {
+    take(raster);
     if (valid()) locate();
   }
 
+  // The same in less time, whether there is such a tile or not, and at once: the compiler would do it where it is used.
+  static DG_DEVICE TileScheduler early(const Raster* raster) {
+    TileScheduler tile;
+    tile.take(raster);
+    tile.locate();
+    asm volatile("" ::"r"(tile.row), "r"(tile.column), "r"(tile.count), "r"(tile.index));
+    return tile;
+  }
+
   DG_DEVICE bool valid() const { return index < count; }
-  // Keeps the compiler from working it out where it is used first.
-  DG_DEVICE void settle() const { asm volatile("" ::"r"(row), "r"(column), "r"(count), "r"(index)); }
   static DG_DEVICE u32 gathered() { return 0; }
 
   DG_DEVICE void advance() {
@@ -31,6 +38,13 @@ struct TileScheduler {
   }
 
  private:
+  DG_DEVICE void take(const Raster* order) {
+    raster = order;
+    count = raster->rows * raster->columns;
+    stride = opaque(gridDim.x / (kClusterM * kClusterN * kClusterK));  // read from memory at each use, else
+    index = blockIdx.x / (kClusterM * kClusterN * kClusterK);
+  }
+
   DG_DEVICE void locate() {
     raster->locate(index, row, column);
     const u32 rank = kClusterM * kClusterN == 1 ? 0 : cluster_rank();

@@ -28,7 +28,18 @@ DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
 
-// The same from a tensor of three dimensions.
+// Brings a box into L2. Nothing is seen of what it holds, so that it does not matter who still writes it: all of a GPU's
+// writes meet in L2.
+DG_DEVICE void tma_prefetch(const TensorMap* map, u32 x, u32 y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
+}
+
+DG_DEVICE void tma_prefetch_3d(const TensorMap* map, u32 x, u32 y, u32 z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
+               ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+// A load from a tensor of three dimensions.
 DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
