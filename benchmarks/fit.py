@@ -51,6 +51,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fill_bytes_per_cycle": (50, 110),
     "line_cycles": (0.3, 4.0),
     "load_cycles": (600, 5000),
+    "start_gb_per_s": (1500, 30000),
     "hbm_gb_per_s": (2500, 6000),
     "again": (0.005, 1.0),
     "l2_gb_per_s": (4000, 20000),

@@ -9,10 +9,13 @@ takes all of the kernels' cases, and a larger number one in so many of them.
 racecheck takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a
 barrier before and arrives for them: where sums from other CTAs go through a ring of fewer stages than they have steps,
 it reports the reads of exactly 31 lanes of 32 against the copy that follows. `--racecheck` leaves those kernels out.
+Where consumers of a CTA exchange sums it reports the same of their writes: there `--racecheck` has each lane arrive for
+itself.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from forced import compiled, force, load, nvrtc
 
 from deep_gemm.jit import Builder
+from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
 from deep_gemm.reference import exact_product
@@ -43,6 +47,26 @@ def chosen(every: int, racecheck: bool) -> list[KernelParams]:
     return [p for p in cases if not (racecheck and _wraps(_config(p)))]
 
 
+LANE_BY_LANE = (
+    ("barrier_init(full(consumer), kLocal ? (kShares - 1) * 4 : 1);", "(kShares - 1) * 4", "(kShares - 1) * 128"),
+    ("if (thread % 32 == 0) barrier_arrive(barrier);", "if (thread % 32 == 0) ", ""),
+)
+"""Lines of ``reduction.cuh``, and what of them becomes what: each lane arrives at an exchange's barrier."""
+
+
+def lane_by_lane(folder: Path) -> Path:
+    """The device headers, changed so, in ``folder``."""
+    shutil.copytree(include_dir(), folder)
+    header = folder / "reduction.cuh"
+    text = header.read_text()
+    for line, old, new in LANE_BY_LANE:
+        if text.count(line) != 1:
+            raise SystemExit(f"{header} has {text.count(line)} times {line!r}, not once: change LANE_BY_LANE with it.")
+        text = text.replace(line, line.replace(old, new))
+    header.write_text(text)
+    return folder
+
+
 def _wraps(config: FP8Config) -> bool:
     return config.stream_k and config.block_n // 32 > config.num_stages
 
@@ -57,7 +81,8 @@ def _config(params: KernelParams) -> FP8Config:
 @click.option("--racecheck", is_flag=True)
 def main(every: int, racecheck: bool) -> None:
     """Run them, and compare results while at it."""
-    builder = Builder(Path(tempfile.mkdtemp()), nvrtc())
+    place = Path(tempfile.mkdtemp())
+    builder = Builder(place / "cache", nvrtc(), lane_by_lane(place / "include") if racecheck else include_dir())
     with compiled((params, builder, params) for params in chosen(every, racecheck)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0

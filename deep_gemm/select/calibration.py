@@ -84,6 +84,8 @@ class Calibration:
     """Asking the L2 for a line, for one SM."""
     load_cycles: float
     """From asking for a stage to having it."""
+    start_gb_per_s: float
+    """From HBM, of the first stages of all CTAs."""
     hbm_gb_per_s: float
     again: float
     """Part of B that costs HBM's time twice, where several tiles ask for it before it has come."""

@@ -75,8 +75,10 @@ class Features(NamedTuple):
     cluster_2: float
     cluster_4: float
     cluster_8: float
+    first: float
+    """Bytes that HBM moves before all CTAs have their first stage."""
     traffic: float
-    """Bytes that HBM moves."""
+    """Bytes that HBM moves after them."""
     weights_again: float
     """Bytes of B, if more than one cluster tile asks for them."""
     tokens_read: float
@@ -148,6 +150,11 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         if dealt.dealt:
             given = block_m * block_n
             gathered = dealt.donors * given
+    # Tiles are walked down columns: those of the first wave, and what of B and A they begin with.
+    at_once = min(tiles // size, slots // size)
+    first = config.cluster_k * min(blocks, stage_blocks) * SCALE_BLOCK
+    first *= ceil_div(at_once, rows) * block_n * config.cluster_n + min(rows, at_once) * tokens * config.cluster_m
+    first = min(first, m * k + n * k)
     return Features(
         waves=waves,
         steps=steps,
@@ -179,7 +186,8 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         cluster_2=1.0 if size == 2 else 0.0,
         cluster_4=1.0 if size == 4 else 0.0,
         cluster_8=1.0 if size == 8 else 0.0,
-        traffic=m * k + n * k + 2 * m * n,
+        first=first,
+        traffic=m * k + n * k + 2 * m * n - first,
         weights_again=n * k if rows > 1 else 0,
         tokens_read=tiles * blocks * tokens / config.cluster_n * SCALE_BLOCK,
         tokens_sharers=min(32, columns),

@@ -69,8 +69,9 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     # SMs that ask for the same line at a time share an answer.
     handed_out = x.tokens_read * x.tokens_sharers**-c.l2_sharing + x.weights_read * x.weights_sharers**-c.l2_sharing
     l2 = handed_out * lines / (c.l2_gb_per_s * 1e3)
-    # Loads and work on chip overlap, but not perfectly.
-    body = ((cycles * steps) ** 4 + hbm**4 + l2**4) ** 0.25
+    # Loads and work on chip overlap, but not perfectly, and not before there is something to work on.
+    first = x.first / (c.start_gb_per_s * 1e3)
+    body = first + ((cycles * steps) ** 4 + hbm**4 + l2**4) ** 0.25
     launch = c.launch_us + x.cluster_2 * c.cluster_2_us + x.cluster_4 * c.cluster_4_us + x.cluster_8 * c.cluster_8_us
     return {
         "launch": launch,
@@ -78,7 +79,7 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
         "chain": chain * steps,
         "shared": x.resident * maximum(shared, fill) * steps,
         "l2": l2,
-        "hbm": hbm,
+        "hbm": first + hbm,
         "epilogue": epilogue + streaming,
         "total": launch + body + epilogue + streaming,
     }

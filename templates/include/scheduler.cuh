@@ -15,15 +15,13 @@ struct TileScheduler {
 
   TileScheduler() = default;
 
-  DG_DEVICE TileScheduler(const Raster* raster) {
-    take(raster);
+  DG_DEVICE TileScheduler(const Raster* raster) : TileScheduler(raster, Index<0>()) {
     if (valid()) locate();
   }
 
   // The same in less time, whether there is such a tile or not, and at once: the compiler would do it where it is used.
   static DG_DEVICE TileScheduler early(const Raster* raster) {
-    TileScheduler tile;
-    tile.take(raster);
+    TileScheduler tile(raster, Index<0>());
     tile.locate();
     asm volatile("" ::"r"(tile.row), "r"(tile.column), "r"(tile.count), "r"(tile.index));
     return tile;
@@ -38,12 +36,11 @@ struct TileScheduler {
   }
 
  private:
-  DG_DEVICE void take(const Raster* order) {
-    raster = order;
-    count = raster->rows * raster->columns;
-    stride = opaque(gridDim.x / (kClusterM * kClusterN * kClusterK));  // read from memory at each use, else
-    index = blockIdx.x / (kClusterM * kClusterN * kClusterK);
-  }
+  // Not located yet.
+  DG_DEVICE TileScheduler(const Raster* raster, Index<0>)
+      : raster(raster), count(raster->rows * raster->columns),
+        stride(opaque(gridDim.x / (kClusterM * kClusterN * kClusterK))),  // read from memory at each use, else
+        index(blockIdx.x / (kClusterM * kClusterN * kClusterK)) {}
 
   DG_DEVICE void locate() {
     raster->locate(index, row, column);

@@ -5,7 +5,7 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// The maps that loads begin with. To be called by a thread that has nothing else to do: each takes a warp some 60 cycles.
+// The maps that loads begin with. To be called by a thread that has nothing else to do yet.
 DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg) {
   tma_prefetch_map(arg.map_b);
   tma_prefetch_map(arg.map_a);

@@ -197,6 +197,18 @@ def test_who_stores_a_tile_fences_what_others_wrote(
     assert set(before) == {"FENCE.VIEW.ASYNC"}
 
 
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_weights_come_nearer_before_the_wait(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+    """One box of B is brought into L2 before a CTA's warps meet: before they wait, and before anything is loaded. CTAs
+    that blocks of K are dealt out to do not yet know theirs."""
+    meeting = r"BAR\.SYNC\.DEFER_BLOCKING 0x0|UCGABAR_WAIT"
+    order = re.findall(rf"UTMAPF|UTMALDG|ACQBULK|{meeting}", builds[params].result().sass)
+    assert isinstance(params.config, FP8Config)
+    assert order.count("UTMAPF") == (0 if params.config.stream_k else 1)
+    if not params.config.stream_k:
+        assert re.fullmatch(meeting, order[order.index("UTMAPF") + 1])
+
+
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:
     """(instruction, line after it) for each FFMA that keeps its second operand for one after it."""
     lines = [line.strip() for line in code.splitlines() if line.strip()]

@@ -16,6 +16,7 @@ from deep_gemm import arch
 from deep_gemm.benchmarks import fit, survey
 from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.params import SwappedConfig
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import (
     FEW_TOKENS,
@@ -118,6 +119,23 @@ def test_weights_that_several_tiles_ask_for_cost_again() -> None:
         seen.add(several)
         assert (estimate(asked, config, dear).hbm_us > estimate(asked, config, MANY).hbm_us) == several, config
     assert seen == {False, True}
+
+
+def test_wide_tiles_wait_longer_for_their_first_stage() -> None:
+    """What all CTAs begin with comes from HBM before any of it is worked on."""
+    asked = survey.problem(GemmShape(128, 32768, 512, "test"), 132)
+    alone = [c for c in candidates(asked, arch.SM90) if c.cluster_size == c.ctas_per_sm == 1 and not c.stream_k]
+    lone = {
+        (c.block_m, c.block_n, c.consumers_k): features(asked, c) for c in alone if not isinstance(c, SwappedConfig)
+    }
+    # 128 CTAs with 256 rows of B each, 132 with 64: all have the same rows of A.
+    assert lone[128, 256, 1].first == 128 * (128 * 256 + 128)
+    assert lone[128, 64, 1].first == 128 * (132 * 64 + 128)
+    assert len({x.first + x.traffic for x in lone.values()}) == 1
+    slow = replace(MANY, start_gb_per_s=MANY.start_gb_per_s / 2)
+    for x in lone.values():
+        later = parts(x, slow)["total"] - parts(x, MANY)["total"]
+        assert math.isclose(later, x.first / (MANY.start_gb_per_s * 1e3), rel_tol=1e-6)
 
 
 def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clusters() -> None:
