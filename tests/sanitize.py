@@ -10,7 +10,7 @@ racecheck takes an arrival at an mbarrier for the arriving thread's alone, also 
 barrier before and arrives for them: where sums from other CTAs go through a ring of fewer stages than they have steps,
 it reports the reads of exactly 31 lanes of 32 against the copy that follows. `--racecheck` leaves those kernels out.
 Where consumers of a CTA exchange sums it reports the same of their writes: there `--racecheck` has each lane arrive for
-itself.
+itself, so that it sees all but whether a warp meets before its lane arrives.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Calibration:
     tensor_ghz: float
     """The same where tensor cores are the limit."""
     launch_us: float
-    """An empty launch as timed, the way to the first load, and to its first product."""
+    """An empty launch as timed, and the way to the first load."""
     epilogue_us: float
     """A tile's fixed cost: drain, staging, barriers."""
     epilogue_elements_per_us: float

@@ -150,7 +150,8 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         if dealt.dealt:
             given = block_m * block_n
             gathered = dealt.donors * given
-    # Tiles are walked down columns: those of the first wave, and what of B and A they begin with.
+    # The tiles of the first wave, and what of B and A they begin with, as if tiles were walked down whole columns: too
+    # much where there are many rows, and too little where blocks of K are dealt out, but there other times are longer.
     at_once = min(tiles // size, slots // size)
     first = config.cluster_k * min(blocks, stage_blocks) * SCALE_BLOCK
     first *= ceil_div(at_once, rows) * block_n * config.cluster_n + min(rows, at_once) * tokens * config.cluster_m
