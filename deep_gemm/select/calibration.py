@@ -13,7 +13,7 @@ from ..errors import InvalidInputError
 FOLDER = Path(__file__).parent / "calibrations"
 
 FEW_TOKENS, SOME_TOKENS = 64, 128
-"""Up to so many tokens there are constants for few, and for some: fitted to graphs of many launches as well."""
+"""Up to so many tokens there are constants for few, fitted to graphs of many launches as well, and for some."""
 
 
 @dataclass(frozen=True)

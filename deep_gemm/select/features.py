@@ -150,11 +150,12 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         if dealt.dealt:
             given = block_m * block_n
             gathered = dealt.donors * given
-    # The tiles of the first wave, and what of B and A they begin with, as if tiles were walked down whole columns: too
-    # much where there are many rows, and too little where blocks of K are dealt out, but there other times are longer.
+    # What of B and A the tiles of the first wave begin with, as if each had rows of B of its own as long as there are
+    # any: too much where several rows of tiles share them, but there this is little of the whole, and more work must
+    # not take less time. Too little where blocks of K are dealt out.
     at_once = min(tiles // size, slots // size)
     first = config.cluster_k * min(blocks, stage_blocks) * SCALE_BLOCK
-    first *= ceil_div(at_once, rows) * block_n * config.cluster_n + min(rows, at_once) * tokens * config.cluster_m
+    first *= min(columns, at_once) * block_n * config.cluster_n + min(rows, at_once) * tokens * config.cluster_m
     first = min(first, m * k + n * k)
     return Features(
         waves=waves,
