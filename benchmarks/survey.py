@@ -102,11 +102,10 @@ def times_of(timers: Mapping[str, Callable[[], float]], selected: str) -> dict[s
     times = {name: timer() for name, timer in timers.items()}
     least = min(times.values())
     contenders = sorted((name for name in times if times[name] <= least * CONTENDING), key=times.__getitem__)
-    contenders = contenders[:CONTENDERS] + [name for name in (selected,) if name not in contenders[:CONTENDERS]]
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: dict[str, list[float]] = {name: [] for name in (*contenders[:CONTENDERS], selected)}
     for _ in range(ROUNDS):
-        for name in contenders:
-            samples[name].append(timers[name]())
+        for name, again in samples.items():
+            again.append(timers[name]())
     times |= {name: statistics.median(again) for name, again in samples.items()}
     while (best := min(times, key=times.__getitem__)) not in samples:
         samples[best] = [timers[best]() for _ in range(ROUNDS)]

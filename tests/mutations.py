@@ -16,13 +16,15 @@ from deep_gemm.jit.generator import include_dir
 from deep_gemm.params import KernelParams
 
 
-def edited_headers(folder: Path, file: str, old: str, new: str) -> Path:
-    """A copy of the device headers in `folder`, which must not exist, with the one `old` in `file` made `new`."""
+def edited_headers(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
+    """A copy of the device headers in `folder`, which must not exist; of each edit the one `old` in `file` is `new`."""
     shutil.copytree(include_dir(), folder)
     text = (folder / file).read_text()
-    if text.count(old) != 1:
-        raise LookupError(f"{old!r} is {text.count(old)} times in {file}, and must be there once: adapt the mutation")
-    (folder / file).write_text(text.replace(old, new))
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise LookupError(f"{old!r} is {text.count(old)} times in {file}, and must be there once: adapt the edit")
+        text = text.replace(old, new)
+    (folder / file).write_text(text)
     return folder
 
 
@@ -46,7 +48,7 @@ class Mutation:
 
     def headers(self, folder: Path) -> Path:
         """The device headers with this mutation, in `folder`."""
-        return edited_headers(folder, self.file, self.old, self.new)
+        return edited_headers(folder, self.file, (self.old, self.new))
 
 
 MUTATIONS = [

@@ -15,7 +15,6 @@ itself, so that it sees all but whether a warp meets before its lane arrives.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from forced import compiled, force, load, nvrtc
+from mutations import edited_headers
 
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
@@ -47,24 +47,14 @@ def chosen(every: int, racecheck: bool) -> list[KernelParams]:
     return [p for p in cases if not (racecheck and _wraps(_config(p)))]
 
 
-LANE_BY_LANE = (
-    ("barrier_init(full(consumer), kLocal ? (kShares - 1) * 4 : 1);", "(kShares - 1) * 4", "(kShares - 1) * 128"),
-    ("if (thread % 32 == 0) barrier_arrive(barrier);", "if (thread % 32 == 0) ", ""),
-)
-"""Lines of ``reduction.cuh``, and what of them becomes what: each lane arrives at an exchange's barrier."""
-
-
 def lane_by_lane(folder: Path) -> Path:
-    """The device headers, changed so, in ``folder``."""
-    shutil.copytree(include_dir(), folder)
-    header = folder / "reduction.cuh"
-    text = header.read_text()
-    for line, old, new in LANE_BY_LANE:
-        if text.count(line) != 1:
-            raise SystemExit(f"{header} has {text.count(line)} times {line!r}, not once: change LANE_BY_LANE with it.")
-        text = text.replace(line, line.replace(old, new))
-    header.write_text(text)
-    return folder
+    """The device headers in ``folder``, with each lane arriving at an exchange's barrier."""
+    return edited_headers(
+        folder,
+        "reduction.cuh",
+        ("kLocal ? (kShares - 1) * 4 : 1);", "kLocal ? (kShares - 1) * 128 : 1);"),
+        ("if (thread % 32 == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
+    )
 
 
 def _wraps(config: FP8Config) -> bool:

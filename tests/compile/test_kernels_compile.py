@@ -152,7 +152,7 @@ def test_shared_memory_that_the_host_counts_otherwise_is_an_error(builder: Build
 def test_serialised_products_would_be_seen(builder: Builder, compiler: Compiler, tmp_path: Path) -> None:
     """The check above must be able to fail: here sums are changed while products are still being added to them."""
     commit = "    wgmma_commit();\n"
-    folder = edited_headers(tmp_path / "include", "fp8_mainloop.cuh", commit, "    set[0] += 1.0f;\n" + commit)
+    folder = edited_headers(tmp_path / "include", "fp8_mainloop.cuh", (commit, "    set[0] += 1.0f;\n" + commit))
     broken = Builder(tmp_path / "broken", compiler, folder)
     request = engine.build_request(make_params(find_config(block_m=64, block_n=64)))
     built = broken.build(request)

@@ -34,9 +34,9 @@ def test_names_are_distinct() -> None:
 
 def test_an_edit_that_fits_nowhere_or_twice_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="0 times"):
-        edited_headers(tmp_path / "none", "fp8_gemm.cuh", "no such line", "")
+        edited_headers(tmp_path / "none", "fp8_gemm.cuh", ("no such line", ""))
     with pytest.raises(LookupError, match=r"\d+ times"):
-        edited_headers(tmp_path / "many", "fp8_gemm.cuh", "u32", "")
+        edited_headers(tmp_path / "many", "fp8_gemm.cuh", ("u32", ""))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
