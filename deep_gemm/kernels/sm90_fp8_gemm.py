@@ -31,9 +31,12 @@ _SPLITS = (
 )
 """How a tile's work is shared: CTAs of a cluster along m, n and k, and consumers of a CTA along k."""
 
-_REGISTER_SPLITS = {1: ((40, 216),), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
+_REGISTER_SPLITS = {1: ((40, 208), (40, 248)), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
 """Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
-taken, since producers with 24 spill easily."""
+taken, since producers with 24 spill easily, and a consumer with 248 has the SM for itself."""
+
+_HALF_OF_AN_SM = 208
+"""The most registers of a lone consumer's thread with which two CTAs would fit."""
 
 _OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
@@ -86,6 +89,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         c = config
         if (c.scale_n, c.scale_k, c.block_k) != (128, 128, 128):
             return f"block_k, scale_n and scale_k must be 128, not {c.block_k}, {c.scale_n} and {c.scale_k}"
+        if (c.block_m, c.block_n) == (64, 256):
+            return "a tile of 64 rows and 256 columns takes longer than two of 128 columns"
         if c.block_m == 256 and c.block_n < 64:
             return "a tile of 256 rows and under 64 columns reads A more often than two tiles of 128 rows"
         if (c.block_m, c.num_consumers) not in ((m, n * c.consumers_k) for m, n in _BLOCK_M):
@@ -130,7 +135,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             **fp8.fields(params, c, instruction_shape(c)[1], register_split(c)),
             "stream_k": c.stream_k,
             "name": self.entry(params),
-            "min_ctas": 2 if c.num_consumers == 1 else 1,
+            "min_ctas": 2 if c.num_consumers == 1 and register_split(c)[1] <= _HALF_OF_AN_SM else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
             "scale_group": scale_group(c),
@@ -208,7 +213,13 @@ def instruction_shape(config: FP8Config) -> tuple[int, int]:
 
 def _fits(config: FP8Config, mma_n: int) -> bool:
     """Whether consumers have registers for instructions of ``mma_n`` columns."""
-    return _needed(config, mma_n) <= _REGISTER_SPLITS.get(config.num_consumers, ((24, 112),))[-1][1]
+    return _needed(config, mma_n) <= _splits(config)[-1][1]
+
+
+def _splits(config: FP8Config) -> tuple[tuple[int, int], ...]:
+    """What ``config`` may choose from."""
+    splits = _REGISTER_SPLITS.get(config.num_consumers, ((24, 112),))
+    return splits if config.ctas_per_sm == 1 else splits[:1]
 
 
 def _needed(config: FP8Config, mma_n: int) -> int:
@@ -230,10 +241,10 @@ def accumulators(config: FP8Config, mma_n: int = 0) -> int:
 
 
 def register_split(config: FP8Config) -> tuple[int, int]:
-    """(producer, consumer) registers a thread, for setmaxnreg. CTAs with one consumer get half of an SM's registers
-    even where they live there alone: that is enough, and without setmaxnreg ptxas does not see that a warp's threads
-    stay together: its code had divergence checks and computed addresses again in every block of K."""
-    splits = _REGISTER_SPLITS.get(config.num_consumers, ((24, 112),))
+    """(producer, consumer) registers a thread, for setmaxnreg. Most CTAs with one consumer get half of an SM's even
+    where they live there alone: that is enough, and without setmaxnreg ptxas does not see that a warp's threads stay
+    together: its code had divergence checks and computed addresses again in every block of K."""
+    splits = _splits(config)
     needed = _needed(config, instruction_shape(config)[1])
     return next((split for split in splits if needed <= split[1]), splits[-1])
 

@@ -53,11 +53,32 @@ def slot_bytes(config: GemmConfig, shape: Geometry, num_sms: int) -> int:
     return stream_k.slot_bytes(config, stream_k.stream(config, shape.m, shape.n, shape.k, num_sms).ctas)
 
 
-def box_rows(config: FP8Config, m: int) -> int:
-    """Rows of A that are loaded for a tile: no more than there are, since a box that hangs over the edge slows loads,
-    but 16 bytes of scales at least; a full tile where a cluster shares it, or where another block of K follows."""
-    whole = config.cluster_n > 1 or (isinstance(config, SwappedConfig) and config.stage_blocks > 1)
-    return config.block_m if whole else min(config.block_m, align(max(m, 1), 4))
+def last_rows(config: FP8Config, m: int) -> int:
+    """Rows of A that are loaded for the last row of tiles: those that there are (see ``box.cuh``), but 16 bytes of
+    scales at least; all where another block of K follows in a stage."""
+    return config.block_m if _blocks(config) > 1 else min(config.block_m, align(_left(m, config.block_m), 4))
+
+
+def last_columns(config: FP8Config, n: int) -> int:
+    """Rows of B that are loaded for the last column of tiles."""
+    return config.block_n if _blocks(config) > 1 else _left(n, config.block_n)
+
+
+def _left(size: int, step: int) -> int:
+    """What the last of the steps has left of ``size``: from 1 to a whole one."""
+    return (size - 1) % step + 1
+
+
+def _boxes(size: int, box: int, last: int) -> tuple[int, int]:
+    """Rows of the boxes of an operand's ``size`` rows, and of the last one, if ``last`` rows of the last tile are
+    loaded: the same where there is no other."""
+    left = _left(last, box)
+    return (left if size <= box else box), left
+
+
+def _blocks(config: FP8Config) -> int:
+    """Blocks of K in a stage."""
+    return config.stage_blocks if isinstance(config, SwappedConfig) else 1
 
 
 def store_box(config: FP8Config) -> tuple[int, int]:
@@ -83,7 +104,7 @@ def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int) ->
     return TensorMapSpec("u8", dims, (stride, SCALE_BLOCK), (SCALE_BLOCK, box, stage_blocks), 128, 256)
 
 
-_IN_STEP = 16
+_IN_STEP = 8
 """With more blocks of K than these, tiles take so much longer than their starts differ that those below each other
 read the same rows of B at one time."""
 
@@ -91,8 +112,8 @@ read the same rows of B at one time."""
 def _leaves_first(order: Raster, members: int, blocks: int) -> bool:
     """Whether B leaves L2 as soon as it was read: where one row of tiles reads it, or several that read the same rows
     of it at one time. Kept, such weights push out what is needed again: M x N x K of 256 x 7168 x 16384 took 5% longer
-    on an H200. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took 11%
-    longer where they were let go, 512 x 24576 x 1536 2%, and 512 x 7168 x 2048 did not care."""
+    on an H200, 256 x 24576 x 1536 4%. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took up to
+    11% longer where they were let go."""
     return order.rows * members == 1 or (order.rows <= order.height and blocks > _IN_STEP)
 
 
@@ -106,24 +127,36 @@ def launch(
     if not isinstance(config, FP8Config):
         raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")
     m, n, k = shape.m, shape.n, shape.k
-    rows, (columns, store_rows) = box_rows(config, m), store_box(config)
-    blocks = ceil_div(k, SCALE_BLOCK)
+    rows, columns = last_rows(config, m), last_columns(config, n)
+    blocks, stage_blocks = ceil_div(k, SCALE_BLOCK), _blocks(config)
     dealt = stream_k.stream(config, m, n, k, num_sms) if config.stream_k else None
     members = dealt.members if dealt else 1
     order = raster(config, m, n, num_sms, members)
-    stage_blocks = config.stage_blocks if isinstance(config, SwappedConfig) else 1
-    map_a = _operand_map(k, m, shape.stride_a, rows // config.cluster_n, stage_blocks)
-    map_b = _operand_map(k, n, shape.stride_b, config.block_n // config.cluster_m, stage_blocks)
-    map_scale_a = TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (rows, stage_blocks))
+    map_a, map_a_last = (
+        _operand_map(k, m, shape.stride_a, box, stage_blocks).encode(at.a)
+        for box in _boxes(m, config.block_m // config.cluster_n, rows)
+    )
+    map_b, map_b_last = (
+        _operand_map(k, n, shape.stride_b, box, stage_blocks).encode(at.b)
+        for box in _boxes(n, config.block_n // config.cluster_m, columns)
+    )
+    map_scale_a, map_scale_a_last = (
+        TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (box, stage_blocks)).encode(at.sfa)
+        for box in _boxes(m, config.block_m, rows)
+    )
     if params.store == "tma":
-        map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (columns, store_rows), columns * 2).encode(at.d)
+        width, height = store_box(config)
+        map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (width, height), width * 2).encode(at.d)
     else:
         map_d = bytes(128)  # never read
     args: list[Arg] = [
-        map_a.encode(at.a),
-        map_b.encode(at.b),
-        map_scale_a.encode(at.sfa),
+        map_a,
+        map_b,
+        map_scale_a,
         map_d,
+        map_a_last,
+        map_b_last,
+        map_scale_a_last,
         ("ptr", at.sfb),
         ("i64", shape.stride_sfb[0]),
         ("i64", shape.stride_sfb[1]),
@@ -133,6 +166,7 @@ def launch(
         ("u32", n),
         ("u32", k),
         ("u32", rows),
+        ("u32", columns),
         ("u32s", order.arguments),
         ("u32", int(constant_b and pdl)),
         ("u32", int(_leaves_first(order, members, blocks))),

@@ -6,6 +6,7 @@
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
 #include "barrier.cuh"
+#include "box.cuh"
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
@@ -29,6 +30,9 @@ struct Fp8Gemm {
   enum : u32 { kShares = kClusterK * kConsumersK };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
   enum : bool { kTmaStore = Tile::kTmaStore };
+
+  enum : bool { kClusters = kClusterSize > 1 };
+  enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // who gets what is loaded together
 
   // One consumer's share of a tile, in m64 slices of rows.
   enum : u32 { kSlices = kBlockM * kConsumersK / (64 * kConsumers) };
@@ -99,7 +103,6 @@ struct Fp8Gemm {
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
   DG_DEVICE Workspace workspace() const { return {stream.flags, stream.slots}; }
-  using Walk = TileWalk<Scheduler, Order>;
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
@@ -119,7 +122,7 @@ struct Fp8Gemm {
       if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps(arg);
+      if (threadIdx.x == 0) prefetch_maps(arg, kBlockM, kBlockN);
       meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(first_tile());
@@ -149,15 +152,24 @@ struct Fp8Gemm {
   // blocks than one keep TMA from loads longer than they save.
   DG_DEVICE void prefetch_weights(const Whole& early) const {
     const Order order(blocks(), rank_k(), 0);
-    if (!arg.constant_b && early.valid() && elect_one())
-      tma_prefetch(arg.map_b, order.step_block(0) * kBlockK, early.column + weights_part());
+    const u32 part = weights_part();
+    if (!arg.constant_b && early.valid() && order.length > 0 && elect_one())
+      with_map<kWeightsBox, kClusters>(part, weights_loaded(early.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
+        if (map) tma_prefetch(map, order.step_block(0) * kBlockK, early.column + part);
+      });
     __syncwarp();
   }
 
-  // Where this CTA's part of B's rows begins, which a cluster loads together.
-  DG_DEVICE u32 weights_part() const { return kClusterM > 1 ? cluster_rank() * (kBlockN / kClusterM) : 0; }
+  // Rows of B and of A that a CTA loads of a tile, and where they begin: a cluster loads together what it shares.
+  enum : u32 { kWeightsBox = kBlockN / kClusterM, kTokensBox = kBlockM / kClusterN };
+  DG_DEVICE u32 weights_part() const { return kClusterM > 1 ? cluster_rank() * kWeightsBox : 0; }
+  DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
 
-  DG_DEVICE Walk walk(const Scheduler& first) const { return Walk(first, order_of(first, 0)); }
+  // Those that a tile has in all.
+  DG_DEVICE u32 weights_loaded(u32 column) const {
+    return rows_loaded<kBlockN, kClusters>(column, n(), arg.last_columns);
+  }
+  DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, kClusters>(row, m(), arg.last_rows); }
 
   DG_DEVICE Order order_of(const Scheduler& tile, u32 turn) const {
     if constexpr (kStreams) {
@@ -167,78 +179,85 @@ struct Fp8Gemm {
     }
   }
 
-  DG_DEVICE void load_weights(const Walk& at, u32 stage) {
-    constexpr u16 kAll = (1u << kClusterM * kClusterN) - 1;
-    const u32 full = barriers.full(stage), b = shared + kOffsetB + stage * kBytesB;
-    barrier_arrive_expect(full, kBytesB + arg.box_rows * (kBlockK + 4));
-    if constexpr (kClusterM > 1) {
-      const u32 part = weights_part();
-      if (arg.b_read_once) {
-        tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll,
-                           evict_first());
-      } else {
-        tma_load_multicast(b + part * kBlockK, arg.map_b, full, at.block() * kBlockK, at.tile.column + part, kAll);
-      }
-    } else {
-      if (arg.b_read_once) {
-        tma_load(b, arg.map_b, full, at.block() * kBlockK, at.tile.column, evict_first());
-      } else {
-        tma_load(b, arg.map_b, full, at.block() * kBlockK, at.tile.column);
-      }
-    }
-  }
-
-  DG_DEVICE void load_tokens(const Walk& at, u32 stage) {
-    constexpr u16 kAll = (1u << kClusterM * kClusterN) - 1;
-    const u32 full = barriers.full(stage), a = shared + stage * kBytesA;
-    if constexpr (kClusterN > 1) {
-      const u32 part = cluster_rank() * (kBlockM / kClusterN);
-      tma_load_multicast(a + part * kBlockK, arg.map_a, full, at.block() * kBlockK, at.tile.row + part, kAll);
-    } else {
-      tma_load(a, arg.map_a, full, at.block() * kBlockK, at.tile.row);
-    }
-  }
-
   // Three threads, each in a warp of its own, load the stages of every tile in order: B, A, and A's scales. One alone
   // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
-  DG_DEVICE void produce_weights(const Scheduler& first) {
+  DG_DEVICE void produce_weights(Scheduler tile) {
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
-      const u32 stage = cursor.stage;
-      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
-      if constexpr (kStreams) {
-        if (at.gathers()) {
-          const u32 steps = Workspace::kSteps, part = at.gathered();
-          const u32 donor = at.tile.donor(part / steps + 1);
-          workspace().load(shared + stage * kBytesA, barriers.full(stage), donor, part % steps);
-          continue;
+    const u32 part = weights_part();
+    for (; tile.valid(); tile.advance()) {
+      const Order order = order_of(tile, 0);
+      const auto load = [&](const TensorMap* map, auto... policy) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          const u32 b = shared + kOffsetB + stage * kBytesB + part * kBlockK, x = order.step_block(step) * kBlockK;
+          if (!map) return;
+          if constexpr (kClusterM > 1) {
+            tma_load_multicast(b, map, barriers.full(stage), x, tile.column + part, kAll, policy...);
+          } else {
+            tma_load(b, map, barriers.full(stage), x, tile.column, policy...);
+          }
+        });
+      };
+      with_map<kWeightsBox, kClusters>(part, weights_loaded(tile.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
+        if (arg.b_read_once) {
+          load(map, evict_first());
+        } else {
+          load(map);
         }
+      });
+      if constexpr (kStreams) {
+        barriers.fill(cursor, tile.gathered(), [&](u32 step, u32 stage) {
+          const u32 donor = tile.donor(step / Workspace::kSteps + 1);
+          workspace().load(shared + stage * kBytesA, barriers.full(stage), donor, step % Workspace::kSteps);
+        });
       }
-      load_weights(at, stage);
     }
   }
 
-  DG_DEVICE void produce_tokens(const Scheduler& first) {
+  DG_DEVICE void produce_tokens(Scheduler tile) {
     wait_for_previous_kernel();
     allow_next_kernel();
     Cursor cursor;
-    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
-      barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
-      if (!at.gathers()) load_tokens(at, cursor.stage);
+    const u32 part = tokens_part();
+    for (; tile.valid(); tile.advance()) {
+      const Order order = order_of(tile, 0);
+      with_map<kTokensBox, kClusters>(part, tokens_loaded(tile.row), arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          const u32 a = shared + stage * kBytesA + part * kBlockK, x = order.step_block(step) * kBlockK;
+          if (!map) return;
+          if constexpr (kClusterN > 1) {
+            tma_load_multicast(a, map, barriers.full(stage), x, tile.row + part, kAll);
+          } else {
+            tma_load(a, map, barriers.full(stage), x, tile.row);
+          }
+        });
+      });
+      pass_gathered(tile, cursor);
     }
   }
 
-  DG_DEVICE void produce_scales(const Scheduler& first) {
+  // This one has the least to do, and says for all how many bytes come.
+  DG_DEVICE void produce_scales(Scheduler tile) {
     wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
-      const u32 stage = cursor.stage;
-      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
-      if (!at.gathers())
-        tma_load(shared + kOffsetScale + stage * kBytesScale, arg.map_scale_a, barriers.full(stage), at.tile.row,
-                 at.block());
+    for (; tile.valid(); tile.advance()) {
+      const Order order = order_of(tile, 0);
+      const u32 rows = tokens_loaded(tile.row), bytes = weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4);
+      with_map<kBlockM, kClusters>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          barrier_arrive_expect(barriers.full(stage), bytes);
+          if (map)
+            tma_load(shared + kOffsetScale + stage * kBytesScale, map, barriers.full(stage), tile.row,
+                     order.step_block(step));
+        });
+      });
+      pass_gathered(tile, cursor);
     }
+  }
+
+  // The stages of other CTAs' sums, which `produce_weights` loads.
+  DG_DEVICE void pass_gathered(const Scheduler& tile, Cursor& cursor) const {
+    if constexpr (kStreams) barriers.fill(cursor, tile.gathered(), [](u32, u32) {});
   }
 
   // A consumer's staging area. It and the warp that stores meet when it is free, and when it is full: at named barriers,

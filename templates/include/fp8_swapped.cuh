@@ -5,6 +5,7 @@
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_swapped.cu.jinja).
 #pragma once
 #include "barrier.cuh"
+#include "box.cuh"
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
@@ -83,8 +84,6 @@ struct Fp8Swapped {
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
 
-  using Walk = TileWalk<Scheduler, Order>;
-
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
@@ -102,7 +101,7 @@ struct Fp8Swapped {
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps(arg);
+      if (threadIdx.x == 0) prefetch_maps(arg, kBlockM, kBlockN);
       meet<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
@@ -111,21 +110,25 @@ struct Fp8Swapped {
     if constexpr (kClusterK > 1) cluster_sync();
   }
 
-  DG_DEVICE Walk walk(const Scheduler& first) const { return Walk(first, Order(blocks(), rank_k(), 0)); }
-
   // The first weights that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not. More
   // than one stage of them keep TMA from loads longer than they save.
   DG_DEVICE void prefetch_weights(const Scheduler& first) const {
-    const u32 block = Order(blocks(), rank_k(), 0).step_block(0);
-    if (!arg.constant_b && first.valid() && elect_one()) {
-      if constexpr (kStageBlocks == 1) {
-        tma_prefetch(arg.map_b, block * kBlockK, first.column);
-      } else {
-        tma_prefetch_3d(arg.map_b, 0, first.column, block);
-      }
-    }
+    const Order order(blocks(), rank_k(), 0);
+    const u32 block = order.step_block(0);
+    if (!arg.constant_b && first.valid() && order.length > 0 && elect_one())
+      with_map<kBlockN, false>(0, weights_loaded(first.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
+        if constexpr (kStageBlocks == 1) {
+          tma_prefetch(map, block * kBlockK, first.column);
+        } else {
+          tma_prefetch_3d(map, 0, first.column, block);
+        }
+      });
     __syncwarp();
   }
+
+  // Rows of B and of A that are loaded for a tile.
+  DG_DEVICE u32 weights_loaded(u32 column) const { return rows_loaded<kBlockN, false>(column, n(), arg.last_columns); }
+  DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, false>(row, m(), arg.last_rows); }
 
   // Blocks of K from `block` on, of the rows from `row` on.
   template <class... Policy>
@@ -140,40 +143,54 @@ struct Fp8Swapped {
   // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and the tokens'
   // scales. One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous
   // kernel.
-  DG_DEVICE void produce_weights(const Scheduler& first) {
+  DG_DEVICE void produce_weights(Scheduler tile) {
     if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
-      const u32 stage = cursor.stage, full = barriers.full(stage);
-      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
-      barrier_arrive_expect(full, kBytesWeights + arg.box_rows * (kBlockK + 4) * kStageBlocks);
-      const u32 weights = shared + stage * kBytesWeights;
-      if (arg.b_read_once) {
-        load(weights, arg.map_b, full, at.block(), at.tile.column, evict_first());
-      } else {
-        load(weights, arg.map_b, full, at.block(), at.tile.column);
-      }
+    const Order order(blocks(), rank_k(), 0);
+    for (; tile.valid(); tile.advance()) {
+      const auto load_all = [&](const TensorMap* map, auto... policy) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step), tile.column, policy...);
+        });
+      };
+      with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
+        if (arg.b_read_once) {
+          load_all(map, evict_first());
+        } else {
+          load_all(map);
+        }
+      });
     }
   }
 
-  DG_DEVICE void produce_tokens(const Scheduler& first) {
+  DG_DEVICE void produce_tokens(Scheduler tile) {
     wait_for_previous_kernel();
     allow_next_kernel();
     Cursor cursor;
-    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
-      const u32 stage = cursor.stage, full = barriers.full(stage);
-      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
-      load(shared + kOffsetTokens + stage * kBytesTokens, arg.map_a, full, at.block(), at.tile.row);
-    }
+    const Order order(blocks(), rank_k(), 0);
+    for (; tile.valid(); tile.advance())
+      with_map<kBlockM, false>(0, tokens_loaded(tile.row), arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          load(shared + kOffsetTokens + stage * kBytesTokens, map, barriers.full(stage), order.step_block(step), tile.row);
+        });
+      });
   }
 
-  DG_DEVICE void produce_scales(const Scheduler& first) {
+  // This one has the least to do, and says for all how many bytes come.
+  DG_DEVICE void produce_scales(Scheduler tile) {
     wait_for_previous_kernel();
     Cursor cursor;
-    for (Walk at = walk(first); at.valid(); at.advance(), cursor.advance()) {
-      const u32 stage = cursor.stage, full = barriers.full(stage);
-      barrier_wait(barriers.empty(stage), cursor.parity ^ 1);
-      tma_load(shared + kOffsetScale + stage * Scaling::kStageBytes, arg.map_scale_a, full, at.tile.row, at.block());
+    const Order order(blocks(), rank_k(), 0);
+    for (; tile.valid(); tile.advance()) {
+      const u32 rows = tokens_loaded(tile.row);
+      const u32 bytes = (weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4)) * kStageBlocks;
+      with_map<kBlockM, false>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          barrier_arrive_expect(barriers.full(stage), bytes);
+          tma_load(shared + kOffsetScale + stage * Scaling::kStageBytes, map, barriers.full(stage), tile.row,
+                   order.step_block(step));
+        });
+      });
     }
   }
 

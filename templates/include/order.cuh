@@ -1,4 +1,4 @@
-// In which order a CTA goes through the blocks of K, and its producer through its tiles.
+// In which order a CTA goes through the blocks of K.
 #pragma once
 #include "types.cuh"
 
@@ -37,29 +37,5 @@ struct BlockOrder {
   DG_DEVICE u32 block(u32 count) const {
     const u32 step = turn + count / kStageBlocks * kConsumersK;
     return step < length ? step_block(step) + count % kStageBlocks : blocks;
-  }
-};
-
-// A producer's walk along K through all its tiles, or pieces of tiles, which other CTAs' sums may follow.
-template <class Scheduler, class Order>
-struct TileWalk {
-  Scheduler tile;
-  Order order;
-  u32 step = 0;
-
-  DG_DEVICE TileWalk(const Scheduler& tile, const Order& order) : tile(tile), order(order) {}
-
-  DG_DEVICE bool valid() const { return order.length > 0 && tile.valid(); }
-  DG_DEVICE u32 block() const { return order.step_block(step); }
-  // Whether a part of another CTA's sums comes next, and which.
-  DG_DEVICE bool gathers() const { return Scheduler::kStreams && step >= order.length; }
-  DG_DEVICE u32 gathered() const { return step - order.length; }
-
-  DG_DEVICE void advance() {
-    if (++step == order.length + tile.gathered()) {
-      tile.advance();
-      if constexpr (Scheduler::kStreams) order = tile.order();
-      step = 0;
-    }
   }
 };

@@ -36,6 +36,17 @@ struct PipelineBarriers {
     }
   }
 
+  // A producer's way through the next `count` stages: waits until each is empty, then calls `fill(step, stage)`. What does
+  // not change from stage to stage belongs outside: narrow tiles take few cycles more than a round of this.
+  template <class Cursor, class Fill>
+  DG_DEVICE void fill(Cursor& cursor, u32 count, const Fill& fill) const {
+#pragma unroll 1
+    for (u32 step = 0; step < count; ++step, cursor.advance()) {
+      barrier_wait(empty(cursor.stage), cursor.parity ^ 1);
+      fill(step, cursor.stage);
+    }
+  }
+
   // Called by a whole consumer warp: one arrival at every CTA of the cluster.
   DG_DEVICE void release(u32 stage, u32 lane) const {
     if constexpr (kClusterSize == 1) {

@@ -6,10 +6,15 @@
 #include "warpgroup.cuh"
 
 // The maps that loads begin with. To be called by a thread that has nothing else to do yet.
-DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg) {
+DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg, u32 block_m, u32 block_n) {
   tma_prefetch_map(arg.map_b);
   tma_prefetch_map(arg.map_a);
   tma_prefetch_map(arg.map_scale_a);
+  if (arg.last_columns < block_n) tma_prefetch_map(arg.map_b_last);
+  if (arg.last_rows < block_m) {
+    tma_prefetch_map(arg.map_a_last);
+    tma_prefetch_map(arg.map_scale_a_last);
+  }
 }
 
 // One thread of the calling warp makes the barriers: the ring's, and where shares of K are exchanged, those too. To be

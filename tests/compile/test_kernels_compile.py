@@ -199,14 +199,33 @@ def test_who_stores_a_tile_fences_what_others_wrote(
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_weights_come_nearer_before_the_wait(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
-    """One box of B is brought into L2 before a CTA's warps meet: before they wait, and before anything is loaded. CTAs
-    that blocks of K are dealt out to do not yet know theirs."""
+    """One box of B, whole or one that ends at the edge, is brought into L2 before a CTA's warps meet: before they wait,
+    and before anything is loaded. CTAs that blocks of K are dealt out to do not yet know theirs."""
     meeting = r"BAR\.SYNC\.DEFER_BLOCKING 0x0|UCGABAR_WAIT"
     order = re.findall(rf"UTMAPF|UTMALDG|ACQBULK|{meeting}", builds[params].result().sass)
     assert isinstance(params.config, FP8Config)
-    assert order.count("UTMAPF") == (0 if params.config.stream_k else 1)
+    assert order.count("UTMAPF") == (0 if params.config.stream_k else 2)
     if not params.config.stream_k:
-        assert re.fullmatch(meeting, order[order.index("UTMAPF") + 1])
+        first = order.index("UTMAPF")
+        assert order[first + 1] == "UTMAPF"
+        assert re.fullmatch(meeting, order[first + 2])
+
+
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_producers_go_round_short_loops(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+    """A stage of narrow tiles is filled in less than 200 cycles. What does not change within a tile was worked out
+    before: with a third more instructions 64x32 took 6% longer at 64 x 2112 x 7168."""
+    lines = [line.strip() for line in builds[params].result().sass.splitlines()]
+    lines = [line for line in lines if re.match(r"/\*[0-9a-f]{4,}\*/|\.L_\w+:", line)]
+    places = {line.rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L_")}
+    loads = [index for index, line in enumerate(lines) if "UTMALDG" in line]
+    assert len(loads) >= 8  # of B with and without a hint, A, and its scales, through either map
+    for load in loads:
+        jumps = ((index, re.search(r"BRA `\((\.L_\w+)\)", line)) for index, line in enumerate(lines[load:], load))
+        end, begin = next((index, places[jump[1]]) for index, jump in jumps if jump and places[jump[1]] <= load)
+        round_ = [line for line in lines[begin:end] if not line.startswith(".L_")]
+        assert sum("UTMALDG" in line for line in round_) == 1, "a map is chosen in each round"
+        assert len(round_) <= 32
 
 
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:
@@ -232,10 +251,13 @@ def test_promotion_comes_in_bursts(
     ((_, words),) = bursts.code_sections(built.binary.cubin)
     found = bursts.runs(words)
     assert found
-    # Where a tile cannot straddle a border of B's scales, runs are as long as a thread's columns.
+    # Where a tile cannot straddle a border of B's scales, nearly all are in runs, and these as long as a thread's
+    # columns; ptxas now and then moves one of eight or four away from the others.
     config = params.config
     assert isinstance(config, FP8Config)
     if not isinstance(config, SwappedConfig) and 128 % config.block_n == 0:
-        assert max(last - first for first, last in found) >= config.block_n // 4
+        columns = config.block_n // 4
+        assert max(last - first for first, last in found) >= (columns if columns > 8 else columns - 1)
+        assert sum(last - first for first, last in found) >= 0.8 * len(re.findall(r"\bFFMA\b", built.sass))
     for line, after in kept_operands(built.sass):
         assert not after.startswith(".L_"), f"{line} keeps an operand for what is jumped to as well"

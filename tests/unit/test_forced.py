@@ -70,12 +70,12 @@ def test_a_launch_has_the_operands(
     name, (config, _, parameters, _) = driver.calls[-1]
     assert name == "cuLaunchKernelEx"
     assert (config.gridDimX, config.blockDimX) == (forced.launch.shape.grid[0], params.config.num_threads)
-    pointers = struct.unpack("=16Q", ctypes.string_at(parameters, 16 * 8))
-    assert ctypes.c_uint64.from_address(pointers[4]).value == sfb.data_ptr()
-    assert ctypes.c_uint64.from_address(pointers[7]).value == d.data_ptr()
-    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[9:12]] == [37, 200, 272]
+    pointers = struct.unpack("=20Q", ctypes.string_at(parameters, 20 * 8))
+    assert ctypes.c_uint64.from_address(pointers[7]).value == sfb.data_ptr()
+    assert ctypes.c_uint64.from_address(pointers[10]).value == d.data_ptr()
+    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[12:15]] == [37, 200, 272]
     one_row = int(params.config.block_m >= 37)  # of tiles, so that B leaves L2 first
-    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[14:]] == [0, one_row]
+    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[18:]] == [0, one_row]
 
 
 def test_an_output_that_cannot_be_stored_by_tma_is_refused(driver: FakeDriver, tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"must be 128, not 128, 64 and 128", replace(PLAIN, scale_n=64)),
     (r"must be 128, not 128, 128 and 32", replace(PLAIN, scale_k=32)),
     (r"256 rows and under 64 columns", replace(PLAIN, block_m=256, block_n=48)),
+    (r"64 rows and 256 columns", replace(SMALL, block_n=256, num_stages=4)),
     (r"block_m 128 with 1 consumer", replace(PLAIN, num_consumers=1)),
     (r"block_m 96 with 2 consumer", replace(PLAIN, block_m=96)),
     (r"2 x 2 x 1 CTAs", replace(PLAIN, cluster_m=2, cluster_n=2)),

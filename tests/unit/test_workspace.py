@@ -309,7 +309,7 @@ def test_the_engine_gives_a_launch_the_workspace_that_it_needs(
 
     def note(shape: Any, _: Any, parameters: int, __: Any) -> tuple[Any, ...]:
         # While the record is there: that of a captured call is gone after it.
-        last = (ctypes.c_void_p * 23).from_address(parameters)[-2:] if config.stream_k else ()
+        last = (ctypes.c_void_p * 27).from_address(parameters)[-2:] if config.stream_k else ()
         launches.append((shape.gridDimX, tuple(ctypes.c_uint64.from_address(place).value for place in last)))
         return (OK,)
 

@@ -1,0 +1,77 @@
+"""What the boxes of a tile bring, where it hangs over an edge and where it does not."""
+
+from __future__ import annotations
+
+import math
+
+from golden_renders import make_params
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launches import CONFIGS, PARAMS, fp8, geometries, parameter_names, record, stage_blocks, suited
+
+from deep_gemm.jit.driver.tensor_map import TensorMapSpec
+from deep_gemm.kernels.sm90_fp8_launch import Geometry
+from deep_gemm.params import KernelParams, align, ceil_div
+
+
+def rows_loaded(first: int, edge: int, block: int, last: int) -> int:
+    """Of a tile's rows of an operand, as `box.cuh` counts them."""
+    return block if first + block <= edge else last if first < edge else 0
+
+
+def boxes_of(rows: int, parts: int, block: int, whole: TensorMapSpec, last: TensorMapSpec) -> list[tuple[int, int]]:
+    """(first row, rows) of the boxes that a cluster's CTAs bring of a tile of which ``rows`` are loaded."""
+    box, found = block // parts, []
+    for first in range(0, block, box):
+        if first + box <= rows:
+            found.append((first, whole.box[1]))
+        elif first < rows:
+            found.append((first, last.box[1]))
+    return found
+
+
+@settings(max_examples=500, deadline=None)
+@given(PARAMS, geometries(), st.data())
+def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
+    params: KernelParams, g: Geometry, data: st.DataObject
+) -> None:
+    """The producer of scales announces for each block of K of a stage what all three bring; one byte off, and the
+    kernel hangs. Boxes end at the edge, or just behind it: those that hang over it arrive late."""
+    c = fp8(params)
+    recorded = record(params, suited(g, c))
+    a, b, scales, a_last, b_last, scales_last = (recorded.maps[place][0] for place in (0, 1, 2, 4, 5, 6))
+    numbers = {n: arg[1] for n, arg in zip(parameter_names(params), recorded.args, strict=True) if arg[0] == "u32"}
+    depth = stage_blocks(c)
+    # A tile of these, the last two among them, and with clusters what lies past the edge.
+    row = c.block_m * data.draw(st.integers(0, align(ceil_div(g.m, c.block_m), c.cluster_m) - 1))
+    column = c.block_n * data.draw(st.integers(0, align(ceil_div(g.n, c.block_n), c.cluster_n) - 1))
+    tokens = rows_loaded(row, g.m, c.block_m, int(numbers["last_rows"]))
+    weights = rows_loaded(column, g.n, c.block_n, int(numbers["last_columns"]))
+    brought = 0
+    for first, edge, rows, block, parts, whole, last in (
+        (row, g.m, tokens, c.block_m, c.cluster_n, a, a_last),
+        (column, g.n, weights, c.block_n, c.cluster_m, b, b_last),
+    ):
+        boxes = boxes_of(rows, parts, block, whole, last)
+        assert sum(size for _, size in boxes) == rows
+        assert rows >= min(block, max(0, edge - first))
+        for begin, size in boxes:
+            assert begin % 8 == 0  # on a swizzle atom of eight rows; else later rows would be permuted differently
+            assert depth > 1 or first + begin + size < edge + 4
+        brought += sum(size for _, size in boxes) * 128 * depth
+    if tokens:
+        box = scales if tokens == c.block_m else scales_last
+        assert box.box == (tokens, depth)
+        brought += math.prod(box.box) * 4
+    assert brought == (weights * 128 + tokens * (128 + 4)) * depth
+    # A box of several blocks is packed block after block: the next begins where the kernel looks for it.
+    assert depth == 1 or (a.box[1], b.box[1]) == (a_last.box[1], b_last.box[1]) == (c.block_m, c.block_n)
+
+
+def test_one_map_is_made_where_no_tile_is_whole() -> None:
+    """Each costs the host a microsecond, and a call with few tokens has no other."""
+    for config in CONFIGS:
+        g = Geometry(config.block_m // config.cluster_n - 1, 1024, 896, 896, 896, 1024, 256, (8, 1))
+        maps = record(make_params(config), g).maps
+        assert maps[0] == maps[4]
+        assert maps[2] == maps[6]
