@@ -6,6 +6,7 @@ import functools
 import math
 from typing import NamedTuple
 
+from ..arch import SM90
 from ..kernels import fp8, sm90_fp8_gemm, sm90_fp8_swapped
 from ..kernels.sm90_fp8_launch import store_box
 from ..kernels.stream_k import stream
@@ -105,7 +106,6 @@ class _Fixed(NamedTuple):
     mma_n: int
     groups_of_columns: int
     in_step: bool
-    whole: bool
     direct: bool
     store_columns: int
 
@@ -117,27 +117,36 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
-        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, 0, in_step, blocks > 1, direct, 64)
+        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, 0, in_step, direct, 64)
     width = config.block_n
     straddles = SCALE_BLOCK % width != 0 and width != 2 * SCALE_BLOCK
     choices = width // sm90_fp8_gemm.scale_group(config) if straddles else 0
     mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
     columns = store_box(config)[0]
-    return _Fixed(False, 1, groups, slices, width, mma_n, choices, in_step, config.cluster_n > 1, not d_tma, columns)
+    return _Fixed(False, 1, groups, slices, width, mma_n, choices, in_step, not d_tma, columns)
+
+
+def _slots(config: FP8Config, num_sms: int) -> int:
+    """Clusters that run at a time."""
+    size = config.cluster_size
+    return max(1, int(PACKING[size] * num_sms * config.ctas_per_sm / size))
 
 
 def features(problem: GemmProblem, config: FP8Config) -> Features:
     """The numbers of one pair."""
     m, n, k = problem.m, problem.n, problem.k
     fixed = _fixed(config, problem.d_tma)
-    swapped, stage_blocks, groups, slices, width, mma_n, choices, in_step, whole, direct, _ = fixed
+    swapped, stage_blocks, groups, slices, width, mma_n, choices, in_step, direct, _ = fixed
     block_m, block_n, size, resident = config.block_m, config.block_n, config.cluster_size, config.ctas_per_sm
     rows, columns = ceil_div(m, block_m * config.cluster_m), ceil_div(n, block_n * config.cluster_n)
     tiles = rows * columns * size
-    slots = max(1, int(PACKING[size] * problem.num_sms * resident / size)) * size
+    slots = _slots(config, problem.num_sms) * size
     blocks = ceil_div(ceil_div(ceil_div(k, SCALE_BLOCK), stage_blocks), config.cluster_k) * stage_blocks
     products = slices * (width // mma_n) * 4
-    tokens = block_m if whole else min(block_m, align(m, 4))
+    # Rows that are loaded of A by a tile, and of both by all (see `last_rows`).
+    tokens = block_m if stage_blocks > 1 else min(block_m, align(m, 4))
+    all_tokens = rows * config.cluster_m * block_m if stage_blocks > 1 else align(m, 4)
+    all_weights = columns * config.cluster_n * block_n if stage_blocks > 1 else n
     resident = min(resident, ceil_div(tiles, problem.num_sms))
     shares = config.k_shares
     # What is handed over and stored is shared out among the shares of K.
@@ -152,8 +161,9 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
             gathered = dealt.donors * given
     # What of B and A the tiles of the first wave begin with, as if each had rows of B of its own as long as there are
     # any: too much where several rows of tiles share them, but there this is little of the whole, and more work must
-    # not take less time. Too little where blocks of K are dealt out.
-    at_once = min(tiles // size, slots // size)
+    # not take less time. Nor may more SMs take longer, so that it is always the first wave of a whole GPU. Too little
+    # where blocks of K are dealt out.
+    at_once = min(tiles // size, _slots(config, max(problem.num_sms, SM90.num_sms)))
     first = config.cluster_k * min(blocks, stage_blocks) * SCALE_BLOCK
     first *= min(columns, at_once) * block_n * config.cluster_n + min(rows, at_once) * tokens * config.cluster_m
     first = min(first, m * k + n * k)
@@ -191,9 +201,9 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         first=first,
         traffic=m * k + n * k + 2 * m * n - first,
         weights_again=n * k if rows > 1 else 0,
-        tokens_read=tiles * blocks * tokens / config.cluster_n * SCALE_BLOCK,
+        tokens_read=all_tokens * columns * config.cluster_k * blocks * SCALE_BLOCK,
         tokens_sharers=min(32, columns),
-        weights_read=tiles * blocks * block_n / config.cluster_m * SCALE_BLOCK,
+        weights_read=all_weights * rows * config.cluster_k * blocks * SCALE_BLOCK,
         weights_sharers=min(32, rows),
         in_parts=1.0 if mma_n < width else 0.0,
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
