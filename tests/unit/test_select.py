@@ -14,9 +14,10 @@ from deep_gemm import arch, kernels
 from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_swapped
-from deep_gemm.params import FP8Config, GemmProblem, ceil_div
+from deep_gemm.params import FP8Config, GemmProblem, SwappedConfig, ceil_div
 from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
 from deep_gemm.select.calibration import default, kind_of
+from deep_gemm.select.features import features
 from deep_gemm.select.model import estimate
 
 SM90 = arch.SM90
@@ -200,3 +201,18 @@ def test_few_numbers_of_tokens_stand_for_all() -> None:
 def test_a_call_gets_the_choice_of_its_representative(problem: GemmProblem) -> None:
     stands_for = replace(problem, m=representative(problem.m))
     assert select(problem, SM90) == select(stands_for, SM90)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PROBLEMS)
+def test_the_model_counts_the_rows_that_launches_load(problem: GemmProblem) -> None:
+    """Boxes of the last row and column of tiles end at the edge."""
+    for config in lasting(candidates(problem, SM90)):
+        rows, columns = ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
+        tokens = (rows - 1) * config.block_m + sm90_fp8_launch.last_rows(config, problem.m)
+        weights = (columns - 1) * config.block_n + sm90_fp8_launch.last_columns(config, problem.n)
+        depth = config.stage_blocks if isinstance(config, SwappedConfig) else 1
+        steps = ceil_div(ceil_div(ceil_div(problem.k, 128), depth), config.cluster_k) * depth * config.cluster_k
+        counted = features(problem, config)
+        assert counted.tokens_read == tokens * ceil_div(columns, config.cluster_n) * steps * 128
+        assert counted.weights_read == weights * ceil_div(rows, config.cluster_m) * steps * 128
