@@ -93,6 +93,11 @@ class FP8Config(GemmConfig):
     stream_k: bool = False
 
     @property
+    def stage_blocks(self) -> int:
+        """Blocks of K in a stage."""
+        return 1
+
+    @property
     def slices(self) -> int:
         """m64 slices of rows that one consumer multiplies."""
         return self.block_m * self.consumers_k // (64 * self.num_consumers)

@@ -16,7 +16,7 @@ from deep_gemm.engine import build_request
 from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
-from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
+from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
 
 UNSWAPPED: list[FP8Config] = list(PLAIN.configs(arch.SM90))
 CONFIGS: list[FP8Config] = [*UNSWAPPED, *SWAPPED.configs(arch.SM90)]
@@ -46,14 +46,9 @@ PARAMS = st.builds(
 )
 
 
-def stage_blocks(config: GemmConfig) -> int:
-    """Blocks of K that one load brings."""
-    return config.stage_blocks if isinstance(config, SwappedConfig) else 1
-
-
 def suited(g: Geometry, config: FP8Config) -> Geometry:
     """``g``, with whole blocks of K where a stage holds several of them."""
-    if stage_blocks(config) == 1:
+    if config.stage_blocks == 1:
         return g
     k = align(g.k, 128)
     return replace(g, k=k, stride_a=k + g.stride_a - g.k, stride_b=k + g.stride_b - g.k)

@@ -33,10 +33,8 @@ _SPLITS = (
 
 _REGISTER_SPLITS = {1: ((40, 208), (40, 248)), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
 """Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
-taken, since producers with 24 spill easily, and a consumer with 248 has the SM for itself."""
-
-_HALF_OF_AN_SM = 208
-"""The most registers of a lone consumer's thread with which two CTAs would fit."""
+taken, since producers with 24 spill easily, and a consumer with 248 has the SM for itself. A lone consumer with half of
+an SM could have 216, but 64x192 with a share of K would take that and spill."""
 
 _OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
@@ -135,7 +133,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             **fp8.fields(params, c, instruction_shape(c)[1], register_split(c)),
             "stream_k": c.stream_k,
             "name": self.entry(params),
-            "min_ctas": 2 if c.num_consumers == 1 and register_split(c)[1] <= _HALF_OF_AN_SM else 1,
+            "min_ctas": 2 if register_split(c) == _REGISTER_SPLITS[1][0] else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
             "scale_group": scale_group(c),
@@ -213,10 +211,10 @@ def instruction_shape(config: FP8Config) -> tuple[int, int]:
 
 def _fits(config: FP8Config, mma_n: int) -> bool:
     """Whether consumers have registers for instructions of ``mma_n`` columns."""
-    return _needed(config, mma_n) <= _splits(config)[-1][1]
+    return _needed(config, mma_n) <= _register_splits(config)[-1][1]
 
 
-def _splits(config: FP8Config) -> tuple[tuple[int, int], ...]:
+def _register_splits(config: FP8Config) -> tuple[tuple[int, int], ...]:
     """What ``config`` may choose from."""
     splits = _REGISTER_SPLITS.get(config.num_consumers, ((24, 112),))
     return splits if config.ctas_per_sm == 1 else splits[:1]
@@ -244,7 +242,7 @@ def register_split(config: FP8Config) -> tuple[int, int]:
     """(producer, consumer) registers a thread, for setmaxnreg. Most CTAs with one consumer get half of an SM's even
     where they live there alone: that is enough, and without setmaxnreg ptxas does not see that a warp's threads stay
     together: its code had divergence checks and computed addresses again in every block of K."""
-    splits = _splits(config)
+    splits = _register_splits(config)
     needed = _needed(config, instruction_shape(config)[1])
     return next((split for split in splits if needed <= split[1]), splits[-1])
 

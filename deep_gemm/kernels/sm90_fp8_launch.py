@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import InvalidInputError
@@ -56,12 +57,12 @@ def slot_bytes(config: GemmConfig, shape: Geometry, num_sms: int) -> int:
 def last_rows(config: FP8Config, m: int) -> int:
     """Rows of A that are loaded for the last row of tiles: those that there are (see ``box.cuh``), but 16 bytes of
     scales at least; all where another block of K follows in a stage."""
-    return config.block_m if _blocks(config) > 1 else min(config.block_m, align(_left(m, config.block_m), 4))
+    return config.block_m if config.stage_blocks > 1 else min(config.block_m, align(_left(m, config.block_m), 4))
 
 
 def last_columns(config: FP8Config, n: int) -> int:
     """Rows of B that are loaded for the last column of tiles."""
-    return config.block_n if _blocks(config) > 1 else _left(n, config.block_n)
+    return config.block_n if config.stage_blocks > 1 else _left(n, config.block_n)
 
 
 def _left(size: int, step: int) -> int:
@@ -69,16 +70,12 @@ def _left(size: int, step: int) -> int:
     return (size - 1) % step + 1
 
 
-def _boxes(size: int, box: int, last: int) -> tuple[int, int]:
-    """Rows of the boxes of an operand's ``size`` rows, and of the last one, if ``last`` rows of the last tile are
-    loaded: the same where there is no other."""
+def _maps(spec: Callable[[int], TensorMapSpec], address: int, size: int, box: int, last: int) -> tuple[bytes, bytes]:
+    """The maps of an operand's ``size`` rows by what ``spec`` says of the rows of a box: for boxes of ``box``, and for
+    the last one, if ``last`` rows of the last tile are loaded. One map is both where no box is another."""
     left = _left(last, box)
-    return (left if size <= box else box), left
-
-
-def _blocks(config: FP8Config) -> int:
-    """Blocks of K in a stage."""
-    return config.stage_blocks if isinstance(config, SwappedConfig) else 1
+    ending = spec(left).encode(address)
+    return (ending if left == box or size <= box else spec(box).encode(address)), ending
 
 
 def store_box(config: FP8Config) -> tuple[int, int]:
@@ -128,22 +125,23 @@ def launch(
         raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")
     m, n, k = shape.m, shape.n, shape.k
     rows, columns = last_rows(config, m), last_columns(config, n)
-    blocks, stage_blocks = ceil_div(k, SCALE_BLOCK), _blocks(config)
+    blocks, stage_blocks = ceil_div(k, SCALE_BLOCK), config.stage_blocks
     dealt = stream_k.stream(config, m, n, k, num_sms) if config.stream_k else None
     members = dealt.members if dealt else 1
     order = raster(config, m, n, num_sms, members)
-    map_a, map_a_last = (
-        _operand_map(k, m, shape.stride_a, box, stage_blocks).encode(at.a)
-        for box in _boxes(m, config.block_m // config.cluster_n, rows)
-    )
-    map_b, map_b_last = (
-        _operand_map(k, n, shape.stride_b, box, stage_blocks).encode(at.b)
-        for box in _boxes(n, config.block_n // config.cluster_m, columns)
-    )
-    map_scale_a, map_scale_a_last = (
-        TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (box, stage_blocks)).encode(at.sfa)
-        for box in _boxes(m, config.block_m, rows)
-    )
+
+    def tokens(box: int) -> TensorMapSpec:
+        return _operand_map(k, m, shape.stride_a, box, stage_blocks)
+
+    def weights(box: int) -> TensorMapSpec:
+        return _operand_map(k, n, shape.stride_b, box, stage_blocks)
+
+    def scales(box: int) -> TensorMapSpec:
+        return TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (box, stage_blocks))
+
+    map_a, map_a_last = _maps(tokens, at.a, m, config.block_m // config.cluster_n, rows)
+    map_b, map_b_last = _maps(weights, at.b, n, config.block_n // config.cluster_m, columns)
+    map_scale_a, map_scale_a_last = _maps(scales, at.sfa, m, config.block_m, rows)
     if params.store == "tma":
         width, height = store_box(config)
         map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (width, height), width * 2).encode(at.d)

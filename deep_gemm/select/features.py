@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ..arch import SM90
 from ..kernels import fp8, sm90_fp8_gemm, sm90_fp8_swapped
-from ..kernels.sm90_fp8_launch import store_box
+from ..kernels.sm90_fp8_launch import last_columns, last_rows, store_box
 from ..kernels.stream_k import stream
-from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, align, ceil_div
+from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
@@ -143,10 +143,11 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     slots = _slots(config, problem.num_sms) * size
     blocks = ceil_div(ceil_div(ceil_div(k, SCALE_BLOCK), stage_blocks), config.cluster_k) * stage_blocks
     products = slices * (width // mma_n) * 4
-    # Rows that are loaded of A by a tile, and of both by all (see `last_rows`).
-    tokens = block_m if stage_blocks > 1 else min(block_m, align(m, 4))
-    all_tokens = rows * config.cluster_m * block_m if stage_blocks > 1 else align(m, 4)
-    all_weights = columns * config.cluster_n * block_n if stage_blocks > 1 else n
+    # Rows that are loaded of A by a tile, and of both by all.
+    last = last_rows(config, m)
+    tokens = last if m <= block_m else block_m
+    all_tokens = (ceil_div(m, block_m) - 1) * block_m + last
+    all_weights = (ceil_div(n, block_n) - 1) * block_n + last_columns(config, n)
     resident = min(resident, ceil_div(tiles, problem.num_sms))
     shares = config.k_shares
     # What is handed over and stored is shared out among the shares of K.

@@ -90,7 +90,7 @@ def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
         # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
         and (problem.whole_gpu or config.ctas_per_sm == 1)
         # Blocks of K that follow each other in a stage are a dimension of their own, which only whole ones make.
-        and (whole or not isinstance(config, SwappedConfig) or config.stage_blocks == 1)
+        and (whole or config.stage_blocks == 1)
     ]
     return [config for config in found if _worthwhile(config, problem)] or found
 

@@ -7,7 +7,7 @@ import math
 from golden_renders import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import CONFIGS, PARAMS, fp8, geometries, parameter_names, record, stage_blocks, suited
+from launches import CONFIGS, PARAMS, fp8, geometries, parameter_names, record, suited
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.sm90_fp8_launch import Geometry
@@ -41,7 +41,7 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     recorded = record(params, suited(g, c))
     a, b, scales, a_last, b_last, scales_last = (recorded.maps[place][0] for place in (0, 1, 2, 4, 5, 6))
     numbers = {n: arg[1] for n, arg in zip(parameter_names(params), recorded.args, strict=True) if arg[0] == "u32"}
-    depth = stage_blocks(c)
+    depth = c.stage_blocks
     # A tile of these, the last two among them, and with clusters what lies past the edge.
     row = c.block_m * data.draw(st.integers(0, align(ceil_div(g.m, c.block_m), c.cluster_m) - 1))
     column = c.block_n * data.draw(st.integers(0, align(ceil_div(g.n, c.block_n), c.cluster_n) - 1))

@@ -20,7 +20,6 @@ from launches import (
     parameter_names,
     parameters,
     record,
-    stage_blocks,
     suited,
 )
 from rasters import located
@@ -68,7 +67,7 @@ def test_tensor_maps_are_of_the_right_tensors(params: KernelParams, g: Geometry)
         spec, at = maps[place]
         assert at == address
         assert (spec.dtype, spec.swizzle) == ("u8", 128)  # wgmma reads rows of 128 swizzled bytes
-        if stage_blocks(params.config) == 1:
+        if fp8(params).stage_blocks == 1:
             assert (spec.dims, spec.strides) == ((g.k, rows), (stride,))
         else:
             assert (spec.dims, spec.strides) == ((128, rows, g.k // 128), (stride, 128))

@@ -14,7 +14,7 @@ from deep_gemm import arch, kernels
 from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_swapped
-from deep_gemm.params import FP8Config, GemmProblem, SwappedConfig, ceil_div
+from deep_gemm.params import FP8Config, GemmProblem, ceil_div
 from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
 from deep_gemm.select.calibration import default, kind_of
 from deep_gemm.select.features import features
@@ -211,7 +211,7 @@ def test_the_model_counts_the_rows_that_launches_load(problem: GemmProblem) -> N
         rows, columns = ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
         tokens = (rows - 1) * config.block_m + sm90_fp8_launch.last_rows(config, problem.m)
         weights = (columns - 1) * config.block_n + sm90_fp8_launch.last_columns(config, problem.n)
-        depth = config.stage_blocks if isinstance(config, SwappedConfig) else 1
+        depth = config.stage_blocks
         steps = ceil_div(ceil_div(ceil_div(problem.k, 128), depth), config.cluster_k) * depth * config.cluster_k
         counted = features(problem, config)
         assert counted.tokens_read == tokens * ceil_div(columns, config.cluster_n) * steps * 128
