@@ -182,12 +182,12 @@ struct Fp8Gemm {
   // Three threads, each in a warp of its own, load the stages of every tile in order: B, A, and A's scales. One alone
   // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights(Scheduler tile) {
-    if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
     const u32 part = weights_part();
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
       const auto load = [&](const TensorMap* map, auto... policy) {
+        if (!arg.constant_b) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           const u32 b = shared + kOffsetB + stage * kBytesB + part * kBlockK, x = order.step_block(step) * kBlockK;
           if (!map) return;
@@ -215,13 +215,13 @@ struct Fp8Gemm {
   }
 
   DG_DEVICE void produce_tokens(Scheduler tile) {
-    wait_for_previous_kernel();
-    allow_next_kernel();
     Cursor cursor;
     const u32 part = tokens_part();
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
       with_map<kTokensBox, kClusters>(part, tokens_loaded(tile.row), arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
+        wait_for_previous_kernel();
+        allow_next_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           const u32 a = shared + stage * kBytesA + part * kBlockK, x = order.step_block(step) * kBlockK;
           if (!map) return;
@@ -238,12 +238,12 @@ struct Fp8Gemm {
 
   // This one has the least to do, and says for all how many bytes come.
   DG_DEVICE void produce_scales(Scheduler tile) {
-    wait_for_previous_kernel();
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
       const u32 rows = tokens_loaded(tile.row), bytes = weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4);
       with_map<kBlockM, kClusters>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
+        wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
           if (map)

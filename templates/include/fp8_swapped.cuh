@@ -144,11 +144,11 @@ struct Fp8Swapped {
   // scales. One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous
   // kernel.
   DG_DEVICE void produce_weights(Scheduler tile) {
-    if (!arg.constant_b) wait_for_previous_kernel();
     Cursor cursor;
     const Order order(blocks(), rank_k(), 0);
     for (; tile.valid(); tile.advance()) {
       const auto load_all = [&](const TensorMap* map, auto... policy) {
+        if (!arg.constant_b) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step), tile.column, policy...);
         });
@@ -164,12 +164,12 @@ struct Fp8Swapped {
   }
 
   DG_DEVICE void produce_tokens(Scheduler tile) {
-    wait_for_previous_kernel();
-    allow_next_kernel();
     Cursor cursor;
     const Order order(blocks(), rank_k(), 0);
     for (; tile.valid(); tile.advance())
       with_map<kBlockM, false>(0, tokens_loaded(tile.row), arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
+        wait_for_previous_kernel();
+        allow_next_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           load(shared + kOffsetTokens + stage * kBytesTokens, map, barriers.full(stage), order.step_block(step), tile.row);
         });
@@ -178,13 +178,13 @@ struct Fp8Swapped {
 
   // This one has the least to do, and says for all how many bytes come.
   DG_DEVICE void produce_scales(Scheduler tile) {
-    wait_for_previous_kernel();
     Cursor cursor;
     const Order order(blocks(), rank_k(), 0);
     for (; tile.valid(); tile.advance()) {
       const u32 rows = tokens_loaded(tile.row);
       const u32 bytes = (weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4)) * kStageBlocks;
       with_map<kBlockM, false>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
+        wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
           tma_load(shared + kOffsetScale + stage * Scaling::kStageBytes, map, barriers.full(stage), tile.row,
