@@ -77,6 +77,17 @@ DG_DEVICE void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_try_wait<kAcquireCluster>(barrier, parity)) bound.check();
 }
 
+// Returns `cycles` of the SM later.
+DG_DEVICE void pass_cycles(u32 cycles) {
+  const auto clock = [] {
+    u32 now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory");
+    return now;
+  };
+  const u32 begin = clock();
+  while (clock() - begin < cycles) {}
+}
+
 // The address, in the cluster's shared memory, of what CTA `rank` has at `address`.
 DG_DEVICE u32 remote_address(u32 address, u32 rank) {
   u32 remote;

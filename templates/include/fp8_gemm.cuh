@@ -58,7 +58,7 @@ struct Fp8Gemm {
   using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, kBlockN, Workspace::kSteps>, Whole>::Type;
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
   using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, kConsumersK, kConsumers>;
-  using Cursor = PipelineCursor<kStages>;
+  using Cursor = ProducerCursor;
   struct Shape {
     enum : u32 { kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
@@ -196,7 +196,7 @@ struct Fp8Gemm {
           } else {
             tma_load(b, map, barriers.full(stage), x, tile.column, policy...);
           }
-        });
+        }, arg.constant_b ? pace_early(kBytesB) : 0);
       };
       with_map<kWeightsBox, kClusters>(part, weights_loaded(tile.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
         if (arg.b_read_once) {

@@ -56,7 +56,7 @@ struct Fp8Swapped {
   using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, kStageBlocks>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedTmaStore<kBlockM, kSlices, Exchange::kOwned, Tile::kBoxChunks>;
-  using Cursor = PipelineCursor<kStages>;
+  using Cursor = ProducerCursor;
 
   enum : u32 { kOffsetTokens = kStages * kBytesWeights };
   enum : u32 { kOffsetStaging = kOffsetTokens + kStages * kBytesTokens };
@@ -151,7 +151,7 @@ struct Fp8Swapped {
         if (!arg.constant_b) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step), tile.column, policy...);
-        });
+        }, arg.constant_b ? pace_early(kBytesWeights) : 0);
       };
       with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
         if (arg.b_read_once) {
