@@ -1,12 +1,16 @@
-"""Fitting a calibration to a survey: the constants with which the model selects best. Needs scipy."""
+"""Fitting a calibration to a survey: the constants with which the model selects best."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from deep_gemm import arch as archs
 from deep_gemm.benchmarks.survey import name_of, problem
@@ -58,39 +62,45 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "l2_sharing": (0.01, 0.5),
     "unaligned": (1.0, 3.0),
 }
-"""Where each constant may lie on a GPU of Hopper's kind; the search is uniform in its logarithm."""
+"""Where each constant may lie on a GPU of Hopper's kind; the search goes by its logarithm."""
 
-SOFTNESS = 0.015
-"""Configs whose estimates are this close (as logarithms) share a choice, so that the loss has slopes to go down."""
-ACCURACY_WEIGHT = 0.1
-"""What an error of the estimate itself costs, beside the time lost by a choice."""
-REACH = 0.35
-"""How far from the most accurate constants better choices are looked for, as a part of what bounds allow (as
-logarithms): farther off the model chooses well where it was fitted, and anyhow elsewhere. Of the best on 37 shapes of
-another survey: 0.959 with 0.2, 0.962 with 0.35, 0.956 with 0.6."""
+SOFTNESS = (0.05, 0.012)
+"""Configs whose estimates are this close (as logarithms) share a choice, so that the loss has slopes to go down; at the
+search's begin, and at its end."""
+LARGE = 0.1
+LARGE_WEIGHT = 4.0
+"""What is lost by a choice beyond ``LARGE``, as a logarithm, counts so many times more."""
+ORDER_WEIGHT, ACCURACY_WEIGHT = 1.0, 0.2
+"""What errors of estimates cost beside the time lost by choices: of configs of one shape against each other, and of a
+shape's all together."""
+DECAY = 8.0
+"""Errors count by exp of minus this for configs that are slower than the best, as a logarithm: far from it they do no
+harm."""
+STEPS, RATE = 600, 0.05
+"""Of Adam. On 500 shapes 1500 steps, and twice the rate, chose no better."""
 HELD_OUT = 4
 """One shape in so many is kept for judging."""
 
 
 @dataclass
 class Data:
-    """A survey as arrays: one entry for each pair of a shape (in a mode) and a config."""
+    """A survey as tensors: one entry for each pair of a shape (in a mode) and a config, or for each shape."""
 
     x: Features
-    log_us: Any
-    log_loss: Any
+    log_us: Tensor
+    log_lost: Tensor
     """How much slower than the best of its shape, as a logarithm."""
-    starts: Any
-    groups: Any
-    held_out: Any
-    flush: Any
+    shape: Tensor
+    """Index of the pair's shape."""
+    held_out: Tensor
+    """By shape."""
+    flush: Tensor
+    """By shape: whether it was timed in single calls, whose launch the model knows."""
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> Data:
         """The pairs of survey rows; configs that are not legal any more are left out."""
-        import numpy as np
-
-        x, log_us, log_loss, sizes, held_out, flush = [], [], [], [], [], []
+        x, log_us, log_lost, shape, held_out, flush = [], [], [], [], [], []
         for row in rows:
             asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
             legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
@@ -100,105 +110,87 @@ class Data:
             best = min(row["times"][name] for name in names)
             x += [features(asked, legal[name]) for name in names]
             log_us += [math.log(row["times"][name]) for name in names]
-            log_loss += [math.log(row["times"][name] / best) for name in names]
-            sizes.append(len(names))
+            log_lost += [math.log(row["times"][name] / best) for name in names]
+            shape += [len(held_out)] * len(names)
             # By shape, not by row: its modes are kept together.
-            shape = f"{row['m']} x {row['n']} x {row['k']}"
-            held_out.append(zlib.crc32(shape.encode()) % HELD_OUT == 0)
+            text = f"{row['m']} x {row['n']} x {row['k']}"
+            held_out.append(zlib.crc32(text.encode()) % HELD_OUT == 0)
             flush.append(row["mode"] == "flush")
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         return cls(
-            Features(*(np.array(column, dtype=np.float32) for column in zip(*x, strict=True))),
-            np.array(log_us),
-            np.array(log_loss),
-            starts,
-            np.repeat(np.arange(len(sizes)), sizes),
-            np.array(held_out),
-            np.array(flush),
+            Features(*(torch.tensor(column, dtype=torch.float64) for column in zip(*x, strict=True))),
+            torch.tensor(log_us, dtype=torch.float64),
+            torch.tensor(log_lost, dtype=torch.float64),
+            torch.tensor(shape),
+            torch.tensor(held_out),
+            torch.tensor(flush),
         )
 
-    def selected(self, calibration: Calibration) -> Any:
+    def selected(self, calibration: Calibration) -> Tensor:
         """For each shape, the best time over that of the config that ``calibration`` selects."""
-        import numpy as np
+        estimates = self._estimates(calibration)
+        least = self._least(estimates)
+        chosen = torch.where(estimates == least[self.shape], self.log_lost, math.inf)
+        return torch.exp(-self._least(chosen))
 
-        estimates = parts(self.x, calibration, np.maximum)["total"]
-        out = []
-        for group, start in enumerate(self.starts):
-            end = self.starts[group + 1] if group + 1 < len(self.starts) else len(estimates)
-            out.append(math.exp(-self.log_loss[start + int(np.argmin(estimates[start:end]))]))
-        return np.array(out)
+    def loss(self, constants: Any, softness: float = SOFTNESS[1], shapes: Tensor | None = None) -> Tensor:
+        """Time lost by the choices on ``shapes`` (a mask; all if it is None), large losses counted more, and a little
+        of how wrong the estimates are where they matter."""
+        shapes = torch.ones_like(self.held_out) if shapes is None else shapes
+        estimates = self._estimates(constants)
+        shares = torch.exp((self._least(estimates.detach())[self.shape] - estimates) / softness)
+        lost = self._mean(self.log_lost, shares)
+        near = torch.exp(-DECAY * self.log_lost)
+        errors = estimates - self.log_us
+        together = self._mean(errors, near)
+        order = self._mean(_size(errors - together[self.shape]), near)
+        timed = shapes & self.flush if (shapes & self.flush).any() else shapes
+        wrong = ORDER_WEIGHT * order + ACCURACY_WEIGHT * _size(together)
+        large = LARGE_WEIGHT * torch.clamp(lost - LARGE, min=0)
+        return (lost + large)[shapes].mean() + wrong[timed].mean()
 
-    def errors(self, calibration: Calibration) -> Any:
-        """How wrong the estimates are, as logarithms, for the shapes in flush mode that are not held out; configs that
-        are much slower than the best count less."""
-        import numpy as np
+    def _estimates(self, constants: Any) -> Tensor:
+        return torch.log(parts(self.x, constants, _maximum)["total"])
 
-        some = ~self.held_out[self.groups] & self.flush[self.groups]
-        columns: Any = self.x
-        estimates = np.log(parts(Features(*(column[some] for column in columns)), calibration, np.maximum)["total"])
-        return np.exp(-3 * np.expm1(self.log_loss[some])) * (estimates - self.log_us[some])
+    def _least(self, values: Tensor) -> Tensor:
+        """By shape."""
+        most = torch.full(self.held_out.shape, math.inf, dtype=values.dtype)
+        return most.scatter_reduce(0, self.shape, values, "amin")
 
-    def loss(self, calibration: Calibration) -> float:
-        """Time lost by the choices on the shapes that are not held out, large losses counted more, and a little of how
-        wrong the estimates are where they matter."""
-        import numpy as np
-
-        estimates = np.log(parts(self.x, calibration, np.maximum)["total"])
-        best = np.minimum.reduceat(estimates, self.starts)
-        weights = np.exp(-(estimates - best[self.groups]) / SOFTNESS)
-        sums = np.add.reduceat(weights, self.starts)
-        lost = np.add.reduceat(weights * self.log_loss, self.starts) / sums
-        wrong = np.add.reduceat(weights * np.minimum(np.abs(estimates - self.log_us), 0.5), self.starts) / sums
-        train = ~self.held_out
-        timed = train & self.flush if (train & self.flush).any() else train
-        return float((lost + 4 * np.maximum(lost - 0.1, 0))[train].mean() + ACCURACY_WEIGHT * wrong[timed].mean())
+    def _mean(self, values: Tensor, weights: Tensor) -> Tensor:
+        """By shape."""
+        none = torch.zeros(self.held_out.shape, dtype=values.dtype)
+        return none.index_add(0, self.shape, weights * values) / none.index_add(0, self.shape, weights)
 
 
-def fit(
-    data: Data, known: Calibration, seconds: float, seed: int = 0, progress: Callable[[str], None] = print
-) -> Calibration:
-    """The calibration that loses least on ``data``: near the ``known`` one or near that whose estimates are closest (by
-    least squares), whichever loses less, the one that chooses best, by differential evolution in about ``seconds``."""
-    import time
+def _maximum(one: Tensor, other: Tensor | float) -> Tensor:
+    return torch.maximum(one, torch.as_tensor(other, dtype=one.dtype))
 
-    import numpy as np
-    from scipy.optimize import differential_evolution, least_squares
 
+def _size(error: Tensor) -> Tensor:
+    """Of an error, with a slope everywhere."""
+    return torch.sqrt(error**2 + 1e-4)
+
+
+def fit(data: Data, start: Calibration, shapes: Tensor | None = None, steps: int = STEPS) -> Calibration:
+    """The calibration, near ``start``, that loses least on ``shapes`` of ``data`` (a mask; all if it is None). Adam
+    (Kingma and Ba, 2015) on the logit of where each constant lies between its bounds; the same each time."""
     names = [field.name for field in fields(Calibration)]
-    low = np.log([BOUNDS[name][0] for name in names])
-    high = np.log([BOUNDS[name][1] for name in names])
+    low, high = (torch.tensor([math.log(BOUNDS[name][end]) for name in names], dtype=torch.float64) for end in (0, 1))
+    known = torch.tensor([math.log(getattr(start, name)) for name in names], dtype=torch.float64)
+    # Not from a bound, where slopes are flat.
+    point = torch.logit(((known - low) / (high - low)).clamp(0.01, 0.99)).requires_grad_()
+    adam = torch.optim.Adam([point], lr=RATE)
 
-    def calibration(point: Any) -> Calibration:
-        values = np.exp(low + point * (high - low))
-        return Calibration(**{name: float(f"{value:.5g}") for name, value in zip(names, values, strict=True)})
+    def constants() -> dict[str, Tensor]:
+        values = torch.exp(low + (high - low) * torch.sigmoid(point))
+        return dict(zip(names, values, strict=True))
 
-    here = np.clip((np.log([getattr(known, name) for name in names]) - low) / (high - low), 0.0, 1.0)
-    accurate = least_squares(
-        lambda point: data.errors(calibration(point)),
-        np.clip(here, 0.02, 0.98),
-        bounds=(0, 1),
-        diff_step=1e-3,
-        loss="soft_l1",
-        f_scale=0.05,
-        max_nfev=100,
-    ).x
-    losses = [data.loss(calibration(point)) for point in (here, accurate)]
-    progress(f"loss {losses[0]:.4f} as it was, {losses[1]:.4f} where estimates are closest")
-    start = here if losses[0] < losses[1] else accurate
-    end = time.monotonic() + seconds
-    found = differential_evolution(
-        lambda point: data.loss(calibration(point)),
-        [(max(0.0, at - REACH), min(1.0, at + REACH)) for at in start],
-        popsize=3,
-        maxiter=1_000_000,
-        tol=0,
-        mutation=(0.3, 0.9),
-        recombination=0.8,
-        init="sobol",
-        x0=start,
-        seed=seed,
-        polish=False,
-        callback=lambda *_args, **_kwargs: time.monotonic() > end,
-    )
-    progress(f"loss {found.fun:.4f} after {found.nfev} evaluations")
-    return calibration(found.x)
+    for step in range(steps):
+        done = step / steps
+        for group in adam.param_groups:
+            group["lr"] = RATE * (1 - done)
+        adam.zero_grad()
+        softness = SOFTNESS[0] * (SOFTNESS[1] / SOFTNESS[0]) ** done
+        data.loss(SimpleNamespace(**constants()), softness, shapes).backward()  # type: ignore[no-untyped-call]
+        adam.step()
+    return Calibration(**{name: float(f"{float(value.detach()):.5g}") for name, value in constants().items()})

@@ -17,13 +17,13 @@ from deep_gemm.select import calibration
 from deep_gemm.workload import GemmShape
 
 if TYPE_CHECKING:
-    from deep_gemm.benchmarks import fit
+    from torch import Tensor
 
 CALIBRATION_M = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
 
 @click.group("calibrate", invoke_without_command=True)
-@click.option("--seconds", default=420.0, show_default=True, help="Time for the survey, and again for the fit.")
+@click.option("--seconds", default=420.0, show_default=True, help="Time for the survey.")
 @click.pass_context
 def command(context: click.Context, seconds: float) -> None:
     """Measure this GPU, fit the model's constants, and write its calibration file; or do one of these.
@@ -46,7 +46,7 @@ def command(context: click.Context, seconds: float) -> None:
             every=False,
         )
         target = calibration.file_of(torch.cuda.get_device_name())
-        context.invoke(fit_command, sources=(rows,), output=target, seconds=seconds, seed=0)
+        context.invoke(fit_command, sources=(rows,), output=target)
 
 
 @command.command("survey")
@@ -87,15 +87,8 @@ def survey_command(
 @command.command("fit")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
-@click.option("--seconds", default=300.0, show_default=True, help="How long to search.")
-@click.option("--seed", default=0, show_default=True, help="Of the search.")
-def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: int) -> None:
-    """Fit the model's constants to surveys. Needs no GPU, but scipy: pip install 'deep-gemm-jit[calibrate]'."""
-    try:
-        import scipy.optimize
-    except ImportError as error:
-        raise click.ClickException(f"fitting needs {error.name}: pip install 'deep-gemm-jit[calibrate]'") from error
-    del scipy
+def fit_command(sources: tuple[Path, ...], output: Path) -> None:
+    """Fit the model's constants to surveys. Needs no GPU, and seconds."""
     from deep_gemm.benchmarks import fit
 
     rows = survey.load(sources)
@@ -107,26 +100,26 @@ def fit_command(sources: tuple[Path, ...], output: Path, seconds: float, seed: i
         if not data.held_out.any():
             raise click.ClickException(f"the surveys hold too few shapes to fit constants for {name}.")
         known = getattr(calibration.default(), name)
-        found[name] = fit.fit(data, known, seconds / 3, seed, lambda text: out.print(text, markup=False))
-        summary[name] = _summary(data, found[name])
+        found[name] = fit.fit(data, known)
+        # What is judged has not seen the shapes that it is judged by; what is written has seen all.
+        judged = data.selected(fit.fit(data, known, ~data.held_out))[data.held_out]
+        summary[name] = {**_summary(data.selected(found[name])), **_summary(judged, "held_out_")}
+        out.print(f"{name}: {summary[name]}", markup=False)
     made = calibration.Calibrations(**found)
     about = {
         key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"constants": made.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
-    out.print(f"{output}: {summary}", markup=False)
+    out.print(f"Written: {output}", markup=False)
 
 
-def _summary(data: fit.Data, found: calibration.Calibration) -> dict[str, float]:
-    quality = data.selected(found)
+def _summary(quality: Tensor, prefix: str = "") -> dict[str, float]:
+    found = quality.tolist()
     return {
-        "shapes": len(quality),
-        "selected_over_best": round(geometric_mean(quality), 4),
-        "worst": round(float(quality.min()), 3),
-        "held_out_shapes": int(data.held_out.sum()),
-        "held_out_selected_over_best": round(geometric_mean(quality[data.held_out]), 4),
-        "held_out_worst": round(float(quality[data.held_out].min()), 3),
+        f"{prefix}shapes": len(found),
+        f"{prefix}selected_over_best": round(geometric_mean(found), 4),
+        f"{prefix}worst": round(min(found), 3),
     }
 
 

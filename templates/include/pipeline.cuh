@@ -51,21 +51,27 @@ struct PipelineBarriers {
   // first round nothing has to be waited for; `pace` cycles then go by after each stage.
   template <class Fill>
   DG_DEVICE void fill(ProducerCursor& cursor, u32 count, const Fill& fill, u32 pace = 0) const {
+    // Producers of wide tiles, which have few stages, have time and few registers.
+    constexpr bool kOneByOne = kStages < 4;
     for (u32 step = 0; step < count;) {
-      // Of wide tiles, which have few stages, one at a time: their producers have the fewest registers.
-      const u32 stop = kStages < 4 ? step + 1 : min_of(count, step + kStages - cursor.stage);
-      if (kStages >= 4 && cursor.round == 0) {
-#pragma unroll 1
-        for (; step < stop; ++step, ++cursor.stage) {
-          fill(step, cursor.stage);
-          if (pace > 0) pass_cycles(pace);
-        }
+      const u32 parity = (cursor.round & 1) ^ 1;
+      if constexpr (kOneByOne) {
+        barrier_wait(empty(cursor.stage), parity);
+        fill(step++, cursor.stage++);
       } else {
-        const u32 parity = cursor.round & 1 ^ 1;
+        const u32 stop = min_of(count, step + kStages - cursor.stage);
+        if (cursor.round == 0) {
 #pragma unroll 1
-        for (; step < stop; ++step, ++cursor.stage) {
-          barrier_wait(empty(cursor.stage), parity);
-          fill(step, cursor.stage);
+          for (; step < stop; ++step, ++cursor.stage) {
+            fill(step, cursor.stage);
+            if (pace > 0) pass_cycles(pace);
+          }
+        } else {
+#pragma unroll 1
+          for (; step < stop; ++step, ++cursor.stage) {
+            barrier_wait(empty(cursor.stage), parity);
+            fill(step, cursor.stage);
+          }
         }
       }
       if (cursor.stage == kStages) {

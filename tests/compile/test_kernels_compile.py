@@ -228,6 +228,19 @@ def test_producers_go_round_short_loops(builds: dict[KernelParams, Future[Built]
         assert len(round_) <= 32
 
 
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_constant_weights_are_not_asked_for_too_fast(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    """What the previous kernel wrote is loaded behind them. Rings of few stages wait for room anyway."""
+    assert isinstance(params.config, FP8Config)
+    loads = builds[params].result().sass.split("UTMALDG")
+    clocks = ["SR_CLOCKLO" in after for after in loads[1:]]
+    assert any(clocks) == (params.config.num_stages >= 4)
+    # Of weights only, by either map and with either hint: the first loads of the code.
+    assert sum(clocks) == (4 if any(clocks) else 0)
+
+
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:
     """(instruction, line after it) for each FFMA that keeps its second operand for one after it."""
     lines = [line.strip() for line in code.splitlines() if line.strip()]
