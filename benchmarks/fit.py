@@ -100,7 +100,12 @@ class Data:
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> Data:
         """The pairs of survey rows; configs that are not legal any more are left out."""
-        x, log_us, log_lost, shape, held_out, flush = [], [], [], [], [], []
+        x: list[Features] = []
+        log_us: list[float] = []
+        log_lost: list[float] = []
+        shape: list[int] = []
+        held_out: list[bool] = []
+        flush: list[bool] = []
         for row in rows:
             asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
             legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
@@ -116,8 +121,9 @@ class Data:
             text = f"{row['m']} x {row['n']} x {row['k']}"
             held_out.append(zlib.crc32(text.encode()) % HELD_OUT == 0)
             flush.append(row["mode"] == "flush")
+        columns: Any = (torch.tensor(column, dtype=torch.float64) for column in zip(*x, strict=True))
         return cls(
-            Features(*(torch.tensor(column, dtype=torch.float64) for column in zip(*x, strict=True))),
+            Features(*columns),
             torch.tensor(log_us, dtype=torch.float64),
             torch.tensor(log_lost, dtype=torch.float64),
             torch.tensor(shape),
@@ -191,6 +197,6 @@ def fit(data: Data, start: Calibration, shapes: Tensor | None = None, steps: int
             group["lr"] = RATE * (1 - done)
         adam.zero_grad()
         softness = SOFTNESS[0] * (SOFTNESS[1] / SOFTNESS[0]) ** done
-        data.loss(SimpleNamespace(**constants()), softness, shapes).backward()  # type: ignore[no-untyped-call]
+        data.loss(SimpleNamespace(**constants()), softness, shapes).backward()
         adam.step()
     return Calibration(**{name: float(f"{float(value.detach()):.5g}") for name, value in constants().items()})
