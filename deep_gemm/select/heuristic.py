@@ -15,16 +15,23 @@ from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
 from ..kernels.sm90_fp8_swapped import TOKENS
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
-from .calibration import Calibrations, default
-from .model import Estimate, estimate
+from .calibration import Calibration, Calibrations, default
+from .features import features
+from .model import Estimate, estimate, parts
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A config and what the model expects of it."""
+    """A config for a problem."""
 
     config: FP8Config
-    estimate: Estimate
+    problem: GemmProblem
+    calibration: Calibration
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """What the model expects of it: worked out when asked for, since ranking needs one number of each."""
+        return estimate(self.problem, self.config, self.calibration)
 
 
 EXACT_TOKENS = 16
@@ -62,14 +69,15 @@ def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None 
 @functools.lru_cache(maxsize=256)
 def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tuple[Choice, ...]:
     constants = calibration.of(problem.m)
-    choices = [Choice(config, estimate(problem, config, constants)) for config in candidates(problem, arch)]
-    if not choices:
+    found = candidates(problem, arch)
+    if not found:
         raise UnsupportedError(
             f"No tile has block_m and block_n that are multiples of {problem.block_multiple}. "
             "Relax set_block_size_multiple_of."
         )
-    choices.sort(key=lambda choice: (choice.estimate.total_us, choice.config.block_m * choice.config.block_n))
-    return tuple(choices)
+    totals = {config: parts(features(problem, config), constants)["total"] for config in found}
+    found.sort(key=lambda config: (totals[config], config.block_m * config.block_n))
+    return tuple(Choice(config, problem, constants) for config in found)
 
 
 def select(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> Choice:
