@@ -177,9 +177,23 @@ def _size(error: Tensor) -> Tensor:
     return torch.sqrt(error**2 + 1e-4)
 
 
+def middle() -> Calibration:
+    """Constants of which nothing is known."""
+    return Calibration(**{name: math.sqrt(low * high) for name, (low, high) in BOUNDS.items()})
+
+
 def fit(data: Data, start: Calibration, shapes: Tensor | None = None, steps: int = STEPS) -> Calibration:
     """The calibration, near ``start``, that loses least on ``shapes`` of ``data`` (a mask; all if it is None). Adam
     (Kingma and Ba, 2015) on the logit of where each constant lies between its bounds; the same each time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small: two threads took seven times as long where one core was busy
+    try:
+        return _fit(data, start, shapes, steps)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fit(data: Data, start: Calibration, shapes: Tensor | None, steps: int) -> Calibration:
     names = [field.name for field in fields(Calibration)]
     low, high = (torch.tensor([math.log(BOUNDS[name][end]) for name in names], dtype=torch.float64) for end in (0, 1))
     known = torch.tensor([math.log(getattr(start, name)) for name in names], dtype=torch.float64)

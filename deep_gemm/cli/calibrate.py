@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CALIBRATION_M = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+WITHIN = 1.35
+"""In 99% of 680 rows that an H200 was surveyed for with this, the model took the best config for at most 1.27 times as
+long as the one that it chose."""
 
 
 @click.group("calibrate", invoke_without_command=True)
@@ -41,9 +46,10 @@ def command(context: click.Context, seconds: float) -> None:
             seed=1,
             public=True,
             min_m=1,
+            max_m=8192,
             modes=survey.MODES,
+            within=WITHIN,
             seconds=seconds,
-            every=False,
         )
         target = calibration.file_of(torch.cuda.get_device_name())
         context.invoke(fit_command, sources=(rows,), output=target)
@@ -55,39 +61,57 @@ def command(context: click.Context, seconds: float) -> None:
 @click.option("--seed", default=1, show_default=True, help="Their seed.")
 @click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
 @click.option("--min-m", default=1, show_default=True, help="Leave out shapes with a smaller M.")
+@click.option("--max-m", default=8192, show_default=True, help="Leave out shapes with a larger M.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(survey.MODES), help="How to time; repeatable. [all]")
-@click.option("--seconds", default=600.0, show_default=True, help="Begin no new measurement after this long.")
 @click.option(
-    "--every/--plausible", default=False, help="Time every config, or only those that the model does not rule out."
+    "--within",
+    default=WITHIN,
+    show_default=True,
+    help="Time configs that the model takes for at most so many times as long as the best; 0: all.",
 )
+@click.option("--seconds", default=600.0, show_default=True, help="Begin no new measurement after this long.")
 def survey_command(
-    output: Path, count: int, seed: int, public: bool, min_m: int, modes: tuple[str, ...], seconds: float, every: bool
+    output: Path,
+    count: int,
+    seed: int,
+    public: bool,
+    min_m: int,
+    max_m: int,
+    modes: tuple[str, ...],
+    within: float,
+    seconds: float,
 ) -> None:
-    """Time many configs on many shapes."""
+    """Time many configs on many shapes, in random order, so that a survey cut short is a smaller one of all of them."""
     import torch
 
     from deep_gemm.benchmarks.run import append
 
     if not torch.cuda.is_available():
         raise click.ClickException("a survey times kernels on a GPU, and torch sees none here.")
-    chosen = (
-        [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
-    )
-    chosen += [shape for shape in shapes.log_uniform(count, seed) if shape.n % 8 == 0] if count else []
-    chosen = [shape for shape in chosen if shape.m >= min_m]
+    chosen = surveyed(count, seed, public, min_m, max_m)
     out = console()
-    plan = survey.Survey(
-        chosen, modes or survey.MODES, 0.0 if every else 2.0, seconds, lambda text: out.print(text, markup=False)
-    )
+    plan = survey.Survey(chosen, modes or survey.MODES, within, seconds, lambda text: out.print(text, markup=False))
     for row in plan.rows():
         append(output, row)
     _report(survey.load([output]))
 
 
+def surveyed(count: int, seed: int, public: bool, min_m: int = 1, max_m: int = 8192) -> list[GemmShape]:
+    """What a survey times: `count` random shapes, and with `public` DeepSeek-V3's N x K at many M, of `min_m` to
+    `max_m` tokens; in an order that `seed` gives."""
+    found = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
+    found = [shape for shape in found if min_m <= shape.m <= max_m]
+    drawn = (shape for shape in shapes.log_uniform(count * 100, seed) if shape.n % 8 == 0)
+    found += itertools.islice((shape for shape in drawn if min_m <= shape.m <= max_m), count)
+    random.Random(seed).shuffle(found)
+    return found
+
+
 @command.command("fit")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
-def fit_command(sources: tuple[Path, ...], output: Path) -> None:
+@click.option("--least", default=80, show_default=True, help="Keep constants for which there are fewer rows.")
+def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     """Fit the model's constants to surveys. Needs no GPU, and seconds."""
     from deep_gemm.benchmarks import fit
 
@@ -96,15 +120,20 @@ def fit_command(sources: tuple[Path, ...], output: Path) -> None:
     found: dict[str, calibration.Calibration] = {}
     summary: dict[str, dict[str, float]] = {}
     for name in (field.name for field in fields(calibration.Calibrations)):
-        data = fit.Data.of([row for row in rows if calibration.kind_of(row["m"]) == name], arch.get("sm_90a"))
-        if not data.held_out.any():
-            raise click.ClickException(f"the surveys hold too few shapes to fit constants for {name}.")
         known = getattr(calibration.default(), name)
+        mine = [row for row in rows if calibration.kind_of(row["m"]) == name]
+        data = fit.Data.of(mine, arch.get("sm_90a")) if len(mine) >= max(least, 1) else None
+        if data is None or not data.held_out.any() or data.held_out.all():
+            out.print(f"{name}: constants are as they were, since {len(mine)} rows are too few.", markup=False)
+            found[name] = known
+            continue
         found[name] = fit.fit(data, known)
-        # What is judged has not seen the shapes that it is judged by; what is written has seen all.
-        judged = data.selected(fit.fit(data, known, ~data.held_out))[data.held_out]
+        # What is judged has not seen the shapes that it is judged by, nor have known constants it could start from.
+        judged = data.selected(fit.fit(data, fit.middle(), ~data.held_out))[data.held_out]
         summary[name] = {**_summary(data.selected(found[name])), **_summary(judged, "held_out_")}
         out.print(f"{name}: {summary[name]}", markup=False)
+    if not summary:
+        raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
     made = calibration.Calibrations(**found)
     about = {
         key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]

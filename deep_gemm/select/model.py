@@ -35,7 +35,7 @@ class Estimate:
 
 def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max) -> dict[str, Any]:
     """The times of what a launch is made of, in us, and their ``total``. Of one pair, or of many: then ``x`` holds
-    arrays and ``maximum`` is numpy's."""
+    arrays or tensors, and ``maximum`` is theirs."""
     instruction = maximum(x.half_width, c.instruction_cycles)
     # Tensor cores at work draw the power that lowers the clock: their cycles are longer.
     tensor = x.groups * x.products * instruction * (c.clock_ghz / c.tensor_ghz)

@@ -24,9 +24,9 @@ struct ProducerCursor {
   u32 stage = 0, round = 0;
 };
 
-// Cycles between loads of `bytes` that come before the previous kernel has ended. What that kernel wrote is loaded behind
-// them, and TMA works in order: as fast as they can be asked for, constant weights kept the tokens of 7168 x 2048 for half
-// a microsecond of 5 on an H200. 128 bytes a cycle are several times an SM's part of what HBM gives.
+// Cycles that go by between loads of `bytes` each that need not wait for the previous kernel. What that one wrote is loaded
+// behind them, and TMA works in order: as fast as they can be asked for, constant weights kept the tokens of 7168 x 2048 for
+// half a microsecond of 5 on an H200. 128 bytes a cycle are several times an SM's part of what HBM gives.
 DG_DEVICE constexpr u32 pace_early(u32 bytes) { return bytes / 128; }
 
 // full[i] completes when the bytes of stage i have landed; empty[i] when every consumer warp that reads stage i, or
@@ -47,8 +47,8 @@ struct PipelineBarriers {
   }
 
   // A producer's way through the next `count` stages: waits until each is empty, then calls `fill(step, stage)`. What does
-  // not change from stage to stage belongs outside: narrow tiles take few cycles more than a turn of this loop. In the ring's
-  // first round nothing has to be waited for; `pace` cycles then go by after each stage.
+  // not change from stage to stage belongs outside: narrow tiles take few cycles more than a turn of this loop. In the first
+  // round of a ring of four or more stages nothing is waited for, and `pace` cycles go by after each.
   template <class Fill>
   DG_DEVICE void fill(ProducerCursor& cursor, u32 count, const Fill& fill, u32 pace = 0) const {
     // Producers of wide tiles, which have few stages, have time and few registers.

@@ -237,8 +237,8 @@ def test_constant_weights_are_not_asked_for_too_fast(
     loads = builds[params].result().sass.split("UTMALDG")
     clocks = ["SR_CLOCKLO" in after for after in loads[1:]]
     assert any(clocks) == (params.config.num_stages >= 4)
-    # Of weights only, by either map and with either hint: the first loads of the code.
-    assert sum(clocks) == (4 if any(clocks) else 0)
+    # Of weights only, by either map and with either hint, in a ring's first round: half of the first loads of the code.
+    assert sum(clocks) == sum(clocks[:8]) == (4 if any(clocks) else 0)
 
 
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from deep_gemm import arch
 from deep_gemm.benchmarks import fit, survey
-from deep_gemm.cli.calibrate import command
+from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import SwappedConfig
 from deep_gemm.select import candidates
@@ -167,8 +167,7 @@ def test_the_fit_finds_constants_that_select_well() -> None:
     other = replace(MANY, promote_cycles=MANY.promote_cycles * 1.3, hbm_gb_per_s=3000.0)
     data = fit.Data.of(rows(replace(default(), many_tokens=other), "many_tokens"), arch.SM90)
     found = fit.fit(data, MANY)
-    middle = Calibration(**{name: math.sqrt(low * high) for name, (low, high) in fit.BOUNDS.items()})
-    assert data.loss(found) < data.loss(middle)
+    assert data.loss(found) < data.loss(fit.middle())
 
 
 @pytest.mark.parametrize("kind", ["some_tokens", "many_tokens"])
@@ -212,6 +211,20 @@ def test_the_least_time_was_taken_again_however_many_contend() -> None:
     assert (times["lucky"], times["steady"], times["third"]) == (5.1, 3.5, 3.8)
 
 
+def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
+    found = surveyed(50, seed=3, public=True, min_m=65, max_m=500)
+    drawn = [shape for shape in found if shape.source != "DeepSeek-V3"]
+    public = [shape for shape in found if shape.source == "DeepSeek-V3"]
+    assert (len(drawn), len(public)) == (50, 7 * sum(65 <= m <= 500 for m in CALIBRATION_M))
+    assert all(65 <= shape.m <= 500 and shape.n % 8 == 0 for shape in found)
+    assert found == surveyed(50, seed=3, public=True, min_m=65, max_m=500)
+    assert found != sorted(found, key=lambda shape: shape.source == "DeepSeek-V3")
+    # More shapes begin with the same ones.
+    more = surveyed(80, seed=3, public=False, min_m=65, max_m=500)
+    assert set(drawn) < set(more)
+    assert surveyed(0, seed=3, public=False) == []
+
+
 def test_check_reports_each_mode(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(default())))
@@ -223,13 +236,29 @@ def test_check_reports_each_mode(tmp_path: Path) -> None:
 def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "out" / "gpu.json"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(default())))
-    arguments = ["fit", str(source), "--output", str(output)]
+    arguments = ["fit", str(source), "--output", str(output), "--least", "3"]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
     written = json.loads(output.read_text())
     Calibrations.from_json(written["constants"])
     assert sum(part["shapes"] for part in written["fit"].values()) == len(SHAPES)
     assert written["survey"]["device"] == "a model"
+
+
+def test_constants_without_rows_are_kept(tmp_path: Path) -> None:
+    source, output = tmp_path / "rows.jsonl", tmp_path / "gpu.json"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(default(), "many_tokens")))
+    result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output)])
+    assert result.exit_code == 1
+    assert "too few rows to fit any constants: 9 in all" in result.output
+    assert not output.exists()
+    result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output), "--least", "3"])
+    assert result.exit_code == 0, result.output
+    assert "few_tokens: constants are as they were, since 0 rows are too few" in result.output.replace("\n", " ")
+    written = json.loads(output.read_text())
+    made = Calibrations.from_json(written["constants"])
+    assert (made.few_tokens, made.some_tokens) == (default().few_tokens, default().some_tokens)
+    assert set(written["fit"]) == {"many_tokens"}
 
 
 def test_what_is_multiplied_in_two_parts_takes_longer() -> None:
