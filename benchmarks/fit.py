@@ -182,18 +182,18 @@ def middle() -> Calibration:
     return Calibration(**{name: math.sqrt(low * high) for name, (low, high) in BOUNDS.items()})
 
 
-def fit(data: Data, start: Calibration, shapes: Tensor | None = None, steps: int = STEPS) -> Calibration:
+def fit(data: Data, start: Calibration, shapes: Tensor | None = None) -> Calibration:
     """The calibration, near ``start``, that loses least on ``shapes`` of ``data`` (a mask; all if it is None). Adam
     (Kingma and Ba, 2015) on the logit of where each constant lies between its bounds; the same each time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small: two threads took seven times as long where one core was busy
     try:
-        return _fit(data, start, shapes, steps)
+        return _fit(data, start, shapes)
     finally:
         torch.set_num_threads(threads)
 
 
-def _fit(data: Data, start: Calibration, shapes: Tensor | None, steps: int) -> Calibration:
+def _fit(data: Data, start: Calibration, shapes: Tensor | None) -> Calibration:
     names = [field.name for field in fields(Calibration)]
     low, high = (torch.tensor([math.log(BOUNDS[name][end]) for name in names], dtype=torch.float64) for end in (0, 1))
     known = torch.tensor([math.log(getattr(start, name)) for name in names], dtype=torch.float64)
@@ -205,8 +205,8 @@ def _fit(data: Data, start: Calibration, shapes: Tensor | None, steps: int) -> C
         values = torch.exp(low + (high - low) * torch.sigmoid(point))
         return dict(zip(names, values, strict=True))
 
-    for step in range(steps):
-        done = step / steps
+    for step in range(STEPS):
+        done = step / STEPS
         for group in adam.param_groups:
             group["lr"] = RATE * (1 - done)
         adam.zero_grad()

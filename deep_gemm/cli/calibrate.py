@@ -39,18 +39,7 @@ def command(context: click.Context, seconds: float) -> None:
         import torch
 
         rows = Path("calibration-survey.jsonl")
-        context.invoke(
-            survey_command,
-            output=rows,
-            count=100,
-            seed=1,
-            public=True,
-            min_m=1,
-            max_m=8192,
-            modes=survey.MODES,
-            within=WITHIN,
-            seconds=seconds,
-        )
+        context.invoke(survey_command, output=rows, seconds=seconds)  # click fills in the other defaults
         target = calibration.file_of(torch.cuda.get_device_name())
         context.invoke(fit_command, sources=(rows,), output=target)
 
@@ -96,9 +85,9 @@ def survey_command(
     _report(survey.load([output]))
 
 
-def surveyed(count: int, seed: int, public: bool, min_m: int = 1, max_m: int = 8192) -> list[GemmShape]:
+def surveyed(count: int, seed: int, public: bool, min_m: int, max_m: int) -> list[GemmShape]:
     """What a survey times: `count` random shapes, and with `public` DeepSeek-V3's N x K at many M, of `min_m` to
-    `max_m` tokens; in an order that `seed` gives."""
+    `max_m` tokens; in an order that `seed` gives. Fewer random ones where not one in 100 has so many tokens."""
     found = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
     found = [shape for shape in found if min_m <= shape.m <= max_m]
     drawn = (shape for shape in shapes.log_uniform(count * 100, seed) if shape.n % 8 == 0)

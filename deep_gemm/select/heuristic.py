@@ -75,8 +75,9 @@ def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tu
             f"No tile has block_m and block_n that are multiples of {problem.block_multiple}. "
             "Relax set_block_size_multiple_of."
         )
-    totals = {config: parts(features(problem, config), constants)["total"] for config in found}
-    found.sort(key=lambda config: (totals[config], config.block_m * config.block_n))
+    found.sort(
+        key=lambda config: (parts(features(problem, config), constants)["total"], config.block_m * config.block_n)
+    )
     return tuple(Choice(config, problem, constants) for config in found)
 
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from deep_gemm import arch
 from deep_gemm.benchmarks import fit, survey
-from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
+from deep_gemm.cli.calibrate import CALIBRATION_M, WITHIN, command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import SwappedConfig
-from deep_gemm.select import candidates
+from deep_gemm.select import calibration, candidates
 from deep_gemm.select.calibration import (
     FEW_TOKENS,
     SOME_TOKENS,
@@ -166,8 +167,20 @@ def test_a_gpu_that_does_as_the_model_says_is_selected_for_perfectly() -> None:
 def test_the_fit_finds_constants_that_select_well() -> None:
     other = replace(MANY, promote_cycles=MANY.promote_cycles * 1.3, hbm_gb_per_s=3000.0)
     data = fit.Data.of(rows(replace(default(), many_tokens=other), "many_tokens"), arch.SM90)
+    threads = torch.get_num_threads()
     found = fit.fit(data, MANY)
     assert data.loss(found) < data.loss(fit.middle())
+    assert data.loss(found) < 0.7 * data.loss(MANY)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_fit_does_not_see_what_is_held_out() -> None:
+    data = fit.Data.of(rows(default(), "many_tokens"), arch.SM90)
+    kept = torch.arange(len(data.held_out)) % 3 > 0
+    other = replace(data, log_us=data.log_us + torch.where(kept[data.shape], 0.0, 1.0))
+    found, blind = (fit.fit(some, fit.middle(), kept) for some in (data, other))
+    assert found == blind
+    assert fit.fit(other, fit.middle()) != blind
 
 
 @pytest.mark.parametrize("kind", ["some_tokens", "many_tokens"])
@@ -222,7 +235,34 @@ def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
     # More shapes begin with the same ones.
     more = surveyed(80, seed=3, public=False, min_m=65, max_m=500)
     assert set(drawn) < set(more)
-    assert surveyed(0, seed=3, public=False) == []
+    assert surveyed(0, seed=3, public=False, min_m=1, max_m=8192) == []
+
+
+def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Fake:
+        def __init__(self, *arguments: Any) -> None:
+            asked.extend(arguments)
+
+        def rows(self) -> list[dict[str, Any]]:
+            return rows(default(), "many_tokens") * 10
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a model")
+    monkeypatch.setattr(survey, "Survey", Fake)
+    names = {"a model": tmp_path / "calibrations" / "a_model.json"}
+    monkeypatch.setattr(calibration, "file_of", lambda name: names.get(name) or file_of(name))
+    monkeypatch.setattr(fit, "STEPS", 2)
+    result = CliRunner().invoke(command, ["--seconds", "7"])
+    assert result.exit_code == 0, result.output
+    shapes, modes, within, seconds, _ = asked
+    assert shapes == surveyed(100, seed=1, public=True, min_m=1, max_m=8192)
+    assert (modes, within, seconds) == (survey.MODES, WITHIN, 7.0)
+    assert json.loads(names["a model"].read_text())["fit"]["many_tokens"]["shapes"] == 90
 
 
 def test_check_reports_each_mode(tmp_path: Path) -> None:
