@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
-from deep_gemm.benchmarks.survey import name_of, problem
+from deep_gemm.benchmarks.survey import MODES, name_of, problem
 from deep_gemm.params import FP8Config
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Calibration
@@ -76,6 +76,10 @@ shape's all together."""
 DECAY = 8.0
 """Errors count by exp of minus this for configs that are slower than the best, as a logarithm: far from it they do no
 harm."""
+HIDDEN_US = 2.5
+"""What launches of a graph take less than alone, to begin with: the fit finds how much it was in each mode."""
+SHORTEST_US = 0.2
+"""No launch takes less, whatever a fit tries."""
 STEPS, RATE = 600, 0.05
 """Of Adam. On 500 shapes 1500 steps, and twice the rate, chose no better."""
 HELD_OUT = 4
@@ -94,8 +98,8 @@ class Data:
     """Index of the pair's shape."""
     held_out: Tensor
     """By shape."""
-    flush: Tensor
-    """By shape: whether it was timed in single calls, whose launch the model knows."""
+    mode: Tensor
+    """By shape: index in ``survey.MODES``."""
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> Data:
@@ -105,7 +109,7 @@ class Data:
         log_lost: list[float] = []
         shape: list[int] = []
         held_out: list[bool] = []
-        flush: list[bool] = []
+        mode: list[int] = []
         for row in rows:
             asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
             legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
@@ -120,7 +124,7 @@ class Data:
             # By shape, not by row: its modes are kept together.
             text = f"{row['m']} x {row['n']} x {row['k']}"
             held_out.append(zlib.crc32(text.encode()) % HELD_OUT == 0)
-            flush.append(row["mode"] == "flush")
+            mode.append(MODES.index(row["mode"]))
         columns: Any = (torch.tensor(column, dtype=torch.float64) for column in zip(*x, strict=True))
         return cls(
             Features(*columns),
@@ -128,34 +132,44 @@ class Data:
             torch.tensor(log_lost, dtype=torch.float64),
             torch.tensor(shape),
             torch.tensor(held_out),
-            torch.tensor(flush),
+            torch.tensor(mode),
         )
 
     def selected(self, calibration: Calibration) -> Tensor:
         """For each shape, the best time over that of the config that ``calibration`` selects."""
-        estimates = self._estimates(calibration)
+        estimates = torch.log(self._estimates(calibration))
         least = self._least(estimates)
         chosen = torch.where(estimates == least[self.shape], self.log_lost, math.inf)
         return torch.exp(-self._least(chosen))
 
-    def loss(self, constants: Any, softness: float = SOFTNESS[1], shapes: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        constants: Any,
+        softness: float = SOFTNESS[1],
+        shapes: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """Time lost by the choices on ``shapes`` (a mask; all if it is None), large losses counted more, and a little
-        of how wrong the estimates are where they matter."""
+        of how wrong the estimates are where they matter. ``hidden`` are the us that a launch takes less in each of
+        ``survey.MODES`` than alone, which is what the model estimates; none if it is None."""
         shapes = torch.ones_like(self.held_out) if shapes is None else shapes
-        estimates = self._estimates(constants)
+        hidden = torch.zeros(len(MODES), dtype=torch.float64) if hidden is None else hidden
+        us = self._estimates(constants)
+        estimates = torch.log(us)
         shares = torch.exp((self._least(estimates.detach())[self.shape] - estimates) / softness)
         lost = self._mean(self.log_lost, shares)
         near = torch.exp(-DECAY * self.log_lost)
-        errors = estimates - self.log_us
+        seen = torch.clamp(us - hidden[self.mode][self.shape], min=SHORTEST_US)
+        errors = torch.log(seen) - self.log_us
         together = self._mean(errors, near)
         order = self._mean(_size(errors - together[self.shape]), near)
-        timed = shapes & self.flush if (shapes & self.flush).any() else shapes
         wrong = ORDER_WEIGHT * order + ACCURACY_WEIGHT * _size(together)
         large = LARGE_WEIGHT * torch.clamp(lost - LARGE, min=0)
-        return (lost + large)[shapes].mean() + wrong[timed].mean()
+        return (lost + large + wrong)[shapes].mean()
 
     def _estimates(self, constants: Any) -> Tensor:
-        return torch.log(parts(self.x, constants, _maximum)["total"])
+        total: Tensor = parts(self.x, constants, _maximum)["total"]
+        return total
 
     def _least(self, values: Tensor) -> Tensor:
         """By shape."""
@@ -199,7 +213,9 @@ def _fit(data: Data, start: Calibration, shapes: Tensor | None) -> Calibration:
     known = torch.tensor([math.log(getattr(start, name)) for name in names], dtype=torch.float64)
     # Not from a bound, where slopes are flat.
     point = torch.logit(((known - low) / (high - low)).clamp(0.01, 0.99)).requires_grad_()
-    adam = torch.optim.Adam([point], lr=RATE)
+    hidden = torch.full((len(MODES) - 1,), HIDDEN_US, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([point, hidden], lr=RATE)
+    none = torch.zeros(1, dtype=torch.float64)  # of single calls
 
     def constants() -> dict[str, Tensor]:
         values = torch.exp(low + (high - low) * torch.sigmoid(point))
@@ -211,6 +227,6 @@ def _fit(data: Data, start: Calibration, shapes: Tensor | None) -> Calibration:
             group["lr"] = RATE * (1 - done)
         adam.zero_grad()
         softness = SOFTNESS[0] * (SOFTNESS[1] / SOFTNESS[0]) ** done
-        data.loss(SimpleNamespace(**constants()), softness, shapes).backward()
+        data.loss(SimpleNamespace(**constants()), softness, shapes, torch.cat([none, hidden])).backward()
         adam.step()
     return Calibration(**{name: float(f"{float(value.detach()):.5g}") for name, value in constants().items()})

@@ -51,6 +51,17 @@ DG_DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
   return done != 0;
 }
 
+// Whether the phase with this parity has completed, at once.
+DG_DEVICE bool barrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
+
 // A debug build gives up and traps instead of hanging: a wait that a working pipeline needs is microseconds, the bound is
 // a second.
 struct WaitBound {

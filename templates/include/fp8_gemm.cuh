@@ -60,9 +60,11 @@ struct Fp8Gemm {
   using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, kConsumersK, kConsumers>;
   using Cursor = ProducerCursor;
   struct Shape {
-    enum : u32 { kStages = Tile::kStages, kStageBlocks = 1, kStep = kConsumersK, kPartials = Tile::kPartials };
+    enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = Tile::kPartials };
+    enum : u32 { kStageBlocks = 1, kStep = kConsumersK };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
     enum : u32 { kTurns = Tile::kTurns };
+    enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
     // A lone consumer has no other to hide its instructions' fetches, which longer code makes slower: 64x144 lost 5%.
     enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumersK == 1 && kConsumers > 1 };
   };

@@ -11,9 +11,10 @@
 // In the first, consumers may have to start their products in turn. Left alone they fall into step, since they wait for
 // the same stages and the tensor cores take instructions of theirs alternately: then they promote at the same time, and
 // the tensor cores idle.
-// Shape gives kStages, kStageBlocks (blocks of K in a stage), kStep, kRows and kColumns (of the left and of the right
-// operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1), kUnrolls (whether the loop of the first
-// schedule goes round the ring in steps that know their stage); Scaling (see promotion.cuh) what promotion multiplies by.
+// Shape gives kStages, kConsumers, kStageBlocks (blocks of K in a stage), kStep, kRows and kColumns (of the left and of the
+// right operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1), kUnrolls (whether the loop of the
+// first schedule goes round the ring in steps that know their stage), kPeeks (whether the second looks at stages early);
+// Scaling (see promotion.cuh) what promotion multiplies by.
 template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
   // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
@@ -36,6 +37,14 @@ struct Fp8Mainloop {
   // Whether a tile's first block makes its sums, which then need no clearing: that took about 450 cycles of 1900 between two
   // 256x128 tiles on an H200. Not in swapped tiles, of which ptxas would make some spill, or serialise products.
   enum : bool { kStartsFresh = Shape::kUnrolls && Scaling::kStartsFresh };
+  // Whether it is asked before promotion if the stage after the next block's is full: the answer takes 40 cycles, in which a
+  // consumer could start that block's products. On an H200 blocks of 64x64, 64x128, 128x64 and 128x112 tiles got 5 to 8%
+  // shorter. From 128x128 on the tensor cores are busy anyhow, and swapped tiles, of which HBM is the limit, lost 1%.
+  enum : bool { kPeeks = Shape::kPeeks };
+  static_assert(!kPeeks || (kPartials == 2 && kStageBlocks == 1));
+  // Whether a block's scales are read behind its products rather than before: one consumer alone has nobody to keep the
+  // tensor cores busy meanwhile. It is 2% of such a block; of two consumers the second loses it again.
+  enum : bool { kScalesLast = kPeeks && Shape::kConsumers == 1 };
 
   const Barriers barriers;
   Scaling scaling;
@@ -44,6 +53,7 @@ struct Fp8Mainloop {
   const u32 lane;
   PipelineCursor<Shape::kStages> at;
   u32 part = 0;  // of the stage
+  bool full = false;  // whether that stage is known to be
   u32 opaque_zero;  // zero, but not to the compiler
   float partial[kPartials][Mma::kN / 2];
 
@@ -70,6 +80,7 @@ struct Fp8Mainloop {
   // The two halves of the same, for one block or more: between them, the tensor cores have something to do already, and
   // the sums of the tile before can be put away.
   DG_DEVICE void start() {
+    full = false;
     arrive(first);
     turns.wait();
     issue<0>(partial[0], first);
@@ -229,8 +240,15 @@ struct Fp8Mainloop {
   template <u32 kOdd>
   DG_DEVICE void follow(Sums& sum, Block& next, const Block& previous, u32 place) {
     constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
-    open(next, place);
-    issue<0>(partial[1 - kLast], next);
+    if constexpr (kScalesLast) {
+      arrive(next);
+      issue<0>(partial[1 - kLast], next);
+      take_scales(next, place);
+    } else {
+      open(next, place);
+      issue<0>(partial[1 - kLast], next);
+    }
+    if constexpr (kPeeks) full = barrier_test(barriers.full(at.stage), at.parity);
     finish<1>(partial[kLast]);
     if constexpr (!Scaling::kReadsLate) release(previous);
     promote_unit<false, kUnits - 1>(sum, partial[kLast], previous);
@@ -253,9 +271,14 @@ struct Fp8Mainloop {
     scaling.after_arrival(block.factors, block.slot);
   }
 
+  DG_DEVICE void take_scales(Block& block, u32 place) {
+    scaling.before_arrival(block.factors, place);
+    scaling.after_arrival(block.factors, block.slot);
+  }
+
   DG_DEVICE void arrive(Block& block) {
     block.slot = at.stage * kStageBlocks + part;
-    if (part == 0) barrier_wait(barriers.full(at.stage), at.parity);
+    if (part == 0 && !(kPeeks && full)) barrier_wait(barriers.full(at.stage), at.parity);
     if (kStageBlocks == 1 || ++part == kStageBlocks) {
       part = 0;
       at.template advance<kStep>();

@@ -41,11 +41,12 @@ struct Fp8Swapped {
   enum : u32 { kBytesTokens = kBlockM * kBlockK * kStageBlocks };
 
   struct Shape {
-    enum : u32 { kStages = Tile::kStages, kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK };
+    enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
+    enum : u32 { kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK };
     enum : u32 { kPartials = Tile::kPartials };
     enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices };
     enum : u32 { kTurns = Tile::kTurns };
-    enum : bool { kUnrolls = kTurns > 1 };
+    enum : bool { kUnrolls = kTurns > 1, kPeeks = false };
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, kGroups * 4, 1>;

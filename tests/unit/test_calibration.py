@@ -174,6 +174,18 @@ def test_the_fit_finds_constants_that_select_well() -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_launches_that_overlap_are_shorter_and_no_less_right() -> None:
+    alone = rows(default(), "many_tokens")
+    hidden = {"flush": 0.0, "promised": 3.0, "unpromised": 2.0}
+    for index, row in enumerate(alone):
+        row["mode"] = survey.MODES[index % 3]
+        row["times"] = {name: us - hidden[row["mode"]] for name, us in row["times"].items()}
+    data = fit.Data.of(alone, arch.SM90)
+    right, least = (data.loss(MANY, hidden=torch.tensor(us)) for us in ([0.0, 3.0, 2.0], [0.0, 0.0, 0.0]))
+    swapped = data.loss(MANY, hidden=torch.tensor([0.0, 2.0, 3.0]))
+    assert right < 0.9 * swapped < 0.9 * least
+
+
 def test_a_fit_does_not_see_what_is_held_out() -> None:
     data = fit.Data.of(rows(default(), "many_tokens"), arch.SM90)
     kept = torch.arange(len(data.held_out)) % 3 > 0
