@@ -207,7 +207,7 @@ struct Fp8Gemm {
           load(map);
         }
       });
-      if constexpr (kStreams) {
+      if constexpr (kStreams) {  // others' sums, behind a CTA's last tile: the other loaders have nothing to do with them
         barriers.fill(cursor, tile.gathered(), [&](u32 step, u32 stage) {
           const u32 donor = tile.donor(step / Workspace::kSteps + 1);
           workspace().load(shared + stage * kBytesA, barriers.full(stage), donor, step % Workspace::kSteps);
@@ -234,7 +234,6 @@ struct Fp8Gemm {
           }
         });
       });
-      pass_gathered(tile, cursor);
     }
   }
 
@@ -253,13 +252,7 @@ struct Fp8Gemm {
                      order.step_block(step));
         });
       });
-      pass_gathered(tile, cursor);
     }
-  }
-
-  // The stages of other CTAs' sums, which `produce_weights` loads.
-  DG_DEVICE void pass_gathered(const Scheduler& tile, Cursor& cursor) const {
-    if constexpr (kStreams) barriers.fill(cursor, tile.gathered(), [](u32, u32) {});
   }
 
   // A consumer's staging area. It and the warp that stores meet when it is free, and when it is full: at named barriers,

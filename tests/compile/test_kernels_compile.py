@@ -241,6 +241,27 @@ def test_constant_weights_are_not_asked_for_too_fast(
     assert sum(clocks) == sum(clocks[:8]) == (4 if any(clocks) else 0)
 
 
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    """While the products of a block run, and before the one before it is promoted: once for each block of the loop."""
+    config = params.config
+    assert isinstance(config, FP8Config)
+    swapped, wide = isinstance(config, SwappedConfig), config.block_m * config.block_n >= 128 * 128
+    loop = main_loop(builds[params].result().sass)
+    steps = [re.sub(r"^@\S+ ", "", step).split(" ")[0] for step in loop]
+    looks = [index for index, step in enumerate(steps) if step == "SYNCS.PHASECHK.TRANS64"]
+    if swapped or wide or config.num_partials == 1:
+        assert not looks
+        return
+    assert looks
+    for look in looks:  # promotion lies between it and where its answer is used
+        onwards = (steps + steps)[look + 1 :]
+        until = onwards.index("SYNCS.PHASECHK.TRANS64.TRYWAIT")
+        assert onwards[:until].count("FFMA") >= config.block_n / 4
+
+
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:
     """(instruction, line after it) for each FFMA that keeps its second operand for one after it."""
     lines = [line.strip() for line in code.splitlines() if line.strip()]

@@ -62,7 +62,22 @@ def test_what_is_ranked_can_run(problem: GemmProblem) -> None:
         assert estimate.waves >= 1
         assert hasattr(estimate, f"{estimate.bound}_us")
     times = [choice.estimate.total_us for choice in ranked]
+    if problem.flops >= heuristic.POWER_LIMITED_FLOPS:
+        assert times.pop(0) <= min(times, default=math.inf) * heuristic.ALIKE
     assert times == sorted(times)
+
+
+def test_where_power_is_the_limit_the_thriftiest_of_like_configs_is_taken() -> None:
+    """In 4096 x 24576 x 1536 the model takes 192x128 in pairs for a little faster than 256x128, which loads less."""
+    problem = GemmProblem(m=4096, n=24576, k=1536, num_sms=132)
+    first, *others = rank(problem, SM90)
+    alike = [choice for choice in others if choice.estimate.total_us <= others[0].estimate.total_us * heuristic.ALIKE]
+    assert len(alike) > 3
+    edges = {1 / choice.config.block_m + 1 / choice.config.block_n for choice in alike}
+    assert 1 / first.config.block_m + 1 / first.config.block_n == min(edges)  # bytes for each product, where tiles fit
+    short = replace(problem, m=512)
+    assert short.flops < heuristic.POWER_LIMITED_FLOPS
+    assert rank(short, SM90)[0].estimate.total_us == min(choice.estimate.total_us for choice in rank(short, SM90))
 
 
 def test_the_configs_it_ranks_are_legal() -> None:
