@@ -40,8 +40,8 @@ EXACT_TOKENS = 16
 
 
 POWER_LIMITED_FLOPS = 1e11
-"""A launch of so many keeps an H200 busy for 70 us, and power limits its clock. A model of times does not see that bytes
-which need not be moved leave more of it for the tensor cores."""
+"""A launch of so many keeps an H200 busy for 70 us, and power limits its clock. A model of times does not see that what
+is not spent on moving bytes is left for the tensor cores."""
 ALIKE = 1.01
 """Then, of configs that the model estimates within so much of the least time, the one that loads the fewest bytes into
 shared memory is taken: over 48 surveyed shapes, timed alone, selected / best was 0.991 with this and 0.990 without."""
@@ -67,7 +67,8 @@ def representatives(max_m: int) -> list[int]:
 
 def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> list[Choice]:
     """Every config that `candidates` names for ``problem``, the fastest by the model first; ties go to the smaller
-    tile. Where power is the limit, the thriftiest of those that are `ALIKE` comes before all. ``calibration`` is an H200's if it is None. Estimates are of the `representative` number of tokens.
+    tile. Where power is the limit, the thriftiest of those that are `ALIKE` comes before all. ``calibration`` is an
+    H200's if it is None. Estimates are of the `representative` number of tokens.
 
     Raises:
         UnsupportedError: there is none, because of ``block_multiple``.
