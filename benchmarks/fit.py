@@ -137,7 +137,7 @@ class Data:
 
     def selected(self, calibration: Calibration) -> Tensor:
         """For each shape, the best time over that of the config that ``calibration`` selects."""
-        estimates = torch.log(self._estimates(calibration))
+        estimates = self._estimates(calibration)
         least = self._least(estimates)
         chosen = torch.where(estimates == least[self.shape], self.log_lost, math.inf)
         return torch.exp(-self._least(chosen))

@@ -20,6 +20,7 @@ from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder, bursts, sass
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import render
+from deep_gemm.kernels import sm90_fp8_gemm
 from deep_gemm.log import log
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
 from deep_gemm.settings import settings
@@ -255,7 +256,8 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
     if swapped or wide or config.num_partials == 1:
         assert not looks
         return
-    assert looks
+    slices, mma_n = sm90_fp8_gemm.instruction_shape(config)
+    assert sum("GMMA" in step for step in steps) == 4 * slices * (config.block_n // mma_n) * len(looks) > 0
     for look in looks:  # promotion lies between it and where its answer is used
         onwards = (steps + steps)[look + 1 :]
         until = onwards.index("SYNCS.PHASECHK.TRANS64.TRYWAIT")
