@@ -11,6 +11,7 @@ from ..arch import SM90, ArchSpec
 from ..params import FP8Config, KernelParams
 from . import fp8
 from .base import Kernel
+from .columns import segments
 from .fp8 import BARRIER_BYTES
 
 MAX_STAGES = 16
@@ -111,7 +112,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
-        if mma_n % 8 or scale_group(c) < 16:
+        if mma_n % 16:
             return f"instructions of {mma_n} columns would meet the borders of B's scale blocks in too many places"
         if not _fits(c, mma_n):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
@@ -136,7 +137,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             "min_ctas": 2 if register_split(c) == _REGISTER_SPLITS[1][0] else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
-            "scale_group": scale_group(c),
+            "segments": len(segments(c.block_n)),
             "shared_bytes": self.shared_bytes(params),
         }
 
@@ -226,11 +227,6 @@ def _needed(config: FP8Config, mma_n: int) -> int:
     if mma_n < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
     return accumulators(config, mma_n) + others
-
-
-def scale_group(config: FP8Config) -> int:
-    """Columns that are sure to share one of B's scales, wherever a tile starts and in whichever instruction."""
-    return math.gcd(config.block_n, config.scale_n, instruction_shape(config)[1])
 
 
 def accumulators(config: FP8Config, mma_n: int = 0) -> int:
