@@ -12,6 +12,7 @@
 // scales change is known to the compiler.
 template <u32 kBlockN>
 struct TileColumns {
+  enum : u32 { kWidth = kBlockN };
   enum : u32 { kWidest = top_bit(kBlockN), kSecond = top_bit(kBlockN - kWidest) };
   enum : u32 { kThird = top_bit(kBlockN - kWidest - kSecond), kFourth = kBlockN - kWidest - kSecond - kThird };
   enum : u32 { kSegments = 1 + (kSecond > 0) + (kThird > 0) + (kFourth > 0) };

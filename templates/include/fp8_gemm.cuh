@@ -40,7 +40,6 @@ struct Fp8Gemm {
   static_assert(kBlockN % (16 * kShares) == 0);
   static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
   using Columns = TileColumns<kBlockN>;
-  enum : u32 { kSegments = Columns::kSegments };
 
   // What a consumer finishes of a tile: its rows, and of shares of K each some of the columns.
   enum : u32 { kColumns = kBlockN / kShares };
@@ -124,7 +123,7 @@ struct Fp8Gemm {
       if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps<kSegments>(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
       meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(first_tile());
@@ -155,32 +154,19 @@ struct Fp8Gemm {
   DG_DEVICE void prefetch_weights(const Whole& early) const {
     const Order order(blocks(), rank_k(), 0);
     if (!arg.constant_b && early.valid() && order.length > 0 && elect_one())
-      each_box<false>(columns_of(early), [&](const TensorMap* map, u32, u32 row) {
-        tma_prefetch(map, order.step_block(0) * kBlockK, row);
+      with_weights(columns_of(early), [&](const auto& bring) {
+        bring([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(0) * kBlockK, row); });
       });
     __syncwarp();
   }
 
   template <class Tiles>
-  static DG_DEVICE Columns columns_of(const Tiles& tile) {
-    return {tile.column, tile.columns()};
-  }
+  static DG_DEVICE Columns columns_of(const Tiles& tile) { return {tile.column, tile.columns()}; }
 
-  // Calls `load(map, place, row)` for each of the boxes of B that a CTA loads of a tile, one for each segment: from `row`
-  // on, for what begins with the tile's row `place`. A cluster loads together what it shares. With kWhole, no box ends at
-  // the edge.
-  template <bool kWhole, class Load>
-  DG_DEVICE void each_box(const Columns& columns, const Load& load) const {
-#pragma unroll
-    for (u32 segment = 0; segment < kSegments; ++segment) {
-      const u32 box = Columns::width(segment) / kClusterM, part = kClusterM > 1 ? cluster_rank() * box : 0;
-      const u32 row = columns.first(segment) + part;
-      if (kWhole || row + box <= n()) {
-        load(arg.map_b[segment], Columns::begin(segment) + part, row);
-      } else if (row < n()) {
-        load(arg.map_b_last, Columns::begin(segment) + part, row);
-      }
-    }
+  // What this CTA loads of B for a tile (see box.cuh): a cluster loads together what it shares.
+  template <class Use>
+  DG_DEVICE void with_weights(const Columns& columns, const Use& use) const {
+    with_boxes<kClusterM, kClusters>(columns, kClusterM > 1 ? cluster_rank() : 0, n(), arg.map_b, arg.map_b_last, use);
   }
 
   // Rows of A that a CTA loads of a tile, and where they begin.
@@ -202,12 +188,11 @@ struct Fp8Gemm {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
-      const Columns columns = columns_of(tile);
-      const auto load = [&](auto whole, auto... policy) {
+      const auto load = [&](const auto& bring, auto... policy) {
         if (!arg.constant_b) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           const u32 b = shared + kOffsetB + stage * kBytesB, x = order.step_block(step) * kBlockK;
-          each_box<decltype(whole)::kValue>(columns, [&](const TensorMap* map, u32 place, u32 row) {
+          bring([&](const TensorMap* map, u32 place, u32 row) {
             if constexpr (kClusterM > 1) {
               tma_load_multicast(b + place * kBlockK, map, barriers.full(stage), x, row, kAll, policy...);
             } else {
@@ -216,13 +201,13 @@ struct Fp8Gemm {
           });
         }, arg.constant_b ? pace_early(kBytesB) : 0);
       };
-      // By branches: a map that is chosen goes through registers, for which every load would wait.
-      const bool whole = columns.existing(n()) == kBlockN;
-      if (arg.b_read_once) {
-        if (whole) load(Index<1>(), evict_first()); else load(Index<0>(), evict_first());
-      } else {
-        if (whole) load(Index<1>()); else load(Index<0>());
-      }
+      with_weights(columns_of(tile), [&](const auto& bring) {
+        if (arg.b_read_once) {
+          load(bring, evict_first());
+        } else {
+          load(bring);
+        }
+      });
       if constexpr (kStreams) {  // others' sums, behind a CTA's last tile: the other loaders have nothing to do with them
         barriers.fill(cursor, tile.gathered(), [&](u32 step, u32 stage) {
           const u32 donor = tile.donor(step / Workspace::kSteps + 1);
