@@ -250,7 +250,7 @@ def test_constant_weights_are_not_asked_for_too_fast(
     loads = builds[params].result().sass.split("UTMALDG")
     clocks = ["SR_CLOCKLO" in after for after in loads[1:]]
     assert any(clocks) == (params.config.num_stages >= 4)
-    # Of weights only, whole or at the edge and with either hint, in a ring's first round: half of the code's first loads.
+    # Of weights only, whole or at the edge and with either hint, in a ring's first round: the first loads of the code.
     first = 4 * sum(boxes_of_weights(params.config))
     assert sum(clocks) == sum(clocks[:first]) == (4 if any(clocks) else 0)
 
