@@ -28,8 +28,8 @@ def edited_headers(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
     return folder
 
 
-UNSWAPPED_KERNELS = ("ahead", "one by one", "straddling", "split", "direct")
-STAGED = ("ahead", "one by one", "straddling", "split")
+UNSWAPPED_KERNELS = ("ahead", "one by one", "segments", "split", "direct")
+STAGED = ("ahead", "one by one", "segments", "split")
 SWAPPED_KERNELS = ("swapped", "swapped split", "swapped narrow", "swapped late")
 SWAPPED_HELD = ("swapped", "swapped split", "swapped narrow")
 SWAPPED_STAGED = ("swapped", "swapped split", "swapped late")
@@ -74,7 +74,7 @@ MUTATIONS = [
     Mutation(
         "take B's scales from the first row",
         "promotion.cuh",
-        "__ldg(base + (part.row + r) * stride_n",
+        "__ldg(base + part.row[r] * stride_n",
         "__ldg(base + r * stride_n",
         EVERY,
     ),
@@ -83,7 +83,7 @@ MUTATIONS = [
         "promotion.cuh",
         "      part = following;\n",
         "",
-        ("ahead", "straddling", "split", "direct"),
+        ("ahead", "segments", "split", "direct"),
     ),
     Mutation(
         "keep the first tile's scales of B where the next are not fetched ahead",
@@ -107,18 +107,32 @@ MUTATIONS = [
         ("split", "swapped split"),
     ),
     Mutation(
-        "never use the second row of B's scales",
-        "promotion.cuh",
-        "opaque(group * kGroup < first_columns ? ~0u : 0)",
-        "opaque(~0u)",
-        ("straddling",),
+        "take the first segment's scales of B for all",
+        "columns.cuh",
+        ": first(scale) / 128;",
+        ": first(0) / 128;",
+        ("segments",),
     ),
     Mutation(
-        "choose B's scale a group of columns late",
-        "promotion.cuh",
-        "opaque(group * kGroup < first_columns ? ~0u : 0)",
-        "opaque(group * kGroup <= first_columns ? ~0u : 0)",
-        ("straddling",),
+        "change B's scale a group of columns late",
+        "columns.cuh",
+        "kBlockN == 256 ? 128 * scale : begin(scale);",
+        "kBlockN == 256 ? 128 * scale : begin(scale) + (scale > 0 ? 16 : 0);",
+        ("segments",),
+    ),
+    Mutation(
+        "load the second segment from where the first ends",
+        "box.cuh",
+        "row = columns.first(segment) + part * box;",
+        "row = columns.first(0) + Columns::begin(segment) + part * box;",
+        ("segments",),
+    ),
+    Mutation(
+        "store the second segment where the first ends",
+        "columns.cuh",
+        "found = first(segment) + column - begin(segment);",
+        "found = first(0) + column;",
+        ("segments",),
     ),
     Mutation(
         "drop the last block of K",
@@ -143,9 +157,8 @@ MUTATIONS = [
     Mutation(
         "forget the promotion of one register",
         "promotion.cuh",
-        "for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>",
-        "for (u32 i = 1; i < kColumns / 2; ++i) add<kFresh>",
-        ("ahead", "one by one", "split"),
+        "for (u32 i = (kFrom - kOffset) / 2; i <",
+        "for (u32 i = (kFrom - kOffset) / 2 + 1; i <",
     ),
     Mutation(
         "start with the sums of the tile before",
@@ -157,9 +170,8 @@ MUTATIONS = [
     Mutation(
         "promote a partial sum twice",
         "promotion.cuh",
-        "(i & 2) ? high : low, partial[i]);\n  } else {",
-        "(i & 2) ? high : low, partial[i] * (i == 1 ? 2.0f : 1.0f));\n  } else {",
-        ("ahead", "one by one", "split"),
+        "(i & 2) ? high : low, partial[i]);",
+        "(i & 2) ? high : low, partial[i] * (i == 1 ? 2.0f : 1.0f));",
     ),
     Mutation(
         "keep the old partial sums",
@@ -318,7 +330,7 @@ def mutated_kernels() -> dict[str, KernelParams]:
     return {
         "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
         "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
-        "straddling": make_params(find_config(block_m=64, block_n=96)),
+        "segments": make_params(find_config(block_m=64, block_n=112)),
         "split": make_params(find_config(block_m=64, block_n=64, cluster_k=2, consumers_k=2)),
         "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
         "swapped": make_params(find_config(SWAPPED, block_m=32, block_n=128)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..params import FP8Config, KernelParams
 from . import fp8
 from .base import Kernel
+from .columns import segments
 from .fp8 import BARRIER_BYTES
 
 MAX_STAGES = 16
@@ -38,9 +38,10 @@ an SM could have 216, but 64x192 with a share of K would take that and spill."""
 
 _OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
+_OTHER_REGISTERS_PER_SEGMENT = 4
 _OTHER_REGISTERS_OF_PARTS = 20
-"""What the main loop needs besides accumulators, for each m64 slice, and where a slice is multiplied in two parts; from
-ptxas: a config that leaves less would spill."""
+"""What the main loop needs besides accumulators, for each m64 slice, for each segment of columns after the first, and
+where a slice is multiplied in two parts; from ptxas: a config that leaves less would spill."""
 
 
 class Sm90Fp8Gemm(Kernel[FP8Config]):
@@ -101,8 +102,6 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"block_n must be a multiple of 16 from 16 to 256, not {c.block_n}"
         if c.block_n % (16 * c.k_shares):
             return f"{c.k_shares} shares of K cannot finish equal parts of {c.block_n} columns, in steps of 16"
-        if c.block_n > 128 + math.gcd(c.block_n, 128):
-            return f"a tile of {c.block_n} columns can touch three rows of B's scales, and the kernel holds two"
         if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 64):
             return "a cluster of small tiles waits for itself longer than sharing loads saves"
         if c.stream_k and (c.cluster_size * c.consumers_k * c.ctas_per_sm > 1 or c.block_n % 32 or c.block_n < 64):
@@ -111,8 +110,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
-        if mma_n % 8 or scale_group(c) < 16:
-            return f"instructions of {mma_n} columns would meet the borders of B's scale blocks in too many places"
+        if mma_n % 16:
+            return f"instructions of {mma_n} columns do not end on a multiple of 16, and tiles are staged in such steps"
         if not _fits(c, mma_n):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
@@ -136,7 +135,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             "min_ctas": 2 if register_split(c) == _REGISTER_SPLITS[1][0] else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
-            "scale_group": scale_group(c),
+            "segments": len(segments(c.block_n)),
             "shared_bytes": self.shared_bytes(params),
         }
 
@@ -223,14 +222,10 @@ def _register_splits(config: FP8Config) -> tuple[tuple[int, int], ...]:
 def _needed(config: FP8Config, mma_n: int) -> int:
     """Registers of a consumer thread with instructions of ``mma_n`` columns."""
     others = _OTHER_REGISTERS + config.slices * _OTHER_REGISTERS_PER_SLICE
+    others += (len(segments(config.block_n)) - 1) * _OTHER_REGISTERS_PER_SEGMENT
     if mma_n < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
     return accumulators(config, mma_n) + others
-
-
-def scale_group(config: FP8Config) -> int:
-    """Columns that are sure to share one of B's scales, wherever a tile starts and in whichever instruction."""
-    return math.gcd(config.block_n, config.scale_n, instruction_shape(config)[1])
 
 
 def accumulators(config: FP8Config, mma_n: int = 0) -> int:

@@ -10,6 +10,7 @@ from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
 from . import get, sm90_fp8_swapped, stream_k
+from .columns import first_column, segments
 from .raster import Raster, raster
 
 
@@ -78,6 +79,25 @@ def _maps(spec: Callable[[int], TensorMapSpec], address: int, size: int, box: in
     return (ending if left == box or size <= box else spec(box).encode(address)), ending
 
 
+def _weights_maps(
+    spec: Callable[[int], TensorMapSpec], address: int, n: int, config: FP8Config
+) -> tuple[list[bytes], bytes, int]:
+    """The maps of B: for each segment of a tile's columns, and for the one box that ends at the edge, with its rows, or
+    ``block_n`` if no box is cut."""
+    widths = (config.block_n,) if isinstance(config, SwappedConfig) else segments(config.block_n)
+    tiles = align(ceil_div(n, config.block_n), config.cluster_n)
+    boxes = [width // config.cluster_m for width in widths]
+    begins = [first_column(config.block_n, segment, 0, tiles) if segment else 0 for segment in range(len(widths))]
+    edge = max(segment for segment, begin in enumerate(begins) if begin < n)
+    left = boxes[edge] if config.stage_blocks > 1 else _left(n - begins[edge], boxes[edge])
+    ending = spec(left).encode(address)
+    maps = [
+        ending if left == box or begin + box > n else spec(box).encode(address)
+        for begin, box in zip(begins, boxes, strict=True)
+    ]
+    return maps, ending, left if left < boxes[edge] else config.block_n
+
+
 def store_box(config: FP8Config) -> tuple[int, int]:
     """(columns, rows) of one TMA store (see ``TmaStore`` and ``TransposedTmaStore``): rows of 64 columns where the tile
     can be cut so."""
@@ -124,7 +144,7 @@ def launch(
     if not isinstance(config, FP8Config):
         raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")
     m, n, k = shape.m, shape.n, shape.k
-    rows, columns = last_rows(config, m), last_columns(config, n)
+    rows = last_rows(config, m)
     blocks, stage_blocks = ceil_div(k, SCALE_BLOCK), config.stage_blocks
     dealt = stream_k.stream(config, m, n, k, num_sms) if config.stream_k else None
     members = dealt.members if dealt else 1
@@ -140,7 +160,7 @@ def launch(
         return TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (box, stage_blocks))
 
     map_a, map_a_last = _maps(tokens, at.a, m, config.block_m // config.cluster_n, rows)
-    map_b, map_b_last = _maps(weights, at.b, n, config.block_n // config.cluster_m, columns)
+    maps_b, map_b_last, columns = _weights_maps(weights, at.b, n, config)
     map_scale_a, map_scale_a_last = _maps(scales, at.sfa, m, config.block_m, rows)
     if params.store == "tma":
         width, height = store_box(config)
@@ -149,12 +169,13 @@ def launch(
         map_d = bytes(128)  # never read
     args: list[Arg] = [
         map_a,
-        map_b,
+        maps_b[0],
         map_scale_a,
         map_d,
         map_a_last,
         map_b_last,
         map_scale_a_last,
+        *maps_b[1:],
         ("ptr", at.sfb),
         ("i64", shape.stride_sfb[0]),
         ("i64", shape.stride_sfb[1]),

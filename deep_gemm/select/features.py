@@ -119,8 +119,7 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
         return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, 0, in_step, direct, 64)
     width = config.block_n
-    straddles = SCALE_BLOCK % width != 0 and width != 2 * SCALE_BLOCK
-    choices = width // sm90_fp8_gemm.scale_group(config) if straddles else 0
+    choices = 0
     mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
     columns = store_box(config)[0]
     return _Fixed(False, 1, groups, slices, width, mma_n, choices, in_step, not d_tma, columns)

@@ -3,6 +3,7 @@
 // 128x32. So such tiles have maps of their own, with boxes that end at the edge. What is not loaded holds anything: it is
 // multiplied into rows or columns of D that do not exist.
 #pragma once
+#include "columns.cuh"
 #include "tma.cuh"
 
 // Rows that are loaded of a tile's `kBlock` from `first` on, of an operand with `edge` rows: all, those of the last tile,
@@ -22,5 +23,41 @@ DG_DEVICE void with_map(u32 part, u32 rows, const TensorMap* whole, const Tensor
     load(last);
   } else {
     load(nullptr);
+  }
+}
+
+// Goes on with what brings a tile's boxes of B: `use(bring)`, and `bring(load)` calls `load(map, place, row)` for each box, of
+// every segment of the tile's columns, or if `kParts` of a cluster share them, of the part-th part of each. A box brings the
+// rows from `row` on, which belong where the tile's row `place` is. At most one box of all tiles ends at the edge: it has
+// the map `last`. Only tiles with that one, or with none for some segment, look for it in each stage.
+template <u32 kParts, bool kMayLieOutside, class Columns, class Use>
+DG_DEVICE void with_boxes(const Columns& columns, u32 part, u32 edge, const TensorMap* const (&maps)[4],
+                          const TensorMap* last, const Use& use) {
+  if constexpr (Columns::kSegments == 1) {
+    constexpr u32 kBox = Columns::width(0) / kParts;
+    const u32 place = part * kBox, row = columns.first(0) + place;
+    with_map<kBox, kMayLieOutside>(row, edge, maps[0], last, [&](const TensorMap* map) {
+      use([&](const auto& load) {
+        if (map) load(map, place, row);
+      });
+    });
+  } else {
+    const auto each = [&](bool whole, const auto& load) {
+#pragma unroll
+      for (u32 segment = 0; segment < Columns::kSegments; ++segment) {
+        const u32 box = Columns::width(segment) / kParts, row = columns.first(segment) + part * box;
+        const u32 place = Columns::begin(segment) + part * box;
+        if (whole || row + box <= edge) {
+          load(maps[segment], place, row);
+        } else if (row < edge) {
+          load(last, place, row);
+        }
+      }
+    };
+    if (columns.existing(edge) == Columns::kWidth) {
+      use([&](const auto& load) { each(true, load); });
+    } else {
+      use([&](const auto& load) { each(false, load); });
+    }
   }
 }

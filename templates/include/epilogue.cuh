@@ -1,5 +1,6 @@
 // From float32 accumulators to D.
 #pragma once
+#include "columns.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
@@ -34,10 +35,11 @@ struct TmaStore {
     }
   }
 
-  // The part-th of kParts equal parts, of whole slices or of their columns. At most two boxes are on their way at a time;
-  // one may still be read when this returns.
-  template <u32 kParts>
-  static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, u32 rows, u32 columns, u32 part) {
+  // The part-th of kParts equal parts, of whole slices or of their columns, of which the first is the tile's `column`-th. At
+  // most two boxes are on their way at a time; one may still be read when this returns.
+  template <u32 kParts, class Columns>
+  static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, const Columns& tile, u32 rows,
+                              u32 columns, u32 part) {
     constexpr u32 kBoxes = kBlockN / kBoxColumns, kAcross = kParts / kSlices == 0 ? 1 : kParts / kSlices;
     constexpr u32 kPartSlices = kSlices * kAcross / kParts, kPartBoxes = kBoxes / kAcross;
     static_assert(kPartSlices * kParts == kSlices * kAcross && kPartBoxes * kAcross == kBoxes);
@@ -46,9 +48,9 @@ struct TmaStore {
     for (u32 s = 0; s < kPartSlices; ++s) {
 #pragma unroll
       for (u32 b = 0; b < kPartBoxes; ++b) {
-        const u32 slice = first_slice + s, box = first_box + b;
-        if (row + slice * 64 < rows && column + box * kBoxColumns < columns)
-          tma_store(map, staging + (slice * kBoxes + box) * kBoxBytes, column + box * kBoxColumns, row + slice * 64);
+        const u32 slice = first_slice + s, box = first_box + b, x = tile.at(column + box * kBoxColumns);
+        if (row + slice * 64 < rows && x < columns)
+          tma_store(map, staging + (slice * kBoxes + box) * kBoxBytes, x, row + slice * 64);
         tma_store_commit();
         tma_store_wait_read<1>();
       }
@@ -58,14 +60,14 @@ struct TmaStore {
 
 // Element by element, for a D that TMA cannot address (rows not on 16-byte boundaries): the columns that are this share's.
 template <u32 kBlockN, u32 kSlices, u32 kShares>
-DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row, u32 column, u32 rows,
-                            u32 columns, u32 warp, u32 lane, u32 share) {
+DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row,
+                            const TileColumns<kBlockN>& tile, u32 rows, u32 columns, u32 warp, u32 lane, u32 share) {
 #pragma unroll
   for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
     for (u32 i = 0; i < kBlockN / 2; i += 2) {
       const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4;
-      const u32 x = column + i / 4 * 8 + lane % 4 * 2;
+      const u32 x = tile.at(i / 4 * 8) + lane % 4 * 2;
       if (y < rows && i / (kBlockN / 2 / kShares) == share) {
         const u32 packed = pack_bf16(sum[slice][i], sum[slice][i + 1]);
         u16* out = d + y * stride + x;

@@ -39,8 +39,7 @@ struct Fp8Gemm {
   static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
   static_assert(kBlockN % (16 * kShares) == 0);
   static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
-  // How many rows of B's scales a tile can touch.
-  enum : u32 { kScaleRows = 128 % kBlockN == 0 ? 1 : 2 };
+  using Columns = TileColumns<kBlockN>;
 
   // What a consumer finishes of a tile: its rows, and of shares of K each some of the columns.
   enum : u32 { kColumns = kBlockN / kShares };
@@ -54,8 +53,8 @@ struct Fp8Gemm {
   enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
   // Whether units of a tile are put away one by one, each while a product runs.
   enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
-  using Whole = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
-  using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, kBlockN, Workspace::kSteps>, Whole>::Type;
+  using Whole = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
+  using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, Workspace::kSteps>, Whole>::Type;
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
   using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, kConsumersK, kConsumers>;
   using Cursor = ProducerCursor;
@@ -70,8 +69,8 @@ struct Fp8Gemm {
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
   // Fetching ahead makes the main loop longer, which the largest tiles feel.
-  using Weights = BlockScales<kScaleRows, Order, kBlockM * kBlockN < 256 * 128>;
-  using Scaling = RowTokens<Weights, kSlices, kScaleRows, kBlockN, Tile::kScaleGroup, kBlockM * 4>;
+  using Weights = BlockScales<Columns::kScales, Order, kBlockM * kBlockN < 256 * 128>;
+  using Scaling = RowTokens<Weights, Columns, kSlices, kBlockM * 4>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
   using Nothing = typename Mainloop::Nothing;
@@ -124,7 +123,7 @@ struct Fp8Gemm {
       if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
       meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(first_tile());
@@ -154,23 +153,25 @@ struct Fp8Gemm {
   // blocks than one keep TMA from loads longer than they save.
   DG_DEVICE void prefetch_weights(const Whole& early) const {
     const Order order(blocks(), rank_k(), 0);
-    const u32 part = weights_part();
     if (!arg.constant_b && early.valid() && order.length > 0 && elect_one())
-      with_map<kWeightsBox, kClusters>(part, weights_loaded(early.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
-        if (map) tma_prefetch(map, order.step_block(0) * kBlockK, early.column + part);
+      with_weights(columns_of(early), [&](const auto& bring) {
+        bring([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(0) * kBlockK, row); });
       });
     __syncwarp();
   }
 
-  // Rows of B and of A that a CTA loads of a tile, and where they begin: a cluster loads together what it shares.
-  enum : u32 { kWeightsBox = kBlockN / kClusterM, kTokensBox = kBlockM / kClusterN };
-  DG_DEVICE u32 weights_part() const { return kClusterM > 1 ? cluster_rank() * kWeightsBox : 0; }
-  DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
+  template <class Tiles>
+  static DG_DEVICE Columns columns_of(const Tiles& tile) { return {tile.column, tile.columns()}; }
 
-  // Those that a tile has in all.
-  DG_DEVICE u32 weights_loaded(u32 column) const {
-    return rows_loaded<kBlockN, kClusters>(column, n(), arg.last_columns);
+  // What this CTA loads of B for a tile (see box.cuh): a cluster loads together what it shares.
+  template <class Use>
+  DG_DEVICE void with_weights(const Columns& columns, const Use& use) const {
+    with_boxes<kClusterM, kClusters>(columns, kClusterM > 1 ? cluster_rank() : 0, n(), arg.map_b, arg.map_b_last, use);
   }
+
+  // Rows of A that a CTA loads of a tile, and where they begin.
+  enum : u32 { kTokensBox = kBlockM / kClusterN };
+  DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, kClusters>(row, m(), arg.last_rows); }
 
   DG_DEVICE Order order_of(const Scheduler& tile, u32 turn) const {
@@ -185,26 +186,26 @@ struct Fp8Gemm {
   // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights(Scheduler tile) {
     Cursor cursor;
-    const u32 part = weights_part();
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
-      const auto load = [&](const TensorMap* map, auto... policy) {
+      const auto load = [&](const auto& bring, auto... policy) {
         if (!arg.constant_b) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          const u32 b = shared + kOffsetB + stage * kBytesB + part * kBlockK, x = order.step_block(step) * kBlockK;
-          if (!map) return;
-          if constexpr (kClusterM > 1) {
-            tma_load_multicast(b, map, barriers.full(stage), x, tile.column + part, kAll, policy...);
-          } else {
-            tma_load(b, map, barriers.full(stage), x, tile.column, policy...);
-          }
+          const u32 b = shared + kOffsetB + stage * kBytesB, x = order.step_block(step) * kBlockK;
+          bring([&](const TensorMap* map, u32 place, u32 row) {
+            if constexpr (kClusterM > 1) {
+              tma_load_multicast(b + place * kBlockK, map, barriers.full(stage), x, row, kAll, policy...);
+            } else {
+              tma_load(b + place * kBlockK, map, barriers.full(stage), x, row, policy...);
+            }
+          });
         }, arg.constant_b ? pace_early(kBytesB) : 0);
       };
-      with_map<kWeightsBox, kClusters>(part, weights_loaded(tile.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
+      with_weights(columns_of(tile), [&](const auto& bring) {
         if (arg.b_read_once) {
-          load(map, evict_first());
+          load(bring, evict_first());
         } else {
-          load(map);
+          load(bring);
         }
       });
       if constexpr (kStreams) {  // others' sums, behind a CTA's last tile: the other loaders have nothing to do with them
@@ -242,7 +243,7 @@ struct Fp8Gemm {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
-      const u32 rows = tokens_loaded(tile.row), bytes = weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4);
+      const u32 rows = tokens_loaded(tile.row), bytes = columns_of(tile).existing(n()) * kBlockK + rows * (kBlockK + 4);
       with_map<kBlockM, kClusters>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
@@ -282,11 +283,11 @@ struct Fp8Gemm {
         for (u32 i = 0; i < kConsumers * kStoreParts; ++i) {
           const u32 consumer = i % kConsumers, part = i / kConsumers;
           const u32 row = tile.row + consumer / kConsumersK * 64 * kSlices;
-          const u32 column = tile.column + (rank_k() * kConsumersK + consumer % kConsumersK) * kColumns;
+          const u32 column = (rank_k() * kConsumersK + consumer % kConsumersK) * kColumns;
           named_barrier_sync(area_full(consumer, part), kMeeting);
           if (lane == 0 && owned) {
             fence_shared_to_tma();
-            Store::template store<kStoreParts>(arg.map_d, staging(consumer), row, column, m(), n(), part);
+            Store::template store<kStoreParts>(arg.map_d, staging(consumer), row, column, columns_of(tile), m(), n(), part);
           }
           __syncwarp();
         }
@@ -307,7 +308,12 @@ struct Fp8Gemm {
     const u32 share = rank_k() * kConsumersK + turn;
     float sum[kSlices][kBlockN / 2];
 
-    const auto part = [&] { return typename Weights::Part{tile.column / 128, order_of(tile, turn)}; };
+    const auto part = [&] {
+      typename Weights::Part found{{}, order_of(tile, turn)};
+#pragma unroll
+      for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = columns_of(tile).scale_row(scale);
+      return found;
+    };
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part());
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
                       uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
@@ -328,11 +334,11 @@ struct Fp8Gemm {
       mainloop.scaling.weights.follow(part());
       const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, consumer, thread); };
       if constexpr (kPutsEarly) {
-        mainloop.resume(sum, mine, now.column, put);
+        mainloop.resume(sum, mine, put);
       } else if constexpr (kStartsEarly) {
-        mainloop.resume(sum, mine, now.column, Nothing());
+        mainloop.resume(sum, mine, Nothing());
       } else {
-        mainloop.multiply(sum, mine, now.column);
+        mainloop.multiply(sum, mine);
       }
       if (tile.valid()) {
         mainloop.scaling.weights.go_on(part());
@@ -343,7 +349,7 @@ struct Fp8Gemm {
       } else if constexpr (kStreams) {
         if (now.owned()) {
           workspace().add(sum, now.donors, shared, consumer, thread, barriers, mainloop.at);
-          store(sum, row, now.column, consumer, share, thread);
+          store(sum, row, columns_of(now), consumer, share, thread);
         } else {
           workspace().give(sum, consumer, thread);
           named_barrier_sync(area_free(consumer), kMeeting);  // or the tile before might not be put away yet
@@ -351,7 +357,7 @@ struct Fp8Gemm {
         }
       } else {
         if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread);
-        store(sum, row, now.column, consumer, share, thread);
+        store(sum, row, columns_of(now), consumer, share, thread);
       }
     }
     // For ptxas: with nothing here it takes the way out of the loop for one on which products are in flight, and
@@ -361,10 +367,10 @@ struct Fp8Gemm {
   }
 
   // What a consumer finishes of a tile on its way out: all of it at once, or, without shares of K, a unit after the other.
-  DG_DEVICE void store(const Sums& sum, u32 row, u32 column, u32 consumer, u32 share, u32 thread) const {
+  DG_DEVICE void store(const Sums& sum, u32 row, const Columns& columns, u32 consumer, u32 share, u32 thread) const {
     const u32 warp = thread / 32, lane = thread % 32;
     if constexpr (!kTmaStore) {
-      store_direct<kBlockN, kSlices, kShares>(arg.d, arg.d_stride, sum, row, column, m(), n(), warp, lane, share);
+      store_direct<kBlockN, kSlices, kShares>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, share);
     } else {
       named_barrier_sync(area_free(consumer), kMeeting);
 #pragma unroll

@@ -4,7 +4,8 @@
 #include "types.cuh"
 
 struct Fp8GemmArguments {
-  const TensorMap *map_a, *map_b, *map_scale_a, *map_d;
+  const TensorMap *map_a, *map_scale_a, *map_d;
+  const TensorMap* map_b[4];  // for each segment of a tile's columns (see columns.cuh)
   const TensorMap *map_a_last, *map_b_last, *map_scale_a_last;  // whose boxes end at the edge (see box.cuh)
   const float* scale_b;
   i64 scale_b_stride_n, scale_b_stride_k;
@@ -12,7 +13,7 @@ struct Fp8GemmArguments {
   i64 d_stride;
   u32 m, n, k;
   u32 last_rows;     // rows of A, and of its scales, that are loaded for the last row of tiles
-  u32 last_columns;  // rows of B that are loaded for the last column of tiles
+  u32 last_columns;  // rows of the box of B that ends at the edge
   const Raster* raster;
   u32 constant_b;   // no kernel that may still run writes B or its scales: they may be read before those end
   u32 b_read_once;  // B leaves L2 as soon as it was read

@@ -66,13 +66,13 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < Mma::kN / 2; ++i) partial[set][i] = 0.0f;
   }
 
-  // The sum of `blocks` blocks of K of a tile; `weight` says which of B's rows it has (see Scaling::begin).
-  DG_DEVICE void multiply(Sums& sum, u32 blocks, u32 weight) {
+  // The sum of `blocks` blocks of K of a tile.
+  DG_DEVICE void multiply(Sums& sum, u32 blocks) {
     if (blocks > 0) {
       start();
-      resume(sum, blocks, weight, Nothing());
+      resume(sum, blocks, Nothing());
     } else {  // more shares of K than blocks
-      scaling.begin(weight, first.factors);
+      scaling.begin(first.factors);
       clear(sum);
     }
   }
@@ -88,8 +88,8 @@ struct Fp8Mainloop {
 
   // `finished(unit)` is called when a unit's sums are final, but for the last unit's, while another product runs.
   template <class Finished>
-  DG_DEVICE void resume(Sums& sum, u32 blocks, u32 weight, const Finished& finished) {
-    scaling.begin(weight, first.factors);
+  DG_DEVICE void resume(Sums& sum, u32 blocks, const Finished& finished) {
+    scaling.begin(first.factors);
     if constexpr (!kStartsFresh) clear(sum);
     scaling.after_arrival(first.factors, first.slot);
     if constexpr (kPartials == 1) {

@@ -102,7 +102,7 @@ struct Fp8Swapped {
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<1>(arg, kBlockM, kBlockN);
       meet<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
@@ -117,7 +117,7 @@ struct Fp8Swapped {
     const Order order(blocks(), rank_k(), 0);
     const u32 block = order.step_block(0);
     if (!arg.constant_b && first.valid() && order.length > 0 && elect_one())
-      with_map<kBlockN, false>(0, weights_loaded(first.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
+      with_map<kBlockN, false>(0, weights_loaded(first.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
         if constexpr (kStageBlocks == 1) {
           tma_prefetch(map, block * kBlockK, first.column);
         } else {
@@ -154,7 +154,7 @@ struct Fp8Swapped {
           load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step), tile.column, policy...);
         }, arg.constant_b ? pace_early(kBytesWeights) : 0);
       };
-      with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b, arg.map_b_last, [&](const TensorMap* map) {
+      with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
         if (arg.b_read_once) {
           load_all(map, evict_first());
         } else {
@@ -206,7 +206,7 @@ struct Fp8Swapped {
     float sum[kSlices][kBlockM / 2];
 
     Scheduler tile(arg.raster);
-    const auto part = [&](const Scheduler& of) { return typename Weights::Part{(of.column + first_row) / 128, order}; };
+    const auto part = [&](const Scheduler& of) { return typename Weights::Part{{(of.column + first_row) / 128}, order}; };
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
                       uniform(descriptor_low(shared + first_row * kBlockK)),
@@ -217,7 +217,7 @@ struct Fp8Swapped {
     if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
     while (tile.valid()) {
-      mainloop.multiply(sum, uniform(order.mine()), 0);
+      mainloop.multiply(sum, uniform(order.mine()));
       const u32 row = tile.row, column = tile.column + first_row;
       tile.advance();
       if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));

@@ -1,6 +1,7 @@
 // FP8 promotion: the tensor core's sum over one block of K, scaled and added to float32.
 #pragma once
 #include "barrier.cuh"
+#include "columns.cuh"
 
 // Scale factors of B in registers, a page at a time: lane l of each warp holds the factor of the page's l-th block of K. One
 // coalesced load serves 32 blocks, and the next page is fetched while this one is used; with kAhead also that of the tile
@@ -10,9 +11,9 @@ template <u32 kRows, class Order, bool kAhead>
 struct BlockScales {
   enum : u32 { kPage = 32 };
 
-  // A tile's first row of B's scales, and its blocks of K.
+  // A tile's rows of B's scales, and its blocks of K.
   struct Part {
-    u32 row;
+    u32 row[kRows];
     Order order;
   };
 
@@ -75,8 +76,8 @@ struct BlockScales {
     const u32 block = part.order.block(count);
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) {
-      const bool inside = block < part.order.blocks && part.row + r < rows;
-      to[r] = inside ? __ldg(base + (part.row + r) * stride_n + block * stride_k) : 0.0f;
+      const bool inside = block < part.order.blocks && part.row[r] < rows;
+      to[r] = inside ? __ldg(base + part.row[r] * stride_n + block * stride_k) : 0.0f;
     }
   }
 };
@@ -89,52 +90,38 @@ DG_DEVICE void add(float& sum, float scale, float partial) {
 // sum += scale_a * scale_b * partial over one m64 x kColumns accumulator tile, whose first column is the tile's kOffset-th;
 // with kFresh, sum = that.
 // In a thread's registers, 4j..4j+3 are two columns of row `lane / 4` and the same two of the row eight below, in 8-column
-// chunk j. A tile that can straddle a border of B's scales has two of them, and the border falls on a multiple of kGroup
-// columns: `masks` has all bits set for groups before it, none for those behind, so that an instruction chooses.
-template <bool kFresh, u32 kColumns, u32 kOffset, u32 kGroup, u32 kRows, u32 kGroups>
-DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[2], const float (&scale_b)[kRows],
-                       const u32 (&masks)[kGroups]) {
-  if constexpr (kRows == 1) {
-    const float low = scale_a[0] * scale_b[0], high = scale_a[1] * scale_b[0];
+// chunk j.
+template <bool kFresh, class Columns, u32 kColumns, u32 kOffset, u32 kScale = 0>
+DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[2],
+                       const float (&scale_b)[Columns::kScales]) {
+  constexpr u32 kFrom = max_of(Columns::scale_begin(kScale), kOffset);
+  constexpr u32 kTo = min_of(Columns::scale_end(kScale), kOffset + kColumns);
+  if constexpr (kFrom < kTo) {
+    const float low = scale_a[0] * scale_b[kScale], high = scale_a[1] * scale_b[kScale];
 #pragma unroll
-    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], (i & 2) ? high : low, partial[i]);
-  } else {
-    const u32 second = __float_as_uint(scale_b[1]), both = __float_as_uint(scale_b[0]) ^ second;
-#pragma unroll
-    for (u32 group = 0; group < ceil_div(kColumns, kGroup); ++group) {
-      const float scale = __uint_as_float((both & masks[kOffset / kGroup + group]) ^ second);
-      const float low = scale_a[0] * scale, high = scale_a[1] * scale;
-#pragma unroll
-      for (u32 i = group * kGroup / 2; i < min_of((group + 1) * kGroup, kColumns) / 2; ++i)
-        add<kFresh>(sum[i], (i & 2) ? high : low, partial[i]);
-    }
+    for (u32 i = (kFrom - kOffset) / 2; i < (kTo - kOffset) / 2; ++i)
+      add<kFresh>(sum[i], (i & 2) ? high : low, partial[i]);
   }
+  if constexpr (kScale + 1 < Columns::kScales)
+    promote<kFresh, Columns, kColumns, kOffset, kScale + 1>(sum, partial, scale_a, scale_b);
 }
 
 // Tokens on the rows of accumulators: a thread has two of them in each m64 slice, and all columns of the tile.
-template <class Weights, u32 kSlices, u32 kScaleRows, u32 kBlockN, u32 kGroup, u32 kBlockBytes>
+template <class Weights, class Columns, u32 kSlices, u32 kBlockBytes>
 struct RowTokens {
   // What one block of K needs besides its operands, read before its products start.
   struct Factors {
-    float token[kSlices][2], weight[kScaleRows];
+    float token[kSlices][2], weight[Columns::kScales];
   };
   enum : bool { kReadsLate = false, kStartsFresh = true };
   enum : u32 { kPage = Weights::kPage };
 
   Weights weights;
   const u32 tokens;  // address of this thread's first scale of A in stage 0
-  enum : u32 { kGroups = kScaleRows > 1 ? ceil_div(kBlockN, kGroup) : 1 };
-  u32 masks[kGroups];
 
   DG_DEVICE RowTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(opaque(tokens)) {}
 
-  DG_DEVICE void begin(u32 column, Factors& factors) {
-    const u32 first_columns = 128 - column % 128;
-#pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) masks[group] = opaque(group * kGroup < first_columns ? ~0u : 0);
-    weights.begin(factors.weight);
-  }
-
+  DG_DEVICE void begin(Factors& factors) { weights.begin(factors.weight); }
   DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
 
   DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
@@ -148,7 +135,7 @@ struct RowTokens {
 
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
-    ::promote<kFresh, kColumns, kColumn, kGroup>(sum, partial, factors.token[kSlice], factors.weight, masks);
+    ::promote<kFresh, Columns, kColumns, kColumn>(sum, partial, factors.token[kSlice], factors.weight);
   }
 };
 
@@ -171,7 +158,7 @@ struct ColumnTokens {
 
   DG_DEVICE ColumnTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
-  DG_DEVICE void begin(u32, Factors& factors) { weights.begin(factors.weight); }
+  DG_DEVICE void begin(Factors& factors) { weights.begin(factors.weight); }
   DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
 
   DG_DEVICE void after_arrival(Factors& factors, u32 slot) {

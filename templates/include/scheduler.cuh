@@ -11,7 +11,7 @@ struct TileScheduler {
 
   const Raster* raster;
   u32 count, stride, index;
-  u32 row, column;  // first element of this CTA's current tile
+  u32 row, column;  // of this CTA's current tile: its first element, or with a block size of 1 its place among tiles
 
   TileScheduler() = default;
 
@@ -29,6 +29,8 @@ struct TileScheduler {
 
   DG_DEVICE bool valid() const { return index < count; }
   static DG_DEVICE u32 gathered() { return 0; }
+  // Tiles in a row of them, those past the edge counted.
+  DG_DEVICE u32 columns() const { return raster->columns * kClusterN; }
 
   DG_DEVICE void advance() {
     index += stride;

@@ -23,7 +23,7 @@ struct StreamArguments {
   u8* slots;
 };
 
-template <u32 kBlockM, u32 kBlockN, u32 kGatherSteps>
+template <u32 kBlockM, u32 kGatherSteps>
 struct StreamScheduler {
   enum : bool { kStreams = true };
 
@@ -32,7 +32,7 @@ struct StreamScheduler {
   const u32 blocks;
   u32 index;           // the next whole tile
   u32 to;              // where what is left of this group's part ends, in blocks of K of streamed tiles
-  u32 row, column;     // first element of this CTA's current tile
+  u32 row, column;     // this CTA's current tile: its first row, and its place in a row of tiles
   u32 begin, end;      // blocks of K of the piece at hand
   u32 donors;          // groups whose sums it needs
 
@@ -44,6 +44,7 @@ struct StreamScheduler {
   DG_DEVICE bool valid() const { return end > 0; }
   DG_DEVICE bool owned() const { return end == blocks; }
   DG_DEVICE u32 gathered() const { return donors * kGatherSteps; }
+  DG_DEVICE u32 columns() const { return raster->columns; }  // tiles in a row of them
   DG_DEVICE BlockOrder<1, 1, 1> order() const { return BlockOrder<1, 1, 1>::piece(begin, end, blocks); }
   // The CTA that does what this one does in the group `before` groups lower.
   DG_DEVICE u32 donor(u32 before) const { return blockIdx.x - before * arg.members; }
@@ -75,7 +76,6 @@ struct StreamScheduler {
   DG_DEVICE void locate(u32 tile) {
     raster->locate(tile, row, column);
     row = (row * arg.members + blockIdx.x - group() * arg.members) * kBlockM;
-    column *= kBlockN;
   }
 };
 

@@ -38,3 +38,6 @@ DG_DEVICE u32 opaque(u32 value) {
 
 DG_DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
 DG_DEVICE constexpr u32 min_of(u32 x, u32 y) { return x < y ? x : y; }
+DG_DEVICE constexpr u32 max_of(u32 x, u32 y) { return x < y ? y : x; }
+// The largest power of two that is in a sum of some.
+DG_DEVICE constexpr u32 top_bit(u32 x) { return (x & (x - 1)) == 0 ? x : top_bit(x & (x - 1)); }

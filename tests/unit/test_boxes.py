@@ -7,11 +7,12 @@ import math
 from golden_renders import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import CONFIGS, PARAMS, fp8, geometries, parameter_names, record, suited
+from launches import CONFIGS, PARAMS, fp8, geometries, map_places, parameter_names, record, segments_of, suited
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
+from deep_gemm.kernels.columns import first_column
 from deep_gemm.kernels.sm90_fp8_launch import Geometry
-from deep_gemm.params import KernelParams, align, ceil_div
+from deep_gemm.params import KernelParams, SwappedConfig, align, ceil_div
 
 
 def rows_loaded(first: int, edge: int, block: int, last: int) -> int:
@@ -39,33 +40,43 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     kernel hangs. Boxes end at the edge, or just behind it: those that hang over it arrive late."""
     c = fp8(params)
     recorded = record(params, suited(g, c))
-    a, b, scales, a_last, b_last, scales_last = (recorded.maps[place][0] for place in (0, 1, 2, 4, 5, 6))
+    maps = {name: recorded.maps[place][0] for name, place in map_places(params).items() if name != "map_d"}
     numbers = {n: arg[1] for n, arg in zip(parameter_names(params), recorded.args, strict=True) if arg[0] == "u32"}
     depth = c.stage_blocks
     # A tile of these, the last two among them, and with clusters what lies past the edge.
     row = c.block_m * data.draw(st.integers(0, align(ceil_div(g.m, c.block_m), c.cluster_m) - 1))
-    column = c.block_n * data.draw(st.integers(0, align(ceil_div(g.n, c.block_n), c.cluster_n) - 1))
+    tiles = align(ceil_div(g.n, c.block_n), c.cluster_n)
+    index = data.draw(st.integers(0, tiles - 1))
     tokens = rows_loaded(row, g.m, c.block_m, int(numbers["last_rows"]))
-    weights = rows_loaded(column, g.n, c.block_n, int(numbers["last_columns"]))
+    boxes = boxes_of(tokens, c.cluster_n, c.block_m, maps["map_a"], maps["map_a_last"])
+    assert sum(size for _, size in boxes) == tokens >= min(c.block_m, max(0, g.m - row))
+    checked = [(row, g.m, boxes)]
+    weights = 0
+    for segment, width in enumerate(segments_of(c)):
+        first = index * width if segment == 0 else first_column(c.block_n, segment, index, tiles)
+        whole = maps[f"map_b_{segment}" if segment else "map_b"]
+        if isinstance(c, SwappedConfig):
+            existing = rows_loaded(first, g.n, width, int(numbers["last_columns"]))
+        else:
+            existing = min(width, max(0, g.n - first))  # as `TileColumns` counts them
+        boxes = boxes_of(existing, c.cluster_m, width, whole, maps["map_b_last"])
+        assert sum(size for _, size in boxes) == existing
+        weights += existing
+        checked.append((first, g.n, boxes))
     brought = 0
-    for first, edge, rows, block, parts, whole, last in (
-        (row, g.m, tokens, c.block_m, c.cluster_n, a, a_last),
-        (column, g.n, weights, c.block_n, c.cluster_m, b, b_last),
-    ):
-        boxes = boxes_of(rows, parts, block, whole, last)
-        assert sum(size for _, size in boxes) == rows
-        assert rows >= min(block, max(0, edge - first))
+    for first, edge, boxes in checked:
         for begin, size in boxes:
             assert begin % 8 == 0  # on a swizzle atom of eight rows; else later rows would be permuted differently
             assert depth > 1 or first + begin + size < edge + 4
         brought += sum(size for _, size in boxes) * 128 * depth
     if tokens:
-        box = scales if tokens == c.block_m else scales_last
+        box = maps["map_scale_a"] if tokens == c.block_m else maps["map_scale_a_last"]
         assert box.box == (tokens, depth)
         brought += math.prod(box.box) * 4
     assert brought == (weights * 128 + tokens * (128 + 4)) * depth
     # A box of several blocks is packed block after block: the next begins where the kernel looks for it.
-    assert depth == 1 or (a.box[1], b.box[1]) == (a_last.box[1], b_last.box[1]) == (c.block_m, c.block_n)
+    operands = ("map_a", "map_b", "map_a_last", "map_b_last")
+    assert depth == 1 or [maps[name].box[1] for name in operands] == [c.block_m, c.block_n] * 2
 
 
 def test_one_map_is_made_where_no_tile_is_whole() -> None:

@@ -17,9 +17,11 @@ from launches import (
     encoder,
     fp8,
     geometries,
+    map_places,
     parameter_names,
     parameters,
     record,
+    segments_of,
     suited,
 )
 from rasters import located
@@ -41,7 +43,9 @@ ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 def test_tensor_maps_are_within_the_limits_of_the_hardware(params: KernelParams, g: Geometry) -> None:
     g = suited(g, fp8(params))
     maps = record(params, g).maps
-    assert sorted(maps) == [0, 1, 2, *([3] if params.store == "tma" else []), 4, 5, 6]
+    places = map_places(params)
+    assert len(places) == 7 + len(segments_of(fp8(params))) - 1
+    assert sorted(maps) == sorted(places[name] for name in places if name != "map_d" or params.store == "tma")
     for spec, address in maps.values():
         size = ELEMENT_BYTES[spec.dtype]
         assert len(spec.dims) == len(spec.box) == len(spec.strides) + 1
@@ -62,19 +66,22 @@ def test_tensor_maps_are_of_the_right_tensors(params: KernelParams, g: Geometry)
     g = suited(g, fp8(params))
     maps = record(params, g).maps
     blocks = ceil_div(g.k, 128)
-    operands = (g.m, g.stride_a, AT.a), (g.n, g.stride_b, AT.b)
-    for place, (rows, stride, address) in zip((0, 1, 4, 5), operands * 2, strict=True):
-        spec, at = maps[place]
+    places = map_places(params)
+    of_a, of_b = (g.m, g.stride_a, AT.a), (g.n, g.stride_b, AT.b)
+    named = {name: of_a if name.startswith("map_a") else of_b for name in places if name.startswith(("map_a", "map_b"))}
+    for name, (rows, stride, address) in named.items():
+        spec, at = maps[places[name]]
         assert at == address
         assert (spec.dtype, spec.swizzle) == ("u8", 128)  # wgmma reads rows of 128 swizzled bytes
         if fp8(params).stage_blocks == 1:
             assert (spec.dims, spec.strides) == ((g.k, rows), (stride,))
         else:
             assert (spec.dims, spec.strides) == ((128, rows, g.k // 128), (stride, 128))
-    for spec, at in (maps[2], maps[6]):
+    for spec, at in (maps[places["map_scale_a"]], maps[places["map_scale_a_last"]]):
         assert (spec.dtype, spec.dims, spec.strides, at) == ("f32", (g.m, blocks), (4 * g.stride_sfa,), AT.sfa)
     if params.store == "tma":
-        assert (maps[3][0].dims, maps[3][0].strides, maps[3][1]) == ((g.n, g.m), (2 * g.stride_d,), AT.d)
+        d, at = maps[places["map_d"]]
+        assert (d.dims, d.strides, at) == ((g.n, g.m), (2 * g.stride_d,), AT.d)
 
 
 @settings(max_examples=300, deadline=None)

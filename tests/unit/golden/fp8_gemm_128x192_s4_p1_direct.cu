@@ -6,7 +6,6 @@ struct Tile {
   enum : u32 { kClusterM = 1, kClusterN = 1 };
   enum : u32 { kClusterK = 1, kConsumersK = 1 };
   enum : u32 { kPartials = 1, kTurns = 2 };
-  enum : u32 { kScaleGroup = 64 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : bool { kStreams = false };
@@ -41,11 +40,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     fp8_gemm_128x192_s4_p1_direct(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d,
     const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last,
-    const __grid_constant__ TensorMap map_scale_a_last, const float* scale_b, i64 scale_b_stride_n,
+    const __grid_constant__ TensorMap map_scale_a_last,    const __grid_constant__ TensorMap map_b_1, const float* scale_b, i64 scale_b_stride_n,
     i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns,
     const __grid_constant__ Raster raster, u32 constant_b, u32 b_read_once) {
   extern __shared__ __align__(1024) u8 shared[];
-  const Fp8GemmArguments arguments{&map_a, &map_b, &map_scale_a, &map_d, &map_a_last, &map_b_last, &map_scale_a_last,
+  const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b, &map_b_1}, &map_a_last, &map_b_last, &map_scale_a_last,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, constant_b, b_read_once};
   const StreamArguments stream{};

@@ -6,7 +6,6 @@ struct Tile {
   enum : u32 { kClusterM = 2, kClusterN = 1 };
   enum : u32 { kClusterK = 1, kConsumersK = 1 };
   enum : u32 { kPartials = 2, kTurns = 1 };
-  enum : u32 { kScaleGroup = 64 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 2112, kShapeK = 7168 };  // 0: given at run time
   enum : bool { kStreams = false };
@@ -45,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns,
     const __grid_constant__ Raster raster, u32 constant_b, u32 b_read_once) {
   extern __shared__ __align__(1024) u8 shared[];
-  const Fp8GemmArguments arguments{&map_a, &map_b, &map_scale_a, &map_d, &map_a_last, &map_b_last, &map_scale_a_last,
+  const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, constant_b, b_read_once};
   const StreamArguments stream{};
