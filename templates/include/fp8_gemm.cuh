@@ -128,8 +128,6 @@ struct Fp8Gemm {
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(first_tile());
     }
-    // No CTA may leave while another of its cluster can still arrive at its barriers.
-    if constexpr (kClusterSize > 1) cluster_sync();
   }
 
   DG_DEVICE Scheduler first_tile() const {
@@ -215,6 +213,7 @@ struct Fp8Gemm {
         });
       }
     }
+    if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
   }
 
   DG_DEVICE void produce_tokens(Scheduler tile) {
@@ -364,6 +363,7 @@ struct Fp8Gemm {
     // serialises them all.
     named_barrier_sync(1 + consumer, 128);
     mainloop.turns.end();
+    if constexpr (kClusterK > 1) exchange.finish(consumer, share);
   }
 
   // What a consumer finishes of a tile on its way out: all of it at once, or, without shares of K, a unit after the other.

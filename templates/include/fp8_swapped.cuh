@@ -107,8 +107,6 @@ struct Fp8Swapped {
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
     }
-    // No CTA may leave while another of its cluster can still reach into its shared memory.
-    if constexpr (kClusterK > 1) cluster_sync();
   }
 
   // The first weights that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not. More
@@ -243,6 +241,7 @@ struct Fp8Swapped {
       }
     }
     mainloop.turns.end();
+    if constexpr (kClusterK > 1) exchange.finish(consumer, share);
     if constexpr (kTmaStore) {
       if (thread == 0) tma_store_wait_read();
     }

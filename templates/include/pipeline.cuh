@@ -81,6 +81,15 @@ struct PipelineBarriers {
     }
   }
 
+  // Waits, behind the last stage, until all are empty again. No CTA may leave while others of its cluster still have to arrive
+  // at its barriers; to meet them once more would take a fence, and longer.
+  DG_DEVICE void drain(const ProducerCursor& cursor) const {
+    for (u32 stage = 0; stage < kStages; ++stage) {
+      const u32 rounds = cursor.round + (stage < cursor.stage ? 1 : 0);
+      if (rounds > 0) barrier_wait(empty(stage), (rounds & 1) ^ 1);
+    }
+  }
+
   // Called by a whole consumer warp: one arrival at every CTA of the cluster.
   DG_DEVICE void release(u32 stage, u32 lane) const {
     if constexpr (kClusterSize == 1) {

@@ -92,6 +92,12 @@ struct ShareExchange {
     parity ^= 1;
   }
 
+  // Waits, behind the last tile, until the owners have let go of what this share sent: no CTA may leave while others of its
+  // cluster still have to arrive at its barriers.
+  DG_DEVICE void finish(u32 consumer, u32 share) const {
+    if (!kLocal && receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);
+  }
+
  private:
   static DG_DEVICE void store(u32 address, const float* v, u32 barrier) {
     if constexpr (kLocal) {
