@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "chain_cycles": (30, 300),
     "promote_cycles": (0.35, 1.5),
     "token_cycles": (0.01, 6.0),
-    "choice_cycles": (0.5, 60),
     "exposed": (0.02, 1.0),
     "in_step": (0.01, 1.0),
     "parts_cycles": (1, 100),
@@ -60,7 +60,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "again": (0.005, 1.0),
     "l2_gb_per_s": (4000, 20000),
     "l2_sharing": (0.01, 0.5),
-    "unaligned": (1.0, 3.0),
+    "unaligned": (1.0, 6.0),
+    "torn": (0.01, 8.0),
+    "hanging_cycles": (0.1, 60),
 }
 """Where each constant may lie on a GPU of Hopper's kind; the search goes by its logarithm."""
 
@@ -82,6 +84,8 @@ SHORTEST_US = 0.2
 """No launch takes less, whatever a fit tries."""
 STEPS, RATE = 600, 0.05
 """Of Adam. On 500 shapes 1500 steps, and twice the rate, chose no better."""
+TRIES = 8000
+"""Of a climb."""
 HELD_OUT = 4
 """One shape in so many is kept for judging."""
 
@@ -100,6 +104,8 @@ class Data:
     """By shape."""
     mode: Tensor
     """By shape: index in ``survey.MODES``."""
+    weight: Tensor
+    """By shape: a row's "weight", or 1. Only climbs go by it."""
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> Data:
@@ -110,6 +116,7 @@ class Data:
         shape: list[int] = []
         held_out: list[bool] = []
         mode: list[int] = []
+        weight: list[float] = []
         for row in rows:
             asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
             legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
@@ -125,6 +132,7 @@ class Data:
             text = f"{row['m']} x {row['n']} x {row['k']}"
             held_out.append(zlib.crc32(text.encode()) % HELD_OUT == 0)
             mode.append(MODES.index(row["mode"]))
+            weight.append(row.get("weight", 1.0))
         columns: Any = (torch.tensor(column, dtype=torch.float64) for column in zip(*x, strict=True))
         return cls(
             Features(*columns),
@@ -133,6 +141,7 @@ class Data:
             torch.tensor(shape),
             torch.tensor(held_out),
             torch.tensor(mode),
+            torch.tensor(weight, dtype=torch.float64),
         )
 
     def selected(self, calibration: Calibration) -> Tensor:
@@ -164,8 +173,12 @@ class Data:
         together = self._mean(errors, near)
         order = self._mean(_size(errors - together[self.shape]), near)
         wrong = ORDER_WEIGHT * order + ACCURACY_WEIGHT * _size(together)
-        large = LARGE_WEIGHT * torch.clamp(lost - LARGE, min=0)
-        return (lost + large + wrong)[shapes].mean()
+        return (_felt(lost) + wrong)[shapes].mean()
+
+    def felt(self, calibration: Calibration, shapes: Tensor | None = None) -> float:
+        """Time lost by its choices alone, on all ``shapes`` if None, by their weights; large losses counted more."""
+        weight = self.weight if shapes is None else self.weight * shapes
+        return float((_felt(-torch.log(self.selected(calibration))) * weight).sum() / weight.sum())
 
     def _estimates(self, constants: Any) -> Tensor:
         total: Tensor = parts(self.x, constants, _maximum)["total"]
@@ -184,6 +197,10 @@ class Data:
 
 def _maximum(one: Tensor, other: Tensor | float) -> Tensor:
     return torch.maximum(one, torch.as_tensor(other, dtype=one.dtype))
+
+
+def _felt(lost: Tensor) -> Tensor:
+    return lost + LARGE_WEIGHT * torch.clamp(lost - LARGE, min=0)
 
 
 def _size(error: Tensor) -> Tensor:
@@ -230,3 +247,23 @@ def _fit(data: Data, start: Calibration, shapes: Tensor | None) -> Calibration:
         data.loss(SimpleNamespace(**constants()), softness, shapes, torch.cat([none, hidden])).backward()
         adam.step()
     return Calibration(**{name: float(f"{float(value.detach()):.5g}") for name, value in constants().items()})
+
+
+def climb(data: Data, start: Calibration, shapes: Tensor | None = None, tries: int = TRIES) -> Calibration:
+    """``start``, changed by chance wherever its choices on ``shapes`` of ``data`` then lose no more; the same each time.
+
+    For few tokens: cross-validated on 238 rows of an H200, climbs from known constants chose at 0.952 of the best, ``fit``
+    at 0.946. On 668 rows of more tokens they gained nothing."""
+    chance = random.Random(0)
+    least = data.felt(start, shapes)
+    for index in range(tries):
+        width = 0.05 + 0.6 * (1 - index / tries)
+        changed = {}
+        for name in chance.sample(list(BOUNDS), chance.choice((1, 1, 2, 3))):
+            low, high = BOUNDS[name]
+            value = getattr(start, name) * math.exp(chance.gauss(0, width))
+            changed[name] = float(f"{min(high, max(low, value)):.5g}")
+        other = replace(start, **changed)
+        if (lost := data.felt(other, shapes)) <= least:
+            start, least = other, lost
+    return start

@@ -33,7 +33,7 @@ class Calibration:
     narrow_store: float
     """Stores of rows of 64 / n columns take n to the power of this as long."""
     epilogue_hidden: float
-    """Part of it that a second CTA on the SM hides."""
+    """Part of it that the work on the next tile hides."""
     direct_elements_per_us: float
     """The same, element by element."""
     transposed_elements_per_us: float
@@ -64,8 +64,6 @@ class Calibration:
     """Promotion of one column of an m64 slice."""
     token_cycles: float
     """Reading and multiplying one token's scale."""
-    choice_cycles: float
-    """Choosing between two of B's scales for a group of columns."""
     exposed: float
     """Part of promotion during which the tensor cores idle, however it is scheduled."""
     in_step: float
@@ -95,6 +93,10 @@ class Calibration:
     """Bytes that n tiles ask for count n to the power of minus this each."""
     unaligned: float
     """What a row of 128 bytes costs that begins inside a line, in lines: it takes two, and fits say more."""
+    torn: float
+    """What it costs in addition, in lines, if it begins inside a sector of 32 bytes: it takes five of them then."""
+    hanging_cycles: float
+    """What a row of 128 bytes costs in addition that ends past K, for one SM: TMA fills it up with zeros."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Calibration:

@@ -41,8 +41,6 @@ class Features(NamedTuple):
     """Rows of 128 bytes that a CTA asks the L2 for: of what a cluster shares, its part."""
     columns: float
     """Columns of m64 accumulators that a consumer promotes for a block."""
-    choices: float
-    """Groups of columns for which it chooses between two of B's scales, in tiles that can touch two."""
     in_step: float
     """1 where several consumers promote without order, else 0."""
     token_scales: float
@@ -93,6 +91,10 @@ class Features(NamedTuple):
     """1 where an m64 slice is multiplied in two parts, else 0."""
     unaligned: float
     """Of the rows of 128 bytes of a block, the part that begins inside a line of 128 bytes."""
+    torn: float
+    """The part that begins inside a sector of 32 bytes."""
+    hanging: float
+    """Of the blocks of K that a CTA has of a tile, the part that ends past K, where it has the last."""
 
 
 class _Fixed(NamedTuple):
@@ -104,7 +106,6 @@ class _Fixed(NamedTuple):
     slices: int
     width: int
     mma_n: int
-    groups_of_columns: int
     in_step: bool
     direct: bool
     store_columns: int
@@ -117,12 +118,11 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
-        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, 0, in_step, direct, 64)
+        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, in_step, direct, 64)
     width = config.block_n
-    choices = 0
     mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
     columns = store_box(config)[0]
-    return _Fixed(False, 1, groups, slices, width, mma_n, choices, in_step, not d_tma, columns)
+    return _Fixed(False, 1, groups, slices, width, mma_n, in_step, not d_tma, columns)
 
 
 def _slots(config: FP8Config, num_sms: int) -> int:
@@ -135,7 +135,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     """The numbers of one pair."""
     m, n, k = problem.m, problem.n, problem.k
     fixed = _fixed(config, problem.d_tma)
-    swapped, stage_blocks, groups, slices, width, mma_n, choices, in_step, direct, _ = fixed
+    swapped, stage_blocks, groups, slices, width, mma_n, in_step, direct, _ = fixed
     block_m, block_n, size, resident = config.block_m, config.block_n, config.cluster_size, config.ctas_per_sm
     rows, columns = ceil_div(m, block_m * config.cluster_m), ceil_div(n, block_n * config.cluster_n)
     tiles = rows * columns * size
@@ -178,7 +178,6 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         filled=(tokens + block_n) * SCALE_BLOCK,
         asked=tokens / config.cluster_n + block_n / config.cluster_m,
         columns=slices * width,
-        choices=slices * choices,
         in_step=1.0 if in_step else 0.0,
         token_scales=width if swapped else 0,
         ahead=1.0 if config.num_partials > 1 else 0.0,
@@ -207,4 +206,6 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         weights_sharers=min(32, rows),
         in_parts=1.0 if mma_n < width else 0.0,
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
+        torn=0.5 if k % 32 else 0.0,  # rows are multiples of 16 bytes
+        hanging=1 / blocks if k % SCALE_BLOCK else 0.0,
     )

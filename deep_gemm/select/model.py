@@ -41,9 +41,10 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     tensor = x.groups * x.products * instruction * (c.clock_ghz / c.tensor_ghz)
     shared = (x.read + x.filled) / c.shared_bytes_per_cycle
     # A row of a block that begins inside a line of 128 bytes takes two.
-    lines = 1 + (c.unaligned - 1) * x.unaligned
-    fill = maximum(x.filled / c.fill_bytes_per_cycle, x.asked * lines * c.line_cycles)
-    scale = x.columns * c.promote_cycles + x.choices * c.choice_cycles
+    lines = 1 + (c.unaligned - 1) * x.unaligned + c.torn * x.torn
+    asked = x.asked * (lines * c.line_cycles + x.hanging * c.hanging_cycles)
+    fill = maximum(x.filled / c.fill_bytes_per_cycle, asked)
+    scale = x.columns * c.promote_cycles
     promote = scale + x.token_scales * c.token_cycles
     own = x.products * instruction
     chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + c.chain_cycles)
@@ -61,9 +62,9 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     per_element = per_element + x.transposed / c.transposed_elements_per_us
     handed = (1 - x.cluster_shares) / c.handed_per_us + x.cluster_shares / c.exchanged_per_us
     handing = x.local_shares * c.local_us + x.cluster_shares * c.exchange_us + x.handed * handed
-    # A CTA that shares its SM works while the other stores, but for the last tile.
-    seen = x.waves - (x.resident - 1) * (x.waves - 1) * c.epilogue_hidden
-    epilogue = seen * (c.epilogue_us + x.elements * per_element + handing)
+    # The next tile is multiplied while one is stored, but for the last; CTAs that share an SM share its way out.
+    seen = x.waves - (x.waves - 1) * c.epilogue_hidden
+    epilogue = seen * (c.epilogue_us + x.resident * x.elements * per_element + handing)
     streaming = x.streams * c.stream_us + x.given / c.given_per_us + x.gathered / c.gathered_per_us
     hbm = (x.traffic + x.weights_again * c.again) / (c.hbm_gb_per_s * 1e3)
     # SMs that ask for the same line at a time share an answer.

@@ -355,7 +355,7 @@ struct Fp8Gemm {
           named_barrier_arrive(area_full(consumer, 0), kMeeting);
         }
       } else {
-        if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread);
+        if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread, tile.valid());
         store(sum, row, columns_of(now), consumer, share, thread);
       }
     }
@@ -363,7 +363,6 @@ struct Fp8Gemm {
     // serialises them all.
     named_barrier_sync(1 + consumer, 128);
     mainloop.turns.end();
-    if constexpr (kClusterK > 1) exchange.finish(consumer, share);
   }
 
   // What a consumer finishes of a tile on its way out: all of it at once, or, without shares of K, a unit after the other.

@@ -220,7 +220,7 @@ struct Fp8Swapped {
       tile.advance();
       if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
       const u32 active = ceil_div(min_of(kBlockM, m() - row), 8);
-      if constexpr (kShares > 1) exchange.exchange(sum, group, consumer, share, thread);
+      if constexpr (kShares > 1) exchange.exchange(sum, group, consumer, share, thread, tile.valid());
       const auto wanted = [&](u32 chunk) {
         return (kShares == 1 || chunk / Exchange::kOwned == share) && chunk < active;
       };
@@ -241,7 +241,6 @@ struct Fp8Swapped {
       }
     }
     mainloop.turns.end();
-    if constexpr (kClusterK > 1) exchange.finish(consumer, share);
     if constexpr (kTmaStore) {
       if (thread == 0) tma_store_wait_read();
     }

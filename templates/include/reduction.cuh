@@ -38,8 +38,10 @@ struct ShareExchange {
 
   // Sends what other shares own, and adds what they have of this one's chunks, in their order. `group` is the consumer
   // group that multiplies the same rows, `consumer` this one's place in its CTA. Whole tiles are exchanged, past the
-  // tensor's end too: an owner lets go of a sender's slot only after it was filled, so that no arrival is a round early.
-  DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 share, u32 thread) {
+  // tensor's end too: an owner lets go of a sender's slot only after it was filled, so that no arrival is a round early. It
+  // does not if no tile comes after this one (`more`, the same for all): nobody may wait for it any more, then, or leave before
+  // it comes, and between CTAs it takes a membar.gpu.
+  DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 share, u32 thread, bool more) {
     const u32 first = share * kOwned, owned = share < kOwners ? min_of(kOwned, kChunks - first) : 0;
     if (!kLocal && thread == 0 && owned > 0)
       barrier_arrive_expect(full(consumer), (kShares - 1) * owned * kSlices * kPieceBytes);
@@ -79,23 +81,19 @@ struct ShareExchange {
           }
         }
       }
-      named_barrier_sync(1 + consumer, 128);
-      if (thread < kShares && thread != share) {
-        const u32 sender = empty(group * kConsumersK + thread % kConsumersK);
-        if constexpr (kLocal) {
-          barrier_arrive(sender);
-        } else {
-          barrier_arrive_release(remote_address(sender, thread / kConsumersK));
+      if (more) {
+        named_barrier_sync(1 + consumer, 128);
+        if (thread < kShares && thread != share) {
+          const u32 sender = empty(group * kConsumersK + thread % kConsumersK);
+          if constexpr (kLocal) {
+            barrier_arrive(sender);
+          } else {
+            barrier_arrive_release(remote_address(sender, thread / kConsumersK));
+          }
         }
       }
     }
     parity ^= 1;
-  }
-
-  // Waits, behind the last tile, until the owners have let go of what this share sent: no CTA may leave while others of its
-  // cluster still have to arrive at its barriers.
-  DG_DEVICE void finish(u32 consumer, u32 share) const {
-    if (!kLocal && receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);
   }
 
  private:

@@ -81,6 +81,8 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(
     assert ("UTMALDG.3D" in built.sass) == (isinstance(config, SwappedConfig) and config.stage_blocks > 1)
     # Operands are multicast in clusters along m or n, and only there.
     assert ("UTMALDG.2D.MULTICAST" in built.sass) == (config.cluster_m * config.cluster_n > 1)
+    # A fence for a whole GPU takes hundreds of cycles. CTAs that hand over sums have one, and none has any to meet.
+    assert len(re.findall(r"MEMBAR\.\S*GPU", built.sass)) <= int(config.cluster_k > 1 or config.stream_k)
     assert ("USETMAXREG" in built.sass) == (int(fields["consumer_registers"]) > 0)
     threads = int(fields["num_threads"]) * int(fields["min_ctas"])
     assert built.binary.resources.registers * threads <= 65536

@@ -142,17 +142,65 @@ def test_wide_tiles_wait_longer_for_their_first_stage() -> None:
 
 def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clusters() -> None:
     # Where lines cost so much that nothing else of the way from L2 matters.
-    dear = replace(MANY, line_cycles=1e6)
-    whole, inside = (survey.problem(GemmShape(4096, 4096, k, "test"), 132) for k in (512, 400))  # four blocks each
+    dear = replace(MANY, line_cycles=1e6, hanging_cycles=2e6)
+    whole = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
     alone = {(c.block_m, c.block_n): c for c in candidates(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
-    for config in candidates(whole, arch.SM90):
-        once, twice = (estimate(asked, config, dear).shared_us for asked in (whole, inside))
-        # Rows of 400 bytes: seven of eight begin at another multiple of 16.
-        assert math.isclose(twice / once, 1 + (MANY.unaligned - 1) * 7 / 8, rel_tol=1e-6), config
+    # Four blocks each, of which the last ends past K. Rows of 400 bytes: seven of eight begin at another multiple of 16 than
+    # lines, and four of them inside a sector.
+    for k, inside, torn in ((448, 1 / 2, 0), (480, 3 / 4, 0), (400, 7 / 8, 1 / 2)):
+        other = survey.problem(GemmShape(4096, 4096, k, "test"), 132)
+        lines = 1 + (MANY.unaligned - 1) * inside + MANY.torn * torn
+        for config in candidates(whole, arch.SM90):
+            if config in candidates(other, arch.SM90):
+                once, more = (estimate(asked, config, dear).shared_us for asked in (whole, other))
+                assert math.isclose(more / once, lines + 2 * config.cluster_k / 4, rel_tol=1e-5), config
     pair = next(c for c in candidates(whole, arch.SM90) if c.cluster_m == 2)
     single = alone[pair.block_m, pair.block_n]
     asked = (features(whole, c).asked for c in (pair, single))
     assert tuple(asked) == (pair.block_m + pair.block_n / 2, pair.block_m + pair.block_n)
+
+
+def test_tiles_are_stored_while_the_next_are_multiplied() -> None:
+    asked = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
+    slow = replace(MANY, epilogue_us=100.0)
+    waves = set()
+    for config in candidates(asked, arch.SM90):
+        if config.stream_k:
+            continue
+        more, less = (estimate(asked, config, c) for c in (slow, MANY))
+        seen = (more.epilogue_us - less.epilogue_us) / (100 - MANY.epilogue_us)
+        assert math.isclose(seen, 1 + (less.waves - 1) * (1 - MANY.epilogue_hidden), rel_tol=1e-6), config
+        waves.add(less.waves)
+    assert {1, 2} < waves or len(waves) > 4
+
+
+def test_ctas_that_share_an_sm_share_its_way_out() -> None:
+    asked = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
+    slow = replace(MANY, epilogue_elements_per_us=MANY.epilogue_elements_per_us / 10)
+    found = {}
+    for c in candidates(asked, arch.SM90):
+        if (c.block_m, c.block_n, c.cluster_size, c.consumers_k) == (64, 64, 1, 1) and not c.stream_k:
+            x = features(asked, c)
+            stored = parts(x, slow)["epilogue"] - parts(x, MANY)["epilogue"]
+            found[c.ctas_per_sm] = stored / (1 + (x.waves - 1) * (1 - MANY.epilogue_hidden))
+    assert math.isclose(found[2], 2 * found[1], rel_tol=1e-6)
+
+
+def test_a_climb_loses_less_and_sees_only_its_shapes_and_their_weights() -> None:
+    all_rows = rows(default(), "many_tokens")
+    data = fit.Data.of(all_rows, arch.SM90)
+    start = replace(MANY, promote_cycles=MANY.promote_cycles * 2, line_cycles=MANY.line_cycles * 3, epilogue_us=0.05)
+    found = fit.climb(data, start, tries=60)
+    assert data.felt(found) < data.felt(start)
+    assert found == fit.climb(data, start, tries=60)
+    for name, (low, high) in fit.BOUNDS.items():
+        assert low <= getattr(found, name) <= high or getattr(found, name) == getattr(start, name), name
+    kept = torch.arange(len(data.held_out)) % 3 > 0
+    other = replace(data, log_lost=data.log_lost + torch.where(kept[data.shape], 0.0, 1.0))
+    assert fit.climb(data, start, kept, tries=60) == fit.climb(other, start, kept, tries=60)
+    weighted = fit.Data.of([row | {"weight": 3.0 * (index == 0)} for index, row in enumerate(all_rows)], arch.SM90)
+    first = torch.arange(len(data.held_out)) == 0
+    assert weighted.felt(start) == pytest.approx(data.felt(start, first))
 
 
 def test_a_gpu_that_does_as_the_model_says_is_selected_for_perfectly() -> None:
@@ -195,10 +243,13 @@ def test_a_fit_does_not_see_what_is_held_out() -> None:
     assert fit.fit(other, fit.middle()) != blind
 
 
-@pytest.mark.parametrize("kind", ["some_tokens", "many_tokens"])
-def test_the_h200s_constants_select_as_its_file_says(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [("few_tokens", "survey-few.jsonl"), ("some_tokens", "survey.jsonl"), ("many_tokens", "survey.jsonl")],
+)
+def test_the_h200s_constants_select_as_its_file_says(kind: str, file: str) -> None:
     """On the survey that they were fitted to: a change of the model, or of what is legal, needs another fit."""
-    found = survey.load([Path(__file__).parents[2] / "benchmarks" / "results" / "survey.jsonl"])
+    found = survey.load([Path(__file__).parents[2] / "benchmarks" / "results" / file])
     data = fit.Data.of([row for row in found if kind_of(row["m"]) == kind], arch.SM90)
     selected = data.selected(getattr(default(), kind)).tolist()
     written = json.loads(file_of("NVIDIA H200").read_text())["fit"][kind]
