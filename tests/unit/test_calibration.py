@@ -145,8 +145,8 @@ def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clus
     dear = replace(MANY, line_cycles=1e6, hanging_cycles=2e6)
     whole = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
     alone = {(c.block_m, c.block_n): c for c in candidates(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
-    # Four blocks each, of which the last ends past K. Rows of 400 bytes: seven of eight begin at another multiple of 16 than
-    # lines, and four of them inside a sector.
+    # Four blocks each, of which the last ends past K. Rows of 400 bytes: seven of eight begin at another multiple of 16
+    # than lines, and four of them inside a sector.
     for k, inside, torn in ((448, 1 / 2, 0), (480, 3 / 4, 0), (400, 7 / 8, 1 / 2)):
         other = survey.problem(GemmShape(4096, 4096, k, "test"), 132)
         lines = 1 + (MANY.unaligned - 1) * inside + MANY.torn * torn
