@@ -52,7 +52,7 @@ sanitize: $(STAMP)
 
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
 bench: $(STAMP)
-	rm -f benchmarks/results/*.jsonl
+	rm -f benchmarks/results/reference.jsonl benchmarks/results/random.jsonl benchmarks/results/costs.jsonl
 	$(RUN) -m deep_gemm bench --mode flush --mode graph --set public --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
 	$(RUN) -m deep_gemm bench --mode steady --set steady --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
 	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --seconds $(BUDGET) --output benchmarks/results/random.jsonl
