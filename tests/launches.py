@@ -17,7 +17,7 @@ from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.columns import segments
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, align, ceil_div
+from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
 
 UNSWAPPED: list[FP8Config] = list(PLAIN.configs(arch.SM90))
 CONFIGS: list[FP8Config] = [*UNSWAPPED, *SWAPPED.configs(arch.SM90)]
@@ -99,7 +99,7 @@ def parameters(params: KernelParams) -> list[tuple[str, str]]:
 
 def parameter_names(params: KernelParams) -> list[str]:
     config = params.config
-    parts = len(segments_of(config)) if isinstance(config, FP8Config) else 1
+    parts = len(segments(config.block_n)) if isinstance(config, FP8Config) else 1
     key = params.kernel, getattr(config, "stream_k", False), parts
     names = NAMES.get(key)
     if names is None:
@@ -108,11 +108,6 @@ def parameter_names(params: KernelParams) -> list[str]:
 
 
 NAMES: dict[tuple[str, bool, int], list[str]] = {}
-
-
-def segments_of(config: FP8Config) -> tuple[int, ...]:
-    """Widths of the parts that the columns of a tile come in: one where weights are not on the columns."""
-    return (config.block_n,) if isinstance(config, SwappedConfig) else segments(config.block_n)
 
 
 def map_places(params: KernelParams) -> dict[str, int]:

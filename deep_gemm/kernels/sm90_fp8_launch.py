@@ -84,10 +84,10 @@ def _weights_maps(
 ) -> tuple[list[bytes], bytes, int]:
     """The maps of B: for each segment of a tile's columns, and for the one box that ends at the edge, with its rows, or
     ``block_n`` if no box is cut."""
-    widths = (config.block_n,) if isinstance(config, SwappedConfig) else segments(config.block_n)
+    widths = segments(config.block_n)
     tiles = align(ceil_div(n, config.block_n), config.cluster_n)
     boxes = [width // config.cluster_m for width in widths]
-    begins = [first_column(config.block_n, segment, 0, tiles) if segment else 0 for segment in range(len(widths))]
+    begins = [first_column(config.block_n, segment, 0, tiles) for segment in range(len(widths))]
     edge = max(segment for segment, begin in enumerate(begins) if begin < n)
     left = boxes[edge] if config.stage_blocks > 1 else _left(n - begins[edge], boxes[edge])
     ending = spec(left).encode(address)

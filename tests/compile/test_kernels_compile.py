@@ -219,7 +219,7 @@ def test_weights_come_nearer_before_the_wait(builds: dict[KernelParams, Future[B
 def boxes_of_weights(config: FP8Config) -> tuple[int, int]:
     """Loads of B's boxes in the code for a block of K: of a tile that is whole, and of one at the edge, where all its
     boxes are looked at if there are several."""
-    boxes = 1 if isinstance(config, SwappedConfig) else len(segments(config.block_n))
+    boxes = len(segments(config.block_n))
     return boxes, boxes if boxes == 1 else 2 * boxes
 
 

@@ -7,10 +7,10 @@ import math
 from golden_renders import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import CONFIGS, PARAMS, fp8, geometries, map_places, parameter_names, record, segments_of, suited
+from launches import CONFIGS, PARAMS, fp8, geometries, map_places, parameter_names, record, suited
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
-from deep_gemm.kernels.columns import first_column
+from deep_gemm.kernels.columns import first_column, segments
 from deep_gemm.kernels.sm90_fp8_launch import Geometry
 from deep_gemm.params import KernelParams, SwappedConfig, align, ceil_div
 
@@ -52,8 +52,8 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     assert sum(size for _, size in boxes) == tokens >= min(c.block_m, max(0, g.m - row))
     checked = [(row, g.m, boxes)]
     weights = 0
-    for segment, width in enumerate(segments_of(c)):
-        first = index * width if segment == 0 else first_column(c.block_n, segment, index, tiles)
+    for segment, width in enumerate(segments(c.block_n)):
+        first = first_column(c.block_n, segment, index, tiles)
         whole = maps[f"map_b_{segment}" if segment else "map_b"]
         if isinstance(c, SwappedConfig):
             existing = rows_loaded(first, g.n, width, int(numbers["last_columns"]))

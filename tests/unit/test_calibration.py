@@ -171,7 +171,7 @@ def test_tiles_are_stored_while_the_next_are_multiplied() -> None:
         seen = (more.epilogue_us - less.epilogue_us) / (100 - MANY.epilogue_us)
         assert math.isclose(seen, 1 + (less.waves - 1) * (1 - MANY.epilogue_hidden), rel_tol=1e-6), config
         waves.add(less.waves)
-    assert {1, 2} < waves or len(waves) > 4
+    assert len(waves) > 4
 
 
 def test_ctas_that_share_an_sm_share_its_way_out() -> None:

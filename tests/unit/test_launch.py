@@ -21,7 +21,6 @@ from launches import (
     parameter_names,
     parameters,
     record,
-    segments_of,
     suited,
 )
 from rasters import located
@@ -30,6 +29,7 @@ from deep_gemm import arch, kernels
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import Arg
 from deep_gemm.kernels import transpose_scales
+from deep_gemm.kernels.columns import segments
 from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.sm90_fp8_launch import Geometry, launch
 from deep_gemm.kernels.stream_k import Stream, stream
@@ -44,7 +44,7 @@ def test_tensor_maps_are_within_the_limits_of_the_hardware(params: KernelParams,
     g = suited(g, fp8(params))
     maps = record(params, g).maps
     places = map_places(params)
-    assert len(places) == 7 + len(segments_of(fp8(params))) - 1
+    assert len(places) == 7 + len(segments(fp8(params).block_n)) - 1
     assert sorted(maps) == sorted(places[name] for name in places if name != "map_d" or params.store == "tma")
     for spec, address in maps.values():
         size = ELEMENT_BYTES[spec.dtype]
