@@ -31,6 +31,9 @@ _SPLITS = (
 )
 """How a tile's work is shared: CTAs of a cluster along m, n and k, and consumers of a CTA along k."""
 
+_FEW_STAGES = 8
+"""With more, one or two besides, which CTAs of a single tile have room for, are not worth a kernel."""
+
 _REGISTER_SPLITS = {1: ((40, 208), (40, 248)), 2: ((40, 232), (24, 240)), 3: ((32, 160),)}
 """Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
 taken, since producers with 24 spill easily, and a consumer with 248 has the SM for itself. A lone consumer with half of
@@ -73,11 +76,16 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
                 stream_k=stream_k,
             )
             config = self._deepest(_with_partials(config), arch)
-            if self.illegal(config, arch) is None:
-                yield config
+            if self.illegal(config, arch) is not None:
+                continue
+            yield config
+            once = self._deepest(replace(config, persistent=False), arch)
+            deeper = config.num_stages <= _FEW_STAGES and once.num_stages > config.num_stages
+            if deeper and self.illegal(once, arch) is None:
+                yield once
 
     def _deepest(self, config: FP8Config, arch: ArchSpec) -> FP8Config:
-        """``config`` with as many stages as fit into shared memory beside the TMA-store staging area."""
+        """``config`` with as many stages as fit into shared memory beside the staging area that it has for D."""
         budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
         stages = (budget - staging_bytes(config) - reduction_bytes(config)) // (stage_bytes(config) + BARRIER_BYTES)
         stages = max(0, min(MAX_STAGES, stages)) // config.consumers_k * config.consumers_k
@@ -114,6 +122,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"instructions of {mma_n} columns do not end on a multiple of 16, and tiles are staged in such steps"
         if not _fits(c, mma_n):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
+        if not c.persistent and (c.stream_k or c.k_shares > 1):
+            return "CTAs that share a tile's K are persistent"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
             return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
         if c.num_stages < 3 and c.cluster_k > 1:
@@ -131,6 +141,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         return {
             **fp8.fields(params, c, instruction_shape(c)[1], register_split(c)),
             "stream_k": c.stream_k,
+            "persistent": c.persistent,
             "name": self.entry(params),
             "min_ctas": 2 if register_split(c) == _REGISTER_SPLITS[1][0] else 1,
             "cluster_m": c.cluster_m,
@@ -155,6 +166,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             parts.append(f"r{c.ctas_per_sm}")
         if c.stream_k:
             parts.append("stream")
+        if not c.persistent:
+            parts.append("once")
         parts.append(params.store)
         parts += [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
         return "_".join(parts)
@@ -248,7 +261,9 @@ def stage_bytes(config: FP8Config) -> int:
 
 
 def staging_bytes(config: FP8Config) -> int:
-    """What a CTA finishes of the tile, in bf16, on its way out."""
+    """What a CTA finishes of the tile, in bf16, on its way out; of its only tile that waits in stages."""
+    if not config.persistent:
+        return 0
     return config.block_m * config.block_n * 2 // config.cluster_k
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
 from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from ..kernels.sm90_fp8_launch import num_ctas
 from ..kernels.sm90_fp8_swapped import TOKENS
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
@@ -137,6 +138,8 @@ def _worthwhile(config: FP8Config, problem: GemmProblem) -> bool:
     if config.stream_k:
         dealt = stream(config, m, problem.n, problem.k, problem.num_sms)
         return m > 64 and config.block_m <= 2 * m and 0 < dealt.donors <= _MAX_DONORS
+    if not config.persistent and num_ctas(config, m, problem.n, problem.num_sms) > problem.num_sms * config.ctas_per_sm:
+        return False
     if not isinstance(config, SwappedConfig):
         return config.block_m <= max(64, 2 * m)  # else half of the tile is padding, and there is one of half its height
     # Few tokens have a tile that just holds them. More are cut up, into tiles that leave little over.

@@ -1,7 +1,7 @@
 // D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors: 1 x 128 for A, 128 x 128 for B.
-// Warp-specialised and persistent: a producer warpgroup fills a ring of stages by TMA; each consumer warpgroup multiplies
-// its own rows of the tile, promotes, and stores through its own staging area while the producers already load the next
-// tile.
+// Warp-specialised: a producer warpgroup fills a ring of stages by TMA; each consumer warpgroup multiplies its own rows of
+// the tile, promotes, and stores through its own staging area. Persistent, so that the producers already load the next tile
+// meanwhile; or with one tile for a CTA, whose staging areas are then stages that have nothing left to hold.
 //
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
@@ -53,9 +53,13 @@ struct Fp8Gemm {
   enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
   // Whether units of a tile are put away one by one, each while a product runs.
   enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
+  // If not, grids have a CTA for each tile. The loops over tiles stay: without them ptxas makes wide tiles spill.
+  enum : bool { kPersistent = Tile::kPersistent };
+  static_assert(kPersistent || (!kStreams && kShares == 1));
   using Whole = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
   using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, Workspace::kSteps>, Whole>::Type;
-  using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
+  enum : bool { kFewRegisters = Tile::kProducerRegisters > 0 && Tile::kProducerRegisters < 32 };
+  using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN, kFewRegisters>;
   using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, kConsumersK, kConsumers>;
   using Cursor = ProducerCursor;
   struct Shape {
@@ -69,7 +73,7 @@ struct Fp8Gemm {
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
   // Fetching ahead makes the main loop longer, which the largest tiles feel.
-  using Weights = BlockScales<Columns::kScales, Order, kBlockM * kBlockN < 256 * 128>;
+  using Weights = BlockScales<Columns::kScales, Order, kPersistent && kBlockM * kBlockN < 256 * 128>;
   using Scaling = RowTokens<Weights, Columns, kSlices, kBlockM * 4>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
@@ -79,7 +83,7 @@ struct Fp8Gemm {
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4 };
   enum : u32 { kOffsetB = kStages * kBytesA };
   enum : u32 { kOffsetStaging = kOffsetB + kStages * kBytesB };
-  enum : u32 { kOffsetScale = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
+  enum : u32 { kOffsetScale = kOffsetStaging + (kTmaStore && kPersistent ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale };
   enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
@@ -122,6 +126,7 @@ struct Fp8Gemm {
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(loaded_first(early));
       if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
       __syncwarp();
+      if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) free_areas();
     } else {
       if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
       meet<kClusterSize>();
@@ -253,11 +258,30 @@ struct Fp8Gemm {
         });
       });
     }
+    if constexpr (!kPersistent) barriers.fill(cursor, kStagesLent, [](u32, u32) {});
   }
 
-  // A consumer's staging area. It and the warp that stores meet when it is free, and when it is full: at named barriers,
-  // since ptxas does not follow products in flight past a loop that waits for an mbarrier.
-  DG_DEVICE u32 staging(u32 consumer) const { return shared + kOffsetStaging + consumer * Store::kBytes; }
+  // Staging areas that a stage has room for, in its part of A and in that of B, and stages that all consumers need.
+  enum : bool { kAreaB = kBytesB >= Store::kBytes };
+  enum : u32 { kAreas = kBytesA / Store::kBytes + kAreaB };
+  enum : u32 { kStagesLent = kPersistent ? 0 : ceil_div(kConsumers, kAreas) };
+  static_assert(kStagesLent <= kStages);  // else two consumers would have one area
+
+  // A consumer's staging area: of a lone tile, in one of the stages that would have been filled next. It and the warp that
+  // stores meet when it is free, and when it is full: at named barriers, since ptxas does not follow products in flight past
+  // a loop that waits for an mbarrier. That a stage is free is for a loader to say, which has waited for all its rounds.
+  DG_DEVICE u32 staging(u32 consumer, u32 next_stage) const {
+    if constexpr (kPersistent) {
+      return shared + kOffsetStaging + consumer * Store::kBytes;
+    } else {
+      const u32 stage = (next_stage + consumer / kAreas) % kStages, area = consumer % kAreas;
+      if (kAreaB && area + 1 == kAreas) return shared + kOffsetB + stage * kBytesB;
+      return shared + stage * kBytesA + area * Store::kBytes;
+    }
+  }
+  static DG_DEVICE void free_areas() {
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer) named_barrier_arrive(area_free(consumer), kMeeting);
+  }
   static DG_DEVICE u32 area_free(u32 consumer) { return 4 + consumer; }
   static DG_DEVICE u32 area_full(u32 consumer, u32 part) { return 8 + consumer * kStoreParts + part; }
   enum : u32 { kMeeting = 128 + 32 };  // threads
@@ -276,8 +300,7 @@ struct Fp8Gemm {
       if (kTmaStore || !owned) {
         if (kTmaStore && lane == 0) tma_store_wait_read<0>();  // of the tile before
         __syncwarp();
-        for (u32 consumer = 0; consumer < kConsumers; ++consumer)
-          named_barrier_arrive(area_free(consumer), kMeeting);
+        if constexpr (kPersistent) free_areas();
 #pragma unroll 1  // few registers
         for (u32 i = 0; i < kConsumers * kStoreParts; ++i) {
           const u32 consumer = i % kConsumers, part = i / kConsumers;
@@ -286,7 +309,7 @@ struct Fp8Gemm {
           named_barrier_sync(area_full(consumer, part), kMeeting);
           if (lane == 0 && owned) {
             fence_shared_to_tma();
-            Store::template store<kStoreParts>(arg.map_d, staging(consumer), row, column, columns_of(tile), m(), n(), part);
+            Store::template store<kStoreParts>(arg.map_d, staging(consumer, blocks() % kStages), row, column, columns_of(tile), m(), n(), part);
           }
           __syncwarp();
         }
@@ -331,7 +354,7 @@ struct Fp8Gemm {
       const u32 mine = uniform(order_of(now, turn).mine());
       tile.advance();  // while the tensor cores have something to do
       mainloop.scaling.weights.follow(part());
-      const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, consumer, thread); };
+      const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, consumer, thread, mainloop.at.stage); };
       if constexpr (kPutsEarly) {
         mainloop.resume(sum, mine, put);
       } else if constexpr (kStartsEarly) {
@@ -376,9 +399,9 @@ struct Fp8Gemm {
       for (u32 owner = 0; owner < kShares; ++owner) {
         if (owner == share) {
           const u32 first = owner * kColumns / 2;
-          Store::template stage<0, 0, kColumns>(staging(consumer), &sum[0][first], warp, lane);
+          Store::template stage<0, 0, kColumns>(staging(consumer, 0), &sum[0][first], warp, lane);
           if constexpr (kSlices > 1)
-            Store::template stage<1, 0, kColumns>(staging(consumer), &sum[kSlices - 1][first], warp, lane);
+            Store::template stage<1, 0, kColumns>(staging(consumer, 0), &sum[kSlices - 1][first], warp, lane);
           static_assert(kSlices <= 2);
         }
       }
@@ -387,10 +410,11 @@ struct Fp8Gemm {
   }
 
   template <u32 kUnit>
-  DG_DEVICE void stage(const Sums& sum, u32 consumer, u32 thread) const {
+  DG_DEVICE void stage(const Sums& sum, u32 consumer, u32 thread, u32 next_stage) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     if constexpr (kUnit == 0) named_barrier_sync(area_free(consumer), kMeeting);
-    Store::template stage<kSlice, kColumn, Mma::kN>(staging(consumer), &sum[kSlice][kColumn / 2], thread / 32, thread % 32);
+    Store::template stage<kSlice, kColumn, Mma::kN>(staging(consumer, next_stage), &sum[kSlice][kColumn / 2], thread / 32,
+                                                    thread % 32);
     if constexpr (kStoreParts > 1 || kUnit + 1 == Mainloop::kUnits) {
       named_barrier_arrive(area_full(consumer, kStoreParts > 1 ? kUnit : 0), kMeeting);
     }

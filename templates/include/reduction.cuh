@@ -107,14 +107,4 @@ struct ShareExchange {
           ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
     }
   }
-
-  static DG_DEVICE void add_shared(u32 address, float* v) {
-    float a, b, c, d;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(address) : "memory");
-    v[0] += a;
-    v[1] += b;
-    v[2] += c;
-    v[3] += d;
-  }
 };
