@@ -32,6 +32,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "epilogue_hidden": (0.01, 0.99),
     "direct_elements_per_us": (300, 3e4),
     "transposed_elements_per_us": (5e3, 1e6),
+    "upright_us": (0.001, 2.0),
     "cluster_2_us": (0.01, 3.0),
     "cluster_4_us": (0.01, 4.0),
     "cluster_8_us": (0.01, 4.0),

@@ -84,7 +84,7 @@ class FP8Config(GemmConfig):
     """A GEMM config with scale factors: A's are 1 x ``scale_k``, B's ``scale_n`` x ``scale_k``, float32, promoted
     into float32 accumulators once every ``scale_k`` of K, through ``num_partials`` sets of partial sums. In groups of
     ``consumers_k`` consumers share a tile's rows and take its blocks of K in turn. With ``stream_k`` the blocks of K of
-    tiles that do not make a whole wave are dealt out evenly over CTAs. If not ``persistent``, a CTA has one tile, and its
+    tiles that do not make a whole wave are dealt out evenly over CTAs. If not ``persistent``, a CTA has one tile, whose
     sums leave through stages of the ring rather than through memory of their own."""
 
     scale_n: int = SCALE_BLOCK

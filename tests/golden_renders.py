@@ -25,7 +25,8 @@ FAMILIES: tuple[Kernel[Any], ...] = (PLAIN, SWAPPED)
 def find_config(kernel: Kernel[Any] | None = None, **fields: int) -> FP8Config:
     """The first legal config with these fields, of ``kernel`` or of the first family that has one; fields that are not
     named are as in a plain one, alone on its SM."""
-    wanted = {"cluster_m": 1, "cluster_n": 1, "cluster_k": 1, "consumers_k": 1, "ctas_per_sm": 1, **fields}
+    alone = {"cluster_m": 1, "cluster_n": 1, "cluster_k": 1, "consumers_k": 1, "ctas_per_sm": 1}
+    wanted = {**alone, "persistent": True, **fields}
     for family in FAMILIES if kernel is None else (kernel,):
         for config in family.configs(arch.SM90):
             if all(getattr(config, name, None) == value for name, value in wanted.items()):
@@ -49,6 +50,7 @@ def golden_params() -> list[KernelParams]:
         make_params(find_config(block_m=128, block_n=64, cluster_m=2), shape=(0, 2112, 7168)),
         make_params(find_config(block_m=128, block_n=192), store="direct"),
         make_params(find_config(block_m=128, block_n=112)),
+        make_params(find_config(block_m=256, block_n=128, persistent=False)),
         make_params(find_config(SWAPPED, block_m=16, block_n=64)),
         make_params(find_config(SWAPPED, block_m=24, block_n=128, cluster_k=2)),
         make_params(find_config(SWAPPED, block_m=16, block_n=64, cluster_k=2, consumers_k=2), shape=(0, 2112, 7168)),

@@ -280,6 +280,13 @@ MUTATIONS = [
         ("swapped",),
     ),
     Mutation(
+        "store a lone tile from the stages after those it lies in",
+        "fp8_gemm.cuh",
+        "Areas::offset(consumer, blocks() % kStages);",
+        "Areas::offset(consumer, blocks() % kStages + 1);",
+        ("once",),
+    ),
+    Mutation(
         "leave out a share in the exchange",
         "reduction.cuh",
         "for (u32 other = 0; other < kShares - 1; ++other)",
@@ -325,11 +332,12 @@ MUTATIONS = [
 
 
 def mutated_kernels() -> dict[str, KernelParams]:
-    """The kernels that are broken, of both families: every schedule of products and promotion, both ways out, split K,
+    """The kernels that are broken, of both families: every schedule of products and promotion, all ways out, split K,
     and stages of several blocks (narrow: K must be whole blocks)."""
     return {
         "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
         "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
+        "once": make_params(find_config(block_m=256, block_n=128, persistent=False)),
         "segments": make_params(find_config(block_m=64, block_n=112)),
         "split": make_params(find_config(block_m=64, block_n=64, cluster_k=2, consumers_k=2)),
         "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),

@@ -83,6 +83,8 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         if (c.block_n, c.num_consumers / c.consumers_k, c.stage_blocks) not in _ROWS:
             given = f"block_n {c.block_n} with {c.num_consumers} consumer warpgroups, {c.consumers_k} along K,"
             return f"{given} and {c.stage_blocks} blocks a stage is not one of {_ROWS}"
+        if not c.persistent:
+            return "CTAs are persistent here: tiles are small beside the ring, and would gain no stage worth having"
         if c.stream_k:
             return "blocks of K are not dealt out over CTAs here: tiles are small, and clusters share their K"
         if c.num_consumers > 4:

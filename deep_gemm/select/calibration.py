@@ -38,6 +38,8 @@ class Calibration:
     """The same, element by element."""
     transposed_elements_per_us: float
     """The same by TMA where operands are swapped, in addition: they are turned on the way."""
+    upright_us: float
+    """What a launch takes more where tokens are rows: a tile of few has rows without any."""
     cluster_2_us: float
     cluster_4_us: float
     cluster_8_us: float

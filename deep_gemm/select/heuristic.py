@@ -122,10 +122,16 @@ def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
         and config.cluster_size <= problem.num_sms
         # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
         and (problem.whole_gpu or config.ctas_per_sm == 1)
+        # CTAs of one tile take turns where there are more than can run: then persistent ones are meant.
+        and (config.persistent or _in_one_wave(config, problem))
         # Blocks of K that follow each other in a stage are a dimension of their own, which only whole ones make.
         and (whole or config.stage_blocks == 1)
     ]
     return [config for config in found if _worthwhile(config, problem)] or found
+
+
+def _in_one_wave(config: FP8Config, problem: GemmProblem) -> bool:
+    return num_ctas(config, problem.m, problem.n, problem.num_sms) <= problem.num_sms * config.ctas_per_sm
 
 
 _LITTLE_PADDING = 1.15
@@ -138,8 +144,6 @@ def _worthwhile(config: FP8Config, problem: GemmProblem) -> bool:
     if config.stream_k:
         dealt = stream(config, m, problem.n, problem.k, problem.num_sms)
         return m > 64 and config.block_m <= 2 * m and 0 < dealt.donors <= _MAX_DONORS
-    if not config.persistent and num_ctas(config, m, problem.n, problem.num_sms) > problem.num_sms * config.ctas_per_sm:
-        return False
     if not isinstance(config, SwappedConfig):
         return config.block_m <= max(64, 2 * m)  # else half of the tile is padding, and there is one of half its height
     # Few tokens have a tile that just holds them. More are cut up, into tiles that leave little over.

@@ -73,7 +73,8 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     # Loads and work on chip overlap, but not perfectly, and not before there is something to work on.
     first = x.first / (c.start_gb_per_s * 1e3)
     body = first + ((cycles * steps) ** 4 + hbm**4 + l2**4) ** 0.25
-    launch = c.launch_us + x.cluster_2 * c.cluster_2_us + x.cluster_4 * c.cluster_4_us + x.cluster_8 * c.cluster_8_us
+    launch = c.launch_us + (1 - x.transposed) * c.upright_us
+    launch = launch + x.cluster_2 * c.cluster_2_us + x.cluster_4 * c.cluster_4_us + x.cluster_8 * c.cluster_8_us
     return {
         "launch": launch,
         "tensor": busy * steps,

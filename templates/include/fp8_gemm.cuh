@@ -1,7 +1,6 @@
 // D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors: 1 x 128 for A, 128 x 128 for B.
 // Warp-specialised: a producer warpgroup fills a ring of stages by TMA; each consumer warpgroup multiplies its own rows of
-// the tile, promotes, and stores through its own staging area. Persistent, so that the producers already load the next tile
-// meanwhile; or with one tile for a CTA, whose staging areas are then stages that have nothing left to hold.
+// the tile, promotes, and stores through its own staging area, while the producers, if persistent, load the next tile.
 //
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
@@ -15,6 +14,7 @@
 #include "reduction.cuh"
 #include "scheduler.cuh"
 #include "setup.cuh"
+#include "staging.cuh"
 #include "stream.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
@@ -82,8 +82,8 @@ struct Fp8Gemm {
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4 };
   enum : u32 { kOffsetB = kStages * kBytesA };
-  enum : u32 { kOffsetStaging = kOffsetB + kStages * kBytesB };
-  enum : u32 { kOffsetScale = kOffsetStaging + (kTmaStore && kPersistent ? kConsumers * Store::kBytes : 0) };
+  using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
+  enum : u32 { kOffsetScale = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale };
   enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
@@ -126,7 +126,7 @@ struct Fp8Gemm {
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(loaded_first(early));
       if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
       __syncwarp();
-      if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) free_areas();
+      if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
       if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
       meet<kClusterSize>();
@@ -258,33 +258,9 @@ struct Fp8Gemm {
         });
       });
     }
-    if constexpr (!kPersistent) barriers.fill(cursor, kStagesLent, [](u32, u32) {});
+    if constexpr (kTmaStore && !kPersistent) barriers.fill(cursor, Areas::kStagesLent, [](u32, u32) {});
   }
 
-  // Staging areas that a stage has room for, in its part of A and in that of B, and stages that all consumers need.
-  enum : bool { kAreaB = kBytesB >= Store::kBytes };
-  enum : u32 { kAreas = kBytesA / Store::kBytes + kAreaB };
-  enum : u32 { kStagesLent = kPersistent ? 0 : ceil_div(kConsumers, kAreas) };
-  static_assert(kStagesLent <= kStages);  // else two consumers would have one area
-
-  // A consumer's staging area: of a lone tile, in one of the stages that would have been filled next. It and the warp that
-  // stores meet when it is free, and when it is full: at named barriers, since ptxas does not follow products in flight past
-  // a loop that waits for an mbarrier. That a stage is free is for a loader to say, which has waited for all its rounds.
-  DG_DEVICE u32 staging(u32 consumer, u32 next_stage) const {
-    if constexpr (kPersistent) {
-      return shared + kOffsetStaging + consumer * Store::kBytes;
-    } else {
-      const u32 stage = (next_stage + consumer / kAreas) % kStages, area = consumer % kAreas;
-      if (kAreaB && area + 1 == kAreas) return shared + kOffsetB + stage * kBytesB;
-      return shared + stage * kBytesA + area * Store::kBytes;
-    }
-  }
-  static DG_DEVICE void free_areas() {
-    for (u32 consumer = 0; consumer < kConsumers; ++consumer) named_barrier_arrive(area_free(consumer), kMeeting);
-  }
-  static DG_DEVICE u32 area_free(u32 consumer) { return 4 + consumer; }
-  static DG_DEVICE u32 area_full(u32 consumer, u32 part) { return 8 + consumer * kStoreParts + part; }
-  enum : u32 { kMeeting = 128 + 32 };  // threads
   // A tile is stored in as many parts as there are units, if they are whole boxes and there are barriers for all.
   enum : bool { kWholeBoxes = Mainloop::kParts == 1 || Mma::kN % Store::kBoxColumns == 0 };
   enum : u32 { kStoreParts = kPutsEarly && kWholeBoxes && kConsumers * Mainloop::kUnits <= 4 ? Mainloop::kUnits : 1 };
@@ -300,16 +276,17 @@ struct Fp8Gemm {
       if (kTmaStore || !owned) {
         if (kTmaStore && lane == 0) tma_store_wait_read<0>();  // of the tile before
         __syncwarp();
-        if constexpr (kPersistent) free_areas();
+        if constexpr (kPersistent) Areas::free_all();
 #pragma unroll 1  // few registers
         for (u32 i = 0; i < kConsumers * kStoreParts; ++i) {
           const u32 consumer = i % kConsumers, part = i / kConsumers;
           const u32 row = tile.row + consumer / kConsumersK * 64 * kSlices;
           const u32 column = (rank_k() * kConsumersK + consumer % kConsumersK) * kColumns;
-          named_barrier_sync(area_full(consumer, part), kMeeting);
+          Areas::template wait_until_full<kStoreParts>(consumer, part);
           if (lane == 0 && owned) {
+            const u32 area = shared + Areas::offset(consumer, blocks() % kStages);
             fence_shared_to_tma();
-            Store::template store<kStoreParts>(arg.map_d, staging(consumer, blocks() % kStages), row, column, columns_of(tile), m(), n(), part);
+            Store::template store<kStoreParts>(arg.map_d, area, row, column, columns_of(tile), m(), n(), part);
           }
           __syncwarp();
         }
@@ -374,8 +351,8 @@ struct Fp8Gemm {
           store(sum, row, columns_of(now), consumer, share, thread);
         } else {
           workspace().give(sum, consumer, thread);
-          named_barrier_sync(area_free(consumer), kMeeting);  // or the tile before might not be put away yet
-          named_barrier_arrive(area_full(consumer, 0), kMeeting);
+          Areas::wait_until_free(consumer);  // or the tile before might not be put away yet
+          Areas::template fill<kStoreParts>(consumer, 0);
         }
       } else {
         if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread, tile.valid());
@@ -394,29 +371,30 @@ struct Fp8Gemm {
     if constexpr (!kTmaStore) {
       store_direct<kBlockN, kSlices, kShares>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, share);
     } else {
-      named_barrier_sync(area_free(consumer), kMeeting);
+      const u32 area = shared + Areas::offset(consumer, 0);
+      Areas::wait_until_free(consumer);
 #pragma unroll
       for (u32 owner = 0; owner < kShares; ++owner) {
         if (owner == share) {
           const u32 first = owner * kColumns / 2;
-          Store::template stage<0, 0, kColumns>(staging(consumer, 0), &sum[0][first], warp, lane);
+          Store::template stage<0, 0, kColumns>(area, &sum[0][first], warp, lane);
           if constexpr (kSlices > 1)
-            Store::template stage<1, 0, kColumns>(staging(consumer, 0), &sum[kSlices - 1][first], warp, lane);
+            Store::template stage<1, 0, kColumns>(area, &sum[kSlices - 1][first], warp, lane);
           static_assert(kSlices <= 2);
         }
       }
-      named_barrier_arrive(area_full(consumer, 0), kMeeting);
+      Areas::template fill<kStoreParts>(consumer, 0);
     }
   }
 
   template <u32 kUnit>
   DG_DEVICE void stage(const Sums& sum, u32 consumer, u32 thread, u32 next_stage) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
-    if constexpr (kUnit == 0) named_barrier_sync(area_free(consumer), kMeeting);
-    Store::template stage<kSlice, kColumn, Mma::kN>(staging(consumer, next_stage), &sum[kSlice][kColumn / 2], thread / 32,
-                                                    thread % 32);
+    const u32 area = shared + Areas::offset(consumer, next_stage);
+    if constexpr (kUnit == 0) Areas::wait_until_free(consumer);
+    Store::template stage<kSlice, kColumn, Mma::kN>(area, &sum[kSlice][kColumn / 2], thread / 32, thread % 32);
     if constexpr (kStoreParts > 1 || kUnit + 1 == Mainloop::kUnits) {
-      named_barrier_arrive(area_full(consumer, kStoreParts > 1 ? kUnit : 0), kMeeting);
+      Areas::template fill<kStoreParts>(consumer, kStoreParts > 1 ? kUnit : 0);
     }
   }
 };

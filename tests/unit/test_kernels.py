@@ -122,7 +122,7 @@ def shared_by_hand(c: FP8Config, store: str) -> int:
     stage += c.block_m * 4  # float32 scales of A
     stage += 8 + 8  # its full and its empty barrier
     finished = c.block_m * c.block_n // c.cluster_k  # elements
-    staging = finished * 2 if store == "tma" else 0  # bfloat16
+    staging = finished * 2 if store == "tma" and c.persistent else 0  # bfloat16; a lone tile's lie in stages
     shares = c.cluster_k * c.consumers_k
     # Float32 sums of every other share of K, and two barriers for each consumer to hand them over.
     reduction = (shares - 1) * finished * 4 + (16 * c.num_consumers if shares > 1 else 0)
@@ -250,6 +250,8 @@ UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"dealt out over lone CTAs", replace(SMALL, stream_k=True, ctas_per_sm=2)),
     (r"dealt out over lone CTAs, with tiles of 64 columns or more", replace(PLAIN, stream_k=True, block_n=48)),
     (r"dealt out over lone CTAs, .* in steps of 32", replace(PLAIN, stream_k=True, block_n=80)),
+    (r"CTAs that share a tile's K are persistent", replace(SMALL, persistent=False, cluster_k=2)),
+    (r"CTAs that share a tile's K are persistent", replace(PLAIN, persistent=False, stream_k=True)),
     (r"1 x \d+ bytes of shared memory do not fit", replace(PLAIN, num_stages=8)),
     (r"2 x \d+ bytes of shared memory do not fit", replace(SMALL, ctas_per_sm=2)),
 ]
@@ -274,6 +276,7 @@ SWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"block_n 64 with 1 consumer warpgroups, 2 along K, and 1 blocks", replace(FEW_TOKENS, consumers_k=2)),
     (r"block_n 32 with 1 consumer warpgroups, 1 along K, and 1 blocks", replace(NARROW, stage_blocks=1)),
     (r"blocks of K are not dealt out over CTAs here", replace(FEW_TOKENS, stream_k=True)),
+    (r"CTAs are persistent here", replace(FEW_TOKENS, persistent=False)),
     (r"8 consumer warpgroups leave too few registers", replace(WIDE, consumers_k=4, num_consumers=8)),
     (r"block_m must be a multiple of 8 from 8 to 256, not 12", replace(FEW_TOKENS, block_m=12)),
     (r"block_m must be a multiple of 8 from 8 to 256, not 0", replace(FEW_TOKENS, block_m=0)),

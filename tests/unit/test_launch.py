@@ -125,13 +125,16 @@ def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms
     recorded = record(params, g, num_sms)
     shape, arguments = recorded.shape, dict(zip(parameter_names(params), recorded.args, strict=True))
     assert shape.grid[0] % config.cluster_size == 0
-    assert config.cluster_size <= shape.grid[0] <= num_sms * config.ctas_per_sm
+    assert config.cluster_size <= shape.grid[0]
+    if config.persistent:
+        assert shape.grid[0] <= num_sms * config.ctas_per_sm
     assert shape.grid[1:] == (1, 1)
     assert shape.cluster == (config.cluster_size, 1, 1)
     numbers = arguments["raster"][1]
     band = numbers[2]
     tiles_m = ceil_div(m, config.block_m * config.cluster_m)
     tiles_n = ceil_div(n, config.block_n * config.cluster_n)
+    assert config.persistent or shape.grid[0] == tiles_m * tiles_n * config.cluster_size
     assert 1 <= band <= tiles_n
     if config.stream_k:
         walked = stream_places(stream(config, m, n, 128, num_sms), numbers)

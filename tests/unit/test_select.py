@@ -156,6 +156,27 @@ def test_clusters_need_their_sms() -> None:
     assert {choice.config.cluster_size for choice in rank(replace(problem, m=16, num_sms=132), SM90)} == {1, 2, 4, 8}
 
 
+@settings(max_examples=300, deadline=None)
+@given(PROBLEMS)
+def test_ctas_of_one_tile_run_at_the_same_time(problem: GemmProblem) -> None:
+    for config in candidates(problem, SM90):
+        if not config.persistent:
+            slots = problem.num_sms * config.ctas_per_sm // config.cluster_size
+            tiles_m = ceil_div(problem.m, config.block_m * config.cluster_m)
+            assert tiles_m * ceil_div(problem.n, config.block_n * config.cluster_n) <= slots
+
+
+def test_ctas_of_one_tile_have_more_stages_and_are_preferred_for_that() -> None:
+    one_wave = GemmProblem(m=512, n=7168, k=16384, num_sms=132)
+    assert not select(one_wave, SM90).config.persistent
+    assert select(replace(one_wave, m=4096), SM90).config.persistent
+    ranked = [choice.config for choice in rank(one_wave, SM90)]
+    for config in ranked:
+        if not config.persistent:
+            twins = [replace(config, persistent=True, num_stages=fewer) for fewer in range(2, config.num_stages)]
+            assert any(twin in EVERY for twin in twins), f"{config} has no persistent twin with fewer stages"
+
+
 def test_blocks_of_k_that_are_not_whole_need_a_stage_each() -> None:
     problem = GemmProblem(m=16, n=4096, k=4096, num_sms=132)
     assert any(getattr(choice.config, "stage_blocks", 1) > 1 for choice in rank(problem, SM90))

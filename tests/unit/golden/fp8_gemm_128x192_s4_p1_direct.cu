@@ -8,7 +8,7 @@ struct Tile {
   enum : u32 { kPartials = 1, kTurns = 2 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
-  enum : bool { kStreams = false };
+  enum : bool { kPersistent = true, kStreams = false };
   enum : bool { kTmaStore = false };
   enum : u32 { kSharedBytes = 165952 };
 };

@@ -8,7 +8,7 @@ struct Tile {
   enum : u32 { kPartials = 2, kTurns = 1 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 208 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
-  enum : bool { kStreams = false };
+  enum : bool { kPersistent = true, kStreams = false };
   enum : bool { kTmaStore = true };
   enum : u32 { kSharedBytes = 107168 };
 };
