@@ -2,38 +2,83 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+OUTCOMES = ("passed", "failed", "skipped")
+
 
 class GpuRecord:
-    """A pytest plugin: writes `last_run.json` into `directory` when all of its tests, not some, ran on a GPU."""
+    """A pytest plugin: writes `last_run.json` into `directory` as its test files end, each run whole, on a GPU.
+
+    A file's counts are kept beside those of others that ran in the same place, by the same sources and tests: the suite
+    may be run file by file, where the time for one command is short. What has not been run yet is named as missing.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.path = directory / "last_run.json"
-        self.outcomes: Counter[str] = Counter()
-        self.complete = False
+        self.left: Counter[str] = Counter()  # tests to come, by file, of files that are run whole
+        self.outcomes: dict[str, Counter[str]] = {}
+        self.ended: list[str] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        files = {item.path for item in session.items if item.path.parent == self.directory}
         narrowed = any("::" in argument for argument in session.config.args)
         options = session.config.option
-        deselected = options.keyword or options.markexpr or getattr(options, "lf", False)
-        self.complete = files == set(self.directory.glob("test_*.py")) and not narrowed and not deselected
+        if narrowed or options.keyword or options.markexpr or getattr(options, "lf", False):
+            return
+        self.left = Counter(item.path.name for item in session.items if item.path.parent == self.directory)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.nodeid.startswith("tests/gpu/") and (report.when == "call" or not report.passed):
-            self.outcomes[report.outcome] += 1
+        if (name := self._file(report.nodeid)) and (report.when == "call" or not report.passed):
+            self.outcomes.setdefault(name, Counter())[report.outcome] += 1
 
-    def pytest_sessionfinish(self) -> None:
-        # Neither a pass nor a failure: everything was skipped, so there is no GPU to report about.
-        if not self.complete or not self.outcomes["passed"] + self.outcomes["failed"]:
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        name = self._file(nodeid)
+        if name not in self.left:
             return
+        self.left[name] -= 1
+        if not self.left[name]:
+            self.ended.append(name)
+            # Neither a pass nor a failure: everything was skipped, so there is no GPU to report about.
+            if any(counts["passed"] + counts["failed"] for counts in self.outcomes.values()):
+                self._write()
+
+    @staticmethod
+    def _file(nodeid: str) -> str:
+        path = Path(nodeid.split("::")[0])
+        return path.name if path.parent == Path("tests/gpu") else ""
+
+    def _write(self) -> None:
         from deep_gemm.benchmarks.provenance import environment
 
-        counts = {name: self.outcomes[name] for name in ("passed", "failed", "skipped")}
-        self.path.write_text(json.dumps(counts | environment(), indent=2) + "\n")
+        place = {**environment(), "tests_digest": self._tests_digest()}
+        files = {**self._known(place), **{name: _counts(self.outcomes[name]) for name in self.ended}}
+        total = {outcome: sum(counts[outcome] for counts in files.values()) for outcome in OUTCOMES}
+        missing = sorted({path.name for path in self.directory.glob("test_*.py")} - set(files))
+        record = {**total, **place, "missing": missing, "files": dict(sorted(files.items()))}
+        self.path.write_text(json.dumps(record, indent=2) + "\n")
+
+    def _known(self, place: dict[str, str]) -> dict[str, dict[str, int]]:
+        """What an earlier run recorded of other files, if only the date has changed since."""
+        try:
+            written: dict[str, Any] = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return {}
+        same = all(written.get(name) == value for name, value in place.items() if name != "date")
+        return written["files"] if same else {}
+
+    def _tests_digest(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted([*self.directory.glob("*.py"), *self.directory.parent.glob("*.py")]):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def _counts(outcomes: Counter[str]) -> dict[str, int]:
+    return {outcome: outcomes[outcome] for outcome in OUTCOMES}

@@ -122,8 +122,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return f"instructions of {mma_n} columns do not end on a multiple of 16, and tiles are staged in such steps"
         if not _fits(c, mma_n):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
-        if not c.persistent and (c.stream_k or c.k_shares > 1):
-            return "CTAs that share a tile's K are persistent"
+        if not c.persistent and (c.stream_k or c.consumers_k > 1 or c.cluster_size > 1):
+            return "CTAs that share K or loads with others are persistent"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
             return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
         if c.num_stages < 3 and c.cluster_k > 1:

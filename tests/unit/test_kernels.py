@@ -250,8 +250,9 @@ UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"dealt out over lone CTAs", replace(SMALL, stream_k=True, ctas_per_sm=2)),
     (r"dealt out over lone CTAs, with tiles of 64 columns or more", replace(PLAIN, stream_k=True, block_n=48)),
     (r"dealt out over lone CTAs, .* in steps of 32", replace(PLAIN, stream_k=True, block_n=80)),
-    (r"CTAs that share a tile's K are persistent", replace(SMALL, persistent=False, cluster_k=2)),
-    (r"CTAs that share a tile's K are persistent", replace(PLAIN, persistent=False, stream_k=True)),
+    (r"CTAs that share K .* are persistent", replace(SMALL, persistent=False, cluster_k=2)),
+    (r"CTAs that share K .* are persistent", replace(PLAIN, persistent=False, stream_k=True)),
+    (r"CTAs that share .* loads with others are persistent", replace(PLAIN, persistent=False, cluster_m=2)),
     (r"1 x \d+ bytes of shared memory do not fit", replace(PLAIN, num_stages=8)),
     (r"2 x \d+ bytes of shared memory do not fit", replace(SMALL, ctas_per_sm=2)),
 ]
