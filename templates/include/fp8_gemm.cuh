@@ -55,11 +55,10 @@ struct Fp8Gemm {
   enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
   // If not, grids have a CTA for each tile. The loops over tiles stay: without them ptxas makes wide tiles spill.
   enum : bool { kPersistent = Tile::kPersistent };
-  static_assert(kPersistent || (!kStreams && kShares == 1));
+  static_assert(kPersistent || (!kStreams && kClusterSize * kConsumersK == 1));
   using Whole = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
   using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, Workspace::kSteps>, Whole>::Type;
-  enum : bool { kFewRegisters = Tile::kProducerRegisters > 0 && Tile::kProducerRegisters < 32 };
-  using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN, kFewRegisters>;
+  using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
   using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, kConsumersK, kConsumers>;
   using Cursor = ProducerCursor;
   struct Shape {

@@ -31,7 +31,7 @@ DG_DEVICE constexpr u32 pace_early(u32 bytes) { return bytes / 128; }
 
 // full[i] completes when the bytes of stage i have landed; empty[i] when every consumer warp that reads stage i, or
 // whose CTA receives what this CTA multicasts into stage i, has let go of it.
-template <u32 kStages, u32 kConsumerWarps, u32 kClusterSize, bool kFewRegisters = false>
+template <u32 kStages, u32 kConsumerWarps, u32 kClusterSize>
 struct PipelineBarriers {
   enum : u32 { kBytes = 2 * kStages * 8 };
   u32 base;
@@ -52,7 +52,7 @@ struct PipelineBarriers {
   template <class Fill>
   DG_DEVICE void fill(ProducerCursor& cursor, u32 count, const Fill& fill, u32 pace = 0) const {
     // Producers of wide tiles, which have few stages, have time and few registers.
-    constexpr bool kOneByOne = kStages < 4 || kFewRegisters;
+    constexpr bool kOneByOne = kStages < 4;
     for (u32 step = 0; step < count;) {
       const u32 parity = (cursor.round & 1) ^ 1;
       if constexpr (kOneByOne) {
