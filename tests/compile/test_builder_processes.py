@@ -122,7 +122,7 @@ def test_a_read_only_root_is_read(tmp_path: Path, start: Start) -> None:
         for path in [root, *root.rglob("*")]:
             os.chown(path, 65534, 65534)
         for parent in [tmp_path, *list(tmp_path.parents)[:-1]]:
-            if parent.stat().st_uid == 0 and parent.name.startswith(("pytest-", "test_")):
+            if parent.stat().st_uid == 0 and parent.name.startswith(("pytest-", "popen-", "test_")):
                 parent.chmod(0o711)
         (tmp_path / "journal").touch()
         (tmp_path / "journal").chmod(0o666)
