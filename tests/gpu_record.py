@@ -25,7 +25,6 @@ class GpuRecord:
         self.path = directory / "last_run.json"
         self.left: Counter[str] = Counter()  # tests to come, by file, of files that are run whole
         self.outcomes: dict[str, Counter[str]] = {}
-        self.ended: list[str] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         narrowed = any("::" in argument for argument in session.config.args)
@@ -43,11 +42,9 @@ class GpuRecord:
         if name not in self.left:
             return
         self.left[name] -= 1
-        if not self.left[name]:
-            self.ended.append(name)
-            # Neither a pass nor a failure: everything was skipped, so there is no GPU to report about.
-            if any(counts["passed"] + counts["failed"] for counts in self.outcomes.values()):
-                self._write()
+        # Neither a pass nor a failure: everything was skipped, so there is no GPU to report about.
+        if not self.left[name] and any(counts["passed"] + counts["failed"] for counts in self.outcomes.values()):
+            self._write()
 
     @staticmethod
     def _file(nodeid: str) -> str:
@@ -58,7 +55,8 @@ class GpuRecord:
         from deep_gemm.benchmarks.provenance import environment
 
         place = {**environment(), "tests_digest": self._tests_digest()}
-        files = {**self._known(place), **{name: _counts(self.outcomes[name]) for name in self.ended}}
+        ended = {name: _counts(self.outcomes[name]) for name, left in self.left.items() if not left}
+        files = {**self._known(place), **ended}
         total = {outcome: sum(counts[outcome] for counts in files.values()) for outcome in OUTCOMES}
         missing = sorted({path.name for path in self.directory.glob("test_*.py")} - set(files))
         record = {**total, **place, "missing": missing, "files": dict(sorted(files.items()))}

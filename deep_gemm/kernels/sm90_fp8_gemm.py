@@ -261,7 +261,7 @@ def stage_bytes(config: FP8Config) -> int:
 
 
 def staging_bytes(config: FP8Config) -> int:
-    """What a CTA finishes of the tile, in bf16, on its way out; of its only tile that waits in stages."""
+    """What a CTA finishes of the tile, in bf16, on its way out; a lone tile waits in stages (see ``staging.cuh``)."""
     if not config.persistent:
         return 0
     return config.block_m * config.block_n * 2 // config.cluster_k

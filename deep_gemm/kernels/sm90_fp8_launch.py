@@ -46,9 +46,8 @@ def num_ctas(config: FP8Config, m: int, n: int, num_sms: int) -> int:
     """Grid size: one CTA for each resident slot, or fewer if there are fewer tiles; whole clusters. One for each tile
     where CTAs are not persistent."""
     tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
-    if not config.persistent:
-        return tiles * config.cluster_size
-    return min(tiles, max(1, num_sms * config.ctas_per_sm // config.cluster_size)) * config.cluster_size
+    slots = max(1, num_sms * config.ctas_per_sm // config.cluster_size)
+    return (min(tiles, slots) if config.persistent else tiles) * config.cluster_size
 
 
 def slot_bytes(config: GemmConfig, shape: Geometry, num_sms: int) -> int:
