@@ -127,7 +127,8 @@ class SwappedConfig(FP8Config):
 class KernelParams:
     """The identity of a binary: what changes the machine code, and nothing else.
 
-    ``shape`` holds (m, n, k) with 0 for each dimension that stays a run-time argument.
+    ``shape`` holds (m, n, k) with 0 for each dimension that stays a run-time argument. ``store`` is "tma" where D's
+    rows begin at multiples of 16 bytes, which TMA needs and copies of 16 bytes do, else "direct": element by element.
     """
 
     kernel: str

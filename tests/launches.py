@@ -17,7 +17,7 @@ from deep_gemm.jit.driver.launch import Arg, LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.columns import segments
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
-from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, align, ceil_div
 
 UNSWAPPED: list[FP8Config] = list(PLAIN.configs(arch.SM90))
 CONFIGS: list[FP8Config] = [*UNSWAPPED, *SWAPPED.configs(arch.SM90)]
@@ -47,12 +47,22 @@ PARAMS = st.builds(
 )
 
 
-def suited(g: Geometry, config: FP8Config) -> Geometry:
-    """``g``, with whole blocks of K where a stage holds several of them."""
+def suited(g: Geometry, params: KernelParams) -> Geometry:
+    """``g``, with whole blocks of K where a stage holds several of them, and whole pieces of eight columns where CTAs
+    of one tile copy them."""
+    config = fp8(params)
+    if not config.persistent and params.store == "tma":
+        g = replace(g, n=align(g.n, 8))
     if config.stage_blocks == 1:
         return g
     k = align(g.k, 128)
     return replace(g, k=k, stride_a=k + g.stride_a - g.k, stride_b=k + g.stride_b - g.k)
+
+
+def maps_output(params: KernelParams) -> bool:
+    """Whether a launch makes a tensor map of D: where a warp brings tiles there by TMA."""
+    config = fp8(params)
+    return params.store == "tma" and config.persistent and not isinstance(config, SwappedConfig)
 
 
 @dataclass(frozen=True)

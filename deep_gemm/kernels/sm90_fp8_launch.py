@@ -9,7 +9,7 @@ from ..errors import InvalidInputError
 from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
-from . import get, sm90_fp8_swapped, stream_k
+from . import get, stream_k
 from .columns import first_column, segments
 from .raster import Raster, raster
 
@@ -101,26 +101,31 @@ def _weights_maps(
 
 
 def store_box(config: FP8Config) -> tuple[int, int]:
-    """(columns, rows) of one TMA store (see ``TmaStore`` and ``TransposedTmaStore``): rows of 64 columns where the tile
-    can be cut so."""
-    if isinstance(config, SwappedConfig):
-        return 64, sm90_fp8_swapped.box_chunks(config) * 8
+    """(columns, rows) of one box of staged sums (see ``TmaStore``): rows of 64 columns where the tile can be cut so."""
     finished = config.block_n // config.k_shares
     return next(columns for columns in (64, 32, 16) if finished % columns == 0), 64
 
 
-def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int) -> TensorMapSpec:
+def _promotion(shape: Geometry) -> int:
+    """How many bytes of a row of A or B come into L2 together: a block of K, or where D is larger than B, two. Two at
+    once keep what is wanted first waiting for what is wanted later: graphs of up to 64 tokens were 0 to 6% faster with
+    one (H200, promised weights), single calls with M up to 512 mostly 1%. But what D's writes interrupt is read better
+    in long pieces: 1000 x 32768 x 512 took 9% longer with one, 4096 x 32768 x 512 4%."""
+    return SCALE_BLOCK if 2 * shape.m <= shape.k else 2 * SCALE_BLOCK
+
+
+def _operand_map(k: int, rows: int, stride: int, box: int, stage_blocks: int, promotion: int) -> TensorMapSpec:
     """The map of K-major rows, ``box`` of which are loaded at a time, for ``stage_blocks`` blocks of K one after the
     other: the blocks are then a dimension of their own, and K must be whole blocks."""
     if stage_blocks == 1:
-        return TensorMapSpec("u8", (k, rows), (stride,), (SCALE_BLOCK, box), 128, 256)
+        return TensorMapSpec("u8", (k, rows), (stride,), (SCALE_BLOCK, box), 128, promotion)
     if k % SCALE_BLOCK:
         raise InvalidInputError(
             f"A config with {stage_blocks} blocks of K in a stage needs a K that is a multiple of "
             f"{SCALE_BLOCK}, but K is {k}."
         )
     dims = (SCALE_BLOCK, rows, k // SCALE_BLOCK)
-    return TensorMapSpec("u8", dims, (stride, SCALE_BLOCK), (SCALE_BLOCK, box, stage_blocks), 128, 256)
+    return TensorMapSpec("u8", dims, (stride, SCALE_BLOCK), (SCALE_BLOCK, box, stage_blocks), 128, promotion)
 
 
 _IN_STEP = 8
@@ -134,6 +139,24 @@ def _leaves_first(order: Raster, members: int, blocks: int) -> bool:
     on an H200, 256 x 24576 x 1536 4%. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took up to
     11% longer where they were let go."""
     return order.rows * members == 1 or (order.rows <= order.height and blocks > _IN_STEP)
+
+
+def _output_maps(params: KernelParams, config: FP8Config, shape: Geometry, d: int) -> list[bytes]:
+    """The map of D, for kernels that have a parameter for it. It is not read unless tiles are stored by TMA; what a CTA
+    with one tile copies itself instead is 16 bytes long."""
+    if isinstance(config, SwappedConfig):
+        return []
+    if params.store != "tma":
+        return [bytes(128)]
+    if not config.persistent:
+        if shape.n % 8:
+            raise InvalidInputError(
+                "A config whose CTAs have one tile each copies eight columns of D at a time, so that N must be a "
+                f"multiple of 8, but N is {shape.n}. Take its persistent twin."
+            )
+        return [bytes(128)]
+    width, height = store_box(config)
+    return [TensorMapSpec("bf16", (shape.n, shape.m), (shape.stride_d * 2,), (width, height), width * 2).encode(d)]
 
 
 def launch(
@@ -150,13 +173,14 @@ def launch(
     blocks, stage_blocks = ceil_div(k, SCALE_BLOCK), config.stage_blocks
     dealt = stream_k.stream(config, m, n, k, num_sms) if config.stream_k else None
     members = dealt.members if dealt else 1
+    promotion = _promotion(shape)
     order = raster(config, m, n, num_sms, members)
 
     def tokens(box: int) -> TensorMapSpec:
-        return _operand_map(k, m, shape.stride_a, box, stage_blocks)
+        return _operand_map(k, m, shape.stride_a, box, stage_blocks, promotion)
 
     def weights(box: int) -> TensorMapSpec:
-        return _operand_map(k, n, shape.stride_b, box, stage_blocks)
+        return _operand_map(k, n, shape.stride_b, box, stage_blocks, promotion)
 
     def scales(box: int) -> TensorMapSpec:
         return TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (box, stage_blocks))
@@ -164,16 +188,11 @@ def launch(
     map_a, map_a_last = _maps(tokens, at.a, m, config.block_m // config.cluster_n, rows)
     maps_b, map_b_last, columns = _weights_maps(weights, at.b, n, config)
     map_scale_a, map_scale_a_last = _maps(scales, at.sfa, m, config.block_m, rows)
-    if params.store == "tma":
-        width, height = store_box(config)
-        map_d = TensorMapSpec("bf16", (n, m), (shape.stride_d * 2,), (width, height), width * 2).encode(at.d)
-    else:
-        map_d = bytes(128)  # never read
     args: list[Arg] = [
         map_a,
         maps_b[0],
         map_scale_a,
-        map_d,
+        *_output_maps(params, config, shape, at.d),
         map_a_last,
         map_b_last,
         map_scale_a_last,

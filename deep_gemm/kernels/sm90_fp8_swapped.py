@@ -110,7 +110,8 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         return None
 
     def store(self, config: SwappedConfig, d_tma: bool) -> str:
-        """How ``config`` stores: narrow tiles element by element, since a swizzled row of 64 is more than they have."""
+        """How ``config`` stores: narrow tiles element by element, since a swizzled row of 64 is more than they have. The
+        others copy what TMA could store, 16 bytes at a time."""
         return "tma" if d_tma and config.block_n >= 64 else "direct"
 
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -122,7 +123,6 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
             "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm,
             "stage_blocks": c.stage_blocks,
             "scales_held": scales_held(c),
-            "box_chunks": box_chunks(c),
             "shared_bytes": self.shared_bytes(params),
         }
 
@@ -170,7 +170,8 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
 
 
 def make_params(config: SwappedConfig, store: str = "", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:
-    """The identity of this kernel with ``config``, which stores by TMA where it can unless ``store`` says otherwise."""
+    """The identity of this kernel with ``config``, which stores through shared memory if it can and ``store`` does not
+    say otherwise."""
     store = store or KERNEL.store(config, True)
     return KernelParams(kernel=KERNEL.name, arch=SM90.name, config=config, store=store, shape=shape)
 
@@ -232,13 +233,6 @@ def owned_chunks(config: SwappedConfig) -> int:
     return ceil_div(config.block_m // 8, config.k_shares)
 
 
-def box_chunks(config: SwappedConfig) -> int:
-    """Chunks in one TMA store: what a share owns, where no share's part is cut short by the tile's end. A box has at
-    most 256 rows."""
-    chunks, owned = config.block_m // 8, owned_chunks(config)
-    return owned if chunks % owned == 0 else 1
-
-
 def stage_bytes(config: SwappedConfig) -> int:
     """One stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
     operands = (config.block_m + config.block_n) * config.block_k * config.stage_blocks
@@ -259,7 +253,7 @@ def exchange_bytes(config: SwappedConfig) -> int:
 
 
 def config_shared_bytes(config: SwappedConfig, tma_store: bool) -> int:
-    """Dynamic shared memory of one CTA; without a TMA store there is no staging area."""
+    """Dynamic shared memory of one CTA; where each element is stored for itself there is no staging area."""
     stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
     return stages + exchange_bytes(config) + (staging_bytes(config) if tma_store else 0)
 

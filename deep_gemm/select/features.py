@@ -98,31 +98,63 @@ class Features(NamedTuple):
 
 
 class _Fixed(NamedTuple):
-    """What of a config does not depend on the problem."""
+    """What of a config does not depend on the problem, so that ranking works it out once."""
 
-    swapped: bool
     stage_blocks: int
-    groups: int
-    slices: int
-    width: int
-    mma_n: int
-    in_step: bool
-    direct: bool
-    store_columns: int
+    size: int
+    cluster_k: int
+    resident: int
+    shares: int
+    across_m: int
+    across_n: int
+    always: dict[str, float]
+    """Of `Features` those that are the same for all problems."""
 
 
 @functools.cache
 def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     groups, slices = config.num_consumers // config.consumers_k, config.slices
-    in_step = groups > 1 and config.num_partials == 1 and fp8.turns(config) == 1
+    swapped = isinstance(config, SwappedConfig)
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
-        mma_n, blocks = sm90_fp8_swapped.mma_n(config), config.stage_blocks
-        return _Fixed(True, blocks, groups, slices, config.block_m, mma_n, in_step, direct, 64)
-    width = config.block_n
-    mma_n = sm90_fp8_gemm.instruction_shape(config)[1]
-    columns = store_box(config)[0]
-    return _Fixed(False, 1, groups, slices, width, mma_n, in_step, not d_tma, columns)
+        width, mma_n, store_columns = config.block_m, sm90_fp8_swapped.mma_n(config), 64
+    else:
+        direct = not d_tma
+        width, mma_n = config.block_n, sm90_fp8_gemm.instruction_shape(config)[1]
+        store_columns = store_box(config)[0]
+    products, size = slices * (width // mma_n) * 4, config.cluster_size
+    always = {
+        "groups": groups,
+        "products": products,
+        "half_width": mma_n / 2,
+        "read": groups * products * (64 + mma_n) * 32,
+        "columns": slices * width,
+        "in_step": 1.0 if groups > 1 and config.num_partials == 1 and fp8.turns(config) == 1 else 0.0,
+        "token_scales": width if swapped else 0,
+        "ahead": 1.0 if config.num_partials > 1 else 0.0,
+        "consumers_k": config.consumers_k,
+        "depth": config.num_stages * config.stage_blocks,
+        "stage_blocks": config.stage_blocks,
+        "direct": 1.0 if direct else 0.0,
+        "narrow": 64 / store_columns,
+        "transposed": 1.0 if swapped else 0.0,
+        "local_shares": 1.0 if config.consumers_k > 1 else 0.0,
+        "cluster_shares": 1.0 if config.cluster_k > 1 else 0.0,
+        "cluster_2": 1.0 if size == 2 else 0.0,
+        "cluster_4": 1.0 if size == 4 else 0.0,
+        "cluster_8": 1.0 if size == 8 else 0.0,
+        "in_parts": 1.0 if mma_n < width else 0.0,
+    }
+    return _Fixed(
+        stage_blocks=config.stage_blocks,
+        size=size,
+        cluster_k=config.cluster_k,
+        resident=config.ctas_per_sm,
+        shares=config.k_shares,
+        across_m=config.block_m * config.cluster_m,
+        across_n=config.block_n * config.cluster_n,
+        always=always,
+    )
 
 
 def _slots(config: FP8Config, num_sms: int) -> int:
@@ -135,23 +167,19 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     """The numbers of one pair."""
     m, n, k = problem.m, problem.n, problem.k
     fixed = _fixed(config, problem.d_tma)
-    swapped, stage_blocks, groups, slices, width, mma_n, in_step, direct, _ = fixed
-    block_m, block_n, size, resident = config.block_m, config.block_n, config.cluster_size, config.ctas_per_sm
-    rows, columns = ceil_div(m, block_m * config.cluster_m), ceil_div(n, block_n * config.cluster_n)
+    block_m, block_n, size, cluster_k = config.block_m, config.block_n, fixed.size, fixed.cluster_k
+    rows, columns = ceil_div(m, fixed.across_m), ceil_div(n, fixed.across_n)
     tiles = rows * columns * size
-    slots = _slots(config, problem.num_sms) * size
-    blocks = ceil_div(ceil_div(ceil_div(k, SCALE_BLOCK), stage_blocks), config.cluster_k) * stage_blocks
-    products = slices * (width // mma_n) * 4
+    clusters = _slots(config, problem.num_sms)
+    blocks = ceil_div(ceil_div(ceil_div(k, SCALE_BLOCK), fixed.stage_blocks), cluster_k) * fixed.stage_blocks
     # Rows that are loaded of A by a tile, and of both by all.
     last = last_rows(config, m)
     tokens = last if m <= block_m else block_m
     all_tokens = (ceil_div(m, block_m) - 1) * block_m + last
     all_weights = (ceil_div(n, block_n) - 1) * block_n + last_columns(config, n)
-    resident = min(resident, ceil_div(tiles, problem.num_sms))
-    shares = config.k_shares
     # What is handed over and stored is shared out among the shares of K.
-    finished = min(block_m, m) * min(block_n, n) / shares
-    waves, given, gathered = ceil_div(tiles, slots), 0, 0
+    finished = min(block_m, m) * min(block_n, n) / fixed.shares
+    waves, given, gathered = ceil_div(tiles, clusters * size), 0, 0
     steps = waves * blocks
     if config.stream_k:
         dealt = stream(config, m, n, k, problem.num_sms)
@@ -163,49 +191,32 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
     # any: too much where several rows of tiles share them, but there this is little of the whole, and more work must
     # not take less time. Nor may more SMs take longer, so that it is always the first wave of a whole GPU. Too little
     # where blocks of K are dealt out.
-    at_once = min(tiles // size, _slots(config, max(problem.num_sms, SM90.num_sms)))
-    first = config.cluster_k * min(blocks, stage_blocks) * SCALE_BLOCK
-    first *= min(columns, at_once) * block_n * config.cluster_n + min(rows, at_once) * tokens * config.cluster_m
+    whole = clusters if problem.num_sms >= SM90.num_sms else _slots(config, SM90.num_sms)
+    at_once = min(tiles // size, whole)
+    first = cluster_k * min(blocks, fixed.stage_blocks) * SCALE_BLOCK
+    first *= min(columns, at_once) * fixed.across_n + min(rows, at_once) * tokens * config.cluster_m
     first = min(first, m * k + n * k)
+    depth_read = cluster_k * blocks * SCALE_BLOCK
     return Features(
         waves=waves,
         steps=steps,
-        resident=resident,
-        groups=groups,
-        products=products,
-        half_width=mma_n / 2,
-        read=groups * products * (64 + mma_n) * 32,
+        resident=min(fixed.resident, ceil_div(tiles, problem.num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
         asked=tokens / config.cluster_n + block_n / config.cluster_m,
-        columns=slices * width,
-        in_step=1.0 if in_step else 0.0,
-        token_scales=width if swapped else 0,
-        ahead=1.0 if config.num_partials > 1 else 0.0,
-        consumers_k=config.consumers_k,
-        depth=config.num_stages * stage_blocks,
-        stage_blocks=stage_blocks,
         elements=finished,
-        direct=1.0 if direct else 0.0,
-        narrow=64 / fixed.store_columns,
-        transposed=1.0 if swapped else 0.0,
-        local_shares=1.0 if config.consumers_k > 1 else 0.0,
-        cluster_shares=1.0 if config.cluster_k > 1 else 0.0,
         streams=1.0 if given else 0.0,
         given=given,
         gathered=gathered,
-        handed=(shares - 1) * finished,
-        cluster_2=1.0 if size == 2 else 0.0,
-        cluster_4=1.0 if size == 4 else 0.0,
-        cluster_8=1.0 if size == 8 else 0.0,
+        handed=(fixed.shares - 1) * finished,
         first=first,
         traffic=m * k + n * k + 2 * m * n - first,
         weights_again=n * k if rows > 1 else 0,
-        tokens_read=all_tokens * columns * config.cluster_k * blocks * SCALE_BLOCK,
+        tokens_read=all_tokens * columns * depth_read,
         tokens_sharers=min(32, columns),
-        weights_read=all_weights * rows * config.cluster_k * blocks * SCALE_BLOCK,
+        weights_read=all_weights * rows * depth_read,
         weights_sharers=min(32, rows),
-        in_parts=1.0 if mma_n < width else 0.0,
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
         torn=0.5 if k % 32 else 0.0,  # rows are multiples of 16 bytes
         hanging=1 / blocks if k % SCALE_BLOCK else 0.0,
+        **fixed.always,
     )

@@ -19,7 +19,7 @@ from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
 from .calibration import Calibration, Calibrations, default
 from .features import features
-from .model import Estimate, estimate, parts
+from .model import Costs, Estimate, costs, estimate, parts
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,16 @@ def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tu
             f"No tile has block_m and block_n that are multiples of {problem.block_multiple}. "
             "Relax set_block_size_multiple_of."
         )
-    found.sort(
-        key=lambda config: (parts(features(problem, config), constants)["total"], config.block_m * config.block_n)
-    )
+    known = _known(constants, problem.d_tma)
+
+    def order(config: FP8Config) -> tuple[float, int]:
+        x = features(problem, config)
+        of = known.get(config)
+        if of is None:
+            of = known[config] = costs(x, constants)
+        return parts(x, constants, known=of)["total"], config.block_m * config.block_n
+
+    found.sort(key=order)
     choices = [Choice(config, problem, constants) for config in found]
     if problem.flops >= POWER_LIMITED_FLOPS:
         limit = choices[0].estimate.total_us * ALIKE
@@ -97,6 +104,12 @@ def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tu
         choices.remove(thrifty)
         choices.insert(0, thrifty)
     return tuple(choices)
+
+
+@functools.lru_cache(maxsize=16)
+def _known(calibration: Calibration, d_tma: bool) -> dict[FP8Config, Costs]:
+    """What configs cost, of those that were ranked before."""
+    return {}
 
 
 def _loaded(problem: GemmProblem, config: FP8Config) -> int:
@@ -122,8 +135,8 @@ def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
         and config.cluster_size <= problem.num_sms
         # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
         and (problem.whole_gpu or config.ctas_per_sm == 1)
-        # CTAs of one tile take turns where there are more than can run: then persistent ones are meant.
-        and (config.persistent or _in_one_wave(config, problem))
+        # CTAs of one tile take turns where there are more than can run, and copy eight columns of D at a time.
+        and (config.persistent or (_in_one_wave(config, problem) and not (problem.d_tma and problem.n % 8)))
         # Blocks of K that follow each other in a stage are a dimension of their own, which only whole ones make.
         and (whole or config.stage_blocks == 1)
     ]
@@ -146,14 +159,18 @@ def _worthwhile(config: FP8Config, problem: GemmProblem) -> bool:
         return m > 64 and config.block_m <= 2 * m and 0 < dealt.donors <= _MAX_DONORS
     if not isinstance(config, SwappedConfig):
         return config.block_m <= max(64, 2 * m)  # else half of the tile is padding, and there is one of half its height
-    # Few tokens have a tile that just holds them. More are cut up, into tiles that leave little over.
-    fitting = [size for size in TOKENS if size >= m]
+    return config.block_m in _token_tiles(m) and (
+        m <= 64 or not (config.block_n < 64 or (m > 1024 and config.k_shares > 1))
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _token_tiles(m: int) -> frozenset[int]:
+    """Heights of swapped tiles: few tokens have one that just holds them; more are cut up, to leave little over."""
     if m <= 64:
-        return config.block_m == fitting[0]
-    if config.block_n < 64 or config.block_m < 48 or (m > 1024 and config.k_shares > 1):
-        return False
-    least = min(ceil_div(m, size) * size for size in TOKENS if size >= 48)
-    return ceil_div(m, config.block_m) * config.block_m <= least * _LITTLE_PADDING
+        return frozenset([min(size for size in TOKENS if size >= m)])
+    rows = {size: ceil_div(m, size) * size for size in TOKENS if size >= 48}
+    return frozenset(size for size in rows if rows[size] <= min(rows.values()) * _LITTLE_PADDING)
 
 
 @functools.cache

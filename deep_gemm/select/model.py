@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..params import FP8Config, GemmProblem
 from .calibration import Calibration
@@ -33,17 +33,25 @@ class Estimate:
     bound: str
 
 
-def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max) -> dict[str, Any]:
-    """The times of what a launch is made of, in us, and their ``total``. Of one pair, or of many: then ``x`` holds
-    arrays or tensors, and ``maximum`` is theirs."""
+class Costs(NamedTuple):
+    """What of a launch's time is a config's alone, whatever the problem: cycles of a block of K, and us."""
+
+    tensor: Any
+    chain: Any
+    waiting: Any
+    """Of the chain, of loads in turn, and of their issue, as the smooth maximum takes them."""
+    per_element: Any
+    handing: Any
+    per_handed: Any
+    launch: Any
+
+
+def costs(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max) -> Costs:
+    """The costs of the config that ``x`` is of. Of one, or of many: then ``x`` holds arrays or tensors, and ``maximum``
+    is theirs."""
     instruction = maximum(x.half_width, c.instruction_cycles)
     # Tensor cores at work draw the power that lowers the clock: their cycles are longer.
     tensor = x.groups * x.products * instruction * (c.clock_ghz / c.tensor_ghz)
-    shared = (x.read + x.filled) / c.shared_bytes_per_cycle
-    # A row of a block that begins inside a line of 128 bytes takes two.
-    lines = 1 + (c.unaligned - 1) * x.unaligned + c.torn * x.torn
-    asked = x.asked * (lines * c.line_cycles + x.hanging * c.hanging_cycles)
-    fill = maximum(x.filled / c.fill_bytes_per_cycle, asked)
     scale = x.columns * c.promote_cycles
     promote = scale + x.token_scales * c.token_cycles
     own = x.products * instruction
@@ -51,20 +59,41 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     chain = chain / x.consumers_k
     # Not all of promotion hides, whatever the schedule, and less of it where consumers promote at the same time.
     exposed = x.groups * scale * (c.exposed + x.in_step * c.in_step)
-    busy = x.resident * maximum(maximum(tensor + exposed + x.in_parts * c.parts_cycles, shared), fill)
     refill = c.load_cycles / x.depth
     issue = c.issue_cycles / x.stage_blocks
-    # Near the limit of one resource the others still cost: a smooth maximum.
-    cycles = (busy**4 + chain**4 + refill**4 + issue**4) ** 0.25
-    steps = x.steps * 1e-3 / c.clock_ghz
     by_tma = x.narrow**c.narrow_store / c.epilogue_elements_per_us
     per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) * by_tma
-    per_element = per_element + x.transposed / c.transposed_elements_per_us
-    handed = (1 - x.cluster_shares) / c.handed_per_us + x.cluster_shares / c.exchanged_per_us
-    handing = x.local_shares * c.local_us + x.cluster_shares * c.exchange_us + x.handed * handed
+    launch = c.launch_us + (1 - x.transposed) * c.upright_us
+    return Costs(
+        tensor=tensor + exposed + x.in_parts * c.parts_cycles,
+        chain=chain,
+        waiting=chain**4 + refill**4 + issue**4,
+        per_element=per_element + x.transposed / c.transposed_elements_per_us,
+        handing=x.local_shares * c.local_us + x.cluster_shares * c.exchange_us,
+        per_handed=(1 - x.cluster_shares) / c.handed_per_us + x.cluster_shares / c.exchanged_per_us,
+        launch=launch + x.cluster_2 * c.cluster_2_us + x.cluster_4 * c.cluster_4_us + x.cluster_8 * c.cluster_8_us,
+    )
+
+
+def parts(
+    x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max, known: Costs | None = None
+) -> dict[str, Any]:
+    """The times of what a launch is made of, in us, and their ``total``; one or many, as in `costs`. ``known`` are the
+    config's costs, if the caller has them."""
+    of = costs(x, c, maximum) if known is None else known
+    shared = (x.read + x.filled) / c.shared_bytes_per_cycle
+    # A row of a block that begins inside a line of 128 bytes takes two.
+    lines = 1 + (c.unaligned - 1) * x.unaligned + c.torn * x.torn
+    asked = x.asked * (lines * c.line_cycles + x.hanging * c.hanging_cycles)
+    fill = maximum(x.filled / c.fill_bytes_per_cycle, asked)
+    busy = x.resident * maximum(maximum(of.tensor, shared), fill)
+    # Near the limit of one resource the others still cost: a smooth maximum.
+    cycles = (busy**4 + of.waiting) ** 0.25
+    steps = x.steps * 1e-3 / c.clock_ghz
+    handing = of.handing + x.handed * of.per_handed
     # The next tile is multiplied while one is stored, but for the last; CTAs that share an SM share its way out.
     seen = x.waves - (x.waves - 1) * c.epilogue_hidden
-    epilogue = seen * (c.epilogue_us + x.resident * x.elements * per_element + handing)
+    epilogue = seen * (c.epilogue_us + x.resident * x.elements * of.per_element + handing)
     streaming = x.streams * c.stream_us + x.given / c.given_per_us + x.gathered / c.gathered_per_us
     hbm = (x.traffic + x.weights_again * c.again) / (c.hbm_gb_per_s * 1e3)
     # SMs that ask for the same line at a time share an answer.
@@ -73,17 +102,15 @@ def parts(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     # Loads and work on chip overlap, but not perfectly, and not before there is something to work on.
     first = x.first / (c.start_gb_per_s * 1e3)
     body = first + ((cycles * steps) ** 4 + hbm**4 + l2**4) ** 0.25
-    launch = c.launch_us + (1 - x.transposed) * c.upright_us
-    launch = launch + x.cluster_2 * c.cluster_2_us + x.cluster_4 * c.cluster_4_us + x.cluster_8 * c.cluster_8_us
     return {
-        "launch": launch,
+        "launch": of.launch,
         "tensor": busy * steps,
-        "chain": chain * steps,
+        "chain": of.chain * steps,
         "shared": x.resident * maximum(shared, fill) * steps,
         "l2": l2,
         "hbm": first + hbm,
         "epilogue": epilogue + streaming,
-        "total": launch + body + epilogue + streaming,
+        "total": of.launch + body + epilogue + streaming,
     }
 
 

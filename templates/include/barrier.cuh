@@ -161,6 +161,28 @@ DG_DEVICE void load_shared_pair(u32 address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");
 }
 
+struct Bytes16 {
+  u32 words[4];
+};
+
+DG_DEVICE Bytes16 load_shared_16(u32 address) {
+  Bytes16 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.words[0]), "=r"(x.words[1]), "=r"(x.words[2]), "=r"(x.words[3]) : "r"(address) : "memory");
+  return x;
+}
+
+DG_DEVICE u16 load_shared_2(u32 address) {
+  u16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
+DG_DEVICE void store_16(void* to, const Bytes16& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"l"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]), "r"(x.words[3]) : "memory");
+}
+
 DG_DEVICE void add_shared(u32 address, float* to) {
   float v[4];
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -4,8 +4,10 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// Staged through shared memory and stored by TMA, which clips what hangs over the edges. A warpgroup owns its staging
-// area: 64 x kBlockN bf16 for each of its m64 slices, cut into boxes of kBoxColumns columns whose rows are swizzled
+// Staged through shared memory and stored by TMA, which clips what hangs over the edges, or by the warp that staged it. The
+// latter is sooner at its end: TMA starts some 300 cycles of fencing later, behind a barrier, and takes as long for rows of
+// 64 bytes as for rows of 128. The former leaves consumers free for the next tile. A warpgroup owns its staging area: 64 x
+// kBlockN bf16 for each of its m64 slices, cut into boxes of kBoxColumns columns whose rows are swizzled
 // over their own length, as the tensor map expects.
 template <u32 kBlockN, u32 kSlices>
 struct TmaStore {
@@ -32,6 +34,35 @@ struct TmaStore {
       const u32 unit = column % kBoxColumns / 8 + lane / 16;
       store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                       pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+    }
+  }
+
+  // Of every slice the columns whose sums begin with the `first`-th.
+  template <class Sums>
+  static DG_DEVICE void stage_all(u32 staging, const Sums& sum, u32 first, u32 warp, u32 lane) {
+    static_assert(kSlices <= 2);
+    stage<0, 0, kBlockN>(staging, &sum[0][first], warp, lane);
+    if constexpr (kSlices > 1) stage<1, 0, kBlockN>(staging, &sum[1][first], warp, lane);
+  }
+
+  // Columns that this warp has staged of its own rows of a slice, whole boxes, to the rows of D from `row` on; D has a
+  // multiple of eight columns. Nobody else has to meet for it.
+  template <u32 kSlice, u32 kColumn, u32 kColumns, class Columns>
+  static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 row, const Columns& tile, u32 rows, u32 columns, u32 warp,
+                             u32 lane) {
+    static_assert(kColumn % kBoxColumns == 0 && kColumns % kBoxColumns == 0);
+    constexpr u32 kUnits = kRowBytes / 16, kRows = 32 / kUnits;  // rows that a warp copies at a time
+    const u32 first = warp * 16 + lane / kUnits, unit = lane % kUnits;
+#pragma unroll
+    for (u32 column = kColumn; column < kColumn + kColumns; column += kBoxColumns) {
+      const u32 box = staging + (kSlice * (kBlockN / kBoxColumns) + column / kBoxColumns) * kBoxBytes;
+      const u32 x = tile.at(column) + unit * 8;
+#pragma unroll
+      for (u32 r = first; r < first + 16; r += kRows) {
+        const u32 y = row + kSlice * 64 + r;
+        if (y < rows && x < columns)
+          store_16(d + y * stride + x, load_shared_16(box + r * kRowBytes + swizzled(r, unit) * 16));
+      }
     }
   }
 
@@ -78,14 +109,16 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
   }
 }
 
-// The same two ways out for accumulators with weights on their rows and tokens on their columns, transposed as they go.
-// `wanted(chunk)` says which chunks of eight tokens are this warpgroup's to store: up to kStored of them, one after the
-// other from a multiple of kStored on, in TMA boxes of 64 weights by kBoxChunks chunks.
-template <u32 kTokens, u32 kSlices, u32 kStored, u32 kBoxChunks>
-struct TransposedTmaStore {
+// For accumulators with weights on their rows and tokens on their columns, transposed as they go: staged and copied by each
+// warp for itself, or element by element. `wanted(chunk)` says which chunks of eight tokens are this warpgroup's to store: up
+// to kStored of them, one after the other from a multiple of kStored on.
+//
+// TMA would store the same, behind a fence and two barriers: promised weights in a graph, and 576 x 7168 for 32 tokens, took
+// 3.10 us on an H200 so, and 2.94 by copies; 7168 x 2048 for one, 4.23 and 4.08.
+template <u32 kTokens, u32 kSlices, u32 kStored>
+struct TransposedStore {
   enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom
   enum : u32 { kBytes = kSlices * kStored * kChunkBytes };  // one warpgroup's staging area
-  static_assert(kStored % kBoxChunks == 0);
 
   template <class Wanted>
   static DG_DEVICE void stage(u32 staging, const float (&sum)[kSlices][kTokens / 2], u32 warp, u32 lane,
@@ -105,16 +138,32 @@ struct TransposedTmaStore {
     }
   }
 
-  static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 token, u32 weight, u32 tokens, u32 weights) {
+  // The 16 weights of a slice that this warp has staged, of every token, to D: eight at a time, for two chunks at once, or
+  // where D's columns are no multiple of eight, one by one.
+  static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 token, u32 weight, u32 tokens, u32 weights, u32 warp,
+                             u32 lane) {
+    const auto place = [&](u32 slice, u32 chunk, u32 row, u32 unit) {
+      return staging + (slice * kStored + chunk) * kChunkBytes + row * 128 + (unit ^ row) * 16;
+    };
+    if (weights % 8 == 0) {
+      const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;
 #pragma unroll
-    for (u32 slice = 0; slice < kSlices; ++slice) {
+      for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-      for (u32 box = 0; box < kStored; box += kBoxChunks) {
-        if (token + box * 8 < tokens && weight + slice * 64 < weights)
-          tma_store(map, staging + (slice * kStored + box) * kChunkBytes, weight + slice * 64, token + box * 8);
+        for (u32 pair = 0; pair < kStored; pair += 2) {
+          const u32 chunk = pair + lane / 16, y = token + chunk * 8 + row, x = weight + slice * 64 + unit * 8;
+          if (chunk < kStored && y < tokens && x < weights)
+            store_16(d + y * stride + x, load_shared_16(place(slice, chunk, row, unit)));
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (u32 i = lane; i < kSlices * kStored * 128; i += 32) {
+        const u32 at = warp * 16 + i % 16, row = i / 16 % 8, chunk = i / 128 % kStored, slice = i / 128 / kStored;
+        const u32 y = token + chunk * 8 + row, x = weight + slice * 64 + at;
+        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice, chunk, row, at / 8) + at % 8 * 2);
       }
     }
-    tma_store_commit();
   }
 };
 

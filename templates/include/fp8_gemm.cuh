@@ -56,6 +56,9 @@ struct Fp8Gemm {
   // If not, grids have a CTA for each tile. The loops over tiles stay: without them ptxas makes wide tiles spill.
   enum : bool { kPersistent = Tile::kPersistent };
   static_assert(kPersistent || (!kStreams && kClusterSize * kConsumersK == 1));
+  // Whether a warp of the producers' brings tiles to D, or tells others where they are, while consumers go on. With one tile
+  // they have nothing to go on to, and are quicker themselves.
+  enum : bool { kPutsAway = kStreams || (kTmaStore && kPersistent) };
   using Whole = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
   using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, Workspace::kSteps>, Whole>::Type;
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
@@ -123,7 +126,7 @@ struct Fp8Gemm {
       if (warp == kConsumers * 4 && elect_one()) produce_weights(loaded_first(early));
       if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(loaded_first(early));
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(loaded_first(early));
-      if ((kTmaStore || kStreams) && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
+      if (kPutsAway && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
       __syncwarp();
       if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
@@ -275,7 +278,7 @@ struct Fp8Gemm {
       if (kTmaStore || !owned) {
         if (kTmaStore && lane == 0) tma_store_wait_read<0>();  // of the tile before
         __syncwarp();
-        if constexpr (kPersistent) Areas::free_all();
+        Areas::free_all();
 #pragma unroll 1  // few registers
         for (u32 i = 0; i < kConsumers * kStoreParts; ++i) {
           const u32 consumer = i % kConsumers, part = i / kConsumers;
@@ -283,7 +286,7 @@ struct Fp8Gemm {
           const u32 column = (rank_k() * kConsumersK + consumer % kConsumersK) * kColumns;
           Areas::template wait_until_full<kStoreParts>(consumer, part);
           if (lane == 0 && owned) {
-            const u32 area = shared + Areas::offset(consumer, blocks() % kStages);
+            const u32 area = shared + Areas::offset(consumer, 0);
             fence_shared_to_tma();
             Store::template store<kStoreParts>(arg.map_d, area, row, column, columns_of(tile), m(), n(), part);
           }
@@ -330,7 +333,7 @@ struct Fp8Gemm {
       const u32 mine = uniform(order_of(now, turn).mine());
       tile.advance();  // while the tensor cores have something to do
       mainloop.scaling.weights.follow(part());
-      const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, consumer, thread, mainloop.at.stage); };
+      const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage); };
       if constexpr (kPutsEarly) {
         mainloop.resume(sum, mine, put);
       } else if constexpr (kStartsEarly) {
@@ -373,27 +376,25 @@ struct Fp8Gemm {
       const u32 area = shared + Areas::offset(consumer, 0);
       Areas::wait_until_free(consumer);
 #pragma unroll
-      for (u32 owner = 0; owner < kShares; ++owner) {
-        if (owner == share) {
-          const u32 first = owner * kColumns / 2;
-          Store::template stage<0, 0, kColumns>(area, &sum[0][first], warp, lane);
-          if constexpr (kSlices > 1)
-            Store::template stage<1, 0, kColumns>(area, &sum[kSlices - 1][first], warp, lane);
-          static_assert(kSlices <= 2);
-        }
-      }
+      for (u32 owner = 0; owner < kShares; ++owner)
+        if (owner == share) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);
       Areas::template fill<kStoreParts>(consumer, 0);
     }
   }
 
   template <u32 kUnit>
-  DG_DEVICE void stage(const Sums& sum, u32 consumer, u32 thread, u32 next_stage) const {
+  DG_DEVICE void stage(const Sums& sum, const Scheduler& tile, u32 consumer, u32 thread, u32 next_stage) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 area = shared + Areas::offset(consumer, next_stage);
     if constexpr (kUnit == 0) Areas::wait_until_free(consumer);
     Store::template stage<kSlice, kColumn, Mma::kN>(area, &sum[kSlice][kColumn / 2], thread / 32, thread % 32);
-    if constexpr (kStoreParts > 1 || kUnit + 1 == Mainloop::kUnits) {
-      Areas::template fill<kStoreParts>(consumer, kStoreParts > 1 ? kUnit : 0);
+    if constexpr (kPersistent) {
+      if constexpr (kStoreParts > 1 || kUnit + 1 == Mainloop::kUnits)
+        Areas::template fill<kStoreParts>(consumer, kStoreParts > 1 ? kUnit : 0);
+    } else if constexpr (kWholeBoxes || kUnit % Mainloop::kParts + 1 == Mainloop::kParts) {
+      __syncwarp();
+      Store::template copy<kSlice, kWholeBoxes ? kColumn : 0, kWholeBoxes ? +Mma::kN : +kBlockN>(
+          area, arg.d, arg.d_stride, tile.row + consumer * 64 * kSlices, columns_of(tile), m(), n(), thread / 32, thread % 32);
     }
   }
 };

@@ -4,7 +4,8 @@
 #include "types.cuh"
 
 struct Fp8GemmArguments {
-  const TensorMap *map_a, *map_scale_a, *map_d;
+  const TensorMap *map_a, *map_scale_a;
+  const TensorMap* map_d;   // only of kernels that store by TMA
   const TensorMap* map_b[4];  // for each segment of a tile's columns (see columns.cuh)
   const TensorMap *map_a_last, *map_b_last, *map_scale_a_last;  // whose boxes end at the edge (see box.cuh)
   const float* scale_b;

@@ -56,7 +56,7 @@ struct Fp8Swapped {
   using Weights = BlockScales<1, Order, false>;
   using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, kStageBlocks>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
-  using Store = TransposedTmaStore<kBlockM, kSlices, Exchange::kOwned, Tile::kBoxChunks>;
+  using Store = TransposedStore<kBlockM, kSlices, Exchange::kOwned>;
   using Cursor = ProducerCursor;
 
   enum : u32 { kOffsetTokens = kStages * kBytesWeights };
@@ -225,24 +225,16 @@ struct Fp8Swapped {
         return (kShares == 1 || chunk / Exchange::kOwned == share) && chunk < active;
       };
       if constexpr (kTmaStore) {
-        // The staging area is free once the stores of the tile before have been read out of it.
-        if (thread == 0) tma_store_wait_read();
-        named_barrier_sync(1 + consumer, 128);
+        __syncwarp();  // of the tile before all has been copied
         Store::stage(staging, sum, warp, lane, wanted);
-        named_barrier_sync(1 + consumer, 128);
+        __syncwarp();
         const u32 token = row + (kShares == 1 ? 0 : share * Exchange::kOwned * 8);
-        if (thread == 0) {
-          fence_shared_to_tma();
-          Store::store(arg.map_d, staging, token, column, min_of(m(), row + kBlockM), n());
-        }
+        Store::copy(staging, arg.d, arg.d_stride, token, column, min_of(m(), row + kBlockM), n(), warp, lane);
       } else {
         store_direct_transposed<kBlockM, kSlices>(arg.d, arg.d_stride, sum, row, column, m(),
                                                   min_of(n(), column + kBlockN), warp, lane, wanted);
       }
     }
     mainloop.turns.end();
-    if constexpr (kTmaStore) {
-      if (thread == 0) tma_store_wait_read();
-    }
   }
 };

@@ -15,7 +15,7 @@ from deep_gemm import engine, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig
+from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 
@@ -23,7 +23,7 @@ ALL_SMS = SM90.num_sms
 # Few SMs, so that every CTA walks many tiles. A multiple of the largest cluster.
 FEW_SMS = 8
 
-# M, N, K, SMs. N is a multiple of 8: these are stored by TMA.
+# M, N, K, SMs. N is a multiple of 8, for CTAs with one tile.
 SHAPES = [
     (100, 2112, 1024, ALL_SMS),
     (333, 592, 1552, ALL_SMS),
@@ -43,7 +43,7 @@ DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, FEW_SMS), (1, 1, 128,
 # There are more swapped configs, so each gets fewer shapes; between them these leave tiles short along M, N and K.
 SWAPPED_SHAPES = [
     (300, 776, 656, FEW_SMS),  # many tiles a CTA, and a block of K cut short
-    (8, 1000, 896, ALL_SMS),
+    (8, 1003, 896, ALL_SMS),  # pieces of eight columns do not end where D does; its rows are padded
     (65, 256, 128, ALL_SMS),  # one block of K, fewer than shares
     (40, 392, 4240, ALL_SMS),  # 34 blocks: scales of B are fetched 32 at a time
 ]
@@ -126,7 +126,8 @@ def check(params: KernelParams, function: Function, shape: Shape) -> None:
     m, n, k, num_sms = shape
     stream = engine.raw_stream(torch.cuda.current_device())
     a, b = real_data(m, n, k)
-    d = guarded((m, n), torch.bfloat16, DEVICE)  # all of it NaN
+    strides = (align(n, 8), 1) if params.store == "tma" else None
+    d = guarded((m, n), torch.bfloat16, DEVICE, strides)  # all of it NaN
     force(params, function, a, b, d.tensor, num_sms, stream)()
     assert_close_to_exact(d.tensor, *a, *b)
     d.check("d")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
-from golden_renders import SWAPPED, make_params
+from golden_renders import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import (
@@ -18,6 +19,7 @@ from launches import (
     fp8,
     geometries,
     map_places,
+    maps_output,
     parameter_names,
     parameters,
     record,
@@ -33,7 +35,7 @@ from deep_gemm.kernels.columns import segments
 from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.sm90_fp8_launch import Geometry, launch
 from deep_gemm.kernels.stream_k import Stream, stream
-from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, align, ceil_div
 
 ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 
@@ -41,11 +43,12 @@ ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 @settings(max_examples=500, deadline=None)
 @given(PARAMS, geometries())
 def test_tensor_maps_are_within_the_limits_of_the_hardware(params: KernelParams, g: Geometry) -> None:
-    g = suited(g, fp8(params))
+    g = suited(g, params)
     maps = record(params, g).maps
     places = map_places(params)
-    assert len(places) == 7 + len(segments(fp8(params).block_n)) - 1
-    assert sorted(maps) == sorted(places[name] for name in places if name != "map_d" or params.store == "tma")
+    swapped = isinstance(params.config, SwappedConfig)
+    assert len(places) == (6 if swapped else 7 + len(segments(fp8(params).block_n)) - 1)
+    assert sorted(maps) == sorted(places[name] for name in places if name != "map_d" or maps_output(params))
     for spec, address in maps.values():
         size = ELEMENT_BYTES[spec.dtype]
         assert len(spec.dims) == len(spec.box) == len(spec.strides) + 1
@@ -63,7 +66,7 @@ def test_tensor_maps_are_within_the_limits_of_the_hardware(params: KernelParams,
 @settings(max_examples=500, deadline=None)
 @given(PARAMS, geometries())
 def test_tensor_maps_are_of_the_right_tensors(params: KernelParams, g: Geometry) -> None:
-    g = suited(g, fp8(params))
+    g = suited(g, params)
     maps = record(params, g).maps
     blocks = ceil_div(g.k, 128)
     places = map_places(params)
@@ -79,13 +82,13 @@ def test_tensor_maps_are_of_the_right_tensors(params: KernelParams, g: Geometry)
             assert (spec.dims, spec.strides) == ((128, rows, g.k // 128), (stride, 128))
     for spec, at in (maps[places["map_scale_a"]], maps[places["map_scale_a_last"]]):
         assert (spec.dtype, spec.dims, spec.strides, at) == ("f32", (g.m, blocks), (4 * g.stride_sfa,), AT.sfa)
-    if params.store == "tma":
+    if maps_output(params):
         d, at = maps[places["map_d"]]
         assert (d.dims, d.strides, at) == ((g.n, g.m), (2 * g.stride_d,), AT.d)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(UNSWAPPED), geometries())
+@given(st.sampled_from([config for config in UNSWAPPED if config.persistent]), geometries())
 def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: FP8Config, g: Geometry) -> None:
     d = record(make_params(config), g).maps[3][0]
     finished = config.block_n // config.k_shares  # by a consumer
@@ -94,17 +97,23 @@ def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: FP8Config, g
     assert d.swizzle == 2 * columns
 
 
-def test_swapped_tiles_are_stored_by_the_share_that_owns_them() -> None:
-    """64 weights by the tokens that a share of K finishes, or by eight where the last share's part is shorter."""
-    g = Geometry(200, 1000, 896, 896, 896, 1000, 200, (8, 1))
-    for config in SWAPPED.configs(arch.SM90):
-        params = make_params(config)
-        if params.store == "tma":
-            d = record(params, g).maps[3][0]
-            chunks = config.block_m // 8
-            owned = ceil_div(chunks, config.k_shares)
-            assert d.box == (64, 8 * (1 if chunks % owned else owned))
-            assert d.swizzle == 128
+def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
+    config = next(config for config in UNSWAPPED if not config.persistent)
+    g = Geometry(7, 1003, 896, 896, 896, 1008, 8, (8, 1))
+    with pytest.raises(InvalidInputError, match="multiple of 8, but N is 1003"):
+        record(make_params(config), g)
+    record(make_params(config, "direct"), g)
+    record(make_params(config), replace(g, n=1000))
+
+
+@settings(max_examples=200, deadline=None)
+@given(PARAMS, geometries())
+def test_rows_come_into_l2_by_two_blocks_of_k_only_where_d_is_larger_than_b(params: KernelParams, g: Geometry) -> None:
+    g = suited(g, params)
+    places = map_places(params)
+    promoted = {spec.l2_promotion for spec, at in record(params, g).maps.values() if at in (AT.a, AT.b)}
+    assert promoted == {256 if 2 * g.m * g.n > g.n * g.k else 128}
+    assert {"map_a", "map_b"} <= places.keys()
 
 
 def walk(config: FP8Config, g: Geometry, clusters: int, numbers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -121,7 +130,8 @@ def walk(config: FP8Config, g: Geometry, clusters: int, numbers: tuple[int, ...]
 def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms: int) -> None:
     config = fp8(params)
     num_sms = max(num_sms, config.cluster_size)
-    g = Geometry(m, n, 128, 128, 128, align(n, 8), align(m, 4), (1, 1))
+    g = suited(Geometry(m, n, 128, 128, 128, align(n, 8), align(m, 4), (1, 1)), params)
+    n = g.n
     recorded = record(params, g, num_sms)
     shape, arguments = recorded.shape, dict(zip(parameter_names(params), recorded.args, strict=True))
     assert shape.grid[0] % config.cluster_size == 0

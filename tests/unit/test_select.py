@@ -166,6 +166,13 @@ def test_ctas_of_one_tile_run_at_the_same_time(problem: GemmProblem) -> None:
             assert tiles_m * ceil_div(problem.n, config.block_n * config.cluster_n) <= slots
 
 
+def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
+    problem = GemmProblem(m=512, n=7168, k=2048, num_sms=132)
+    for n, d_tma, some in ((7168, True, True), (7164, True, False), (7164, False, True)):
+        found = candidates(replace(problem, n=n, d_tma=d_tma), SM90)
+        assert any(not config.persistent for config in found) is some
+
+
 def test_ctas_of_one_tile_have_more_stages_and_are_preferred_for_that() -> None:
     one_wave = GemmProblem(m=512, n=7168, k=16384, num_sms=132)
     assert not select(one_wave, SM90).config.persistent
