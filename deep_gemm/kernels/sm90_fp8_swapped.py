@@ -110,8 +110,8 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         return None
 
     def store(self, config: SwappedConfig, d_tma: bool) -> str:
-        """How ``config`` stores: narrow tiles element by element, since a swizzled row of 64 is more than they have. The
-        others copy what TMA could store, 16 bytes at a time."""
+        """How ``config`` stores: narrow tiles element by element, since a swizzled row of 64 is more than they have.
+        The others copy what TMA could store, 16 bytes at a time."""
         return "tma" if d_tma and config.block_n >= 64 else "direct"
 
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
