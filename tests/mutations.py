@@ -212,8 +212,8 @@ MUTATIONS = [
     Mutation(
         "store the first share's columns for all",
         "fp8_gemm.cuh",
-        "const u32 first = owner * kColumns / 2;",
-        "const u32 first = 0;",
+        "if (owner == share) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);",
+        "if (owner == share) Store::stage_all(area, sum, 0, warp, lane);",
         ("split",),
     ),
     Mutation(
