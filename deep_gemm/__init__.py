@@ -3,8 +3,10 @@
 Importing this package touches no GPU, disk, environment variable or compiler, so a process may fork afterwards.
 """
 
-from deep_gemm import testing, utils
-from deep_gemm.ahead import precompile
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from deep_gemm import utils
 from deep_gemm.constant import declare_constant, retract_constant
 from deep_gemm.dense import (
     fp8_fp4_gemm_nn,
@@ -64,6 +66,10 @@ from deep_gemm.unsupported import (
     transform_weights_for_mega_moe,
 )
 
+if TYPE_CHECKING:
+    from deep_gemm import testing
+    from deep_gemm.ahead import precompile
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -120,3 +126,19 @@ __all__ = [
     "transform_weights_for_mega_moe",
     "utils",
 ]
+
+_LATE = {"precompile": ("deep_gemm.ahead", "precompile"), "testing": ("deep_gemm.testing", "")}
+"""What a caller of kernels does not need, a fifth of the import: (module, attribute), imported when first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LATE[name]
+    found = importlib.import_module(module)
+    globals()[name] = getattr(found, attribute) if attribute else found
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -12,6 +12,7 @@ from driver_fakes import FakeDriver
 from forced import compiled, force, load, nvrtc
 from golden_renders import SWAPPED, find_config, make_params
 from jit_fakes import FakeCompiler, cubin_of
+from launches import parameter_names
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
@@ -70,12 +71,13 @@ def test_a_launch_has_the_operands(
     name, (config, _, parameters, _) = driver.calls[-1]
     assert name == "cuLaunchKernelEx"
     assert (config.gridDimX, config.blockDimX) == (forced.launch.shape.grid[0], params.config.num_threads)
-    pointers = struct.unpack("=20Q", ctypes.string_at(parameters, 20 * 8))
-    assert ctypes.c_uint64.from_address(pointers[7]).value == sfb.data_ptr()
-    assert ctypes.c_uint64.from_address(pointers[10]).value == d.data_ptr()
-    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[12:15]] == [37, 200, 272]
+    names = parameter_names(params)
+    at = dict(zip(names, struct.unpack(f"={len(names)}Q", ctypes.string_at(parameters, len(names) * 8)), strict=True))
+    assert ctypes.c_uint64.from_address(at["scale_b"]).value == sfb.data_ptr()
+    assert ctypes.c_uint64.from_address(at["d"]).value == d.data_ptr()
+    assert [ctypes.c_uint32.from_address(at[name]).value for name in ("m", "n", "k")] == [37, 200, 272]
     one_row = int(params.config.block_m >= 37)  # of tiles, so that B leaves L2 first
-    assert [ctypes.c_uint32.from_address(pointer).value for pointer in pointers[18:]] == [0, one_row]
+    assert [ctypes.c_uint32.from_address(at[name]).value for name in ("constant_b", "b_read_once")] == [0, one_row]
 
 
 def test_an_output_that_cannot_be_stored_by_tma_is_refused(driver: FakeDriver, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ struct Tile {
   enum : u32 { kClusterK = 1, kConsumersK = 1 };
   enum : u32 { kPartials = 2, kTurns = 1 };
   enum : bool { kScalesHeld = true };
-  enum : u32 { kBoxChunks = 2 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 216 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : bool { kTmaStore = true };
@@ -38,13 +37,13 @@ struct Mma {
 
 extern "C" __global__ void __launch_bounds__(256, 2)
     fp8_gemm_swapped_16x64_s22_p2_tma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d,
+    const __grid_constant__ TensorMap map_scale_a,
     const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last,
     const __grid_constant__ TensorMap map_scale_a_last, const float* scale_b, i64 scale_b_stride_n,
     i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns,
     const __grid_constant__ Raster raster, u32 constant_b, u32 b_read_once) {
   extern __shared__ __align__(1024) u8 shared[];
-  const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
+  const Fp8GemmArguments arguments{&map_a, &map_scale_a, nullptr, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, constant_b, b_read_once};
   Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();
