@@ -1,0 +1,64 @@
+"""Judge the selector on shapes that its calibration did not see: a survey of them, one row each.
+
+    python -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
+
+The shapes are random ones of a seed that no survey has; one that a survey beside the rows holds all the same is left out.
+It needs a GPU, compiles some thousand kernels, and takes a minute or two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deep_gemm.benchmarks import shapes, survey
+from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.benchmarks.run import append
+from deep_gemm.workload import GemmShape
+
+SEED, COUNT = 76, 63
+WITHIN = 1.35
+"""Configs that the model takes for slower than so many times its best are not timed, as in `calibrate survey`."""
+
+
+def unseen(surveys: Sequence[Path], count: int = COUNT) -> list[GemmShape]:
+    """`count` shapes that no row of `surveys` is of; N is a multiple of 8, so that TMA can store D."""
+    seen = {(row["m"], row["n"], row["k"]) for row in survey.load(surveys)}
+    drawn = (shape for shape in shapes.log_uniform(count * 4, SEED) if shape.n % 8 == 0)
+    return list(itertools.islice((shape for shape in drawn if (shape.m, shape.n, shape.k) not in seen), count))
+
+
+def judged(row: survey.Row) -> survey.Row:
+    """What README's sentence is made of, from a row of a survey."""
+    times, selected = row["times"], row["selected"]
+    best = min(times, key=times.__getitem__)
+    return {
+        "mode": "selection",
+        **{name: row[name] for name in ("m", "n", "k")},
+        "timed": len(times),
+        "of": "a survey that the calibration did not see",
+        "selected": selected,
+        "us": round(times[selected], 1),
+        "best": best,
+        "us_best": round(times[best], 1),
+        "ratio_best": round(survey.quality(row), 4),
+        **{name: row[name] for name in environment()},
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        print(__doc__)
+        return 2
+    output = Path(arguments[0])
+    found = unseen(sorted(output.parent.glob("survey*.jsonl")))
+    output.unlink(missing_ok=True)
+    for row in survey.Survey(found, ("flush",), WITHIN).rows():
+        append(output, judged(row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""The rows that say how good the selector is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deep_gemm.benchmarks import selection
+from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.benchmarks.readme import RESULTS
+
+
+def test_the_shapes_are_those_of_the_rows_and_no_survey_has_them() -> None:
+    surveys = sorted(RESULTS.glob("survey*.jsonl"))
+    assert len(surveys) == 2
+    found = [(shape.m, shape.n, shape.k) for shape in selection.unseen(surveys)]
+    rows = [json.loads(line) for line in (RESULTS / "selection.jsonl").read_text().splitlines()]
+    assert len(set(found)) == selection.COUNT
+    assert found == [(row["m"], row["n"], row["k"]) for row in rows]
+
+
+def test_shapes_of_a_survey_are_left_out(tmp_path: Path) -> None:
+    first, *others = selection.unseen([], count=5)
+    seen = tmp_path / "survey.jsonl"
+    seen.write_text(json.dumps({"m": first.m, "n": first.n, "k": first.k}) + "\n")
+    found = selection.unseen([seen], count=5)
+    assert found[:4] == others
+    assert len(found) == 5
+    assert first not in found
+
+
+def test_a_row_compares_the_selected_config_with_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "environment", lambda: {"device": "x"})
+    row = {"m": 1, "n": 2, "k": 3, "selected": "a", "times": {"a": 10.04, "b": 8.032, "c": 9.0}, "device": "a GPU"}
+    made = selection.judged(row)
+    assert (made["selected"], made["us"], made["best"], made["us_best"]) == ("a", 10.0, "b", 8.0)
+    assert made["ratio_best"] == 0.8
+    assert (made["timed"], made["device"]) == (3, "a GPU")
+
+
+def test_the_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert selection.main([]) == 2
+    assert "deep_gemm.benchmarks.selection benchmarks/results" in capsys.readouterr().out
+
+
+def test_rows_on_disk_have_the_fields_of_new_ones() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "selection.jsonl").read_text().splitlines()]
+    survey_row = {"m": 1, "n": 2, "k": 3, "selected": "a", "times": {"a": 1.0}} | dict.fromkeys(environment(), "")
+    assert all(row.keys() == selection.judged(survey_row).keys() for row in rows)
