@@ -2,8 +2,8 @@
 
     python -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
 
-The shapes are random ones of a seed that no survey has; one that a survey beside the rows holds all the same is left out.
-It needs a GPU, compiles some thousand kernels, and takes a minute or two.
+The shapes are random ones of a seed that no survey has; one that a survey beside the rows holds all the same is left
+out. It needs a GPU, compiles some thousand kernels, and takes a minute or two.
 """
 
 from __future__ import annotations
