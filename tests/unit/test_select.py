@@ -211,14 +211,15 @@ def test_the_estimate_is_of_the_right_size() -> None:
 def test_ranking_takes_less_than_five_milliseconds() -> None:
     problem = GemmProblem(m=100, n=2112, k=7168, num_sms=132)
     rank(problem, SM90)  # the first makes the list of configs
-    times = []
-    for m in range(100, 140):
-        heuristic._rank.cache_clear()
-        start = time.perf_counter()
-        rank(replace(problem, m=m), SM90)
-        times.append(time.perf_counter() - start)
-    # The least of many: another process on this machine may take any one of them.
-    assert min(times) < 5e-3, f"{min(times) * 1e3:.2f} ms"
+    least, until = float("inf"), time.monotonic() + 20
+    # The least of many: others on this machine may take any one of them, and slow down all for a second or two.
+    while least >= 5e-3 and time.monotonic() < until:
+        for m in range(100, 140):
+            heuristic._rank.cache_clear()
+            start = time.perf_counter()
+            rank(replace(problem, m=m), SM90)
+            least = min(least, time.perf_counter() - start)
+    assert least < 5e-3, f"{least * 1e3:.2f} ms"
 
 
 @given(st.integers(1, 1 << 20))
