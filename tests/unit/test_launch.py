@@ -110,10 +110,8 @@ def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
 @given(PARAMS, geometries())
 def test_rows_come_into_l2_by_two_blocks_of_k_only_where_d_is_larger_than_b(params: KernelParams, g: Geometry) -> None:
     g = suited(g, params)
-    places = map_places(params)
     promoted = {spec.l2_promotion for spec, at in record(params, g).maps.values() if at in (AT.a, AT.b)}
     assert promoted == {256 if 2 * g.m * g.n > g.n * g.k else 128}
-    assert {"map_a", "map_b"} <= places.keys()
 
 
 def walk(config: FP8Config, g: Geometry, clusters: int, numbers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -131,7 +129,7 @@ def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms
     config = fp8(params)
     num_sms = max(num_sms, config.cluster_size)
     g = suited(Geometry(m, n, 128, 128, 128, align(n, 8), align(m, 4), (1, 1)), params)
-    n = g.n
+    n = g.n  # a multiple of 8 where it must be one
     recorded = record(params, g, num_sms)
     shape, arguments = recorded.shape, dict(zip(parameter_names(params), recorded.args, strict=True))
     assert shape.grid[0] % config.cluster_size == 0
