@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "load the second segment from where the first ends",
         "box.cuh",
-        "row = columns.first(segment) + part * box;",
-        "row = columns.first(0) + Columns::begin(segment) + part * box;",
+        "load(maps[segment], place, row);",
+        "load(maps[segment], place, columns.first(0) + place);",
         ("segments",),
     ),
     Mutation(
