@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
-from deep_gemm.benchmarks.survey import MODES, name_of, problem
-from deep_gemm.params import FP8Config
+from deep_gemm.benchmarks.survey import LAUNCH_MODES, name_of, problem
+from deep_gemm.params import SCALE_BLOCK, FP8Config
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Calibration
 from deep_gemm.select.features import Features, features
 from deep_gemm.select.model import parts
+from deep_gemm.select.power import Power, draws
 from deep_gemm.workload import GemmShape
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -87,6 +88,8 @@ STEPS, RATE = 600, 0.05
 """Of Adam. On 500 shapes 1500 steps, and twice the rate, chose no better."""
 TRIES = 8000
 """Of a climb."""
+LEAST_PAIRS = 20
+"""Of a shape and a config, for the constants of power."""
 HELD_OUT = 4
 """One shape in so many is kept for judging."""
 
@@ -104,13 +107,13 @@ class Data:
     held_out: Tensor
     """By shape."""
     mode: Tensor
-    """By shape: index in ``survey.MODES``."""
+    """By shape: index in ``survey.LAUNCH_MODES``."""
     weight: Tensor
     """By shape: a row's "weight", or 1. Only climbs go by it."""
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> Data:
-        """The pairs of survey rows; configs that are not legal any more are left out."""
+        """The pairs of survey rows of single calls and graphs; configs that are not legal any more are left out."""
         x: list[Features] = []
         log_us: list[float] = []
         log_lost: list[float] = []
@@ -119,6 +122,8 @@ class Data:
         mode: list[int] = []
         weight: list[float] = []
         for row in rows:
+            if row["mode"] not in LAUNCH_MODES:
+                continue
             asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
             legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
             names = [name for name in row["times"] if name in legal]
@@ -132,7 +137,7 @@ class Data:
             # By shape, not by row: its modes are kept together.
             text = f"{row['m']} x {row['n']} x {row['k']}"
             held_out.append(zlib.crc32(text.encode()) % HELD_OUT == 0)
-            mode.append(MODES.index(row["mode"]))
+            mode.append(LAUNCH_MODES.index(row["mode"]))
             weight.append(row.get("weight", 1.0))
         columns: Any = (torch.tensor(column, dtype=torch.float64) for column in zip(*x, strict=True))
         return cls(
@@ -161,9 +166,9 @@ class Data:
     ) -> Tensor:
         """Time lost by the choices on ``shapes`` (a mask; all if it is None), large losses counted more, and a little
         of how wrong the estimates are where they matter. ``hidden`` are the us that a launch takes less in each of
-        ``survey.MODES`` than alone, which is what the model estimates; none if it is None."""
+        ``survey.LAUNCH_MODES`` than alone, which is what the model estimates; none if it is None."""
         shapes = torch.ones_like(self.held_out) if shapes is None else shapes
-        hidden = torch.zeros(len(MODES), dtype=torch.float64) if hidden is None else hidden
+        hidden = torch.zeros(len(LAUNCH_MODES), dtype=torch.float64) if hidden is None else hidden
         us = self._estimates(constants)
         estimates = torch.log(us)
         shares = torch.exp((self._least(estimates.detach())[self.shape] - estimates) / softness)
@@ -231,7 +236,7 @@ def _fit(data: Data, start: Calibration, shapes: Tensor | None) -> Calibration:
     known = torch.tensor([math.log(getattr(start, name)) for name in names], dtype=torch.float64)
     # Not from a bound, where slopes are flat.
     point = torch.logit(((known - low) / (high - low)).clamp(0.01, 0.99)).requires_grad_()
-    hidden = torch.full((len(MODES) - 1,), HIDDEN_US, dtype=torch.float64, requires_grad=True)
+    hidden = torch.full((len(LAUNCH_MODES) - 1,), HIDDEN_US, dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([point, hidden], lr=RATE)
     none = torch.zeros(1, dtype=torch.float64)  # of single calls
 
@@ -269,3 +274,29 @@ def climb(data: Data, start: Calibration, shapes: Tensor | None = None, tries: i
         if (lost := data.felt(other, shapes)) <= least:
             start, least = other, lost
     return start
+
+
+def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Power, dict[str, float]] | None:
+    """What draws power, by the times of survey rows back to back: least squares of relative errors. With how many pairs
+    of a shape and a config that is from, and the errors' standard deviation. None where the rows do not tell: too few,
+    or a constant would not be positive."""
+    drawn: list[list[float]] = []
+    for row in rows:
+        if row["mode"] != "steady":
+            continue
+        asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
+        legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
+        for name in row["times"].keys() & legal.keys():
+            config = legal[name]
+            drawn.append([part / row["times"][name] for part in draws(asked, config, features(asked, config))])
+    if len(drawn) < LEAST_PAIRS:
+        return None
+    matrix = torch.tensor(sorted(drawn), dtype=torch.float64)
+    scale = matrix.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny)
+    found = torch.linalg.lstsq(matrix / scale, torch.ones(len(matrix), 1, dtype=torch.float64)).solution[:, 0] / scale
+    if not bool((found > 0).all() and found.isfinite().all()):
+        return None
+    first, *others = (float(value) for value in found)
+    values = [SCALE_BLOCK / first, *(value / first for value in others)]
+    power = Power(*(float(f"{value:.5g}") for value in values))
+    return power, {"pairs": len(matrix), "deviation": round(float((matrix @ found - 1).std()), 4)}

@@ -17,12 +17,19 @@ from deep_gemm import engine, kernels, options, select
 from deep_gemm.benchmarks import timing
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.params import FP8Config, GemmProblem
+from deep_gemm.select.heuristic import POWER_LIMITED_FLOPS
 from deep_gemm.testing.bench import FLUSH_BYTES
 from deep_gemm.workload import GemmShape
 
-MODES = ("flush", "promised", "unpromised")
-"""Cold single calls, and graphs of many with and without the promise of constant weights."""
+LAUNCH_MODES = ("flush", "promised", "unpromised")
+MODES = (*LAUNCH_MODES, "steady")
+"""Cold single calls; graphs of many with and without the promise of constant weights, of few tokens; and back to back,
+of what power limits then."""
 GRAPH_MAX_M = 128
+STEADY_CONFIGS = 16
+"""So many of the best by the model are timed back to back, which takes seconds."""
+STEADY_SETS = 4
+"""Of weights and outputs, which are taken in turns then."""
 FLUSH_REPEATS = ((100.0, 20), (1000.0, 8), (float("inf"), 4))
 """Up to so many us, so many single calls: long ones vary less, and heat the GPU."""
 
@@ -65,9 +72,7 @@ class Survey:
         spec, start = archs.for_device(device), time.monotonic()
         common = environment()
         num_sms = options.num_sms_for(device)
-        work = [
-            (shape, mode) for shape in self.shapes for mode in self.modes if mode == "flush" or shape.m <= GRAPH_MAX_M
-        ]
+        work = [(shape, mode) for shape in self.shapes for mode in self.modes if makes_sense(shape, mode)]
         candidates = {shape: self._candidates(problem(shape, num_sms), spec) for shape in self.shapes}
         self._build({(problem(s, num_sms), c.config) for s, found in candidates.items() for c in found}, spec)
         for index, (shape, mode) in enumerate(work):
@@ -77,16 +82,19 @@ class Survey:
             asked = problem(shape, num_sms)
             row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source, "mode": mode}
             row["selected"] = name_of(select.rank(asked, spec)[0].config, asked, spec)
-            timers = dict(_timers(shape, asked, [c.config for c in candidates[shape]], mode, spec, device))
-            row["times"] = {name: round(us, 3) for name, us in times_of(timers, row["selected"]).items()}
+            configs = [c.config for c in candidates[shape]][: STEADY_CONFIGS if mode == "steady" else None]
+            timers = dict(_timers(shape, asked, configs, mode, spec, device))
+            times = steady_times_of(timers) if mode == "steady" else times_of(timers, row["selected"])
+            row["times"] = {name: round(us, 3) for name, us in times.items()}
             del timers  # and the memory that they hold, before the next row's
             self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
             yield row | common
 
     def _candidates(self, asked: GemmProblem, spec: archs.ArchSpec) -> list[select.Choice]:
         ranked = select.rank(asked, spec)
-        limit = ranked[0].estimate.total_us * self.within
-        return [choice for choice in ranked if not self.within or choice.estimate.total_us <= limit]
+        limit = min(choice.estimate.total_us for choice in ranked) * self.within
+        near = (choice for choice in ranked[1:] if not self.within or choice.estimate.total_us <= limit)
+        return [ranked[0], *near]
 
     def _build(self, pairs: Iterable[tuple[GemmProblem, FP8Config]], spec: archs.ArchSpec) -> None:
         wanted = {engine.kernel_params(asked, config, spec) for asked, config in pairs}
@@ -94,6 +102,22 @@ class Survey:
             for done, _ in enumerate(pool.map(engine.build, wanted)):
                 if done % 100 == 0:
                     self.progress(f"compiling: {done} of {len(wanted)} kernels")
+
+
+def makes_sense(shape: GemmShape, mode: str) -> bool:
+    """Whether a shape is run in a mode: graphs are of few tokens, and only long launches meet the limit of power."""
+    if mode == "steady":
+        return shape.flops >= POWER_LIMITED_FLOPS
+    return mode == "flush" or shape.m <= GRAPH_MAX_M
+
+
+def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """The mean of two times of each, there and back, so that a drift of what the GPU draws meets all alike. What heats it
+    up first is not counted."""
+    next(iter(timers.values()))()
+    there = {name: timer() for name, timer in timers.items()}
+    back = {name: timers[name]() for name in reversed(timers)}
+    return {name: (us + back[name]) / 2 for name, us in there.items()}
 
 
 def times_of(timers: Mapping[str, Callable[[], float]], selected: str) -> dict[str, float]:
@@ -122,7 +146,8 @@ def _timers(
     from deep_gemm.benchmarks import backends
     from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry
 
-    sets = 1 if mode == "flush" else min(256, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
+    graph_sets = min(256, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
+    sets = {"flush": 1, "steady": STEADY_SETS}.get(mode, graph_sets)
     operands = backends.make_operands(shape, sets)
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     order = list(configs)
@@ -142,11 +167,13 @@ def _timers(
                 (x.sfb.stride(0), x.sfb.stride(1)),
             )
             at = Addresses(x.a.data_ptr(), x.sfa.data_ptr(), x.b.data_ptr(), x.sfb.data_ptr(), x.d.data_ptr())
-            handle = stream.cuda_stream if mode != "flush" else engine.raw_stream(device)
+            handle = engine.raw_stream(device) if mode in ("flush", "steady") else stream.cuda_stream
             calls.append(engine.forced_launch(asked, config, geometry, at, device, handle, mode == "promised"))
         name = name_of(config, asked, spec)
         if mode == "flush":
             yield name, _Single(calls[0], scratch, operands)
+        elif mode == "steady":
+            yield name, _Steady(calls, operands)
         else:
             yield name, _Graph(calls, stream, operands)
 
@@ -179,6 +206,19 @@ class _Single:
         self.call()
         end.record()
         return start, end
+
+
+@dataclass
+class _Steady:
+    """Times calls back to back, at the clocks that the power limit leaves."""
+
+    calls: Sequence[Callable[[], object]]
+    operands: object
+
+    SECONDS = 1.0
+
+    def __call__(self) -> float:
+        return timing.steady({"": self.calls}, self.SECONDS)[""]
 
 
 @dataclass

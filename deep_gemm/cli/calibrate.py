@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -108,9 +107,10 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     out = console()
     found: dict[str, calibration.Calibration] = {}
     summary: dict[str, dict[str, float]] = {}
-    for name in (field.name for field in fields(calibration.Calibrations)):
+    for name in calibration.KINDS:
         known = getattr(calibration.default(), name)
-        mine = [row for row in rows if calibration.kind_of(row["m"]) == name]
+        launches = (row for row in rows if row["mode"] in survey.LAUNCH_MODES)
+        mine = [row for row in launches if calibration.kind_of(row["m"]) == name]
         data = fit.Data.of(mine, arch.get("sm_90a")) if len(mine) >= max(least, 1) else None
         if data is None or not data.held_out.any() or data.held_out.all():
             out.print(f"{name}: constants are as they were, since {len(mine)} rows are too few.", markup=False)
@@ -125,9 +125,17 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
         judged = data.selected(blind)[data.held_out]
         summary[name] = {**_summary(data.selected(found[name])), **_summary(judged, "held_out_")}
         out.print(f"{name}: {summary[name]}", markup=False)
+    power = calibration.default().power
+    if (fitted := fit.fit_power(rows, arch.get("sm_90a"))) is None:
+        out.print(
+            "power: constants are as they were, since times back to back are too few, or do not tell.", markup=False
+        )
+    else:
+        power, summary["power"] = fitted
+        out.print(f"power: {summary['power']}", markup=False)
     if not summary:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
-    made = calibration.Calibrations(**found)
+    made = calibration.Calibrations(**found, power=power)
     about = {
         key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]
     }

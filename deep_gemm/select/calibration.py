@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
+from .power import Power
 
 FOLDER = Path(__file__).parent / "calibrations"
 
+KINDS = ("few_tokens", "some_tokens", "many_tokens")
 FEW_TOKENS, SOME_TOKENS = 64, 128
 """Up to so many tokens there are constants for few, fitted to graphs of many launches as well, and for some."""
 
@@ -121,11 +123,12 @@ class Calibration:
 @dataclass(frozen=True)
 class Calibrations:
     """Those of one GPU model: for few tokens, where launches overlap and HBM is the limit, for many, where tensor cores
-    and the L2 matter, and for some, where all do."""
+    and the L2 matter, and for some, where all do; and what draws power."""
 
     few_tokens: Calibration
     some_tokens: Calibration
     many_tokens: Calibration
+    power: Power
 
     def of(self, m: int) -> Calibration:
         """The constants for ``m`` tokens."""
@@ -134,14 +137,14 @@ class Calibrations:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Calibrations:
-        """All three, from a file's "constants". Raises InvalidInputError."""
-        names = [field.name for field in fields(cls)]
+        """All of them, from a file's "constants". Raises InvalidInputError."""
+        names = [*KINDS, "power"]
         if sorted(data) != sorted(names):
             raise InvalidInputError(
                 f"A calibration file holds constants for {', '.join(names)}, but this one for {', '.join(data)}. "
                 "Make it anew with `deep-gemm calibrate fit`."
             )
-        return cls(**{name: Calibration.from_json(data[name]) for name in names})
+        return cls(**{kind: Calibration.from_json(data[kind]) for kind in KINDS}, power=Power.from_json(data["power"]))
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """For a calibration file."""
