@@ -112,8 +112,8 @@ def makes_sense(shape: GemmShape, mode: str) -> bool:
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The mean of two times of each, there and back, so that a drift of what the GPU draws meets all alike. What heats it
-    up first is not counted."""
+    """The mean of two times of each, there and back, so that a drift of what the GPU draws meets all alike. What heats
+    it up first is not counted."""
     next(iter(timers.values()))()
     there = {name: timer() for name, timer in timers.items()}
     back = {name: timers[name]() for name in reversed(timers)}

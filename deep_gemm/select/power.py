@@ -1,8 +1,9 @@
 """How long a config takes where power is the limit.
 
-With its tensor cores at work an H200 lowers its clock until it draws 700 W. Which SM idles when no longer matters then,
-only what all of the work draws: products, what they read from shared memory, what is written there, and what L2 is asked
-for. Timed back to back, 30 pairs of a shape and a config took what a sum of these says within 1% (standard deviation).
+With its tensor cores at work an H200 lowers its clock until it draws 700 W. Which SM idles when no longer matters
+then, only what all of the work draws: products, what they read from shared memory, what is written there, and what L2
+is asked for. Timed back to back, 30 pairs of a shape and a config took what a sum of these says within 1% (standard
+deviation).
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def draws(problem: GemmProblem, config: FP8Config, x: Features) -> tuple[float, 
 
 
 def sustained_us(problem: GemmProblem, config: FP8Config, x: Features, power: Power) -> float:
-    """The time of a launch among many back to back, where it is power that limits them. ``x`` are the pair's features."""
+    """The time of a launch among many back to back, if power is what limits them. ``x`` are the pair's features."""
     products, read, filled, asked, dealt = draws(problem, config, x)
-    drawn = products + power.read_row * read + power.filled_row * filled + power.asked_row * asked + power.dealt * dealt
+    moved = power.read_row * read + power.filled_row * filled + power.asked_row * asked
+    drawn = products + moved + power.dealt * dealt
     return drawn * SCALE_BLOCK / power.products_per_us

@@ -20,7 +20,6 @@ from deep_gemm.select import candidates, heuristic, rank, representative, repres
 from deep_gemm.select.calibration import default, kind_of
 from deep_gemm.select.features import features
 from deep_gemm.select.model import estimate
-from deep_gemm.select.power import sustained_us
 
 SM90 = arch.SM90
 KERNELS = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL)
@@ -75,8 +74,8 @@ def test_what_is_ranked_can_run(problem: GemmProblem) -> None:
 
 
 def test_where_power_is_the_limit_what_draws_less_is_taken() -> None:
-    """The model takes dealing out blocks of K for the fastest way to do 4096 x 7168 x 16384 once, since no SM idles then.
-    Back to back on an H200, pairs of 256x128 took 779 us, and that 799."""
+    """The model takes dealing out blocks of K for the fastest way to do 4096 x 7168 x 16384 once, since no SM idles
+    then. Back to back on an H200, pairs of 256x128 took 779 us, and that 799."""
     problem = GemmProblem(m=4096, n=7168, k=16384, num_sms=132)
     first, *others = rank(problem, SM90)
     alone = min(others, key=lambda choice: choice.estimate.total_us)
@@ -89,36 +88,6 @@ def test_where_power_is_the_limit_what_draws_less_is_taken() -> None:
     short = replace(problem, m=512, k=1536)
     assert short.flops < heuristic.POWER_LIMITED_FLOPS
     assert rank(short, SM90)[0].estimate.total_us == min(choice.estimate.total_us for choice in rank(short, SM90))
-
-
-@settings(max_examples=200, deadline=None)
-@given(PROBLEMS)
-def test_twice_the_work_draws_twice_as_much(problem: GemmProblem) -> None:
-    problem = replace(problem, m=256 * problem.m, k=128 * ceil_div(problem.k, 128))
-    double = replace(problem, k=2 * problem.k)
-    power = default().power
-    for config in candidates(problem, SM90)[::7]:
-        once, twice = (sustained_us(p, config, features(p, config), power) for p in (problem, double))
-        assert twice == pytest.approx(2 * once)
-        assert once >= problem.m * problem.n * problem.k / power.products_per_us
-
-
-def test_multicast_draws_less_and_padding_more() -> None:
-    problem = GemmProblem(m=4096, n=8192, k=4096, num_sms=132)
-    power = default().power
-
-    def drawn(cluster_n: int, m: int = 4096) -> float:
-        asked = replace(problem, m=m)
-        config = next(
-            c
-            for c in candidates(asked, SM90)
-            if (c.block_m, c.block_n, c.cluster_m, c.cluster_n, c.stream_k) == (256, 128, 1, cluster_n, False)
-        )
-        return sustained_us(asked, config, features(asked, config), power)
-
-    assert 0.97 * drawn(1) < drawn(2) < drawn(1)
-    assert drawn(1, 4096 - 100) == drawn(1)
-    assert drawn(1, 4096 + 1) == pytest.approx(drawn(1) * 17 / 16)
 
 
 def test_the_configs_it_ranks_are_legal() -> None:

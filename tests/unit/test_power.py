@@ -1,0 +1,128 @@
+"""What power limits: the sum that says how long launches take back to back, its fit, and the survey for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_gemm import arch
+from deep_gemm.benchmarks import fit, survey
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.params import GemmProblem
+from deep_gemm.select import candidates, rank
+from deep_gemm.select.calibration import default, file_of
+from deep_gemm.select.features import features
+from deep_gemm.select.power import Power, sustained_us
+from deep_gemm.workload import GemmShape
+
+SM90 = arch.SM90
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 100), st.integers(1, 20000), st.integers(1, 200))
+def test_twice_the_work_draws_twice_as_much(rows: int, n: int, blocks: int) -> None:
+    problem = GemmProblem(m=256 * rows, n=n, k=128 * blocks, num_sms=132)
+    double = replace(problem, k=2 * problem.k)
+    power = default().power
+    for config in candidates(problem, SM90)[::7]:
+        once, twice = (sustained_us(p, config, features(p, config), power) for p in (problem, double))
+        assert twice == pytest.approx(2 * once)
+        assert once >= problem.m * problem.n * problem.k / power.products_per_us
+
+
+def test_multicast_draws_less_and_padding_more() -> None:
+    problem = GemmProblem(m=4096, n=8192, k=4096, num_sms=132)
+    power = default().power
+
+    def drawn(cluster_n: int, m: int = 4096) -> float:
+        asked = replace(problem, m=m)
+        config = next(
+            c
+            for c in candidates(asked, SM90)
+            if (c.block_m, c.block_n, c.cluster_m, c.cluster_n, c.stream_k) == (256, 128, 1, cluster_n, False)
+        )
+        return sustained_us(asked, config, features(asked, config), power)
+
+    assert 0.97 * drawn(1) < drawn(2) < drawn(1)
+    assert drawn(1, 4096 - 100) == drawn(1)
+    assert drawn(1, 4096 + 1) == pytest.approx(drawn(1) * 17 / 16)
+
+
+def back_to_back(power: Power, pairs: int = 12) -> list[dict[str, Any]]:
+    """Rows of a GPU that draws what ``power`` says."""
+    out = []
+    for m, n, k in ((4096, 7168, 2048), (1000, 8192, 8192), (8192, 2112, 7168)):
+        asked = survey.problem(GemmShape(m, n, k, "test"), 132)
+        configs = [choice.config for choice in rank(asked, arch.SM90)][: 5 * pairs : 5]
+        times = {
+            survey.name_of(c, asked, arch.SM90): sustained_us(asked, c, features(asked, c), power) for c in configs
+        }
+        out.append({"m": m, "n": n, "k": k, "mode": "steady", "times": times, "selected": min(times, key=times.get)})
+    return out
+
+
+def test_the_fit_finds_what_draws_power() -> None:
+    power = Power(products_per_us=8e8, read_row=5.0, filled_row=30.0, asked_row=2.0, dealt=0.05)
+    fitted = fit.fit_power(back_to_back(power), arch.SM90)
+    assert fitted is not None
+    found, summary = fitted
+    assert summary == {"pairs": 36, "deviation": 0.0}
+    for name, value in power.to_json().items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
+
+
+def test_power_is_not_guessed_from_too_little() -> None:
+    assert fit.fit_power([row | {"mode": "flush"} for row in back_to_back(default().power)], arch.SM90) is None
+    assert fit.fit_power(back_to_back(default().power, pairs=5), arch.SM90) is None
+    odd = back_to_back(default().power)
+    for row in odd:  # as if loading more drew less
+        row["times"] = {name: 1 / us for name, us in row["times"].items()}
+    assert fit.fit_power(odd, arch.SM90) is None
+
+
+def test_the_h200s_power_is_what_its_survey_says() -> None:
+    found = survey.load([Path(__file__).parents[2] / "benchmarks" / "results" / "survey-steady.jsonl"])
+    fitted = fit.fit_power(found, arch.SM90)
+    assert fitted is not None
+    written = json.loads(file_of("NVIDIA H200").read_text())
+    assert written["fit"]["power"]["pairs"] == fitted[1]["pairs"]
+    for name, value in fitted[0].to_json().items():
+        assert getattr(default().power, name) == pytest.approx(value, rel=1e-3), name
+
+
+@pytest.mark.parametrize("wrong", [{"read_row": 1.0}, default().power.to_json() | {"dealt": 0.0}], ids=["few", "zero"])
+def test_other_constants_of_power_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidInputError, match="positive numbers named products_per_us"):
+        Power.from_json(wrong)
+
+
+def test_each_config_is_timed_there_and_back_once_the_gpu_is_warm() -> None:
+    log: list[str] = []
+
+    def timer(name: str, us: list[float]) -> Any:
+        left = iter(us)
+
+        def read() -> float:
+            log.append(name)
+            return next(left)
+
+        return read
+
+    times = survey.steady_times_of({"a": timer("a", [99.0, 10.0, 14.0]), "b": timer("b", [20.0, 21.0])})
+    assert log == ["a", "a", "b", "b", "a"]
+    assert times == {"a": 12.0, "b": 20.5}
+
+
+def test_only_long_problems_are_timed_back_to_back() -> None:
+    def modes(*shape: int) -> list[str]:
+        return [mode for mode in survey.MODES if survey.makes_sense(GemmShape(*shape, "test"), mode)]
+
+    assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
+    assert modes(512, 7168, 2048) == ["flush"]
+    assert modes(4096, 7168, 2048) == ["flush", "steady"]
