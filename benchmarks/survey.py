@@ -26,7 +26,7 @@ MODES = (*LAUNCH_MODES, "steady")
 """Cold single calls; graphs of many with and without the promise of constant weights, of few tokens; and back to back,
 of what power limits then."""
 GRAPH_MAX_M = 128
-STEADY_CONFIGS = 16
+STEADY_CONFIGS = 10
 """So many of the best by the model are timed back to back, which takes seconds."""
 STEADY_SETS = 4
 """Of weights and outputs, which are taken in turns then."""
@@ -215,7 +215,7 @@ class _Steady:
     calls: Sequence[Callable[[], object]]
     operands: object
 
-    SECONDS = 1.0
+    SECONDS = 0.5
 
     def __call__(self) -> float:
         return timing.steady({"": self.calls}, self.SECONDS)[""]

@@ -45,7 +45,10 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     params = engine.kernel_params(problem, ranked[0].config, spec)
     binary = engine.build(params)
     configs = [
-        {"config": dataclasses.asdict(choice.config), "estimate": dataclasses.asdict(choice.estimate)}
+        {
+            "config": dataclasses.asdict(choice.config),
+            "estimate": dataclasses.asdict(choice.estimate) | {"sustained_us": choice.sustained_us},
+        }
         for choice in ranked[:top]
     ]
     for entry, choice in zip(configs, ranked, strict=False):
@@ -89,7 +92,7 @@ def _print(report: dict[str, Any]) -> None:
         estimate = entry["estimate"]
         cells = [_cell(estimate[name]) for name in terms]
         rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
-    title = f"best of {report['legal_configs']} legal configs, by the model (us)"
+    title = f"best of {report['legal_configs']} legal configs, by the model (us; sustained: back to back, by power alone)"
     out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound by", *terms], rows))
     resources = report["resources"]
     out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}", markup=False)
