@@ -79,8 +79,15 @@ def survey_command(
     chosen = surveyed(count, seed, public, min_m, max_m)
     out = console()
     plan = survey.Survey(chosen, modes or survey.MODES, within, seconds, lambda text: out.print(text, markup=False))
+    timed = 0
     for row in plan.rows():
         append(output, row)
+        timed += 1
+    if not timed:
+        raise click.ClickException(
+            f"nothing was timed: no shape of {min_m} to {max_m} tokens suits the modes, or compiling took all of the "
+            f"{seconds:g} s. Ask for other shapes or modes, or for more --seconds."
+        )
     _report(survey.load([output]))
 
 

@@ -92,7 +92,7 @@ def _print(report: dict[str, Any]) -> None:
         estimate = entry["estimate"]
         cells = [_cell(estimate[name]) for name in terms]
         rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
-    title = f"best of {report['legal_configs']} legal configs, by the model (us; sustained: back to back, by power alone)"
+    title = f"best of {report['legal_configs']} legal configs, by the model (us; sustained: by what power limits alone)"
     out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound by", *terms], rows))
     resources = report["resources"]
     out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}", markup=False)

@@ -329,6 +329,21 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     assert json.loads(names["a model"].read_text())["fit"]["many_tokens"]["shapes"] == 90
 
 
+def test_a_survey_without_rows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self, *_: Any) -> None: ...
+
+        def rows(self) -> list[dict[str, Any]]:
+            return []
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(survey, "Survey", Fake)
+    result = CliRunner().invoke(command, ["survey", "--output", str(tmp_path / "rows.jsonl"), "--seconds", "1"])
+    assert result.exit_code == 1
+    assert "nothing was timed" in result.output
+    assert "all of the 1 s" in result.output
+
+
 def test_check_reports_each_mode(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(default())))
