@@ -116,7 +116,7 @@ def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, floa
     it up first is not counted."""
     next(iter(timers.values()))()
     there = {name: timer() for name, timer in timers.items()}
-    back = {name: timers[name]() for name in reversed(timers)}
+    back = {name: timers[name]() for name in reversed(list(timers))}
     return {name: (us + back[name]) / 2 for name, us in there.items()}
 
 
