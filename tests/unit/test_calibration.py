@@ -352,6 +352,14 @@ def test_check_reports_each_mode(tmp_path: Path) -> None:
     assert f"flush: selected / best 1.0000 over {len(SHAPES)} shapes, worst 1.000" in result.output
 
 
+@pytest.fixture
+def short_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is written of a fit, not how good it is."""
+    monkeypatch.setattr(fit, "STEPS", 20)
+    monkeypatch.setattr(fit, "TRIES", 100)
+
+
+@pytest.mark.usefixtures("short_fits")
 def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "out" / "gpu.json"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(default())))
@@ -365,6 +373,7 @@ def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
     assert written["survey"]["device"] == "a model"
 
 
+@pytest.mark.usefixtures("short_fits")
 def test_constants_without_rows_are_kept(tmp_path: Path) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "gpu.json"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(default(), "many_tokens")))
