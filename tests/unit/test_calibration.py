@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from deep_gemm import arch
 from deep_gemm.benchmarks import fit, survey
-from deep_gemm.cli.calibrate import CALIBRATION_M, WITHIN, command, surveyed
+from deep_gemm.cli.calibrate import WITHIN, command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import SwappedConfig
 from deep_gemm.select import calibration, candidates
@@ -259,49 +259,6 @@ def test_the_h200s_constants_select_as_its_file_says(kind: str, file: str) -> No
     assert min(selected) == pytest.approx(written["worst"], abs=2e-3)
 
 
-def test_quality_is_best_over_selected() -> None:
-    row = {"selected": "a", "times": {"a": 4.0, "b": 3.0}}
-    assert survey.quality(row) == 0.75
-
-
-def test_a_lucky_time_is_taken_back() -> None:
-    """The least of many noisy times is one that was lucky: contenders are timed again, and far ones are not."""
-    readings = {
-        "lucky": [3.0, 4.0, 4.1, 4.2],
-        "steady": [3.1, 3.1, 3.2, 3.1],
-        "far": [5.0],
-        "selected": [6.0, 5.5, 5.6, 5.4],
-    }
-    left = {name: iter(values) for name, values in readings.items()}
-    times = survey.times_of({name: left[name].__next__ for name in left}, "selected")
-    assert times == {"lucky": 4.1, "steady": 3.1, "far": 5.0, "selected": 5.5}
-    assert all(next(values, None) is None for values in left.values())  # so often, and no more
-
-
-def test_the_least_time_was_taken_again_however_many_contend() -> None:
-    """Of more contenders than are timed again, one of the others may be left with the least time."""
-    crowd = {f"{index}": [3.0 + index / 1000, 4.0, 4.0, 4.0] for index in range(survey.CONTENDERS)}
-    readings = crowd | {"lucky": [3.1, 5.0, 5.1, 5.2], "steady": [3.12, 3.5, 3.6, 3.4], "third": [3.15, 3.8, 3.8, 3.8]}
-    left = {name: iter(values) for name, values in readings.items()}
-    times = survey.times_of({name: left[name].__next__ for name in left}, "0")
-    assert min(times, key=times.__getitem__) == "steady"
-    assert (times["lucky"], times["steady"], times["third"]) == (5.1, 3.5, 3.8)
-
-
-def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
-    found = surveyed(50, seed=3, public=True, min_m=65, max_m=500)
-    drawn = [shape for shape in found if shape.source != "DeepSeek-V3"]
-    public = [shape for shape in found if shape.source == "DeepSeek-V3"]
-    assert (len(drawn), len(public)) == (50, 7 * sum(65 <= m <= 500 for m in CALIBRATION_M))
-    assert all(65 <= shape.m <= 500 and shape.n % 8 == 0 for shape in found)
-    assert found == surveyed(50, seed=3, public=True, min_m=65, max_m=500)
-    assert found != sorted(found, key=lambda shape: shape.source == "DeepSeek-V3")
-    # More shapes begin with the same ones.
-    more = surveyed(80, seed=3, public=False, min_m=65, max_m=500)
-    assert set(drawn) < set(more)
-    assert surveyed(0, seed=3, public=False, min_m=1, max_m=8192) == []
-
-
 def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,21 +284,6 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     assert shapes == surveyed(100, seed=1, public=True, min_m=1, max_m=8192)
     assert (modes, within, seconds) == (survey.MODES, WITHIN, 7.0)
     assert json.loads(names["a model"].read_text())["fit"]["many_tokens"]["shapes"] == 90
-
-
-def test_a_survey_without_rows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:
-        def __init__(self, *_: Any) -> None: ...
-
-        def rows(self) -> list[dict[str, Any]]:
-            return []
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(survey, "Survey", Fake)
-    result = CliRunner().invoke(command, ["survey", "--output", str(tmp_path / "rows.jsonl"), "--seconds", "1"])
-    assert result.exit_code == 1
-    assert "nothing was timed" in result.output
-    assert "all of the 1 s" in result.output
 
 
 def test_check_reports_each_mode(tmp_path: Path) -> None:

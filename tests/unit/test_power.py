@@ -100,29 +100,3 @@ def test_the_h200s_power_is_what_its_survey_says() -> None:
 def test_other_constants_of_power_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInputError, match="positive numbers named products_per_us"):
         Power.from_json(wrong)
-
-
-def test_each_config_is_timed_there_and_back_once_the_gpu_is_warm() -> None:
-    log: list[str] = []
-
-    def timer(name: str, us: list[float]) -> Any:
-        left = iter(us)
-
-        def read() -> float:
-            log.append(name)
-            return next(left)
-
-        return read
-
-    times = survey.steady_times_of({"a": timer("a", [99.0, 10.0, 14.0]), "b": timer("b", [20.0, 21.0])})
-    assert log == ["a", "a", "b", "b", "a"]
-    assert times == {"a": 12.0, "b": 20.5}
-
-
-def test_only_long_problems_are_timed_back_to_back() -> None:
-    def modes(*shape: int) -> list[str]:
-        return [mode for mode in survey.MODES if survey.makes_sense(GemmShape(*shape, "test"), mode)]
-
-    assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
-    assert modes(512, 7168, 2048) == ["flush"]
-    assert modes(4096, 7168, 2048) == ["flush", "steady"]

@@ -1,0 +1,98 @@
+"""Surveys: which shapes and modes, and what counts as a config's time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from deep_gemm.benchmarks import survey
+from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
+from deep_gemm.workload import GemmShape
+
+
+def test_quality_is_best_over_selected() -> None:
+    row = {"selected": "a", "times": {"a": 4.0, "b": 3.0}}
+    assert survey.quality(row) == 0.75
+
+
+def test_a_lucky_time_is_taken_back() -> None:
+    """The least of many noisy times is one that was lucky: contenders are timed again, and far ones are not."""
+    readings = {
+        "lucky": [3.0, 4.0, 4.1, 4.2],
+        "steady": [3.1, 3.1, 3.2, 3.1],
+        "far": [5.0],
+        "selected": [6.0, 5.5, 5.6, 5.4],
+    }
+    left = {name: iter(values) for name, values in readings.items()}
+    times = survey.times_of({name: left[name].__next__ for name in left}, "selected")
+    assert times == {"lucky": 4.1, "steady": 3.1, "far": 5.0, "selected": 5.5}
+    assert all(next(values, None) is None for values in left.values())  # so often, and no more
+
+
+def test_the_least_time_was_taken_again_however_many_contend() -> None:
+    """Of more contenders than are timed again, one of the others may be left with the least time."""
+    crowd = {f"{index}": [3.0 + index / 1000, 4.0, 4.0, 4.0] for index in range(survey.CONTENDERS)}
+    readings = crowd | {"lucky": [3.1, 5.0, 5.1, 5.2], "steady": [3.12, 3.5, 3.6, 3.4], "third": [3.15, 3.8, 3.8, 3.8]}
+    left = {name: iter(values) for name, values in readings.items()}
+    times = survey.times_of({name: left[name].__next__ for name in left}, "0")
+    assert min(times, key=times.__getitem__) == "steady"
+    assert (times["lucky"], times["steady"], times["third"]) == (5.1, 3.5, 3.8)
+
+
+def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
+    found = surveyed(50, seed=3, public=True, min_m=65, max_m=500)
+    drawn = [shape for shape in found if shape.source != "DeepSeek-V3"]
+    public = [shape for shape in found if shape.source == "DeepSeek-V3"]
+    assert (len(drawn), len(public)) == (50, 7 * sum(65 <= m <= 500 for m in CALIBRATION_M))
+    assert all(65 <= shape.m <= 500 and shape.n % 8 == 0 for shape in found)
+    assert found == surveyed(50, seed=3, public=True, min_m=65, max_m=500)
+    assert found != sorted(found, key=lambda shape: shape.source == "DeepSeek-V3")
+    # More shapes begin with the same ones.
+    more = surveyed(80, seed=3, public=False, min_m=65, max_m=500)
+    assert set(drawn) < set(more)
+    assert surveyed(0, seed=3, public=False, min_m=1, max_m=8192) == []
+
+
+def test_a_survey_without_rows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self, *_: Any) -> None: ...
+
+        def rows(self) -> list[dict[str, Any]]:
+            return []
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(survey, "Survey", Fake)
+    result = CliRunner().invoke(command, ["survey", "--output", str(tmp_path / "rows.jsonl"), "--seconds", "1"])
+    assert result.exit_code == 1
+    assert "nothing was timed" in result.output
+    assert "all of the 1 s" in result.output
+
+
+def test_each_config_is_timed_there_and_back_once_the_gpu_is_warm() -> None:
+    log: list[str] = []
+
+    def timer(name: str, us: list[float]) -> Any:
+        left = iter(us)
+
+        def read() -> float:
+            log.append(name)
+            return next(left)
+
+        return read
+
+    times = survey.steady_times_of({"a": timer("a", [99.0, 10.0, 14.0]), "b": timer("b", [20.0, 21.0])})
+    assert log == ["a", "a", "b", "b", "a"]
+    assert times == {"a": 12.0, "b": 20.5}
+
+
+def test_only_long_problems_are_timed_back_to_back() -> None:
+    def modes(*shape: int) -> list[str]:
+        return [mode for mode in survey.MODES if survey.makes_sense(GemmShape(*shape, "test"), mode)]
+
+    assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
+    assert modes(512, 7168, 2048) == ["flush"]
+    assert modes(4096, 7168, 2048) == ["flush", "steady"]
