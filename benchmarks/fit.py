@@ -113,7 +113,7 @@ class Data:
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> Data:
-        """The pairs of survey rows of single calls and graphs; configs that are not legal any more are left out."""
+        """The pairs of survey rows, of `LAUNCH_MODES` alone; configs that are not legal any more are left out."""
         x: list[Features] = []
         log_us: list[float] = []
         log_lost: list[float] = []
@@ -122,8 +122,6 @@ class Data:
         mode: list[int] = []
         weight: list[float] = []
         for row in rows:
-            if row["mode"] not in LAUNCH_MODES:
-                continue
             asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
             legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
             names = [name for name in row["times"] if name in legal]

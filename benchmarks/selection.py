@@ -19,8 +19,6 @@ from deep_gemm.benchmarks.run import append
 from deep_gemm.workload import GemmShape
 
 SEED, COUNT = 76, 63
-WITHIN = 1.35
-"""Configs that the model takes for slower than so many times its best are not timed, as in `calibrate survey`."""
 
 
 def unseen(surveys: Sequence[Path], count: int = COUNT) -> list[GemmShape]:
@@ -55,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     output = Path(arguments[0])
     found = unseen(sorted(output.parent.glob("survey*.jsonl")))
     output.unlink(missing_ok=True)
-    for row in survey.Survey(found, ("flush",), WITHIN).rows():
+    for row in survey.Survey(found, ("flush",), survey.WITHIN).rows():
         append(output, judged(row))
     return 0
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import InvalidInputError
+from .constants import Constants
 from .power import Power
 
 FOLDER = Path(__file__).parent / "calibrations"
@@ -19,8 +20,10 @@ FEW_TOKENS, SOME_TOKENS = 64, 128
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Constants):
     """Constants of one GPU model, made by `deep-gemm calibrate`. Times in us, cycles of the SM clock."""
+
+    WHAT: ClassVar[str] = "A calibration"
 
     clock_ghz: float
     """SM clock in short runs."""
@@ -101,23 +104,6 @@ class Calibration:
     """What it costs in addition, in lines, if it begins inside a sector of 32 bytes: it takes five of them then."""
     hanging_cycles: float
     """What a row of 128 bytes costs in addition that ends past K, for one SM: TMA fills it up with zeros."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Calibration:
-        """The constants in ``data``, which must be all and no others. Raises InvalidInputError."""
-        names = [field.name for field in fields(cls)]
-        if sorted(data) != sorted(names) or not all(
-            isinstance(value, (int, float)) and value > 0 for value in data.values()
-        ):
-            raise InvalidInputError(
-                f"A calibration holds positive numbers named {', '.join(names)}, but this one holds {data}. "
-                "Make it anew with `deep-gemm calibrate fit`."
-            )
-        return cls(**{name: float(data[name]) for name in names})
-
-    def to_json(self) -> dict[str, float]:
-        """For a calibration file."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

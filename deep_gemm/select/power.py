@@ -8,20 +8,22 @@ deviation).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
-from ..errors import InvalidInputError
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, ceil_div
+from .constants import Constants
 from .features import Features
 
 ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Power:
+class Power(Constants):
     """Constants of one GPU model, fitted to launches timed back to back. What is moved counts as the products that draw
     as much."""
+
+    WHAT: ClassVar[str] = "A calibration's part about power"
 
     products_per_us: float
     """Multiplications of two elements, each with its addition, if nothing else drew power."""
@@ -33,21 +35,6 @@ class Power:
     """Asking L2 for one, which CTAs of a cluster may share."""
     dealt: float
     """Dealing out blocks of K over CTAs, as a part of all products."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Power:
-        """The constants in ``data``, which must be all and no others. Raises InvalidInputError."""
-        names = [field.name for field in fields(cls)]
-        if sorted(data) != sorted(names) or not all(isinstance(v, (int, float)) and v > 0 for v in data.values()):
-            raise InvalidInputError(
-                f"Constants of power are positive numbers named {', '.join(names)}, but these are {data}. "
-                "Make them anew with `deep-gemm calibrate fit`."
-            )
-        return cls(**{name: float(data[name]) for name in names})
-
-    def to_json(self) -> dict[str, float]:
-        """For a calibration file."""
-        return asdict(self)
 
 
 def draws(problem: GemmProblem, config: FP8Config, x: Features) -> tuple[float, float, float, float, float]:

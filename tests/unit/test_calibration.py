@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from deep_gemm import arch
 from deep_gemm.benchmarks import fit, survey
-from deep_gemm.cli.calibrate import WITHIN, command, surveyed
+from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import SwappedConfig
 from deep_gemm.select import calibration, candidates
@@ -282,7 +282,7 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     assert result.exit_code == 0, result.output
     shapes, modes, within, seconds, _ = asked
     assert shapes == surveyed(100, seed=1, public=True, min_m=1, max_m=8192)
-    assert (modes, within, seconds) == (survey.MODES, WITHIN, 7.0)
+    assert (modes, within, seconds) == (survey.MODES, survey.WITHIN, 7.0)
     assert json.loads(names["a model"].read_text())["fit"]["many_tokens"]["shapes"] == 90
 
 

@@ -1,0 +1,35 @@
+"""Positive numbers by name, as a calibration file holds them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from ..errors import InvalidInputError
+
+Kind = TypeVar("Kind", bound="Constants")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What all kinds of them have in common."""
+
+    WHAT: ClassVar[str]
+    """What an error calls them."""
+
+    @classmethod
+    def from_json(cls: type[Kind], data: dict[str, Any]) -> Kind:
+        """The constants in ``data``, which must be all and no others. Raises InvalidInputError."""
+        names = [field.name for field in fields(cls)]
+        if sorted(data) != sorted(names) or not all(
+            isinstance(value, (int, float)) and value > 0 for value in data.values()
+        ):
+            raise InvalidInputError(
+                f"{cls.WHAT} holds positive numbers named {', '.join(names)}, but this one holds {data}. "
+                "Make it anew with `deep-gemm calibrate fit`."
+            )
+        return cls(**{name: float(data[name]) for name in names})
+
+    def to_json(self) -> dict[str, float]:
+        """For a calibration file."""
+        return asdict(self)
