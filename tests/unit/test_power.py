@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_gemm import arch
 from deep_gemm.benchmarks import fit, survey
+from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import GemmProblem
 from deep_gemm.select import candidates, rank
-from deep_gemm.select.calibration import default, file_of
+from deep_gemm.select.calibration import Calibrations, default, file_of
 from deep_gemm.select.features import features
 from deep_gemm.select.power import Power, sustained_us
 from deep_gemm.workload import GemmShape
@@ -75,6 +77,20 @@ def test_the_fit_finds_what_draws_power() -> None:
     assert summary == {"pairs": 36, "deviation": 0.0}
     for name, value in power.to_json().items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
+
+
+def test_times_back_to_back_are_for_power_alone(tmp_path: Path) -> None:
+    """Rows of no launches fit no constants of launches, however many there are."""
+    power = Power(products_per_us=8e8, read_row=5.0, filled_row=30.0, asked_row=2.0, dealt=0.05)
+    source, output = tmp_path / "rows.jsonl", tmp_path / "gpu.json"
+    source.write_text("".join(json.dumps(row) + "\n" for row in back_to_back(power)))
+    result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output), "--least", "1"])
+    assert result.exit_code == 0, result.output
+    written = json.loads(output.read_text())
+    assert set(written["fit"]) == {"power"}
+    made = Calibrations.from_json(written["constants"])
+    assert made.power.filled_row == pytest.approx(power.filled_row, rel=1e-3)
+    assert made == replace(default(), power=made.power)
 
 
 def test_power_is_not_guessed_from_too_little() -> None:
