@@ -150,7 +150,7 @@ MUTATIONS = [
     Mutation(
         "forget the promotion of a tile's last partial sums",
         "fp8_mainloop.cuh",
-        "promote_unit<false, kUnits - 1>(sum, partial[kLast], block);",
+        "promote_unit<false, kUnits - 1>(sum, partial[kLast], block, early);",
         "",
         ("ahead", "split", "swapped", "swapped split", "swapped narrow"),
     ),
@@ -226,8 +226,8 @@ MUTATIONS = [
     Mutation(
         "take the scale of the token beside, late",
         "promotion.cuh",
-        "load_shared_pair(factors.from + (kColumn + 2 * i) * 4, even, odd);",
-        "load_shared_pair(factors.from + (kColumn + 2 * i) * 4, odd, even);",
+        "load_shared_pair(factors.from + (kColumn + 8 * count) * 4, even, odd);",
+        "load_shared_pair(factors.from + (kColumn + 8 * count) * 4, odd, even);",
         ("swapped late",),
     ),
     Mutation(
@@ -240,8 +240,22 @@ MUTATIONS = [
     Mutation(
         "drop the weights' scale for every other token, late",
         "promotion.cuh",
-        "        even *= factors.weight[0];\n",
+        "    even *= factors.weight[0];\n",
         "",
+        ("swapped late",),
+    ),
+    Mutation(
+        "read each block's scales where the one after has them, late",
+        "promotion.cuh",
+        "      factors.from = tokens + late_slot * kStageBytes;\n      late_slot += kStep;",
+        "      late_slot += kStep;\n      factors.from = tokens + (late_slot % kSlots) * kStageBytes;",
+        ("swapped late",),
+    ),
+    Mutation(
+        "read scales ahead from the tile's first tokens",
+        "promotion.cuh",
+        "pair<kColumn>(factors, i / 2, early.token[i], early.token[i + 1]);",
+        "pair<kColumn>(factors, 0, early.token[i], early.token[i + 1]);",
         ("swapped late",),
     ),
     Mutation(
@@ -254,8 +268,8 @@ MUTATIONS = [
     Mutation(
         "multiply the first weights of a stage by all of its tokens",
         "fp8_mainloop.cuh",
-        "left + (slot * kBytesLeft",
-        "left + (slot / kStageBlocks * kStageBlocks * kBytesLeft",
+        "left + (block.slot * kBytesLeft",
+        "left + (block.slot / kStageBlocks * kStageBlocks * kBytesLeft",
         ("swapped narrow",),
     ),
     Mutation(

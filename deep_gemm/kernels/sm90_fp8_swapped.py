@@ -26,6 +26,10 @@ large as others, so that as few loads keep as many bytes on their way."""
 _CONSUMERS_K = (1, 2, 4)
 _CLUSTERS_K = (1, 2, 4, 8)
 
+_AHEAD = 8
+"""Pairs of token scales that are read while a unit's products run: the way from shared memory is hidden by the use of
+what came before. ptxas finds registers for them in every config (it reads fewer so early where it has none left)."""
+
 _OTHER_REGISTERS = 32
 _OTHER_REGISTERS_OF_PARTS = 20
 _OTHER_REGISTERS_OF_SLICES = 8
@@ -68,7 +72,7 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
     def _deepest(self, config: SwappedConfig, arch: ArchSpec) -> SwappedConfig:
         """``config`` with as many stages as fit into shared memory beside the staging area and the slots."""
         budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
-        rest = staging_bytes(config) + exchange_bytes(config)
+        rest = staging_bytes(config) + exchange_bytes(config) + spare_scale_bytes(config)
         stages = max(0, min(MAX_STAGES, (budget - rest) // (stage_bytes(config) + BARRIER_BYTES)))
         return replace(config, num_stages=stages // config.consumers_k * config.consumers_k)
 
@@ -123,6 +127,7 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
             "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm,
             "stage_blocks": c.stage_blocks,
             "scales_held": scales_held(c),
+            "scales_ahead": scales_ahead(c),
             "shared_bytes": self.shared_bytes(params),
         }
 
@@ -194,6 +199,11 @@ def scales_held(config: SwappedConfig) -> bool:
     return _fits(config, True)
 
 
+def scales_ahead(config: SwappedConfig) -> int:
+    """How many pairs of token scales consumers read while a unit's products run, where they cannot keep a block's."""
+    return 0 if scales_held(config) else min(_AHEAD, mma_n(config) // 8)
+
+
 def _fits(config: SwappedConfig, held: bool) -> bool:
     """Whether consumers have registers for ``config``, with a block's token scales among them or not."""
     return _fits_width(config, mma_n(config), held)
@@ -235,8 +245,16 @@ def owned_chunks(config: SwappedConfig) -> int:
 
 def stage_bytes(config: SwappedConfig) -> int:
     """One stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
-    operands = (config.block_m + config.block_n) * config.block_k * config.stage_blocks
-    return operands + align(config.block_m * 4 * config.stage_blocks, 128)
+    return (config.block_m + config.block_n) * config.block_k * config.stage_blocks + _scale_bytes(config)
+
+
+def spare_scale_bytes(config: SwappedConfig) -> int:
+    """A's scales of one more block for each consumer along K, where they are read when the stage has been let go."""
+    return 0 if scales_held(config) else config.consumers_k * _scale_bytes(config)
+
+
+def _scale_bytes(config: SwappedConfig) -> int:
+    return align(config.block_m * 4 * config.stage_blocks, 128)
 
 
 def staging_bytes(config: SwappedConfig) -> int:
@@ -255,7 +273,8 @@ def exchange_bytes(config: SwappedConfig) -> int:
 def config_shared_bytes(config: SwappedConfig, tma_store: bool) -> int:
     """Dynamic shared memory of one CTA; where each element is stored for itself there is no staging area."""
     stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
-    return stages + exchange_bytes(config) + (staging_bytes(config) if tma_store else 0)
+    rest = exchange_bytes(config) + spare_scale_bytes(config)
+    return stages + rest + (staging_bytes(config) if tma_store else 0)
 
 
 def _config(params: KernelParams) -> SwappedConfig:

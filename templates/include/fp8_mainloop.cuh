@@ -184,10 +184,10 @@ struct Fp8Mainloop {
     if (kLast && next != nullptr) open(*next, place);
     // For the products that come next; asked for while there is time, since the way from one product to the next is long.
     if (!kLast || next != nullptr) turns.wait();
+    const auto early = ahead<kUnit>(block);
     finish<0>(partial[0]);
-    if constexpr (kLast && !Scaling::kReadsLate) release(block);
-    promote_unit<kFresh, kUnit>(sum, partial[0], block);
-    if constexpr (kLast && Scaling::kReadsLate) release(block);
+    if constexpr (kLast) release(block);
+    promote_unit<kFresh, kUnit>(sum, partial[0], block, early);
     if constexpr (!kLast) {
       issue<kUnit + 1>(partial[0], block);
       finished(Index<kUnit>());
@@ -229,8 +229,9 @@ struct Fp8Mainloop {
   DG_DEVICE void all_but_last(Sums& sum, const Block& block, const Finished& finished) {
     if constexpr (kUnit + 1 < kUnits) {
       issue<kUnit + 1>(partial[(kUnit + 1) % 2], block);
+      const auto early = ahead<kUnit>(block);
       finish<1>(partial[kUnit % 2]);
-      promote_unit<false, kUnit>(sum, partial[kUnit % 2], block);
+      promote_unit<false, kUnit>(sum, partial[kUnit % 2], block, early);
       finished(Index<kUnit>());
       all_but_last<kUnit + 1>(sum, block, finished);
     }
@@ -249,19 +250,19 @@ struct Fp8Mainloop {
       issue<0>(partial[1 - kLast], next);
     }
     if constexpr (kPeeks) full = barrier_test(barriers.full(at.stage), at.parity);
+    const auto early = ahead<kUnits - 1>(previous);
     finish<1>(partial[kLast]);
-    if constexpr (!Scaling::kReadsLate) release(previous);
-    promote_unit<false, kUnits - 1>(sum, partial[kLast], previous);
-    if constexpr (Scaling::kReadsLate) release(previous);
+    release(previous);
+    promote_unit<false, kUnits - 1>(sum, partial[kLast], previous, early);
   }
 
   template <u32 kOdd>
   DG_DEVICE void last(Sums& sum, const Block& block) {
     constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
+    const auto early = ahead<kUnits - 1>(block);
     finish<0>(partial[kLast]);
-    if constexpr (!Scaling::kReadsLate) release(block);
-    promote_unit<false, kUnits - 1>(sum, partial[kLast], block);
-    if constexpr (Scaling::kReadsLate) release(block);
+    release(block);
+    promote_unit<false, kUnits - 1>(sum, partial[kLast], block, early);
   }
 
   // Waits for the next block's bytes and takes its scales; `place` is its own on the page of B's.
@@ -287,11 +288,6 @@ struct Fp8Mainloop {
 
   // After a block's products, and after those of all blocks before it.
   DG_DEVICE void release(const Block& block) {
-    // An arrival alone does not keep loads that TMA overwrites behind it: reads just before it need a fence.
-    if constexpr (Scaling::kReadsLate) {
-      fence_shared_to_tma();
-      __syncwarp();
-    }
     if (kStageBlocks == 1 || block.slot % kStageBlocks == kStageBlocks - 1)
       barriers.release(block.slot / kStageBlocks, lane);
   }
@@ -300,9 +296,8 @@ struct Fp8Mainloop {
   // promotes first, so that it starts after this one, but for a tile's first product.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
-    const u32 slot = Scaling::kReadsLate ? uniform(block.slot) : block.slot;
-    const u32 a = left + (slot * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
-    const u32 b = right + (slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
+    const u32 a = left + (block.slot * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
+    const u32 b = right + (block.slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
     wgmma_fence();
     turns.pass();
     Mma::start(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
@@ -319,9 +314,15 @@ struct Fp8Mainloop {
     for (u32 i = 0; i < Mma::kN / 2; ++i) pin_register(set[i]);
   }
 
+  template <u32 kUnit>
+  DG_DEVICE typename Scaling::Ahead ahead(const Block& block) const {
+    return scaling.template ahead<kUnit % kParts * Mma::kN>(block.factors);
+  }
+
   template <bool kFresh, u32 kUnit>
-  DG_DEVICE void promote_unit(Sums& sum, const float (&set)[Mma::kN / 2], const Block& block) {
+  DG_DEVICE void promote_unit(Sums& sum, const float (&set)[Mma::kN / 2], const Block& block,
+                              const typename Scaling::Ahead& early) {
     constexpr u32 kSlice = kUnit / kParts, kColumn = kUnit % kParts * Mma::kN;
-    scaling.template promote<kFresh, kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors);
+    scaling.template promote<kFresh, kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors, early);
   }
 };

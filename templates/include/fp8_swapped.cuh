@@ -54,7 +54,7 @@ struct Fp8Swapped {
 
   using Order = BlockOrder<kStageBlocks, kClusterK, kConsumersK>;
   using Weights = BlockScales<1, Order, false>;
-  using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, kStageBlocks>;
+  using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, Tile::kScalesAhead, kStages, kStageBlocks, kConsumersK>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedStore<kBlockM, kSlices, Exchange::kOwned>;
   using Cursor = ProducerCursor;
@@ -63,7 +63,7 @@ struct Fp8Swapped {
   enum : u32 { kOffsetStaging = kOffsetTokens + kStages * kBytesTokens };
   enum : u32 { kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetScale = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes };
+  enum : u32 { kOffsetBarriers = kOffsetScale + Scaling::kBytes };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kBlockN >= 64 || kSharedBytes - kOffsetTokens >= 64 * kBlockK, "wgmma would read past the end");
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
@@ -178,6 +178,7 @@ struct Fp8Swapped {
   // This one has the least to do, and says for all how many bytes come.
   DG_DEVICE void produce_scales(Scheduler tile) {
     Cursor cursor;
+    u32 slot = 0;
     const Order order(blocks(), rank_k(), 0);
     for (; tile.valid(); tile.advance()) {
       const u32 rows = tokens_loaded(tile.row);
@@ -186,8 +187,10 @@ struct Fp8Swapped {
         wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
-          tma_load(shared + kOffsetScale + stage * Scaling::kStageBytes, map, barriers.full(stage), tile.row,
+          const u32 to = Scaling::kSlots == kStages ? stage : slot;
+          tma_load(shared + kOffsetScale + to * Scaling::kStageBytes, map, barriers.full(stage), tile.row,
                    order.step_block(step));
+          slot = slot + 1 == Scaling::kSlots ? 0 : slot + 1;
         });
       });
     }
@@ -206,7 +209,7 @@ struct Fp8Swapped {
     Scheduler tile(arg.raster);
     const auto part = [&](const Scheduler& of) { return typename Weights::Part{{(of.column + first_row) / 128}, order}; };
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
-    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
+    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8, turn),
                       uniform(descriptor_low(shared + first_row * kBlockK)),
                       uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
     mainloop.at.stage = turn;

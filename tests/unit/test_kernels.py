@@ -22,7 +22,7 @@ from deep_gemm.jit.generator import variables
 from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.base import Kernel
 from deep_gemm.kernels.fp8 import turns
-from deep_gemm.kernels.sm90_fp8_swapped import scales_held
+from deep_gemm.kernels.sm90_fp8_swapped import mma_n, scales_held
 from deep_gemm.params import FP8Config, GemmConfig, GemmProblem, KernelParams, SwappedConfig
 
 SM90 = arch.SM90
@@ -132,7 +132,8 @@ def shared_by_hand(c: FP8Config, store: str) -> int:
 def swapped_by_hand(c: SwappedConfig, store: str) -> int:
     """The same for swapped operands."""
     stage = c.stage_blocks * (c.block_m + c.block_n) * 128  # E4M3 operands
-    stage += -(-c.stage_blocks * c.block_m * 4 // 128) * 128  # float32 scales of A, on a boundary that TMA can write to
+    scales = -(-c.stage_blocks * c.block_m * 4 // 128) * 128  # float32, of A, on a boundary that TMA can write to
+    stage += scales
     stage += 8 + 8  # its full and its empty barrier
     shares = c.cluster_k * c.consumers_k
     # A share of K finishes whole chunks of eight tokens, for all weights of its consumer.
@@ -141,7 +142,9 @@ def swapped_by_hand(c: SwappedConfig, store: str) -> int:
     staging = finished * 2 if store == "tma" else 0  # bfloat16
     # Float32 sums of every other share of K, and two barriers a consumer to hand them over.
     exchange = (shares - 1) * finished * 4 + c.num_consumers * 16 if shares > 1 else 0
-    return c.num_stages * stage + staging + exchange
+    # What is read when the stage has been let go has room for one block more of each consumer along K.
+    spare = 0 if scales_held(c) else c.consumers_k * scales
+    return c.num_stages * stage + staging + exchange + spare
 
 
 def test_shared_memory_is_the_sum_of_its_parts() -> None:
@@ -202,12 +205,15 @@ def test_more_than_64_tokens_are_padded_by_less_than_eight_in_each_tile() -> Non
 
 
 def test_scales_are_held_where_registers_allow_it() -> None:
-    """Both ways are among the legal configs, and what is held is in the source."""
+    """Both ways are among the legal configs, and which is in the source; what is not held is read ahead, up to eight
+    pairs, and never more than a product has columns for."""
     held = {scales_held(config) for config in SWAPPED.configs(SM90)}
     assert held == {True, False}
     for config in SWAPPED.configs(SM90):
-        held_in_source = f"kScalesHeld = {str(scales_held(config)).lower()} }};"
-        assert held_in_source in build_request(make_params(config)).source
+        source = build_request(make_params(config)).source
+        assert f"kScalesHeld = {str(scales_held(config)).lower()} }};" in source
+        ahead = 0 if scales_held(config) else min(8, mma_n(config) // 8)
+        assert f"kScalesAhead = {ahead} }};" in source
 
 
 def swapped(**fields: int) -> FP8Config:

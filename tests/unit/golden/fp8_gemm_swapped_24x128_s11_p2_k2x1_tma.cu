@@ -6,6 +6,7 @@ struct Tile {
   enum : u32 { kClusterK = 2, kConsumersK = 1 };
   enum : u32 { kPartials = 2, kTurns = 1 };
   enum : bool { kScalesHeld = true };
+  enum : u32 { kScalesAhead = 0 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : bool { kTmaStore = true };
