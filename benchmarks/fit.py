@@ -45,6 +45,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "given_per_us": (5e3, 3e5),
     "gathered_per_us": (4e3, 2e5),
     "instruction_cycles": (8, 60),
+    "extra_cycles": (12, 40),
     "chain_cycles": (30, 300),
     "promote_cycles": (0.35, 1.5),
     "token_cycles": (0.01, 6.0),

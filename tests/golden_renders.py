@@ -51,6 +51,7 @@ def golden_params() -> list[KernelParams]:
         make_params(find_config(block_m=128, block_n=192), store="direct"),
         make_params(find_config(block_m=128, block_n=112)),
         make_params(find_config(block_m=256, block_n=128, persistent=False)),
+        make_params(find_config(block_m=136, block_n=128)),
         make_params(find_config(SWAPPED, block_m=16, block_n=64)),
         make_params(find_config(SWAPPED, block_m=24, block_n=128, cluster_k=2)),
         make_params(find_config(SWAPPED, block_m=16, block_n=64, cluster_k=2, consumers_k=2), shape=(0, 2112, 7168)),

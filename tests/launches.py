@@ -110,14 +110,15 @@ def parameters(params: KernelParams) -> list[tuple[str, str]]:
 def parameter_names(params: KernelParams) -> list[str]:
     config = params.config
     parts = len(segments(config.block_n)) if isinstance(config, FP8Config) else 1
-    key = params.kernel, getattr(config, "stream_k", False), parts
+    extra = isinstance(config, FP8Config) and config.block_m % 64 > 0
+    key = params.kernel, getattr(config, "stream_k", False), extra, parts
     names = NAMES.get(key)
     if names is None:
         names = NAMES[key] = [name for _, name in parameters(params)]
     return names
 
 
-NAMES: dict[tuple[str, bool, int], list[str]] = {}
+NAMES: dict[tuple[str, bool, bool, int], list[str]] = {}
 
 
 def map_places(params: KernelParams) -> dict[str, int]:

@@ -252,11 +252,25 @@ MUTATIONS = [
         ("swapped late",),
     ),
     Mutation(
-        "read scales ahead from the tile's first tokens",
-        "promotion.cuh",
-        "pair<kColumn>(factors, i / 2, early.token[i], early.token[i + 1]);",
-        "pair<kColumn>(factors, 0, early.token[i], early.token[i + 1]);",
-        ("swapped late",),
+        "take the scale of the token beside, past the slices",
+        "extra_tokens.cuh",
+        "load_shared_pair(scales + stage * kBytesScale + i * 16, to.token[i], to.token[i + 1]);",
+        "load_shared_pair(scales + stage * kBytesScale + i * 16, to.token[i + 1], to.token[i]);",
+        ("tall",),
+    ),
+    Mutation(
+        "multiply tokens past the slices by the first consumer's weights",
+        "fp8_gemm.cuh",
+        "Extra(shared + kOffsetB + consumer * 64 * kBlockK,",
+        "Extra(shared + kOffsetB,",
+        ("tall",),
+    ),
+    Mutation(
+        "start tokens past the slices with the sums of the tile before",
+        "extra_tokens.cuh",
+        "add<kFresh>(sum[0][i]",
+        "add<false>(sum[0][i]",
+        ("tall",),
     ),
     Mutation(
         "take tokens' scales from the first block of a stage",
@@ -372,6 +386,7 @@ def mutated_kernels() -> dict[str, KernelParams]:
         "swapped": make_params(find_config(SWAPPED, block_m=32, block_n=128)),
         "swapped split": make_params(find_config(SWAPPED, block_m=48, block_n=64, cluster_k=2, consumers_k=2)),
         "swapped narrow": make_params(find_config(SWAPPED, block_m=16, block_n=32)),
+        "tall": make_params(find_config(block_m=136, block_n=128)),
         "swapped late": make_params(find_config(SWAPPED, block_m=128, block_n=64)),
     }
 

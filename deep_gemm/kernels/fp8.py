@@ -28,6 +28,7 @@ def fields(
         "shape_n": params.shape[1],
         "shape_k": params.shape[2],
         "tma_store": params.store == "tma",
+        "mma_name": "Mma",
         "mma_n": mma_n,
         "mma_registers": mma_n // 2,
         "mma_operand_a": mma_n // 2,

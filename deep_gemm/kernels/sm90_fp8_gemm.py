@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
-from ..params import FP8Config, KernelParams
+from ..params import FP8Config, KernelParams, align
 from . import fp8
 from .base import Kernel
 from .columns import segments
@@ -18,6 +18,13 @@ MAX_STAGES = 16
 
 _BLOCK_M = ((64, 1), (128, 2), (192, 3), (256, 2))
 """Tile heights with the consumer warpgroups that share them."""
+
+_EXTRA = (8, 16, 24, 32)
+"""Tokens that a tile of 128 weights and two consumers may have past its m64 slices (see ``extra_tokens.cuh``). More
+would be a slice; clusters, timed once, took as long (H200, 14 shapes)."""
+
+_EXTRA_CASES = ((136, False), (160, True), (264, True), (272, False))
+"""Of tiles with such tokens, with whether they are persistent, those that tests compile."""
 
 _SPLITS = (
     (1, 1, 1, 1),
@@ -56,14 +63,16 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
     mma_instruction = "QGMMA"
 
     def configs(self, arch: ArchSpec) -> Iterator[FP8Config]:
-        """Tiles from 64x16 to 256x128 and 128x256, alone or in clusters of two, one or two CTAs on an SM; always with
+        """Tiles from 64x16 to 272x128 and 128x256, alone or in clusters of two, one or two CTAs on an SM; always with
         as many stages as fit."""
-        for (block_m, consumers), block_n, split, ctas_per_sm, stream_k in itertools.product(
-            _BLOCK_M, range(16, 257, 16), _SPLITS, (1, 2), (False, True)
+        for (upright, consumers), extra, block_n, split, ctas_per_sm, stream_k in itertools.product(
+            _BLOCK_M, (0, *_EXTRA), range(16, 257, 16), _SPLITS, (1, 2), (False, True)
         ):
+            if extra and (consumers, block_n) != (2, 128):
+                continue
             cluster_m, cluster_n, cluster_k, consumers_k = split
             config = FP8Config(
-                block_m=block_m,
+                block_m=upright + extra,
                 block_n=block_n,
                 block_k=128,
                 num_stages=0,
@@ -100,7 +109,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return "a tile of 64 rows and 256 columns takes longer than two of 128 columns"
         if c.block_m == 256 and c.block_n < 64:
             return "a tile of 256 rows and under 64 columns reads A more often than two tiles of 128 rows"
-        if (c.block_m, c.num_consumers) not in ((m, n * c.consumers_k) for m, n in _BLOCK_M):
+        upright = c.block_m - extra_tokens(c)
+        if (upright, c.num_consumers) not in ((m, n * c.consumers_k) for m, n in _BLOCK_M):
             return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_BLOCK_M}"
         if (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k) not in _SPLITS:
             return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {_SPLITS}"
@@ -115,6 +125,14 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         if c.stream_k and (c.cluster_size * c.consumers_k * c.ctas_per_sm > 1 or c.block_n % 32 or c.block_n < 64):
             return "blocks of K are dealt out over lone CTAs, with tiles of 64 columns or more, in steps of 32, only"
         slices, mma_n = instruction_shape(c)
+        if extra_tokens(c) and not (
+            extra_tokens(c) in _EXTRA
+            and (c.num_consumers, c.block_n, mma_n, c.num_partials) == (2, 128, 128, 1)
+            and c.cluster_size * c.consumers_k * c.ctas_per_sm == 1
+            and not c.stream_k
+        ):
+            given = f"{extra_tokens(c)} tokens past slices of 64"
+            return f"{given} are not one of {_EXTRA} in a lone tile of 128 columns and two consumers"
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
@@ -140,6 +158,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         c = _config(params)
         return {
             **fp8.fields(params, c, instruction_shape(c)[1], register_split(c)),
+            "extra": extra_tokens(c),
             "stream_k": c.stream_k,
             "persistent": c.persistent,
             "name": self.entry(params),
@@ -173,9 +192,9 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         return "_".join(parts)
 
     def cases(self) -> list[KernelParams]:
-        """Every legal tile without a cluster, and with two CTAs on an SM for one width; clusters along m and n for each
-        block_m; every split of K for two widths; direct stores of a plain, a straddling, and a split tile; and
-        compile-time dimensions."""
+        """Every legal tile without a cluster, but of those with tokens past their slices the least and the most; with
+        two CTAs on an SM for one width; clusters along m and n for each block_m; every split of K for two widths;
+        direct stores of a plain, a straddling, and a split tile; compile-time dimensions."""
         every = list(self.configs(SM90))
 
         def chosen(
@@ -190,6 +209,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
 
         plain = [c for c in every if c.cluster_size == c.k_shares == 1 and (c.ctas_per_sm == 1 or c.block_n == 48)]
         plain = [c for c in plain if not c.stream_k or c.block_n in (64, 128, 256)]
+        plain = [c for c in plain if not extra_tokens(c) or (c.block_m, c.persistent) in _EXTRA_CASES]
         shared = [c for c in every if c.cluster_m * c.cluster_n > 1 and c.block_n == 128]
         split = [c for c in every if c.k_shares > 1 and (c.block_n in (32, 64) or c.block_n == c.block_m == 128)]
         direct = [chosen(128, 128), chosen(128, 192), chosen(64, 64, (1, 1, 2), 2), chosen(128, 128, (1, 1, 2))]
@@ -211,7 +231,7 @@ def _with_partials(config: FP8Config) -> FP8Config:
     geometric mean over all pairs that are legal both ways; most for narrow tiles)."""
     ahead = replace(config, num_partials=2)
     slices, mma_n = instruction_shape(ahead)
-    return ahead if slices <= 2 and mma_n == config.block_n else config
+    return ahead if slices <= 2 and mma_n == config.block_n and not extra_tokens(config) else config
 
 
 def instruction_shape(config: FP8Config) -> tuple[int, int]:
@@ -238,7 +258,13 @@ def _needed(config: FP8Config, mma_n: int) -> int:
     others += (len(segments(config.block_n)) - 1) * _OTHER_REGISTERS_PER_SEGMENT
     if mma_n < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
+    others += extra_tokens(config)  # sums and partial sums
     return accumulators(config, mma_n) + others
+
+
+def extra_tokens(config: FP8Config) -> int:
+    """Tokens of a tile past its slices of 64."""
+    return config.block_m % 64
 
 
 def accumulators(config: FP8Config, mma_n: int = 0) -> int:
@@ -257,14 +283,14 @@ def register_split(config: FP8Config) -> tuple[int, int]:
 
 def stage_bytes(config: FP8Config) -> int:
     """One stage: a tile of A, a tile of B, and A's scales."""
-    return (config.block_m + config.block_n) * config.block_k + config.block_m * 4
+    return (config.block_m + config.block_n) * config.block_k + align(config.block_m * 4, 128)
 
 
 def staging_bytes(config: FP8Config) -> int:
     """What a CTA finishes of the tile, in bf16, on its way out; a lone tile waits in stages (see ``staging.cuh``)."""
     if not config.persistent:
         return 0
-    return config.block_m * config.block_n * 2 // config.cluster_k
+    return (config.block_m - extra_tokens(config)) * config.block_n * 2 // config.cluster_k
 
 
 def reduction_bytes(config: FP8Config) -> int:

@@ -12,6 +12,7 @@ from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SwappedCo
 from . import get, stream_k
 from .columns import first_column, segments
 from .raster import Raster, raster
+from .sm90_fp8_gemm import extra_tokens
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,12 @@ def launch(
     def scales(box: int) -> TensorMapSpec:
         return TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (box, stage_blocks))
 
-    map_a, map_a_last = _maps(tokens, at.a, m, config.block_m // config.cluster_n, rows)
+    extra = 0 if isinstance(config, SwappedConfig) else extra_tokens(config)
+    upright = config.block_m - extra
+    map_a, map_a_last = _maps(tokens, at.a, m, upright // config.cluster_n, rows)
     maps_b, map_b_last, columns = _weights_maps(weights, at.b, n, config)
-    map_scale_a, map_scale_a_last = _maps(scales, at.sfa, m, config.block_m, rows)
+    map_scale_a, map_scale_a_last = _maps(scales, at.sfa, m, upright, rows)
+    extras = [tokens(extra).encode(at.a), scales(extra).encode(at.sfa)] if extra else []
     args: list[Arg] = [
         map_a,
         maps_b[0],
@@ -196,6 +200,7 @@ def launch(
         map_a_last,
         map_b_last,
         map_scale_a_last,
+        *extras,
         *maps_b[1:],
         ("ptr", at.sfb),
         ("i64", shape.stride_sfb[0]),

@@ -65,6 +65,8 @@ class Calibration(Constants):
     """Elements that a CTA then gets from others in a microsecond."""
     instruction_cycles: float
     """Least time of a wgmma, however narrow."""
+    extra_cycles: float
+    """A narrow wgmma among wide ones, for tokens past a tile's m64 slices."""
     chain_cycles: float
     """Latency of one block of K in a consumer: wait, issue, drain."""
     promote_cycles: float

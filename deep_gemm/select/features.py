@@ -33,6 +33,8 @@ class Features(NamedTuple):
     """Instructions a consumer issues for a block."""
     half_width: float
     """Half the columns of one instruction: its cycles in the tensor cores."""
+    extra_products: float
+    """Instructions besides, for tokens past a tile's m64 slices."""
     read: float
     """Bytes of operands that instructions read for a block."""
     filled: float
@@ -113,13 +115,13 @@ class _Fixed(NamedTuple):
 
 @functools.cache
 def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
-    groups, slices = config.num_consumers // config.consumers_k, config.slices
+    groups, slices, extra = config.num_consumers // config.consumers_k, config.slices, 0
     swapped = isinstance(config, SwappedConfig)
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         width, mma_n, store_columns = config.block_m, sm90_fp8_swapped.mma_n(config), 64
     else:
-        direct = not d_tma
+        direct, extra = not d_tma, sm90_fp8_gemm.extra_tokens(config)
         width, mma_n = config.block_n, sm90_fp8_gemm.instruction_shape(config)[1]
         store_columns = store_box(config)[0]
     products, size = slices * (width // mma_n) * 4, config.cluster_size
@@ -127,10 +129,11 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "groups": groups,
         "products": products,
         "half_width": mma_n / 2,
-        "read": groups * products * (64 + mma_n) * 32,
-        "columns": slices * width,
+        "extra_products": 4 if extra else 0,
+        "read": groups * (products * (64 + mma_n) + (4 * (64 + extra) if extra else 0)) * 32,
+        "columns": slices * width + extra,
         "in_step": 1.0 if groups > 1 and config.num_partials == 1 and fp8.turns(config) == 1 else 0.0,
-        "token_scales": width if swapped else 0,
+        "token_scales": width if swapped else extra,
         "ahead": 1.0 if config.num_partials > 1 else 0.0,
         "consumers_k": config.consumers_k,
         "depth": config.num_stages * config.stage_blocks,

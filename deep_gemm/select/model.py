@@ -51,10 +51,10 @@ def costs(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     is theirs."""
     instruction = maximum(x.half_width, c.instruction_cycles)
     # Tensor cores at work draw the power that lowers the clock: their cycles are longer.
-    tensor = x.groups * x.products * instruction * (c.clock_ghz / c.tensor_ghz)
+    own = x.products * instruction + x.extra_products * c.extra_cycles
+    tensor = x.groups * own * (c.clock_ghz / c.tensor_ghz)
     scale = x.columns * c.promote_cycles
     promote = scale + x.token_scales * c.token_cycles
-    own = x.products * instruction
     chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + c.chain_cycles)
     chain = chain / x.consumers_k
     # Not all of promotion hides, whatever the schedule, and less of it where consumers promote at the same time.

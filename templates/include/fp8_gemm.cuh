@@ -7,10 +7,12 @@
 #include "barrier.cuh"
 #include "box.cuh"
 #include "epilogue.cuh"
+#include "extra_tokens.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
+#include "put_away.cuh"
 #include "reduction.cuh"
 #include "scheduler.cuh"
 #include "setup.cuh"
@@ -19,7 +21,7 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-template <class Tile, class Mma>
+template <class Tile, class Mma, class MmaExtra>
 struct Fp8Gemm {
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
   enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
@@ -34,9 +36,11 @@ struct Fp8Gemm {
   enum : bool { kClusters = kClusterSize > 1 };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // who gets what is loaded together
 
-  // One consumer's share of a tile, in m64 slices of rows.
-  enum : u32 { kSlices = kBlockM * kConsumersK / (64 * kConsumers) };
-  static_assert(kSlices * 64 * kConsumers == kBlockM * kConsumersK);
+  // One consumer's share of a tile, in m64 slices of rows, and tokens past the slices of all (see extra_tokens.cuh).
+  enum : u32 { kExtra = kBlockM % 64, kUpright = kBlockM - kExtra };
+  enum : u32 { kSlices = kUpright * kConsumersK / (64 * kConsumers) };
+  static_assert(kSlices * 64 * kConsumers == kUpright * kConsumersK);
+  static_assert(kExtra == 0 || (kBlockN == 64 * kConsumers && kBlockN <= 128 && kShares == 1));
   static_assert(kBlockN % (16 * kShares) == 0);
   static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
   using Columns = TileColumns<kBlockN>;
@@ -76,14 +80,15 @@ struct Fp8Gemm {
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
   // Fetching ahead makes the main loop longer, which the largest tiles feel.
   using Weights = BlockScales<Columns::kScales, Order, kPersistent && kBlockM * kBlockN < 256 * 128>;
-  using Scaling = RowTokens<Weights, Columns, kSlices, kBlockM * 4>;
-  using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
+  // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
+  enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK };
+  enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA's alignment
+  enum : u32 { kOffsetB = kStages * kBytesA };
+  using Scaling = RowTokens<Weights, Columns, kSlices, kBytesScale>;
+  using Extra = typename Either<(kExtra > 0), ExtraTokens<MmaExtra, kBytesA, kBytesB, kBytesScale>, NoExtraTokens>::Type;
+  using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling, Extra>;
   using Sums = typename Mainloop::Sums;
   using Nothing = typename Mainloop::Nothing;
-
-  // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
-  enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK, kBytesScale = kBlockM * 4 };
-  enum : u32 { kOffsetB = kStages * kBytesA };
   using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
   enum : u32 { kOffsetScale = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale };
@@ -126,7 +131,7 @@ struct Fp8Gemm {
       if (warp == kConsumers * 4 && elect_one()) produce_weights(loaded_first(early));
       if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(loaded_first(early));
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(loaded_first(early));
-      if (kPutsAway && warp == kConsumers * 4 + 3) put_away_tiles(first_tile());
+      if (kPutsAway && warp == kConsumers * 4 + 3) put_away_tiles(*this, first_tile());
       __syncwarp();
       if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
@@ -175,9 +180,11 @@ struct Fp8Gemm {
   }
 
   // Rows of A that a CTA loads of a tile, and where they begin.
-  enum : u32 { kTokensBox = kBlockM / kClusterN };
+  enum : u32 { kTokensBox = kUpright / kClusterN };
   DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, kClusters>(row, m(), arg.last_rows); }
+  // Those past the slices are all loaded or none.
+  static DG_DEVICE bool has_extra(u32 loaded) { return kExtra > 0 && loaded > kUpright; }
 
   DG_DEVICE Order order_of(const Scheduler& tile, u32 turn) const {
     if constexpr (kStreams) {
@@ -228,7 +235,8 @@ struct Fp8Gemm {
     const u32 part = tokens_part();
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
-      with_map<kTokensBox, kClusters>(part, tokens_loaded(tile.row), arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
+      const u32 loaded = tokens_loaded(tile.row);
+      with_map<kTokensBox, kClusters>(part, loaded, arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
         allow_next_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
@@ -239,6 +247,9 @@ struct Fp8Gemm {
           } else {
             tma_load(a, map, barriers.full(stage), x, tile.row);
           }
+          if (has_extra(loaded))
+            tma_load(shared + stage * kBytesA + kUpright * kBlockK, arg.map_a_extra, barriers.full(stage), x,
+                     tile.row + kUpright);
         });
       });
     }
@@ -249,14 +260,16 @@ struct Fp8Gemm {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
-      const u32 rows = tokens_loaded(tile.row), bytes = columns_of(tile).existing(n()) * kBlockK + rows * (kBlockK + 4);
-      with_map<kBlockM, kClusters>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
+      const u32 loaded = tokens_loaded(tile.row), rows = has_extra(loaded) ? +kBlockM : loaded;
+      const u32 bytes = columns_of(tile).existing(n()) * kBlockK + rows * (kBlockK + 4);
+      with_map<kUpright, kClusters>(0, loaded, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
-          if (map)
-            tma_load(shared + kOffsetScale + stage * kBytesScale, map, barriers.full(stage), tile.row,
-                     order.step_block(step));
+          const u32 to = shared + kOffsetScale + stage * kBytesScale, y = order.step_block(step);
+          if (map) tma_load(to, map, barriers.full(stage), tile.row, y);
+          if (has_extra(loaded))
+            tma_load(to + kUpright * 4, arg.map_scale_a_extra, barriers.full(stage), tile.row + kUpright, y);
         });
       });
     }
@@ -266,40 +279,6 @@ struct Fp8Gemm {
   // A tile is stored in as many parts as there are units, if they are whole boxes and there are barriers for all.
   enum : bool { kWholeBoxes = Mainloop::kParts == 1 || Mma::kN % Store::kBoxColumns == 0 };
   enum : u32 { kStoreParts = kPutsEarly && kWholeBoxes && kConsumers * Mainloop::kUnits <= 4 ? Mainloop::kUnits : 1 };
-
-  // One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
-  // behind stores, or tells their owner where the sums are.
-  DG_DEVICE void put_away_tiles(Scheduler tile) {
-    wait_for_previous_kernel();
-    const u32 lane = threadIdx.x % 32;
-    for (; tile.valid(); tile.advance()) {
-      bool owned = true;
-      if constexpr (kStreams) owned = tile.owned();
-      if (kTmaStore || !owned) {
-        if (kTmaStore && lane == 0) tma_store_wait_read<0>();  // of the tile before
-        __syncwarp();
-        Areas::free_all();
-#pragma unroll 1  // few registers
-        for (u32 i = 0; i < kConsumers * kStoreParts; ++i) {
-          const u32 consumer = i % kConsumers, part = i / kConsumers;
-          const u32 row = tile.row + consumer / kConsumersK * 64 * kSlices;
-          const u32 column = (rank_k() * kConsumersK + consumer % kConsumersK) * kColumns;
-          Areas::template wait_until_full<kStoreParts>(consumer, part);
-          if (lane == 0 && owned) {
-            const u32 area = shared + Areas::offset(consumer, 0);
-            fence_shared_to_tma();
-            Store::template store<kStoreParts>(arg.map_d, area, row, column, columns_of(tile), m(), n(), part);
-          }
-          __syncwarp();
-        }
-      }
-      if constexpr (kStreams) {
-        if (lane == 0 && !owned) workspace().announce();
-        __syncwarp();
-      }
-    }
-    if (kTmaStore && lane == 0) tma_store_wait_read<0>();  // shared memory must stay till then
-  }
 
   // One warpgroup: rows [64 * kSlices * its number, + 64 * kSlices) of every tile, or a share of the tile's K.
   DG_DEVICE void consume(Scheduler tile) {
@@ -318,7 +297,9 @@ struct Fp8Gemm {
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part());
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
                       uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
-                      consumer, lane);
+                      consumer, lane,
+                      Extra(shared + kOffsetB + consumer * 64 * kBlockK, shared + kUpright * kBlockK,
+                            shared + kOffsetScale + kUpright * 4 + lane % 4 * 8));
     mainloop.at.stage = turn;
     if (!arg.constant_b) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.weights.open();
@@ -345,6 +326,7 @@ struct Fp8Gemm {
         mainloop.scaling.weights.go_on(part());
         if constexpr (kStartsEarly) mainloop.start();  // other CTAs' sums may come first, but only for the last tile
       }
+      mainloop.extra.store(arg, now.row + kUpright, columns_of(now).at(consumer * 64), m(), n(), warp, lane);
       if constexpr (kPutsEarly) {
         put(Index<Mainloop::kUnits - 1>());
       } else if constexpr (kStreams) {

@@ -1,5 +1,6 @@
 // A consumer warpgroup's walk along K: multiply a block of K into partial sums, promote them into float32 sums.
 #pragma once
+#include "extra_tokens.cuh"
 #include "pipeline.cuh"
 #include "promotion.cuh"
 #include "tma.cuh"
@@ -14,8 +15,8 @@
 // Shape gives kStages, kConsumers, kStageBlocks (blocks of K in a stage), kStep, kRows and kColumns (of the left and of the
 // right operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1), kUnrolls (whether the loop of the
 // first schedule goes round the ring in steps that know their stage), kPeeks (whether the second looks at stages early);
-// Scaling (see promotion.cuh) what promotion multiplies by.
-template <class Shape, class Mma, class Barriers, class Scaling>
+// Scaling (see promotion.cuh) what promotion multiplies by, and Extra what tokens there are besides (see extra_tokens.cuh).
+template <class Shape, class Mma, class Barriers, class Scaling, class Extra = NoExtraTokens>
 struct Fp8Mainloop {
   // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
   enum : u32 { kStep = Shape::kStep, kStageBlocks = Shape::kStageBlocks };
@@ -26,11 +27,13 @@ struct Fp8Mainloop {
   enum : u32 { kParts = kColumns / Mma::kN, kUnits = kSlices * kParts };
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
+  static_assert(!Extra::kSome || (kPartials == 1 && kStageBlocks == 1));
   static_assert(!Shape::kUnrolls || (kPartials == 1 && kStep == 1 && kStageBlocks == 1));
 
   struct Block {
     u32 slot;  // stage * kStageBlocks + its place there
     typename Scaling::Factors factors;
+    typename Extra::Scales extra;
   };
   using Sums = float[kSlices][kColumns / 2];
   enum : u32 { kPage = Scaling::kPage };
@@ -56,9 +59,11 @@ struct Fp8Mainloop {
   bool full = false;  // whether that stage is known to be
   u32 opaque_zero;  // zero, but not to the compiler
   float partial[kPartials][Mma::kN / 2];
+  Extra extra;
 
-  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 consumer, u32 lane)
-      : barriers(barriers), scaling(scaling), left(left), right(right), turns(consumer), lane(lane) {
+  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 consumer, u32 lane,
+                        const Extra& extra = Extra())
+      : barriers(barriers), scaling(scaling), left(left), right(right), turns(consumer), lane(lane), extra(extra) {
     asm volatile("mov.u32 %0, 0;" : "=r"(opaque_zero));
 #pragma unroll
     for (u32 set = 0; set < kPartials; ++set)
@@ -92,6 +97,7 @@ struct Fp8Mainloop {
     scaling.begin(first.factors);
     if constexpr (!kStartsFresh) clear(sum);
     scaling.after_arrival(first.factors, first.slot);
+    extra.read(first.extra, first.slot);
     if constexpr (kPartials == 1) {
       one_by_one(sum, blocks, finished);
     } else {
@@ -107,7 +113,8 @@ struct Fp8Mainloop {
  private:
   Block first;  // of the tile that was started
 
-  static DG_DEVICE void clear(Sums& sum) {
+  DG_DEVICE void clear(Sums& sum) {
+    extra.clear();
 #pragma unroll
     for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
@@ -186,8 +193,12 @@ struct Fp8Mainloop {
     if (!kLast || next != nullptr) turns.wait();
     const auto early = ahead<kUnit>(block);
     finish<0>(partial[0]);
-    if constexpr (kLast) release(block);
+    if constexpr (kLast) {
+      extra.settle();
+      release(block);
+    }
     promote_unit<kFresh, kUnit>(sum, partial[0], block, early);
+    if constexpr (kLast) extra.template promote<kFresh>(block.extra, block.factors.weight[0]);
     if constexpr (!kLast) {
       issue<kUnit + 1>(partial[0], block);
       finished(Index<kUnit>());
@@ -270,6 +281,7 @@ struct Fp8Mainloop {
     scaling.before_arrival(block.factors, place);
     arrive(block);
     scaling.after_arrival(block.factors, block.slot);
+    extra.read(block.extra, block.slot);
   }
 
   DG_DEVICE void take_scales(Block& block, u32 place) {
@@ -304,6 +316,7 @@ struct Fp8Mainloop {
 #pragma unroll
     for (u32 step = 1; step < kBlockK / 32; ++step)
       Mma::accumulate(set, matrix_descriptor(a + step * 2), matrix_descriptor(b + step * 2));
+    if constexpr (kUnit + 1 == kUnits) extra.issue(block.slot, opaque_zero);
     wgmma_commit();
   }
 

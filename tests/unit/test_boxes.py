@@ -11,6 +11,7 @@ from launches import CONFIGS, PARAMS, fp8, geometries, map_places, parameter_nam
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.columns import first_column, segments
+from deep_gemm.kernels.sm90_fp8_gemm import extra_tokens
 from deep_gemm.kernels.sm90_fp8_launch import Geometry
 from deep_gemm.params import KernelParams, SwappedConfig, align, ceil_div
 
@@ -49,9 +50,17 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     tiles = align(ceil_div(g.n, c.block_n), c.cluster_n)
     index = data.draw(st.integers(0, tiles - 1))
     tokens = rows_loaded(row, g.m, c.block_m, int(numbers["last_rows"]))
-    boxes = boxes_of(tokens, c.cluster_n, c.block_m, maps["map_a"], maps["map_a_last"])
-    assert sum(size for _, size in boxes) == tokens >= min(c.block_m, max(0, g.m - row))
+    # Of tokens past a tile's slices all are loaded or none; their box is small, and may hang over the edge.
+    extra = 0 if isinstance(c, SwappedConfig) else extra_tokens(c)
+    upright, has_extra = c.block_m - extra, extra > 0 and tokens > c.block_m - extra
+    boxes = boxes_of(min(tokens, upright), c.cluster_n, upright, maps["map_a"], maps["map_a_last"])
     checked = [(row, g.m, boxes)]
+    if has_extra:
+        assert upright % 8 == 0
+        assert maps["map_a_extra"].box == (128, extra)
+        assert maps["map_scale_a_extra"].box == (extra, 1)
+        tokens = c.block_m
+    assert sum(size for _, size in boxes) + extra * has_extra == tokens >= min(c.block_m, max(0, g.m - row))
     weights = 0
     for segment, width in enumerate(segments(c.block_n)):
         first = first_column(c.block_n, segment, index, tiles)
@@ -70,10 +79,11 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
             assert begin % 8 == 0  # on a swizzle atom of eight rows; else later rows would be permuted differently
             assert depth > 1 or first + begin + size < edge + 4
         brought += sum(size for _, size in boxes) * 128 * depth
+    brought += extra * 128 * has_extra
     if tokens:
-        box = maps["map_scale_a"] if tokens == c.block_m else maps["map_scale_a_last"]
-        assert box.box == (tokens, depth)
-        brought += math.prod(box.box) * 4
+        box = maps["map_scale_a"] if tokens >= upright else maps["map_scale_a_last"]
+        assert box.box == (min(tokens, upright), depth)
+        brought += (math.prod(box.box) + extra * has_extra) * 4
     assert brought == (weights * 128 + tokens * (128 + 4)) * depth
     # A box of several blocks is packed block after block: the next begins where the kernel looks for it.
     operands = ("map_a", "map_b", "map_a_last", "map_b_last")
@@ -83,7 +93,8 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
 def test_one_map_is_made_where_no_tile_is_whole() -> None:
     """Each costs the host a microsecond, and a call with few tokens has no other."""
     for config in CONFIGS:
-        g = Geometry(config.block_m // config.cluster_n - 1, 1024, 896, 896, 896, 1024, 256, (8, 1))
+        upright = config.block_m - (0 if isinstance(config, SwappedConfig) else extra_tokens(config))
+        g = Geometry(upright // config.cluster_n - 1, 1024, 896, 896, 896, 1024, 256, (8, 1))
         params = make_params(config)
         maps, places = record(params, g).maps, map_places(params)
         assert maps[places["map_a"]] == maps[places["map_a_last"]]

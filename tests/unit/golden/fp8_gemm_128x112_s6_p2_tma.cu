@@ -35,6 +35,7 @@ struct Mma {
         : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55])        : "l"(a), "l"(b));
   }
 };
+struct MmaExtra;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     fp8_gemm_128x112_s6_p2_tma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
@@ -45,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const __grid_constant__ Raster raster, u32 constant_b, u32 b_read_once) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b, &map_b_1, &map_b_2}, &map_a_last, &map_b_last, &map_scale_a_last,
+                                   nullptr, nullptr,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, constant_b, b_read_once};
   const StreamArguments stream{};
-  Fp8Gemm<Tile, Mma>(arguments, stream, shared_address(shared)).run();
+  Fp8Gemm<Tile, Mma, MmaExtra>(arguments, stream, shared_address(shared)).run();
 }

@@ -35,6 +35,7 @@ struct Mma {
         : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b));
   }
 };
+struct MmaExtra;
 
 extern "C" __global__ void __launch_bounds__(256, 2)
     fp8_gemm_64x16_s10_p2_r2_tma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
@@ -45,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const __grid_constant__ Raster raster, u32 constant_b, u32 b_read_once) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
+                                   nullptr, nullptr,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, constant_b, b_read_once};
   const StreamArguments stream{};
-  Fp8Gemm<Tile, Mma>(arguments, stream, shared_address(shared)).run();
+  Fp8Gemm<Tile, Mma, MmaExtra>(arguments, stream, shared_address(shared)).run();
 }

@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const __grid_constant__ Raster raster, u32 constant_b, u32 b_read_once) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, nullptr, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
+                                   nullptr, nullptr,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, constant_b, b_read_once};
   Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();

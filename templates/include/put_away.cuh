@@ -1,0 +1,42 @@
+// How finished tiles of `Fp8Gemm` leave a CTA that goes on to the next.
+#pragma once
+#include "tma.cuh"
+#include "warpgroup.cuh"
+
+// One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
+// behind stores, or tells their owner where the sums are.
+template <class Gemm>
+DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
+  using Areas = typename Gemm::Areas;
+  constexpr u32 kParts = Gemm::kStoreParts;
+  wait_for_previous_kernel();
+  const u32 lane = threadIdx.x % 32;
+  for (; tile.valid(); tile.advance()) {
+    bool owned = true;
+    if constexpr (Gemm::kStreams) owned = tile.owned();
+    if (Gemm::kTmaStore || !owned) {
+      if (Gemm::kTmaStore && lane == 0) tma_store_wait_read<0>();  // of the tile before
+      __syncwarp();
+      Areas::free_all();
+#pragma unroll 1  // few registers
+      for (u32 i = 0; i < Gemm::kConsumers * kParts; ++i) {
+        const u32 consumer = i % Gemm::kConsumers, part = i / Gemm::kConsumers;
+        const u32 row = tile.row + consumer / Gemm::kConsumersK * 64 * Gemm::kSlices;
+        const u32 column = (gemm.rank_k() * Gemm::kConsumersK + consumer % Gemm::kConsumersK) * Gemm::kColumns;
+        Areas::template wait_until_full<kParts>(consumer, part);
+        if (lane == 0 && owned) {
+          const u32 area = gemm.shared + Areas::offset(consumer, 0);
+          fence_shared_to_tma();
+          Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(), gemm.n(),
+                                              part);
+        }
+        __syncwarp();
+      }
+    }
+    if constexpr (Gemm::kStreams) {
+      if (lane == 0 && !owned) gemm.workspace().announce();
+      __syncwarp();
+    }
+  }
+  if (Gemm::kTmaStore && lane == 0) tma_store_wait_read<0>();  // shared memory must stay till then
+}
