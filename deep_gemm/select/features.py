@@ -37,6 +37,8 @@ class Features(NamedTuple):
     """Instructions besides, for tokens past a tile's m64 slices."""
     read: float
     """Bytes of operands that instructions read for a block."""
+    scales_read: float
+    """Bytes of tokens' scales that come from shared memory into registers for a block, as often as threads ask."""
     filled: float
     """Bytes that are loaded for a block."""
     asked: float
@@ -120,10 +122,11 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         width, mma_n, store_columns = config.block_m, sm90_fp8_swapped.mma_n(config), 64
+        scales = width // 4 * (1 if sm90_fp8_swapped.scales_held(config) else slices)  # that a thread reads
     else:
         direct, extra = not d_tma, sm90_fp8_gemm.extra_tokens(config)
         width, mma_n = config.block_n, sm90_fp8_gemm.instruction_shape(config)[1]
-        store_columns = store_box(config)[0]
+        store_columns, scales = store_box(config)[0], 2 * slices + extra // 4
     products, size = slices * (width // mma_n) * 4, config.cluster_size
     always = {
         "groups": groups,
@@ -131,6 +134,7 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "half_width": mma_n / 2,
         "extra_products": 4 if extra else 0,
         "read": groups * (products * (64 + mma_n) + (4 * (64 + extra) if extra else 0)) * 32,
+        "scales_read": groups * 128 * scales * 4,
         "columns": slices * width + extra,
         "in_step": 1.0 if groups > 1 and config.num_partials == 1 and fp8.turns(config) == 1 else 0.0,
         "token_scales": width if swapped else extra,

@@ -81,7 +81,7 @@ def parts(
     """The times of what a launch is made of, in us, and their ``total``; one or many, as in `costs`. ``known`` are the
     config's costs, if the caller has them."""
     of = costs(x, c, maximum) if known is None else known
-    shared = (x.read + x.filled) / c.shared_bytes_per_cycle
+    shared = (x.read + x.scales_read + x.filled) / c.shared_bytes_per_cycle
     # A row of a block that begins inside a line of 128 bytes takes two.
     lines = 1 + (c.unaligned - 1) * x.unaligned + c.torn * x.torn
     asked = x.asked * (lines * c.line_cycles + x.hanging * c.hanging_cycles)
