@@ -245,10 +245,10 @@ MUTATIONS = [
         ("swapped late",),
     ),
     Mutation(
-        "read each block's scales where the one after has them, late",
+        "read each block's scales where the one before had them, late",
         "promotion.cuh",
         "      factors.from = tokens + late_slot * kStageBytes;\n      late_slot += kStep;",
-        "      late_slot += kStep;\n      factors.from = tokens + (late_slot % kSlots) * kStageBytes;",
+        "      factors.from = tokens + (late_slot + kSlots - kStep) % kSlots * kStageBytes;\n      late_slot += kStep;",
         ("swapped late",),
     ),
     Mutation(

@@ -140,9 +140,10 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     if not summary:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
     made = calibration.Calibrations(**found, power=power)
-    about = {
-        key: rows[0][key] for key in ("device", "driver", "cuda", "torch", "date", "source_digest") if key in rows[0]
-    }
+    about = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch") if key in rows[0]}
+    about["files"] = [path.name for path in sources]
+    for key in ("date", "source_digest"):  # surveys may be of several days and trees
+        about[f"{key}s"] = sorted({row[key] for row in rows if key in row})
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"constants": made.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
     out.print(f"Written: {output}", markup=False)

@@ -21,7 +21,8 @@ _BLOCK_M = ((64, 1), (128, 2), (192, 3), (256, 2))
 
 _EXTRA = (8, 16, 24, 32)
 """Tokens that a tile of 128 weights and two consumers may have past its m64 slices (see ``extra_tokens.cuh``). More
-would be a slice; clusters, timed once, took as long (H200, 14 shapes)."""
+would be a slice, 24 and 32 have no registers beside 256 rows, and clusters, timed once, took as long (H200, 14
+shapes)."""
 
 _EXTRA_CASES = ((136, False), (160, True), (264, True), (272, False))
 """Of tiles with such tokens, with whether they are persistent, those that tests compile."""
@@ -132,7 +133,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             and not c.stream_k
         ):
             given = f"{extra_tokens(c)} tokens past slices of 64"
-            return f"{given} are not one of {_EXTRA} in a lone tile of 128 columns and two consumers"
+            wanted = "lone tile of 128 columns, two consumers, and one set of partial sums of whole width"
+            return f"{given} are not one of {_EXTRA} in a {wanted}"
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"

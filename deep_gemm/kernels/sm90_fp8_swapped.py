@@ -195,7 +195,8 @@ def mma_n(config: SwappedConfig) -> int:
 
 
 def scales_held(config: SwappedConfig) -> bool:
-    """Whether consumers keep a block's token scales in registers; else they read them as they promote."""
+    """Whether consumers keep a block's token scales in registers; else they read them for each product, as they promote
+    and just before (`scales_ahead`)."""
     return _fits(config, True)
 
 
@@ -211,7 +212,7 @@ def _fits(config: SwappedConfig, held: bool) -> bool:
 
 def _fits_width(config: SwappedConfig, width: int, held: bool) -> bool:
     accumulators = config.slices * config.block_m // 2 + config.num_partials * width // 2
-    scales = 2 * config.block_m // 4 if held else 8  # of the block at hand and the next
+    scales = 2 * config.block_m // 4 if held else 8  # of the block at hand and the next, or some that were read late
     others = _OTHER_REGISTERS
     if width < config.block_m:
         others += _OTHER_REGISTERS_OF_PARTS

@@ -41,6 +41,7 @@ struct Fp8Gemm {
   enum : u32 { kSlices = kUpright * kConsumersK / (64 * kConsumers) };
   static_assert(kSlices * 64 * kConsumers == kUpright * kConsumersK);
   static_assert(kExtra == 0 || (kBlockN == 64 * kConsumers && kBlockN <= 128 && kShares == 1));
+  static_assert(kExtra == 0 || (!kClusters && !Tile::kStreams), "sums past the slices are not given to other CTAs");
   static_assert(kBlockN % (16 * kShares) == 0);
   static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
   using Columns = TileColumns<kBlockN>;

@@ -147,15 +147,15 @@ struct RowTokens {
 
 // Tokens on the columns of accumulators, weights on the rows: all rows of a consumer lie in one block of B's scales, and
 // a thread has two of every eight tokens. Their scales are read once a block of K where registers allow it, else just before
-// they are used: shared memory gives registers 128 bytes a cycle, of which wide tiles have few to spare (136x256 took 267 us
-// for 263 x 30272 x 15104 on an H200, and 198 with scales made up). What is used late may be read when the block's stage has
+// they are used: shared memory gives registers 128 bytes a cycle, of which wide tiles have few to spare (a trial of 136x256
+// took 267 us for 263 x 30272 x 15104 on an H200, and 198 with scales made up). What is used late may be read when the block's stage has
 // been let go, so that such scales have a ring of their own, one block a consumer longer: new ones come to where a block's
 // were only once the stage of the consumer's next block is let go, and those products follow the promotion of this one.
 template <class Weights, u32 kTokens, bool kHeld, u32 kAhead, u32 kStages, u32 kStageBlocks, u32 kStep>
 struct ColumnTokens {
   enum : u32 { kStageBytes = ceil_div(kStageBlocks * kTokens * 4, 128) * 128 };  // TMA's alignment
   enum : u32 { kSlots = kStages + (kHeld ? 0 : kStep), kBytes = kSlots * kStageBytes };
-  static_assert(kHeld || kStageBlocks == 1);
+  static_assert(kHeld || (kStageBlocks == 1 && kAhead > 0));
   struct Factors {
     float weight[1];
     float token[kHeld ? kTokens / 4 : 1];
@@ -193,14 +193,18 @@ struct ColumnTokens {
   // Of scales that are read late, the first `kAhead` pairs of a unit: asked for while its products run, so that promotion
   // need not begin with a wait.
   struct Ahead {
-    float token[kAhead > 0 ? 2 * kAhead : 1];
+    float token[kHeld ? 1 : 2 * kAhead];
   };
   template <u32 kColumn>
   DG_DEVICE Ahead ahead(const Factors& factors) const {
-    Ahead early;
+    if constexpr (kHeld) {
+      return {};
+    } else {
+      Ahead early;
 #pragma unroll
-    for (u32 i = 0; i < 2 * kAhead; i += 2) pair<kColumn>(factors, i / 2, early.token[i], early.token[i + 1]);
-    return early;
+      for (u32 i = 0; i < 2 * kAhead; i += 2) pair<kColumn>(factors, i / 2, early.token[i], early.token[i + 1]);
+      return early;
+    }
   }
 
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
@@ -211,11 +215,13 @@ struct ColumnTokens {
       if constexpr (kHeld) {
         even = factors.token[(kColumn + 2 * i) / 4];
         odd = factors.token[(kColumn + 2 * i) / 4 + 1];
-      } else if (i / 4 < kAhead) {
-        even = early.token[i / 2];
-        odd = early.token[i / 2 + 1];
       } else {
-        pair<kColumn>(factors, i / 4, even, odd);
+        if (i / 4 < kAhead) {
+          even = early.token[i / 2];
+          odd = early.token[i / 2 + 1];
+        } else {
+          pair<kColumn>(factors, i / 4, even, odd);
+        }
       }
       add<kFresh>(sum[i], even, partial[i]);
       add<kFresh>(sum[i + 1], odd, partial[i + 1]);

@@ -313,6 +313,7 @@ def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
     assert sum(part["shapes"] for part in written["fit"].values()) == len(SHAPES)
     assert Power.from_json(written["constants"]["power"]) == default().power  # nothing was timed back to back
     assert written["survey"]["device"] == "a model"
+    assert written["survey"]["files"] == ["rows.jsonl"]
 
 
 @pytest.mark.usefixtures("short_fits")
