@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -140,7 +140,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     if not summary:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
     made = calibration.Calibrations(**found, power=power)
-    about = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch") if key in rows[0]}
+    about: dict[str, Any] = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch") if key in rows[0]}
     about["files"] = [path.name for path in sources]
     for key in ("date", "source_digest"):  # surveys may be of several days and trees
         about[f"{key}s"] = sorted({row[key] for row in rows if key in row})
