@@ -105,6 +105,11 @@ class FP8Config(GemmConfig):
         return self.block_m * self.consumers_k // (64 * self.num_consumers)
 
     @property
+    def extra_tokens(self) -> int:
+        """Rows past the slices of all consumers."""
+        return self.block_m % 64
+
+    @property
     def k_shares(self) -> int:
         """Parts that a tile's K is split into, to be added up at the end."""
         return self.cluster_k * self.consumers_k
@@ -121,6 +126,11 @@ class SwappedConfig(FP8Config):
     def slices(self) -> int:
         """m64 slices of B's rows that one consumer multiplies."""
         return max(1, self.block_n * self.consumers_k // (64 * self.num_consumers))
+
+    @property
+    def extra_tokens(self) -> int:
+        """None: tokens are columns here, of which a tile may have any multiple of eight."""
+        return 0
 
 
 @dataclass(frozen=True)

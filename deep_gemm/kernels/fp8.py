@@ -30,10 +30,6 @@ def fields(
         "tma_store": params.store == "tma",
         "mma_name": "Mma",
         "mma_n": mma_n,
-        "mma_registers": mma_n // 2,
-        "mma_operand_a": mma_n // 2,
-        "mma_operand_b": mma_n // 2 + 1,
-        "mma_operand_keep": mma_n // 2 + 2,
     }
 
 

@@ -70,7 +70,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             _BLOCK_M, (0, *_EXTRA), range(16, 257, 16), _SPLITS, (1, 2), (False, True)
         ):
             if extra and (consumers, block_n) != (2, 128):
-                continue
+                continue  # illegal, all of them
             cluster_m, cluster_n, cluster_k, consumers_k = split
             config = FP8Config(
                 block_m=upright + extra,
@@ -110,7 +110,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
             return "a tile of 64 rows and 256 columns takes longer than two of 128 columns"
         if c.block_m == 256 and c.block_n < 64:
             return "a tile of 256 rows and under 64 columns reads A more often than two tiles of 128 rows"
-        upright = c.block_m - extra_tokens(c)
+        upright = c.block_m - c.extra_tokens
         if (upright, c.num_consumers) not in ((m, n * c.consumers_k) for m, n in _BLOCK_M):
             return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_BLOCK_M}"
         if (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k) not in _SPLITS:
@@ -126,13 +126,13 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         if c.stream_k and (c.cluster_size * c.consumers_k * c.ctas_per_sm > 1 or c.block_n % 32 or c.block_n < 64):
             return "blocks of K are dealt out over lone CTAs, with tiles of 64 columns or more, in steps of 32, only"
         slices, mma_n = instruction_shape(c)
-        if extra_tokens(c) and not (
-            extra_tokens(c) in _EXTRA
+        if c.extra_tokens and not (
+            c.extra_tokens in _EXTRA
             and (c.num_consumers, c.block_n, mma_n, c.num_partials) == (2, 128, 128, 1)
             and c.cluster_size * c.consumers_k * c.ctas_per_sm == 1
             and not c.stream_k
         ):
-            given = f"{extra_tokens(c)} tokens past slices of 64"
+            given = f"{c.extra_tokens} tokens past slices of 64"
             wanted = "lone tile of 128 columns, two consumers, and one set of partial sums of whole width"
             return f"{given} are not one of {_EXTRA} in a {wanted}"
         units = slices * c.block_n // mma_n
@@ -160,7 +160,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         c = _config(params)
         return {
             **fp8.fields(params, c, instruction_shape(c)[1], register_split(c)),
-            "extra": extra_tokens(c),
+            "extra": c.extra_tokens,
             "stream_k": c.stream_k,
             "persistent": c.persistent,
             "name": self.entry(params),
@@ -211,7 +211,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
 
         plain = [c for c in every if c.cluster_size == c.k_shares == 1 and (c.ctas_per_sm == 1 or c.block_n == 48)]
         plain = [c for c in plain if not c.stream_k or c.block_n in (64, 128, 256)]
-        plain = [c for c in plain if not extra_tokens(c) or (c.block_m, c.persistent) in _EXTRA_CASES]
+        plain = [c for c in plain if not c.extra_tokens or (c.block_m, c.persistent) in _EXTRA_CASES]
         shared = [c for c in every if c.cluster_m * c.cluster_n > 1 and c.block_n == 128]
         split = [c for c in every if c.k_shares > 1 and (c.block_n in (32, 64) or c.block_n == c.block_m == 128)]
         direct = [chosen(128, 128), chosen(128, 192), chosen(64, 64, (1, 1, 2), 2), chosen(128, 128, (1, 1, 2))]
@@ -233,7 +233,7 @@ def _with_partials(config: FP8Config) -> FP8Config:
     geometric mean over all pairs that are legal both ways; most for narrow tiles)."""
     ahead = replace(config, num_partials=2)
     slices, mma_n = instruction_shape(ahead)
-    return ahead if slices <= 2 and mma_n == config.block_n and not extra_tokens(config) else config
+    return ahead if slices <= 2 and mma_n == config.block_n and not config.extra_tokens else config
 
 
 def instruction_shape(config: FP8Config) -> tuple[int, int]:
@@ -260,13 +260,8 @@ def _needed(config: FP8Config, mma_n: int) -> int:
     others += (len(segments(config.block_n)) - 1) * _OTHER_REGISTERS_PER_SEGMENT
     if mma_n < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
-    others += extra_tokens(config)  # sums and partial sums
+    others += config.extra_tokens  # sums and partial sums
     return accumulators(config, mma_n) + others
-
-
-def extra_tokens(config: FP8Config) -> int:
-    """Tokens of a tile past its slices of 64."""
-    return config.block_m % 64
 
 
 def accumulators(config: FP8Config, mma_n: int = 0) -> int:
@@ -292,7 +287,7 @@ def staging_bytes(config: FP8Config) -> int:
     """What a CTA finishes of the tile, in bf16, on its way out; a lone tile waits in stages (see ``staging.cuh``)."""
     if not config.persistent:
         return 0
-    return (config.block_m - extra_tokens(config)) * config.block_n * 2 // config.cluster_k
+    return (config.block_m - config.extra_tokens) * config.block_n * 2 // config.cluster_k
 
 
 def reduction_bytes(config: FP8Config) -> int:

@@ -12,7 +12,6 @@ from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SwappedCo
 from . import get, stream_k
 from .columns import first_column, segments
 from .raster import Raster, raster
-from .sm90_fp8_gemm import extra_tokens
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def launch(
     def scales(box: int) -> TensorMapSpec:
         return TensorMapSpec("f32", (m, blocks), (shape.stride_sfa * 4,), (box, stage_blocks))
 
-    extra = 0 if isinstance(config, SwappedConfig) else extra_tokens(config)
+    extra = config.extra_tokens
     upright = config.block_m - extra
     map_a, map_a_last = _maps(tokens, at.a, m, upright // config.cluster_n, rows)
     maps_b, map_b_last, columns = _weights_maps(weights, at.b, n, config)

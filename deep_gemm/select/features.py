@@ -117,14 +117,14 @@ class _Fixed(NamedTuple):
 
 @functools.cache
 def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
-    groups, slices, extra = config.num_consumers // config.consumers_k, config.slices, 0
+    groups, slices, extra = config.num_consumers // config.consumers_k, config.slices, config.extra_tokens
     swapped = isinstance(config, SwappedConfig)
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         width, mma_n, store_columns = config.block_m, sm90_fp8_swapped.mma_n(config), 64
         scales = width // 4 * (1 if sm90_fp8_swapped.scales_held(config) else slices)  # that a thread reads
     else:
-        direct, extra = not d_tma, sm90_fp8_gemm.extra_tokens(config)
+        direct = not d_tma
         width, mma_n = config.block_n, sm90_fp8_gemm.instruction_shape(config)[1]
         store_columns, scales = store_box(config)[0], 2 * slices + extra // 4
     products, size = slices * (width // mma_n) * 4, config.cluster_size

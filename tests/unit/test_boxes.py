@@ -11,7 +11,6 @@ from launches import CONFIGS, PARAMS, fp8, geometries, map_places, parameter_nam
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.columns import first_column, segments
-from deep_gemm.kernels.sm90_fp8_gemm import extra_tokens
 from deep_gemm.kernels.sm90_fp8_launch import Geometry
 from deep_gemm.params import KernelParams, SwappedConfig, align, ceil_div
 
@@ -51,8 +50,8 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     index = data.draw(st.integers(0, tiles - 1))
     tokens = rows_loaded(row, g.m, c.block_m, int(numbers["last_rows"]))
     # Of tokens past a tile's slices all are loaded or none; their box is small, and may hang over the edge.
-    extra = 0 if isinstance(c, SwappedConfig) else extra_tokens(c)
-    upright, has_extra = c.block_m - extra, extra > 0 and tokens > c.block_m - extra
+    extra, upright = c.extra_tokens, c.block_m - c.extra_tokens
+    has_extra = extra > 0 and tokens > upright
     boxes = boxes_of(min(tokens, upright), c.cluster_n, upright, maps["map_a"], maps["map_a_last"])
     checked = [(row, g.m, boxes)]
     if has_extra:
@@ -93,8 +92,8 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
 def test_one_map_is_made_where_no_tile_is_whole() -> None:
     """Each costs the host a microsecond, and a call with few tokens has no other."""
     for config in CONFIGS:
-        upright = config.block_m - (0 if isinstance(config, SwappedConfig) else extra_tokens(config))
-        g = Geometry(upright // config.cluster_n - 1, 1024, 896, 896, 896, 1024, 256, (8, 1))
+        few = (config.block_m - config.extra_tokens) // config.cluster_n - 1
+        g = Geometry(few, 1024, 896, 896, 896, 1024, 256, (8, 1))
         params = make_params(config)
         maps, places = record(params, g).maps, map_places(params)
         assert maps[places["map_a"]] == maps[places["map_a_last"]]
