@@ -29,17 +29,17 @@ class Raster:
     @functools.cached_property
     def arguments(self) -> tuple[int, ...]:
         """For the kernel: rows, columns and band, and what it divides by, each with the numbers that ``divisor``
-        gives: the tiles of a whole band, of a group in a whole and in the last band, the rows of a whole and of the
-        last group."""
+        gives: the rows of the last and of a whole group, the tiles of a whole band, of a group in a whole and in the
+        last band."""
         last_band = self.columns - (ceil_div(self.columns, self.band) - 1) * self.band
         last_height = self.rows - (ceil_div(self.rows, self.height) - 1) * self.height
         return (
             *(self.rows, self.columns, self.band),
+            *divisor(last_height),
+            *divisor(self.height),
             *divisor(self.band * self.rows),
             *divisor(self.band * self.height),
             *divisor(last_band * self.height),
-            *divisor(self.height),
-            *divisor(last_height),
         )
 
 

@@ -191,7 +191,26 @@ def launch(
     maps_b, map_b_last, columns = _weights_maps(weights, at.b, n, config)
     map_scale_a, map_scale_a_last = _maps(scales, at.sfa, m, upright, rows)
     extras = [tokens(extra).encode(at.a), scales(extra).encode(at.sfa)] if extra else []
+    # What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
     args: list[Arg] = [
+        ("u32", m),
+        ("u32", n),
+        ("u32", k),
+        ("u32", rows),
+        ("u32", columns),
+        ("u32", int(constant_b and pdl)),
+        ("u32s", order.arguments),
+        ("u32", int(_leaves_first(order, members, blocks))),
+        ("ptr", at.sfb),
+        ("i64", shape.stride_sfb[0]),
+        ("i64", shape.stride_sfb[1]),
+        ("ptr", at.d),
+        ("i64", shape.stride_d),
+    ]
+    if dealt:
+        args += [("u32", number) for number in dealt.arguments]
+        args += [("ptr", at.flags), ("ptr", at.slots)]
+    args += [
         map_a,
         maps_b[0],
         map_scale_a,
@@ -201,23 +220,7 @@ def launch(
         map_scale_a_last,
         *extras,
         *maps_b[1:],
-        ("ptr", at.sfb),
-        ("i64", shape.stride_sfb[0]),
-        ("i64", shape.stride_sfb[1]),
-        ("ptr", at.d),
-        ("i64", shape.stride_d),
-        ("u32", m),
-        ("u32", n),
-        ("u32", k),
-        ("u32", rows),
-        ("u32", columns),
-        ("u32s", order.arguments),
-        ("u32", int(constant_b and pdl)),
-        ("u32", int(_leaves_first(order, members, blocks))),
     ]
-    if dealt:
-        args += [("u32", number) for number in dealt.arguments]
-        args += [("ptr", at.flags), ("ptr", at.slots)]
     kernel = get(params.kernel)
     ctas = dealt.ctas if dealt else num_ctas(config, m, n, num_sms)
     launch_shape = LaunchShape(

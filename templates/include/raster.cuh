@@ -21,9 +21,14 @@ DG_DEVICE Divisor either(bool first, const Divisor& a, const Divisor& b) {
 // the last band, `height` and `last_height` the rows of a whole and of the last group.
 struct Raster {
   u32 rows, columns, band;  // in tiles
-  Divisor strip, group, last_group, height, last_height;
+  Divisor last_height, height, strip, group, last_group;
 
   DG_DEVICE void locate(u32 index, u32& row, u32& column) const {
+    if (band == columns && last_height.value == rows) {  // few tiles, whose CTAs have little time: one band, one group
+      column = last_height.quotient(index);
+      row = index - column * rows;
+      return;
+    }
     const u32 number = strip.quotient(index), first = number * band;
     const Divisor of_group = either(first + band <= columns, group, last_group);
     const u32 in_band = index - number * strip.value, top = of_group.quotient(in_band);
