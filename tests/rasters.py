@@ -14,7 +14,10 @@ def quotient(x: int, numbers: tuple[int, ...]) -> int:
 def located(numbers: tuple[int, ...], index: int) -> tuple[int, int]:
     """`Raster::locate`: (row, column) of a tile, from the numbers that a launch passes."""
     rows, columns, band = numbers[:3]
-    strip, group, last_group, height, last_height = (numbers[at : at + 3] for at in range(3, 18, 3))
+    last_height, height, strip, group, last_group = (numbers[at : at + 3] for at in range(3, 18, 3))
+    if band == columns and last_height[0] == rows:
+        column = quotient(index, last_height)
+        return index - column * rows, column
     number = quotient(index, strip)
     first, in_band = number * band, index - number * strip[0]
     of_group = group if first + band <= columns else last_group

@@ -30,12 +30,12 @@ from mutations import edited_headers
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+from deep_gemm.params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import calc_diff, random_operands
 
 NUM_SMS = 7
-"""So few that a CTA does several tiles, whole and in pieces."""
+"""So few that a CTA does several tiles, whole and in pieces; tall ones are fewer."""
 
 
 def chosen(every: int, racecheck: bool) -> list[KernelParams]:
@@ -45,6 +45,19 @@ def chosen(every: int, racecheck: bool) -> list[KernelParams]:
     cases = [p for p in cases if not any(p.shape)]
     cases = [p for i, p in enumerate(cases) if i % every == 0 or _config(p).stream_k]
     return [p for p in cases if not (racecheck and _wraps(_config(p)))]
+
+
+def sizes(config: FP8Config) -> tuple[int, int, int]:
+    """M, K, and SMs. Where scales have a ring of their own, K goes round it twice; tokens past the slices, some of which
+    are missing, are in two tiles of each CTA."""
+    m, k, num_sms = config.block_m + 70, 896, max(NUM_SMS, config.cluster_size)
+    if isinstance(config, SwappedConfig):
+        m = min(config.block_m, 150)
+        if not sm90_fp8_swapped.scales_held(config):
+            k = 2 * (config.num_stages + config.consumers_k) * config.cluster_k * SCALE_BLOCK
+    elif config.extra_tokens:
+        m, num_sms = 2 * config.block_m - 3, 2
+    return m, k, num_sms
 
 
 def lane_by_lane(folder: Path) -> Path:
@@ -78,10 +91,10 @@ def main(every: int, racecheck: bool) -> None:
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0
     for params, function in functions.items():
         config = _config(params)
-        m = min(config.block_m, 150) if isinstance(config, SwappedConfig) else config.block_m + 70
-        a, b, _, _ = random_operands(m, 2 * config.block_n + 40, 896, "cuda")
+        m, k, num_sms = sizes(config)
+        a, b, _, _ = random_operands(m, 2 * config.block_n + 40, k, "cuda")
         d = torch.empty(m, b[0].shape[0], dtype=torch.bfloat16, device="cuda")
-        force(params, function, a, b, d, max(NUM_SMS, config.cluster_size), stream)()
+        force(params, function, a, b, d, num_sms, stream)()
         torch.cuda.synchronize()
         if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5:
             wrong += 1

@@ -59,8 +59,11 @@ def slot_bytes(config: GemmConfig, shape: Geometry, num_sms: int) -> int:
 
 def last_rows(config: FP8Config, m: int) -> int:
     """Rows of A that are loaded for the last row of tiles: those that there are (see ``box.cuh``), but 16 bytes of
-    scales at least; all where another block of K follows in a stage."""
-    return config.block_m if config.stage_blocks > 1 else min(config.block_m, align(_left(m, config.block_m), 4))
+    scales at least, and of tokens past the m64 slices all or none; all where another block of K follows in a stage."""
+    rows = align(_left(m, config.block_m), 4)
+    if config.stage_blocks > 1 or rows > config.block_m - config.extra_tokens:
+        return config.block_m
+    return rows
 
 
 def last_columns(config: FP8Config, n: int) -> int:

@@ -45,6 +45,12 @@ class Calibration(Constants):
     """The same by TMA where operands are swapped, in addition: they are turned on the way."""
     upright_us: float
     """What a launch takes more where tokens are rows: a tile of few has rows without any."""
+    stage_us: float
+    """What a launch takes more for each stage of the ring, whose barriers are made first."""
+    consumer_us: float
+    """The same for each consumer warpgroup."""
+    put_away_us: float
+    """What it takes more where a warp brings the last tile to D, not the consumers who have it."""
     cluster_2_us: float
     cluster_4_us: float
     cluster_8_us: float
@@ -53,6 +59,8 @@ class Calibration(Constants):
     """Handing over shares of K inside a CTA."""
     exchange_us: float
     """Handing over shares of K between CTAs."""
+    skew: float
+    """What these then wait for each other, as a part of the time that they multiply."""
     handed_per_us: float
     """Elements that consumers of a CTA hand over in a microsecond."""
     exchanged_per_us: float
@@ -79,6 +87,8 @@ class Calibration(Constants):
     """The same in addition, where several consumers promote without order."""
     parts_cycles: float
     """Multiplying an m64 slice in two parts, in one block of K."""
+    together_cycles: float
+    """Waiting for other CTAs of a cluster that load together, in one block of K."""
     ahead_cycles: float
     """Latency of one block where products are issued ahead."""
     issue_cycles: float

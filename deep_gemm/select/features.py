@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..arch import SM90
 from ..kernels import fp8, sm90_fp8_gemm, sm90_fp8_swapped
+from ..kernels.columns import segments
 from ..kernels.sm90_fp8_launch import last_columns, last_rows, store_box
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
@@ -52,9 +53,16 @@ class Features(NamedTuple):
     ahead: float
     """1 where the next products are issued before promotion, else 0."""
     consumers_k: float
+    consumers: float
+    puts_away: float
+    """1 where a warp brings tiles to D while consumers go on to the next, else 0."""
+    stages: float
+    """Of the ring: each has two barriers, which are made one after the other."""
     depth: float
     """Blocks of K in the ring."""
     stage_blocks: float
+    boxes: float
+    """Of B that a stage is loaded in."""
     elements: float
     """Output elements of a tile that are stored, as far as they exist."""
     direct: float
@@ -78,6 +86,8 @@ class Features(NamedTuple):
     cluster_2: float
     cluster_4: float
     cluster_8: float
+    together: float
+    """1 where CTAs of a cluster load for each other, else 0."""
     first: float
     """Bytes that HBM moves before all CTAs have their first stage."""
     traffic: float
@@ -140,8 +150,12 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "token_scales": width if swapped else extra,
         "ahead": 1.0 if config.num_partials > 1 else 0.0,
         "consumers_k": config.consumers_k,
+        "consumers": config.num_consumers,
+        "puts_away": 1.0 if config.persistent and not swapped and not direct else 0.0,
+        "stages": config.num_stages,
         "depth": config.num_stages * config.stage_blocks,
         "stage_blocks": config.stage_blocks,
+        "boxes": 1 if swapped else len(segments(config.block_n)),
         "direct": 1.0 if direct else 0.0,
         "narrow": 64 / store_columns,
         "transposed": 1.0 if swapped else 0.0,
@@ -150,6 +164,7 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "cluster_2": 1.0 if size == 2 else 0.0,
         "cluster_4": 1.0 if size == 4 else 0.0,
         "cluster_8": 1.0 if size == 8 else 0.0,
+        "together": 1.0 if config.cluster_m * config.cluster_n > 1 else 0.0,
         "in_parts": 1.0 if mma_n < width else 0.0,
     }
     return _Fixed(

@@ -60,12 +60,13 @@ def costs(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     # Not all of promotion hides, whatever the schedule, and less of it where consumers promote at the same time.
     exposed = x.groups * scale * (c.exposed + x.in_step * c.in_step)
     refill = c.load_cycles / x.depth
-    issue = c.issue_cycles / x.stage_blocks
+    issue = c.issue_cycles * x.boxes / x.stage_blocks
     by_tma = x.narrow**c.narrow_store / c.epilogue_elements_per_us
     per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) * by_tma
-    launch = c.launch_us + (1 - x.transposed) * c.upright_us
+    launch = c.launch_us + (1 - x.transposed) * c.upright_us + x.stages * c.stage_us + x.consumers * c.consumer_us
+    launch = launch + x.puts_away * c.put_away_us
     return Costs(
-        tensor=tensor + exposed + x.in_parts * c.parts_cycles,
+        tensor=tensor + exposed + x.in_parts * c.parts_cycles + x.together * c.together_cycles,
         chain=chain,
         waiting=chain**4 + refill**4 + issue**4,
         per_element=per_element + x.transposed / c.transposed_elements_per_us,
@@ -102,6 +103,8 @@ def parts(
     # Loads and work on chip overlap, but not perfectly, and not before there is something to work on.
     first = x.first / (c.start_gb_per_s * 1e3)
     body = first + ((cycles * steps) ** 4 + hbm**4 + l2**4) ** 0.25
+    # Who exchanges sums waits for the slowest CTA of its cluster.
+    body = body * (1 + x.cluster_shares * c.skew)
     return {
         "launch": of.launch,
         "tensor": busy * steps,

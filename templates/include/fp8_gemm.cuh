@@ -136,7 +136,7 @@ struct Fp8Gemm {
       __syncwarp();
       if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
-      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments, (kExtra > 0)>(arg, kBlockM, kBlockN);
       meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(first_tile());
@@ -261,8 +261,8 @@ struct Fp8Gemm {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
-      const u32 loaded = tokens_loaded(tile.row), rows = has_extra(loaded) ? +kBlockM : loaded;
-      const u32 bytes = columns_of(tile).existing(n()) * kBlockK + rows * (kBlockK + 4);
+      const u32 loaded = tokens_loaded(tile.row);
+      const u32 bytes = columns_of(tile).existing(n()) * kBlockK + loaded * (kBlockK + 4);
       with_map<kUpright, kClusters>(0, loaded, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {

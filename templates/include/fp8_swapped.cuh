@@ -102,7 +102,7 @@ struct Fp8Swapped {
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps<1>(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<1, false>(arg, kBlockM, kBlockN);
       meet<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();

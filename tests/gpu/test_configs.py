@@ -15,6 +15,7 @@ from deep_gemm import engine, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
+from deep_gemm.kernels.sm90_fp8_swapped import scales_held
 from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
@@ -39,6 +40,10 @@ SHAPES = [
 ]
 # For element by element stores, of odd widths.
 DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
+
+# Tokens past the m64 slices of a tile of 136 to 272: some there, some not; with odd M and N where elements are stored.
+TALL_SHAPES = [(259, 392, 384, ALL_SMS), (531, 776, 272, FEW_SMS)]
+TALL_DIRECT_SHAPES = [(259, 333, 400, ALL_SMS), (131, 141, 272, FEW_SMS)]
 
 # There are more swapped configs, so each gets fewer shapes; between them these leave tiles short along M, N and K.
 SWAPPED_SHAPES = [
@@ -81,17 +86,22 @@ def shapes_of(params: KernelParams) -> list[Shape]:
         return NARROW_SHAPES
     if isinstance(params.config, SwappedConfig):
         return SWAPPED_SHAPES if params.store == "tma" else SWAPPED_DIRECT_SHAPES
+    assert isinstance(params.config, FP8Config)
+    if params.config.extra_tokens:
+        return SHAPES + TALL_SHAPES if params.store == "tma" else DIRECT_SHAPES + TALL_DIRECT_SHAPES
     return SHAPES if params.store == "tma" else DIRECT_SHAPES
 
 
 def launched_early() -> list[KernelParams]:
-    """One config for each way to share K, width of tile, residency and way to store."""
+    """One config for each way to share K, width of tile, residency, way to store, and to bring tokens' scales or tokens
+    past the slices."""
     chosen: dict[tuple[object, ...], KernelParams] = {}
     for params in USUAL + DIRECT:
         c = params.config
         assert isinstance(c, FP8Config)
         split = (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k, c.ctas_per_sm)
-        chosen.setdefault((params.kernel, params.store, c.block_n, *split), params)
+        late = isinstance(c, SwappedConfig) and not scales_held(c)
+        chosen.setdefault((params.kernel, params.store, c.block_n, *split, c.extra_tokens > 0, late), params)
     return list(chosen.values())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from rasters import located
 
 from deep_gemm import arch, engine
+from deep_gemm.jit.driver.launch import Arg
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
 from deep_gemm.kernels.stream_k import FLAG_BYTES, Stream, stream
-from deep_gemm.params import FP8Config, align, ceil_div
+from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
 
 CONFIGS: list[FP8Config] = [config for config in PLAIN.configs(arch.SM90) if config.stream_k]
 MOST_SMS = 200
@@ -230,25 +231,29 @@ def no_tensor_maps() -> Iterator[None]:
         yield
 
 
+DEALT = ("members", "groups", "whole", "share", "longer")
+
+
+def named(params: KernelParams, args: Sequence[Arg]) -> dict[str, Arg]:
+    """Arguments by the names of the kernel's parameters."""
+    request = engine.build_request(params)
+    found = re.search(rf"{request.name}\(([^)]*)\)", request.source)
+    assert found is not None
+    return dict(zip([part.split()[-1].lstrip("*") for part in found.group(1).split(",")], args, strict=True))
+
+
 @pytest.mark.parametrize("store", ["tma", "direct"])
-def test_arguments_end_with_the_parts_and_the_workspace(store: str) -> None:
+def test_the_parts_and_the_workspace_go_to_the_parameters_for_them(store: str) -> None:
     params = make_params(CASE.config, store)
     dealt = CASE.dealt
     with no_tensor_maps():
         shape, args = launch(params, geometry(CASE), AT, CASE.num_sms, pdl=True)
     assert shape.grid == (dealt.members * dealt.groups, 1, 1)
     assert shape.cluster == (1, 1, 1)
-    # In the order of the kernel's parameters, the last of which are these.
-    request = engine.build_request(params)
-    found = re.search(rf"{request.name}\(([^)]*)\)", request.source)
-    assert found is not None
-    names = [part.split()[-1] for part in found.group(1).split(",")]
-    assert len(names) == len(args)
-    values = dict(zip(names[-7:], args[-7:], strict=True))
-    assert list(values) == ["members", "groups", "whole", "share", "longer", "flags", "slots"]
-    assert (values.pop("flags"), values.pop("slots")) == (("ptr", AT.flags), ("ptr", AT.slots))
-    assert list(values.values()) == [("u32", number) for number in dealt.arguments]
-    assert not {("ptr", AT.flags), ("ptr", AT.slots)} & set(args[:-2])
+    values = named(params, args)
+    assert (values["flags"], values["slots"]) == (("ptr", AT.flags), ("ptr", AT.slots))
+    assert [values[name] for name in DEALT] == [("u32", number) for number in dealt.arguments]
+    assert sum(arg in (("ptr", AT.flags), ("ptr", AT.slots)) for arg in args) == 2
 
 
 @settings(max_examples=200, deadline=None)
@@ -256,9 +261,12 @@ def test_arguments_end_with_the_parts_and_the_workspace(store: str) -> None:
 def test_every_member_of_every_group_has_a_flag_and_a_slot(case: Case, pdl: bool) -> None:
     with no_tensor_maps():
         shape, args = launch(make_params(case.config), geometry(case), AT, case.num_sms, pdl)
-    (_, members), (_, groups) = args[-7], args[-6]
-    assert shape.grid == (int(members) * int(groups), 1, 1)
-    assert all(0 <= int(arg[1]) < 1 << 32 for arg in args[-7:-2])
+    numbers = stream(case.config, case.m, case.n, case.k, case.num_sms).arguments
+    at = next(at for at in range(len(args)) if args[at] == ("u32", numbers[0]) and args[at + 5] == ("ptr", AT.flags))
+    assert args[at : at + 5] == [("u32", number) for number in numbers]
+    members, groups = numbers[:2]
+    assert shape.grid == (members * groups, 1, 1)
+    assert all(0 <= number < 1 << 32 for number in numbers)
     assert shape.grid[0] * 4 <= FLAG_BYTES
     # Of float32 sums of a tile.
     size = slot_bytes(case.config, geometry(case), case.num_sms)

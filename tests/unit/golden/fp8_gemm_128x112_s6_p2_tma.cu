@@ -38,12 +38,15 @@ struct Mma {
 struct MmaExtra;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    fp8_gemm_128x112_s6_p2_tma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d,
-    const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last,
-    const __grid_constant__ TensorMap map_scale_a_last,    const __grid_constant__ TensorMap map_b_1,    const __grid_constant__ TensorMap map_b_2, const float* scale_b, i64 scale_b_stride_n,
-    i64 scale_b_stride_k, u16* d, i64 d_stride, u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns,
-    const __grid_constant__ Raster raster, u32 constant_b, u32 b_read_once) {
+    fp8_gemm_128x112_s6_p2_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 constant_b,
+    const __grid_constant__ Raster raster, u32 b_read_once, const float* scale_b, i64 scale_b_stride_n,
+    i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a,
+    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
+    const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_a_last,
+    const __grid_constant__ TensorMap map_b_last,
+    const __grid_constant__ TensorMap map_scale_a_last,
+    const __grid_constant__ TensorMap map_b_1,
+    const __grid_constant__ TensorMap map_b_2) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b, &map_b_1, &map_b_2}, &map_a_last, &map_b_last, &map_scale_a_last,
                                    nullptr, nullptr,
