@@ -56,7 +56,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "exposed": (0.02, 1.0),
     "in_step": (0.01, 1.0),
     "parts_cycles": (1, 100),
-    "together_cycles": (0.1, 150),
     "ahead_cycles": (30, 300),
     "issue_cycles": (15, 200),
     "shared_bytes_per_cycle": (130, 300),

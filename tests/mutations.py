@@ -6,27 +6,13 @@ operands, or depend on timing: a wrong result, the same every time, is all that 
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from golden_renders import SWAPPED, find_config, make_params
+from headers import edited_headers
 
-from deep_gemm.jit.generator import include_dir
 from deep_gemm.params import KernelParams
-
-
-def edited_headers(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
-    """A copy of the device headers in `folder`, which must not exist; of each edit the one `old` in `file` is `new`."""
-    shutil.copytree(include_dir(), folder)
-    text = (folder / file).read_text()
-    for old, new in edits:
-        if text.count(old) != 1:
-            raise LookupError(f"{old!r} is {text.count(old)} times in {file}, and must be there once: adapt the edit")
-        text = text.replace(old, new)
-    (folder / file).write_text(text)
-    return folder
-
 
 UNSWAPPED_KERNELS = ("ahead", "one by one", "segments", "split", "direct")
 STAGED = ("ahead", "one by one", "segments", "split")
@@ -97,7 +83,22 @@ MUTATIONS = [
         "raster.cuh",
         "column = first + right;",
         "column = first + right / 2 * 2;",
-        tuple(kernel for kernel in EVERY if kernel != "swapped"),  # its bands are one tile wide
+        # Bands of "swapped" are one tile wide, and "one by one" has a single band of a single row.
+        tuple(kernel for kernel in EVERY if kernel not in ("swapped", "one by one")),
+    ),
+    Mutation(
+        "find the second column of a lone band in the place of the first",
+        "raster.cuh",
+        "column = last_height.quotient(index);",
+        "column = last_height.quotient(index) / 2 * 2;",
+        ("one by one", "once"),
+    ),
+    Mutation(
+        "take the first block's scales of B from the second",
+        "promotion.cuh",
+        "scale[r] = __shfl_sync(0xffffffffu, lead[r], 0);",
+        "scale[r] = __shfl_sync(0xffffffffu, lead[r], 1);",
+        EVERY,
     ),
     Mutation(
         "take B's scales of another consumer's blocks",

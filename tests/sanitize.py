@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from forced import compiled, force, load, nvrtc
-from mutations import edited_headers
+from headers import edited_headers
 
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
@@ -48,8 +48,8 @@ def chosen(every: int, racecheck: bool) -> list[KernelParams]:
 
 
 def sizes(config: FP8Config) -> tuple[int, int, int]:
-    """M, K, and SMs. Where scales have a ring of their own, K goes round it twice; tokens past the slices, some of which
-    are missing, are in two tiles of each CTA."""
+    """M, K, and SMs. Where scales have a ring of their own, K goes round it twice; tokens past the slices are in several
+    tiles of each CTA, and some are missing."""
     m, k, num_sms = config.block_m + 70, 896, max(NUM_SMS, config.cluster_size)
     if isinstance(config, SwappedConfig):
         m = min(config.block_m, 150)

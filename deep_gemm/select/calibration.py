@@ -15,7 +15,7 @@ from .power import Power
 FOLDER = Path(__file__).parent / "calibrations"
 
 KINDS = ("few_tokens", "some_tokens", "many_tokens")
-FEW_TOKENS, SOME_TOKENS = 64, 128
+FEW_TOKENS, SOME_TOKENS = 64, 512
 """Up to so many tokens there are constants for few, fitted to graphs of many launches as well, and for some."""
 
 
@@ -87,8 +87,6 @@ class Calibration(Constants):
     """The same in addition, where several consumers promote without order."""
     parts_cycles: float
     """Multiplying an m64 slice in two parts, in one block of K."""
-    together_cycles: float
-    """Waiting for other CTAs of a cluster that load together, in one block of K."""
     ahead_cycles: float
     """Latency of one block where products are issued ahead."""
     issue_cycles: float

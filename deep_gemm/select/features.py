@@ -86,8 +86,6 @@ class Features(NamedTuple):
     cluster_2: float
     cluster_4: float
     cluster_8: float
-    together: float
-    """1 where CTAs of a cluster load for each other, else 0."""
     first: float
     """Bytes that HBM moves before all CTAs have their first stage."""
     traffic: float
@@ -164,7 +162,6 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "cluster_2": 1.0 if size == 2 else 0.0,
         "cluster_4": 1.0 if size == 4 else 0.0,
         "cluster_8": 1.0 if size == 8 else 0.0,
-        "together": 1.0 if config.cluster_m * config.cluster_n > 1 else 0.0,
         "in_parts": 1.0 if mma_n < width else 0.0,
     }
     return _Fixed(

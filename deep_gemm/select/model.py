@@ -66,7 +66,7 @@ def costs(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     launch = c.launch_us + (1 - x.transposed) * c.upright_us + x.stages * c.stage_us + x.consumers * c.consumer_us
     launch = launch + x.puts_away * c.put_away_us
     return Costs(
-        tensor=tensor + exposed + x.in_parts * c.parts_cycles + x.together * c.together_cycles,
+        tensor=tensor + exposed + x.in_parts * c.parts_cycles,
         chain=chain,
         waiting=chain**4 + refill**4 + issue**4,
         per_element=per_element + x.transposed / c.transposed_elements_per_us,

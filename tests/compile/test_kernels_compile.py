@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from golden_renders import FAMILIES, PLAIN, SWAPPED, find_config, make_params
+from headers import edited_headers
 from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, open_compiler
 from launches import maps_output
-from mutations import edited_headers
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
@@ -205,6 +205,22 @@ def test_who_stores_a_tile_fences_what_others_wrote(
     before = [first for first, second in itertools.pairwise(ordering) if second == "UTMASTG" != first]
     assert before
     assert set(before) == {"FENCE.VIEW.ASYNC"}
+
+
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_a_tiles_first_product_waits_for_no_scale_of_b(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    """The first ones are asked for before it, and may come from HBM: what moves them on would wait for them."""
+    asked: set[str] = set()
+    for line in builds[params].result().sass.split("WARPGROUP.ARRIVE")[0].splitlines():
+        if loaded := re.search(r"\bLDG\.\S+ (R\d+),", line):
+            asked.add(loaded[1])
+        elif moved := re.search(r"\bR2UR \S+, (R\d+)", line):
+            assert moved[1] not in asked, line
+        elif written := re.search(r"\*/\s+(?:@!?U?P\d+ )?[A-Z][A-Z0-9._]* (R\d+),", line):
+            asked.discard(written[1])
+    assert asked
 
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from headers import edited_headers
 from kernel_builds import open_compiler
-from mutations import MUTATIONS, Mutation, edited_headers, mutated_kernels
+from mutations import MUTATIONS, Mutation, mutated_kernels
 
 from deep_gemm import engine
 from deep_gemm.jit import Builder

@@ -32,7 +32,7 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import Arg
 from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.columns import segments
-from deep_gemm.kernels.raster import raster
+from deep_gemm.kernels.raster import divisor, raster
 from deep_gemm.kernels.sm90_fp8_launch import Geometry, launch
 from deep_gemm.kernels.stream_k import Stream, stream
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, align, ceil_div
@@ -97,6 +97,22 @@ def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: FP8Config, g
     columns = 64 if finished % 64 == 0 else 32 if finished % 32 == 0 else 16
     assert d.box == (columns, 64)
     assert d.swizzle == 2 * columns
+
+
+@settings(max_examples=50, deadline=None)
+@given(PARAMS)
+def test_what_a_cta_begins_with_shares_a_line_of_constants(params: KernelParams) -> None:
+    """Lines have 64 bytes. Parameters begin at 0x210 of sm_90's bank: the first line has room for twelve numbers."""
+    g = suited(Geometry(300, 1000, 896, 896, 896, 1000, 300, (7, 1)), params)
+    names, recorded = parameter_names(params), record(params, g)
+    assert names[:7] == ["m", "n", "k", "last_rows", "last_columns", "constant_b", "raster"]
+    config = fp8(params)
+    order = raster(config, g.m, g.n, 132, stream(config, g.m, g.n, g.k, 132).members if config.stream_k else 1)
+    last_height = order.rows - (ceil_div(order.rows, order.height) - 1) * order.height
+    kind, numbers = recorded.args[6]
+    assert kind == "u32s"
+    assert isinstance(numbers, tuple)
+    assert numbers[:6] == (order.rows, order.columns, order.band, *divisor(last_height))
 
 
 def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:

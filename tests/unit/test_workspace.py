@@ -24,6 +24,7 @@ import torch
 from cuda.bindings import driver as bindings
 from driver_fakes import OK, FakeDriver
 from golden_renders import PLAIN, find_config, make_params
+from launches import parameter_names
 
 from deep_gemm import arch, engine, workspace
 from deep_gemm.errors import DriverError
@@ -305,12 +306,13 @@ def test_a_call_that_is_captured_first_has_no_eager_record_yet(gpu: FakeGpu) -> 
 def test_the_engine_gives_a_launch_the_workspace_that_it_needs(
     gpu: FakeGpu, driver: FakeDriver, function: Function, config: FP8Config
 ) -> None:
-    launches = []
+    launches, names = [], parameter_names(make_params(config))
 
     def note(shape: Any, _: Any, parameters: int, __: Any) -> tuple[Any, ...]:
         # While the record is there: that of a captured call is gone after it.
-        last = (ctypes.c_void_p * 27).from_address(parameters)[-2:] if config.stream_k else ()
-        launches.append((shape.gridDimX, tuple(ctypes.c_uint64.from_address(place).value for place in last)))
+        places = (ctypes.c_void_p * len(names)).from_address(parameters)
+        given = (places[names.index(name)] for name in ("flags", "slots") if config.stream_k)
+        launches.append((shape.gridDimX, tuple(ctypes.c_uint64.from_address(place).value for place in given)))
         return (OK,)
 
     driver.answers["cuLaunchKernelEx"] = note
