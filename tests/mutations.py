@@ -96,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "take the first block's scales of B from the second",
         "promotion.cuh",
-        "scale[r] = __shfl_sync(0xffffffffu, lead[r], 0);",
-        "scale[r] = __shfl_sync(0xffffffffu, lead[r], 1);",
+        "kSpreads ? __shfl_sync(0xffffffffu, lead[r], 0)",
+        "kSpreads ? __shfl_sync(0xffffffffu, lead[r], 1)",
         EVERY,
     ),
     Mutation(

@@ -48,7 +48,7 @@ def chosen(every: int, racecheck: bool) -> list[KernelParams]:
 
 
 def sizes(config: FP8Config) -> tuple[int, int, int]:
-    """M, K, and SMs. Where scales have a ring of their own, K goes round it twice; tokens past the slices are in several
+    """M, K, and SMs. Where scales have a ring of their own, K goes round it twice; tokens past the slices are in some
     tiles of each CTA, and some are missing."""
     m, k, num_sms = config.block_m + 70, 896, max(NUM_SMS, config.cluster_size)
     if isinstance(config, SwappedConfig):

@@ -53,7 +53,7 @@ struct Fp8Swapped {
   using Exchange = ShareExchange<kBlockM, kSlices, kClusterK, kConsumersK, kConsumers>;
 
   using Order = BlockOrder<kStageBlocks, kClusterK, kConsumersK>;
-  using Weights = BlockScales<1, Order, false>;
+  using Weights = BlockScales<1, Order, false, (kConsumers < 4)>;
   using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, Tile::kScalesAhead, kStages, kStageBlocks, kConsumersK>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedStore<kBlockM, kSlices, Exchange::kOwned>;

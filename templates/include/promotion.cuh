@@ -7,7 +7,11 @@
 // coalesced load serves 32 blocks, and the next page is fetched while this one is used; with kAhead also that of the tile
 // that follows. A tile's first block is on no page, so that loops over pages have an even number of blocks to do. Any
 // strides, so no layout of B's scales ever needs a copy. `Order` says which block of K is multiplied when.
-template <u32 kRows, class Order, bool kAhead>
+//
+// Of a tile's first block only lane 0's factor is wanted. If all lanes asked for that, ptxas would see that they get the same,
+// and wait for it at once, to keep it in a uniform register: before the tile's first product, 1000 cycles from HBM. So each
+// asks for another (kSpreads), where there is a register to spare.
+template <u32 kRows, class Order, bool kAhead, bool kSpreads = true>
 struct BlockScales {
   enum : u32 { kPage = 32 };
 
@@ -42,7 +46,7 @@ struct BlockScales {
   // The factors of the tile's first block; those of the blocks after it are on the first page.
   DG_DEVICE void begin(float (&scale)[kRows]) {
 #pragma unroll
-    for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, lead[r], 0);
+    for (u32 r = 0; r < kRows; ++r) scale[r] = kSpreads ? __shfl_sync(0xffffffffu, lead[r], 0) : lead[r];
     turn(0);
   }
 
@@ -67,10 +71,8 @@ struct BlockScales {
   }
 
  private:
-  // Of the first block only lane 0's factor is wanted. If all lanes asked for that, ptxas would see that they get the same,
-  // and wait for it at once, to keep it in a uniform register: before the tile's first product, 1000 cycles from HBM.
   DG_DEVICE void fetch_first() {
-    fetch(lane, lead);
+    fetch(kSpreads ? lane : 0, lead);
     fetch(1 + lane, next);
   }
 

