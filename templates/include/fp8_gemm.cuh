@@ -79,8 +79,9 @@ struct Fp8Gemm {
     enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumersK == 1 && kConsumers > 1 };
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
-  // Fetching ahead makes the main loop longer, which the largest tiles feel.
-  using Weights = BlockScales<Columns::kScales, Order, kPersistent && kBlockM * kBlockN < 256 * 128>;
+  // Fetching ahead makes the main loop longer, which the largest tiles feel. Tiles of 16 columns never waited for the first
+  // scale; lanes that ask for others would tear their promotion's few FFMA apart.
+  using Weights = BlockScales<Columns::kScales, Order, kPersistent && kBlockM * kBlockN < 256 * 128, (kBlockN > 16)>;
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK };
   enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA's alignment
