@@ -141,6 +141,12 @@ def times_of(timers: Mapping[str, Callable[[], float]], selected: str) -> dict[s
     return times
 
 
+def middle_mean(times: Sequence[float]) -> float:
+    """Of all but the quarter that is least and the one that is most."""
+    outer = len(times) // 4
+    return statistics.fmean(sorted(times)[outer : len(times) - outer])
+
+
 def _timers(
     shape: GemmShape, asked: GemmProblem, configs: Sequence[FP8Config], mode: str, spec: archs.ArchSpec, device: int
 ) -> Iterator[tuple[str, Callable[[], float]]]:
@@ -203,9 +209,7 @@ class _Single:
         us = first[0].elapsed_time(first[1]) * 1e3
         pairs = [self._events() for _ in range(next(repeats for limit, repeats in FLUSH_REPEATS if us <= limit))]
         torch.cuda.synchronize()
-        times = sorted(start.elapsed_time(end) * 1e3 for start, end in pairs)
-        outer = len(times) // 4
-        return statistics.fmean(times[outer : len(times) - outer])
+        return middle_mean([start.elapsed_time(end) * 1e3 for start, end in pairs])
 
     def _events(self) -> tuple[Any, Any]:
         import torch

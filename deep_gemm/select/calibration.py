@@ -90,7 +90,7 @@ class Calibration(Constants):
     ahead_cycles: float
     """Latency of one block where products are issued ahead."""
     issue_cycles: float
-    """A producer thread's time for one stage."""
+    """A producer thread's time for one box of B."""
     shared_bytes_per_cycle: float
     """Shared memory of an SM: operands that wgmma reads, and what TMA writes."""
     fill_bytes_per_cycle: float

@@ -62,7 +62,7 @@ class Features(NamedTuple):
     """Blocks of K in the ring."""
     stage_blocks: float
     boxes: float
-    """Of B that a stage is loaded in."""
+    """In so many a stage's part of B is loaded."""
     elements: float
     """Output elements of a tile that are stored, as far as they exist."""
     direct: float

@@ -152,9 +152,10 @@ struct RowTokens {
 // Tokens on the columns of accumulators, weights on the rows: all rows of a consumer lie in one block of B's scales, and
 // a thread has two of every eight tokens. Their scales are read once a block of K where registers allow it, else just before
 // they are used: shared memory gives registers 128 bytes a cycle, of which wide tiles have few to spare (a trial of 136x256
-// took 267 us for 263 x 30272 x 15104 on an H200, and 198 with scales made up). What is used late may be read when the block's stage has
-// been let go, so that such scales have a ring of their own, one block a consumer longer: new ones come to where a block's
-// were only once the stage of the consumer's next block is let go, and those products follow the promotion of this one.
+// took 267 us for 263 x 30272 x 15104 on an H200, and 198 with scales made up). What is used late may be read when the
+// block's stage has been let go, so that such scales have a ring of their own, one block a consumer longer: new ones come to
+// where a block's were only once the stage of the consumer's next block is let go, and those products follow the promotion
+// of this one.
 template <class Weights, u32 kTokens, bool kHeld, u32 kAhead, u32 kStages, u32 kStageBlocks, u32 kStep>
 struct ColumnTokens {
   enum : u32 { kStageBytes = ceil_div(kStageBlocks * kTokens * 4, 128) * 128 };  // TMA's alignment

@@ -14,7 +14,7 @@ import pytest
 from golden_renders import FAMILIES, PLAIN, SWAPPED, find_config, make_params
 from headers import edited_headers
 from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, open_compiler
-from launches import fp8, maps_output
+from launches import fp8, maps_output, parameter_names
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
@@ -205,6 +205,13 @@ def test_who_stores_a_tile_fences_what_others_wrote(
     before = [first for first, second in itertools.pairwise(ordering) if second == "UTMASTG" != first]
     assert before
     assert set(before) == {"FENCE.VIEW.ASYNC"}
+
+
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_the_maps_of_loads_are_asked_for_ahead(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+    """All but D's."""
+    loaded = [name for name in parameter_names(params) if name.startswith("map_") and name != "map_d"]
+    assert builds[params].result().sass.count("UTMACCTL.PF") == len(loaded)
 
 
 @pytest.mark.parametrize("params", [params for params in GEMMS if fp8(params).num_consumers < 4], ids=entry)

@@ -8,9 +8,8 @@ of a higher number, is a kernel that never ends.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,15 +19,15 @@ import pytest
 from golden_renders import PLAIN, SWAPPED, find_config, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launches import parameter_names
 from rasters import located
 
-from deep_gemm import arch, engine
-from deep_gemm.jit.driver.launch import Arg
+from deep_gemm import arch
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
 from deep_gemm.kernels.stream_k import FLAG_BYTES, Stream, stream
-from deep_gemm.params import FP8Config, KernelParams, align, ceil_div
+from deep_gemm.params import FP8Config, align, ceil_div
 
 CONFIGS: list[FP8Config] = [config for config in PLAIN.configs(arch.SM90) if config.stream_k]
 MOST_SMS = 200
@@ -234,14 +233,6 @@ def no_tensor_maps() -> Iterator[None]:
 DEALT = ("members", "groups", "whole", "share", "longer")
 
 
-def named(params: KernelParams, args: Sequence[Arg]) -> dict[str, Arg]:
-    """Arguments by the names of the kernel's parameters."""
-    request = engine.build_request(params)
-    found = re.search(rf"{request.name}\(([^)]*)\)", request.source)
-    assert found is not None
-    return dict(zip([part.split()[-1].lstrip("*") for part in found.group(1).split(",")], args, strict=True))
-
-
 @pytest.mark.parametrize("store", ["tma", "direct"])
 def test_the_parts_and_the_workspace_go_to_the_parameters_for_them(store: str) -> None:
     params = make_params(CASE.config, store)
@@ -250,7 +241,7 @@ def test_the_parts_and_the_workspace_go_to_the_parameters_for_them(store: str) -
         shape, args = launch(params, geometry(CASE), AT, CASE.num_sms, pdl=True)
     assert shape.grid == (dealt.members * dealt.groups, 1, 1)
     assert shape.cluster == (1, 1, 1)
-    values = named(params, args)
+    values = dict(zip(parameter_names(params), args, strict=True))
     assert (values["flags"], values["slots"]) == (("ptr", AT.flags), ("ptr", AT.slots))
     assert [values[name] for name in DEALT] == [("u32", number) for number in dealt.arguments]
     assert sum(arg in (("ptr", AT.flags), ("ptr", AT.slots)) for arg in args) == 2
@@ -260,12 +251,11 @@ def test_the_parts_and_the_workspace_go_to_the_parameters_for_them(store: str) -
 @given(cases(), st.booleans())
 def test_every_member_of_every_group_has_a_flag_and_a_slot(case: Case, pdl: bool) -> None:
     with no_tensor_maps():
-        shape, args = launch(make_params(case.config), geometry(case), AT, case.num_sms, pdl)
-    numbers = stream(case.config, case.m, case.n, case.k, case.num_sms).arguments
-    at = next(at for at in range(len(args)) if args[at] == ("u32", numbers[0]) and args[at + 5] == ("ptr", AT.flags))
-    assert args[at : at + 5] == [("u32", number) for number in numbers]
-    members, groups = numbers[:2]
-    assert shape.grid == (members * groups, 1, 1)
+        params = make_params(case.config)
+        shape, args = launch(params, geometry(case), AT, case.num_sms, pdl)
+    values = dict(zip(parameter_names(params), args, strict=True))
+    numbers = [int(values[name][1]) for name in DEALT]
+    assert shape.grid == (numbers[0] * numbers[1], 1, 1)
     assert all(0 <= number < 1 << 32 for number in numbers)
     assert shape.grid[0] * 4 <= FLAG_BYTES
     # Of float32 sums of a tile.

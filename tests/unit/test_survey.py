@@ -96,3 +96,9 @@ def test_only_long_problems_are_timed_back_to_back() -> None:
     assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
     assert modes(512, 7168, 2048) == ["flush"]
     assert modes(4096, 7168, 2048) == ["flush", "steady"]
+
+
+def test_a_mean_of_the_middle_half_is_between_two_values_that_take_turns() -> None:
+    assert survey.middle_mean([3.5, 4.3] * 10) == pytest.approx(3.9)
+    assert survey.middle_mean([1.0, 900.0, 2.0, 3.0]) == 2.5  # what is far off does not count
+    assert survey.middle_mean([7.0]) == 7.0
