@@ -11,7 +11,7 @@ from launches import CONFIGS, PARAMS, fp8, geometries, map_places, parameter_nam
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.columns import first_column, segments
-from deep_gemm.kernels.sm90_fp8_launch import Geometry
+from deep_gemm.kernels.sm90_fp8_launch import Geometry, last_rows
 from deep_gemm.params import KernelParams, SwappedConfig, align, ceil_div
 
 
@@ -58,7 +58,6 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
         assert upright % 8 == 0
         assert maps["map_a_extra"].box == (128, extra)
         assert maps["map_scale_a_extra"].box == (extra, 1)
-        tokens = c.block_m
     assert sum(size for _, size in boxes) + extra * has_extra == tokens >= min(c.block_m, max(0, g.m - row))
     weights = 0
     for segment, width in enumerate(segments(c.block_n)):
@@ -87,6 +86,16 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     # A box of several blocks is packed block after block: the next begins where the kernel looks for it.
     operands = ("map_a", "map_b", "map_a_last", "map_b_last")
     assert depth == 1 or [maps[name].box[1] for name in operands] == [c.block_m, c.block_n] * 2
+
+
+def test_tokens_past_a_tiles_slices_are_all_loaded_or_none() -> None:
+    """As many as are announced: of a tile whose last ones are missing, the box brings zeros for them."""
+    for config in CONFIGS:
+        if extra := config.extra_tokens:
+            upright = config.block_m - extra
+            for left in range(1, config.block_m + 1):
+                loaded = align(left, 4) if left <= upright else config.block_m
+                assert last_rows(config, config.block_m + left) == loaded
 
 
 def test_one_map_is_made_where_no_tile_is_whole() -> None:

@@ -19,7 +19,7 @@ from deep_gemm.params import FP8Config, GemmProblem, ceil_div
 from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
 from deep_gemm.select.calibration import default, kind_of
 from deep_gemm.select.features import features
-from deep_gemm.select.model import estimate
+from deep_gemm.select.model import costs, estimate
 
 SM90 = arch.SM90
 KERNELS = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL)
@@ -270,3 +270,11 @@ def test_the_model_counts_the_rows_that_launches_load(problem: GemmProblem) -> N
         counted = features(problem, config)
         assert counted.tokens_read == tokens * ceil_div(columns, config.cluster_n) * steps * 128
         assert counted.weights_read == weights * ceil_div(rows, config.cluster_m) * steps * 128
+
+
+def test_each_segment_of_a_tiles_columns_is_a_box_that_a_loader_asks_for() -> None:
+    problem = GemmProblem(m=256, n=4096, k=4096, num_sms=132)
+    found = {c.block_n: features(problem, c) for c in EVERY if c.block_m == 128 and c.block_n in (64, 96, 112, 128)}
+    assert {width: x.boxes for width, x in found.items()} == {64: 1, 96: 2, 112: 3, 128: 1}
+    constants = default().some_tokens
+    assert costs(found[112], constants).waiting > costs(found[112]._replace(boxes=1), constants).waiting
