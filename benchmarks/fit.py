@@ -69,6 +69,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "l2_sharing": (0.01, 0.5),
     "unaligned": (1.0, 6.0),
     "torn": (0.01, 8.0),
+    "crowded_cycles": (0.05, 60),
     "hanging_cycles": (0.1, 60),
 }
 """Where each constant may lie on a GPU of Hopper's kind; the search goes by its logarithm."""

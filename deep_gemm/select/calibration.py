@@ -112,6 +112,8 @@ class Calibration(Constants):
     """What a row of 128 bytes costs that begins inside a line, in lines: it takes two, and fits say more."""
     torn: float
     """What it costs in addition, in lines, if it begins inside a sector of 32 bytes: it takes five of them then."""
+    crowded_cycles: float
+    """What a crowded row of 128 bytes costs in addition, for one SM."""
     hanging_cycles: float
     """What a row of 128 bytes costs in addition that ends past K, for one SM: TMA fills it up with zeros."""
 

@@ -143,7 +143,7 @@ def test_wide_tiles_wait_longer_for_their_first_stage() -> None:
 
 def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clusters() -> None:
     # Where lines cost so much that nothing else of the way from L2 matters.
-    dear = replace(MANY, line_cycles=1e6, hanging_cycles=2e6)
+    dear = replace(MANY, line_cycles=1e6, hanging_cycles=2e6, crowded_cycles=1e-6)
     whole = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
     alone = {(c.block_m, c.block_n): c for c in candidates(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
     # Four blocks each, of which the last ends past K. Rows of 400 bytes: seven of eight begin at another multiple of 16
@@ -159,6 +159,30 @@ def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clus
     single = alone[pair.block_m, pair.block_n]
     asked = (features(whole, c).asked for c in (pair, single))
     assert tuple(asked) == (pair.block_m + pair.block_n / 2, pair.block_m + pair.block_n)
+
+
+def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_them() -> None:
+    # 98 CTAs want all of A, in steps of eight rows; or 49 pairs of them; or 65 in each of two rows of tiles.
+    asked = {k: survey.problem(GemmShape(198, 12480, k, "test"), 132) for k in (144, 288, 160, 192, 256)}
+    lone = {
+        (c.block_m, c.block_n, c.cluster_n): c
+        for c in candidates(asked[144], arch.SM90)
+        if c.cluster_m * c.k_shares == 1
+    }
+    every, pairs, halves = (lone[key] for key in ((256, 128, 1), (256, 128, 2), (128, 192, 1)))
+    crowded = {k: features(problem, every).crowded for k, problem in asked.items()}
+    assert math.isclose(crowded[144], 200 * 98 / 132 / 2)
+    assert math.isclose(features(asked[144], pairs).crowded, crowded[144] / 2)
+    assert math.isclose(features(asked[144], halves).crowded, 128 * 65 / 132 / 2)
+    assert math.isclose(crowded[160], 0.4 * 200 * 98 / 132 / 2)
+    assert math.isclose(crowded[288], 0.4 * 200 * 98 / 132 / 3)
+    assert crowded[192] == crowded[256] == 0
+    # More tiles than run at a time: 16 rows of 128, in 16 waves.
+    many = survey.problem(GemmShape(4096, 16384, 144, "test"), 132)
+    assert math.isclose(features(many, every).crowded, 256 * 8 / 132 / 2)
+    # Where it costs so much that nothing else of the way from L2 matters: two blocks.
+    dear = estimate(asked[144], every, replace(MANY, crowded_cycles=1e6)).shared_us
+    assert math.isclose(dear, 2 * crowded[144] * 1e6 * 1e-3 / MANY.clock_ghz, rel_tol=1e-3)
 
 
 def test_tiles_are_stored_while_the_next_are_multiplied() -> None:
