@@ -107,16 +107,17 @@ class Features(NamedTuple):
     """The part that begins inside a sector of 32 bytes."""
     crowded: float
     """Rows of A of a block whose lines the L2 is asked for again and again: by the part of the SMs that want them at a
-    time, by one over the blocks of K that a CTA has of a row, and how torn rows are (see `_torn`)."""
+    time, over the blocks of K that a CTA has of a row, and by `_crowding`."""
     hanging: float
     """Of the blocks of K that a CTA has of a tile, the part that ends past K, where it has the last."""
 
 
-def _torn(k: int) -> float:
+def _crowding(k: int) -> float:
     """How badly rows of ``k`` bytes crowd the L2. SMs that want the same line together share an answer, but not for
     pieces that begin inside a sector; and the fewer lines there are, the fewer slices of the L2 are asked. The same 128
     rows, loaded by n of an H200's 132 SMs again and again, took each SM 4.5 + 0.13 n * 144 / k cycles a row where k was
-    an odd multiple of 16, about 0.4 of that excess where it was one of 32, and 2 cycles else."""
+    an odd multiple of 16, about 0.4 of that excess where it was one of 32, and 2 cycles else. Longer rows count by
+    their blocks of K rather than by k, so that more work never takes less time."""
     return 1.0 if k % 32 else 0.4 if k % 64 else 0.0
 
 
@@ -247,7 +248,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         weights_sharers=min(32, rows),
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
         torn=0.5 if k % 32 else 0.0,  # rows are multiples of 16 bytes
-        crowded=tokens * columns / waves / problem.num_sms * _torn(k) / blocks,
+        crowded=tokens * columns / waves / problem.num_sms * _crowding(k) / blocks,
         hanging=1 / blocks if k % SCALE_BLOCK else 0.0,
         **fixed.always,
     )
