@@ -134,6 +134,19 @@ class SwappedConfig(FP8Config):
 
 
 @dataclass(frozen=True)
+class SmallConfig(FP8Config):
+    """An FP8 config whose kernel has no producers: each of ``consumers_k`` warpgroups copies the blocks of K that it
+    multiplies. A CTA has one tile, and stages for all of its blocks of K."""
+
+    persistent: bool = False
+
+    @property
+    def num_threads(self) -> int:
+        """Threads in a CTA: the consumers."""
+        return 128 * self.num_consumers
+
+
+@dataclass(frozen=True)
 class KernelParams:
     """The identity of a binary: what changes the machine code, and nothing else.
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from deep_gemm import arch, kernels
 from deep_gemm.engine import build_request
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped, transpose_scales
+from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_small, sm90_fp8_swapped, transpose_scales
 from deep_gemm.kernels.base import Kernel
 from deep_gemm.params import FP8Config, KernelParams
 
 FOLDER = Path(__file__).parent / "unit" / "golden"
-PLAIN, SWAPPED = sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL
+PLAIN, SWAPPED, SMALL = sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL
 FAMILIES: tuple[Kernel[Any], ...] = (PLAIN, SWAPPED)
+"""Those with producers and a ring."""
 
 
 def find_config(kernel: Kernel[Any] | None = None, **fields: int) -> FP8Config:
@@ -56,6 +57,7 @@ def golden_params() -> list[KernelParams]:
         make_params(find_config(SWAPPED, block_m=24, block_n=128, cluster_k=2)),
         make_params(find_config(SWAPPED, block_m=16, block_n=64, cluster_k=2, consumers_k=2), shape=(0, 2112, 7168)),
         make_params(find_config(SWAPPED, block_m=8, block_n=32)),
+        make_params(find_config(SMALL, block_n=16, consumers_k=2, persistent=False)),
         transpose_scales.make_params(arch.SM90),
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from golden_renders import SWAPPED, find_config, make_params
+from golden_renders import SMALL, SWAPPED, find_config, make_params
 from headers import edited_headers
 
 from deep_gemm.params import KernelParams
@@ -371,11 +371,60 @@ MUTATIONS = [
         "out[stride] = static_cast<u16>(packed);",
         ("swapped narrow",),
     ),
+    Mutation(
+        "skip A's scales in every other row group, without a ring",
+        "fp8_small.cuh",
+        "lower = load_shared(token + 32) * weight;",
+        "lower = weight;",
+        ("small",),
+    ),
+    Mutation(
+        "take A's scales of the first block, without a ring",
+        "fp8_small.cuh",
+        "      scale += stride * kShares;\n",
+        "",
+        ("small",),
+    ),
+    Mutation(
+        "take B's scales from the first row, without a ring",
+        "fp8_small.cuh",
+        "arg.scale_b + column / 128 * arg.scale_b_stride_n :",
+        "arg.scale_b :",
+        ("small",),
+    ),
+    Mutation(
+        "add blocks of K before they are scaled, without a ring",
+        "fp8_small.cuh",
+        "matrix_descriptor(low + kBytesA / 16), 0);",
+        "matrix_descriptor(low + kBytesA / 16), 1);",
+        ("small",),
+    ),
+    Mutation(
+        "leave out a share's sums, without a ring",
+        "fp8_small.cuh",
+        "for (u32 s = 0; s < kShares; ++s) add_shared",
+        "for (u32 s = 1; s < kShares; ++s) add_shared",
+        ("small",),
+    ),
+    Mutation(
+        "do not swizzle, without a ring",
+        "fp8_small.cuh",
+        "(thread % 8 ^ first % 8) * 16",
+        "thread % 8 * 16",
+        ("small",),
+    ),
+    Mutation(
+        "multiply the first block again and again, without a ring",
+        "fp8_small.cuh",
+        "low += kStageBytes / 16, scale",
+        "scale",
+        ("small",),
+    ),
 ]
 
 
 def mutated_kernels() -> dict[str, KernelParams]:
-    """The kernels that are broken, of both families: every schedule of products and promotion, all ways out, split K,
+    """The kernels that are broken, of all families: every schedule of products and promotion, all ways out, split K,
     and stages of several blocks (narrow: K must be whole blocks)."""
     return {
         "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
@@ -389,6 +438,7 @@ def mutated_kernels() -> dict[str, KernelParams]:
         "swapped narrow": make_params(find_config(SWAPPED, block_m=16, block_n=32)),
         "tall": make_params(find_config(block_m=136, block_n=128)),
         "swapped late": make_params(find_config(SWAPPED, block_m=128, block_n=64)),
+        "small": make_params(find_config(SMALL, block_n=32, consumers_k=2, persistent=False)),
     }
 
 

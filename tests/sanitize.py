@@ -29,7 +29,7 @@ from headers import edited_headers
 
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_small, sm90_fp8_swapped
 from deep_gemm.params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import calc_diff, random_operands
@@ -41,7 +41,8 @@ NUM_SMS = 7
 def chosen(every: int, racecheck: bool) -> list[KernelParams]:
     """All kernels that deal out blocks of K, and one in ``every`` of the others' cases; for racecheck without those
     that it misunderstands."""
-    cases = [p for kernel in (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL) for p in kernel.cases()]
+    families = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
+    cases = [p for kernel in families for p in kernel.cases()]
     cases = [p for p in cases if not any(p.shape)]
     cases = [p for i, p in enumerate(cases) if i % every == 0 or _config(p).stream_k]
     return [p for p in cases if not (racecheck and _wraps(_config(p)))]

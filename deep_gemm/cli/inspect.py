@@ -11,7 +11,7 @@ import click
 from deep_gemm import ahead, engine, kernels, select
 from deep_gemm import arch as archs
 from deep_gemm.cli.console import console, duration, size, table
-from deep_gemm.params import GemmConfig, SwappedConfig
+from deep_gemm.params import GemmConfig, SmallConfig, SwappedConfig
 from deep_gemm.workload import GemmShape, parse_shape
 
 

@@ -1,4 +1,4 @@
-"""Launching the FP8 GEMMs, swapped or not: grid, rasterisation, tensor maps, arguments."""
+"""Launching the FP8 GEMMs: grid, rasterisation, tensor maps, arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import InvalidInputError
 from ..jit.driver.launch import Arg, LaunchShape
 from ..jit.driver.tensor_map import TensorMapSpec
-from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SwappedConfig, align, ceil_div
+from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SmallConfig, SwappedConfig, align, ceil_div
 from . import get, stream_k
 from .columns import first_column, segments
 from .raster import Raster, raster
@@ -171,6 +171,8 @@ def launch(
     config = params.config
     if not isinstance(config, FP8Config):
         raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")
+    if isinstance(config, SmallConfig):
+        return _launch_small(params, config, shape, at, pdl, constant_b)
     m, n, k = shape.m, shape.n, shape.k
     rows = last_rows(config, m)
     blocks, stage_blocks = ceil_div(k, SCALE_BLOCK), config.stage_blocks
@@ -234,3 +236,38 @@ def launch(
         pdl=pdl,
     )
     return launch_shape, args
+
+
+def _launch_small(
+    params: KernelParams, config: SmallConfig, shape: Geometry, at: Addresses, pdl: bool, constant_b: bool
+) -> tuple[LaunchShape, list[Arg]]:
+    """The same for a kernel whose threads copy by address. CTAs beside each other share tokens. Weights are read late
+    where a kernel that may still run writes them."""
+    blocks = ceil_div(shape.k, SCALE_BLOCK)
+    if blocks > config.num_stages:
+        raise InvalidInputError(
+            f"A config without a ring holds all of K in its {config.num_stages} stages of {SCALE_BLOCK}, but K is {shape.k}."
+        )
+    launch_shape = LaunchShape(
+        grid=(ceil_div(shape.n, config.block_n), ceil_div(shape.m, config.block_m), 1),
+        block=config.num_threads,
+        dynamic_shared=get(params.kernel).shared_bytes(params),
+        pdl=pdl,
+    )
+    return launch_shape, [
+        ("ptr", at.a),
+        ("ptr", at.b),
+        ("i64", shape.stride_a),
+        ("i64", shape.stride_b),
+        ("u32", shape.m),
+        ("u32", shape.n),
+        ("u32", shape.k),
+        ("u32", int(pdl and not constant_b)),
+        ("ptr", at.sfa),
+        ("ptr", at.sfb),
+        ("i64", shape.stride_sfa),
+        ("i64", shape.stride_sfb[0]),
+        ("i64", shape.stride_sfb[1]),
+        ("ptr", at.d),
+        ("i64", shape.stride_d),
+    ]

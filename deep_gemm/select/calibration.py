@@ -51,6 +51,8 @@ class Calibration(Constants):
     """The same for each consumer warpgroup."""
     put_away_us: float
     """What it takes more where a warp brings the last tile to D, not the consumers who have it."""
+    copied_us: float
+    """In place of all of these but consumers', an empty launch and the way to the first load of threads that copy."""
     cluster_2_us: float
     cluster_4_us: float
     cluster_8_us: float
@@ -77,6 +79,8 @@ class Calibration(Constants):
     """A narrow wgmma among wide ones, for tokens past a tile's m64 slices."""
     chain_cycles: float
     """Latency of one block of K in a consumer: wait, issue, drain."""
+    copied_cycles: float
+    """The same where consumers copy what they multiply: they ask for a block, and meet, besides."""
     promote_cycles: float
     """Promotion of one column of an m64 slice."""
     token_cycles: float

@@ -11,7 +11,7 @@ from ..kernels import fp8, sm90_fp8_gemm, sm90_fp8_swapped
 from ..kernels.columns import segments
 from ..kernels.sm90_fp8_launch import last_columns, last_rows, store_box
 from ..kernels.stream_k import stream
-from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
+from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SmallConfig, SwappedConfig, ceil_div
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
@@ -56,8 +56,10 @@ class Features(NamedTuple):
     consumers: float
     puts_away: float
     """1 where a warp brings tiles to D while consumers go on to the next, else 0."""
+    copied: float
+    """1 where consumers copy what they multiply, else 0."""
     stages: float
-    """Of the ring: each has two barriers, which are made one after the other."""
+    """Of the ring that have two barriers, which are made one after the other."""
     depth: float
     """Blocks of K in the ring."""
     stage_blocks: float
@@ -138,11 +140,14 @@ class _Fixed(NamedTuple):
 @functools.cache
 def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
     groups, slices, extra = config.num_consumers // config.consumers_k, config.slices, config.extra_tokens
-    swapped = isinstance(config, SwappedConfig)
+    swapped, small = isinstance(config, SwappedConfig), isinstance(config, SmallConfig)
     if isinstance(config, SwappedConfig):
         direct = sm90_fp8_swapped.KERNEL.store(config, d_tma) == "direct"
         width, mma_n, store_columns = config.block_m, sm90_fp8_swapped.mma_n(config), 64
         scales = width // 4 * (1 if sm90_fp8_swapped.scales_held(config) else slices)  # that a thread reads
+    elif isinstance(config, SmallConfig):
+        direct = not d_tma
+        width, mma_n, store_columns, scales = config.block_n, config.block_n, 64, 2
     else:
         direct = not d_tma
         width, mma_n = config.block_n, sm90_fp8_gemm.instruction_shape(config)[1]
@@ -162,10 +167,11 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "consumers_k": config.consumers_k,
         "consumers": config.num_consumers,
         "puts_away": 1.0 if config.persistent and not swapped and not direct else 0.0,
-        "stages": config.num_stages,
+        "copied": 1.0 if small else 0.0,
+        "stages": 0 if small else config.num_stages,
         "depth": config.num_stages * config.stage_blocks,
         "stage_blocks": config.stage_blocks,
-        "boxes": 1 if swapped else len(segments(config.block_n)),
+        "boxes": 1 if swapped or small else len(segments(config.block_n)),
         "direct": 1.0 if direct else 0.0,
         "narrow": 64 / store_columns,
         "transposed": 1.0 if swapped else 0.0,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
-from ..kernels import sm90_fp8_gemm, sm90_fp8_swapped
+from ..kernels import sm90_fp8_gemm, sm90_fp8_small, sm90_fp8_swapped
 from ..kernels.sm90_fp8_launch import num_ctas
 from ..kernels.sm90_fp8_swapped import TOKENS
 from ..kernels.stream_k import stream
-from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SwappedConfig, ceil_div
+from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SmallConfig, SwappedConfig, ceil_div
 from .calibration import Calibration, Calibrations, default
 from .features import features
 from .model import Costs, Estimate, costs, estimate, parts
@@ -124,7 +124,8 @@ def select(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | Non
 def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
     """The legal configs that can run ``problem`` and that are worth an estimate."""
     multiple_m, multiple_n = problem.block_multiple
-    whole = problem.k % SCALE_BLOCK == 0
+    whole, blocks = problem.k % SCALE_BLOCK == 0, ceil_div(problem.k, SCALE_BLOCK)
+    whole_pieces = not (problem.d_tma and problem.n % 8)
     found = [
         config
         for config in _legal(arch)
@@ -133,8 +134,10 @@ def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
         and config.cluster_size <= problem.num_sms
         # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
         and (problem.whole_gpu or config.ctas_per_sm == 1)
-        # CTAs of one tile take turns where there are more than can run, and copy eight columns of D at a time.
-        and (config.persistent or (_in_one_wave(config, problem) and not (problem.d_tma and problem.n % 8)))
+        # CTAs of one tile take turns where there are more than can run.
+        and (config.persistent or _in_one_wave(config, problem))
+        # Those without a ring have stages for all of K; the others copy eight columns of D at a time.
+        and (config.persistent or (blocks <= config.num_stages if isinstance(config, SmallConfig) else whole_pieces))
         # Blocks of K that follow each other in a stage are a dimension of their own, which only whole ones make.
         and (whole or config.stage_blocks == 1)
     ]
@@ -173,4 +176,5 @@ def _token_tiles(m: int) -> frozenset[int]:
 
 @functools.cache
 def _legal(arch: ArchSpec) -> tuple[FP8Config, ...]:
-    return (*sm90_fp8_gemm.KERNEL.configs(arch), *sm90_fp8_swapped.KERNEL.configs(arch))
+    families = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
+    return tuple(config for family in families for config in family.configs(arch))

@@ -55,7 +55,8 @@ def costs(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     tensor = x.groups * own * (c.clock_ghz / c.tensor_ghz)
     scale = x.columns * c.promote_cycles
     promote = scale + x.token_scales * c.token_cycles
-    chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + c.chain_cycles)
+    latency = (1 - x.copied) * c.chain_cycles + x.copied * c.copied_cycles
+    chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + latency)
     chain = chain / x.consumers_k
     # Not all of promotion hides, whatever the schedule, and less of it where consumers promote at the same time.
     exposed = x.groups * scale * (c.exposed + x.in_step * c.in_step)
@@ -63,8 +64,8 @@ def costs(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     issue = c.issue_cycles * x.boxes / x.stage_blocks
     by_tma = x.narrow**c.narrow_store / c.epilogue_elements_per_us
     per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) * by_tma
-    launch = c.launch_us + (1 - x.transposed) * c.upright_us + x.stages * c.stage_us + x.consumers * c.consumer_us
-    launch = launch + x.puts_away * c.put_away_us
+    launch = c.launch_us + (1 - x.transposed) * c.upright_us + x.stages * c.stage_us + x.puts_away * c.put_away_us
+    launch = (1 - x.copied) * launch + x.copied * c.copied_us + x.consumers * c.consumer_us
     return Costs(
         tensor=tensor + exposed + x.in_parts * c.parts_cycles,
         chain=chain,

@@ -161,6 +161,10 @@ DG_DEVICE void load_shared_pair(u32 address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");
 }
 
+DG_DEVICE void store_shared_pair(u32 address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+}
+
 struct Bytes16 {
   u32 words[4];
 };

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from golden_renders import FAMILIES, PLAIN, SWAPPED, find_config, make_params
+from golden_renders import FAMILIES, PLAIN, SMALL, SWAPPED, find_config, make_params
 from headers import edited_headers
 from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, open_compiler
 from launches import fp8, maps_output, parameter_names
@@ -29,6 +29,7 @@ from deep_gemm.settings import settings
 
 CASES = [params for kernel in kernels.registry().values() for params in kernel.cases()]
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
+RINGLESS = [params for params in CASES if params.kernel == SMALL.name]
 STATIC_SHARED = {"transpose_scales": 32 * 65 * 4}
 
 
@@ -93,6 +94,29 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(
     assert built.binary.resources.registers * threads <= 65536
 
 
+@pytest.mark.parametrize("params", RINGLESS, ids=entry)
+def test_the_kernel_without_a_ring_copies_and_multiplies_with_few_instructions(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    """Most of its time is that of fetching instructions, each for the first time."""
+    built, config = builds[params].result(), fp8(params)
+    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", built.sass)
+    assert not [step for step in code if step.startswith(("UTMA", "SYNCS", "USETMAXREG"))]
+    # 64 rows of A and those of B, 16 at a time, and the scales of both by one instruction, in each block.
+    blocks = config.num_stages // config.consumers_k
+    assert code.count("LDGSTS.E.BYPASS.128") == blocks * (4 + config.block_n // 16)
+    assert code.count("LDGSTS.E") == code.count("LDGDEPBAR") == blocks
+    assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{config.block_n}x32.F32.E4M3.E4M3"}
+    assert sum(step.startswith("QGMMA") for step in code) == 4, "the loop over blocks is not unrolled"
+    # What finds the weights and brings them nearer comes before the copies; these need little more than themselves.
+    first, product = code.index("LDGSTS.E.BYPASS.128"), next(i for i, step in enumerate(code) if "GMMA" in step)
+    assert first <= 56 + config.block_n
+    assert product - first <= 100 + 8 * blocks * (5 + config.block_n // 16)
+    # What the tensor cores read was written by threads: they fence it before they meet.
+    ordering = [step for step in code[:product] if step.startswith(("FENCE.VIEW.ASYNC", "BAR.SYNC", "DEPBAR"))]
+    assert [step.split(".")[0] for step in ordering[-3:]] == ["DEPBAR", "FENCE", "BAR"]
+
+
 # Descriptors of operands live in uniform registers. Where ptxas takes a loop count for divergent, it keeps them in
 # ordinary ones and moves each over before every product: that cost 5 to 20% on an H200. Not here, for they have more:
 # some tiles that read tokens' scales late, and lone tiles with more than 16 tokens past their slices (up to 6 of these
@@ -149,6 +173,7 @@ def builder(compiler: Compiler, tmp_path: Path) -> Builder:
         make_params(find_config(block_m=64, block_n=16), store="direct"),
         make_params(find_config(block_m=64, block_n=32, cluster_k=2)),
         make_params(find_config(SWAPPED, block_m=16, block_n=64, cluster_k=2)),
+        make_params(find_config(SMALL, block_n=16, consumers_k=2, persistent=False)),
     ],
     ids=entry,
 )

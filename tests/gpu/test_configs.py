@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from forced import compiled, force, load, nvrtc
-from golden_renders import PLAIN, SWAPPED, make_params
+from golden_renders import PLAIN, SMALL, SWAPPED, make_params
 from gpu_cases import DEVICE
 
 from deep_gemm import engine, kernels
@@ -16,7 +16,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.kernels.sm90_fp8_swapped import scales_held
-from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SwappedConfig, align
+from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SmallConfig, SwappedConfig, align
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 
@@ -62,6 +62,18 @@ NARROW_SHAPES = [
     (1, 1, 384, ALL_SMS),
 ]
 
+# All of K fits into shared memory, and there is a CTA for each tile, on however many SMs.
+SMALL_SHAPES = [
+    (100, 2112, 1024, ALL_SMS),
+    (333, 592, 912, ALL_SMS),
+    (7, 1003, 896, ALL_SMS),  # pieces of four columns do not end where D does
+    (33, 80, 16, ALL_SMS),
+    (65, 144, 128, ALL_SMS),
+    (200, 400, 256, ALL_SMS),
+    (130, 264, 384, ALL_SMS),
+]
+SMALL_DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, ALL_SMS), (1, 1, 128, ALL_SMS)]
+
 Shape = tuple[int, int, int, int]
 
 
@@ -76,14 +88,18 @@ def entry(params: KernelParams) -> str:
 
 PLAIN_CONFIGS: list[FP8Config] = list(PLAIN.configs(SM90))
 SWAPPED_CONFIGS: list[FP8Config] = list(SWAPPED.configs(SM90))
-USUAL = [make_params(config) for config in PLAIN_CONFIGS + SWAPPED_CONFIGS]  # by TMA, but for narrow tiles
-DIRECT = [make_params(c, store="direct") for c in PLAIN_CONFIGS + SWAPPED_CONFIGS if not narrow(c)]
+SMALL_CONFIGS: list[FP8Config] = list(SMALL.configs(SM90))
+ALL_CONFIGS = PLAIN_CONFIGS + SWAPPED_CONFIGS + SMALL_CONFIGS
+USUAL = [make_params(config) for config in ALL_CONFIGS]  # by TMA, but for narrow tiles
+DIRECT = [make_params(c, store="direct") for c in ALL_CONFIGS if not narrow(c)]
 
 
 def shapes_of(params: KernelParams) -> list[Shape]:
     """The shapes that a config is forced on: a few thousand checks in all."""
     if narrow(params.config):
         return NARROW_SHAPES
+    if isinstance(params.config, SmallConfig):
+        return SMALL_SHAPES if params.store == "tma" else SMALL_DIRECT_SHAPES
     if isinstance(params.config, SwappedConfig):
         return SWAPPED_SHAPES if params.store == "tma" else SWAPPED_DIRECT_SHAPES
     assert isinstance(params.config, FP8Config)
@@ -157,9 +173,14 @@ def test_every_config(loaded: Loaded, params: KernelParams, shape: Shape) -> Non
     check(params, loaded(params), shape)
 
 
+def ragged_k(config: GemmConfig) -> int:
+    """A K that does not end with a block, where that is legal."""
+    return 1008 if isinstance(config, SmallConfig) else 1536 if narrow(config) else 1552
+
+
 def hundred_runs(params: KernelParams, function: Function, pdl: bool = False, constant_b: bool = False) -> torch.Tensor:
     """The outputs of a hundred runs, checked to be the same bits; ragged along M, N and, where that is legal, K."""
-    k = 1536 if narrow(params.config) else 1552
+    k = ragged_k(params.config)
     a, b = real_data(333, 592, k)
     outputs = torch.full((100, 333, 592), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     stream = engine.raw_stream(torch.cuda.current_device())
@@ -180,7 +201,7 @@ def test_a_hundred_runs_agree_bit_for_bit(loaded: Loaded, params: KernelParams) 
 def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
     """Each begins, and reads B, while the one before it still runs; the bits are those of an ordinary launch."""
     early = hundred_runs(params, loaded(params), pdl=True, constant_b=True)
-    a, b = real_data(333, 592, 1536 if narrow(params.config) else 1552)
+    a, b = real_data(333, 592, ragged_k(params.config))
     alone = torch.full_like(early, float("nan"))
     force(params, loaded(params), a, b, alone, ALL_SMS, engine.raw_stream(torch.cuda.current_device()))()
     assert torch.equal(early, alone)

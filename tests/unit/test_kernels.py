@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from golden_renders import FAMILIES, FOLDER, SWAPPED, find_config, golden_renders, make_params
+from golden_renders import FAMILIES, FOLDER, SMALL, SWAPPED, find_config, golden_renders, make_params
 from golden_renders import PLAIN as UNSWAPPED
 
 from deep_gemm import arch, kernels
@@ -23,10 +23,11 @@ from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.base import Kernel
 from deep_gemm.kernels.fp8 import turns
 from deep_gemm.kernels.sm90_fp8_swapped import mma_n, scales_held
-from deep_gemm.params import FP8Config, GemmConfig, GemmProblem, KernelParams, SwappedConfig
+from deep_gemm.params import FP8Config, GemmConfig, GemmProblem, KernelParams, SmallConfig, SwappedConfig
 
 SM90 = arch.SM90
 CONFIGS: list[FP8Config] = [config for family in FAMILIES for config in family.configs(SM90)]
+EVERY: list[FP8Config] = [*CONFIGS, *SMALL.configs(SM90)]
 
 
 def stores(config: FP8Config) -> set[str]:
@@ -40,7 +41,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel[Any]:
 
 
 def test_the_registry_finds_every_module_with_a_kernel() -> None:
-    assert {"sm90_fp8_gemm", "sm90_fp8_swapped", "transpose_scales"} <= kernels.registry().keys()
+    assert {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_fp8_small", "transpose_scales"} <= kernels.registry().keys()
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
 
 
@@ -81,7 +82,7 @@ def test_configs_are_legal_and_distinct(kernel: Kernel[Any]) -> None:
 
 def test_entry_names_tell_all_binaries_apart() -> None:
     shapes = [(0, 0, 0), (0, 2112, 7168), (7, 0, 0), (0, 7, 0), (0, 0, 7), (64, 2112, 7168)]
-    every = [make_params(c, store, shape) for c in CONFIGS for store in stores(c) for shape in shapes]
+    every = [make_params(c, store, shape) for c in EVERY for store in stores(c) for shape in shapes]
     every += transpose_scales.KERNEL.cases()
     names = [kernels.get(params.kernel).entry(params) for params in every]
     assert len(set(names)) == len(every)
@@ -93,14 +94,14 @@ def test_entry_names_tell_all_binaries_apart() -> None:
 
 def test_one_source_a_binary() -> None:
     """Params that differ must not render alike, or two plans would share a key and one would be wrong."""
-    requests = [build_request(make_params(c, store)) for c in CONFIGS for store in stores(c)]
+    requests = [build_request(make_params(c, store)) for c in EVERY for store in stores(c)]
     assert len({request.source for request in requests}) == len(requests)
     for request in requests:
         assert f"{request.name}(" in request.source
 
 
 def test_params_round_trip_through_json(kernel: Kernel[Any]) -> None:
-    classes = {cls.__name__: cls for cls in (GemmConfig, FP8Config, SwappedConfig)}
+    classes = {cls.__name__: cls for cls in (GemmConfig, FP8Config, SwappedConfig, SmallConfig)}
     for params in kernel.cases():
         data = json.loads(json.dumps(params.to_json()))
         config = data.pop("config")
@@ -222,14 +223,14 @@ def swapped(**fields: int) -> FP8Config:
 
 
 PLAIN = find_config(block_m=128, block_n=128)
-SMALL = find_config(block_m=64, block_n=64)
+LOW = find_config(block_m=64, block_n=64)
 SHARED_K = find_config(block_m=64, block_n=32, consumers_k=2)
 UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"block_k, scale_n and scale_k must be 128, not 64", replace(PLAIN, block_k=64)),
     (r"must be 128, not 128, 64 and 128", replace(PLAIN, scale_n=64)),
     (r"must be 128, not 128, 128 and 32", replace(PLAIN, scale_k=32)),
     (r"256 rows and under 64 columns", replace(PLAIN, block_m=256, block_n=48)),
-    (r"64 rows and 256 columns", replace(SMALL, block_n=256, num_stages=4)),
+    (r"64 rows and 256 columns", replace(LOW, block_n=256, num_stages=4)),
     (r"block_m 128 with 1 consumer", replace(PLAIN, num_consumers=1)),
     (r"block_m 96 with 2 consumer", replace(PLAIN, block_m=96)),
     (r"4 tokens past slices of 64 are not one of \(8, 16", replace(PLAIN, block_m=132, num_partials=1)),
@@ -241,15 +242,15 @@ UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"24 tokens past slices of 64", replace(PLAIN, block_m=280, num_partials=1, num_stages=3)),
     (r"2 x 2 x 1 CTAs", replace(PLAIN, cluster_m=2, cluster_n=2)),
     (r"0 x 1 x 1 CTAs", replace(PLAIN, cluster_m=0)),
-    (r"1 x 1 x 3 CTAs", replace(SMALL, cluster_k=3)),
+    (r"1 x 1 x 3 CTAs", replace(LOW, cluster_k=3)),
     (r"consumers share K in tiles of 64 rows only, not of 128", replace(PLAIN, consumers_k=2, num_consumers=4)),
-    (r"2 shares of K cannot finish equal parts of 48 columns", replace(SMALL, block_n=48, cluster_k=2)),
+    (r"2 shares of K cannot finish equal parts of 48 columns", replace(LOW, block_n=48, cluster_k=2)),
     (r"two stages keep too few bytes", replace(PLAIN, cluster_k=2, num_stages=2)),
     (r"block_n must be a multiple of 16 from 16 to 256, not 24", replace(PLAIN, block_n=24)),
     (r"block_n must be a multiple of 16 from 16 to 256, not 272", replace(PLAIN, block_n=272)),
     (r"block_n must be a multiple of 16 from 16 to 256, not 0", replace(PLAIN, block_n=0)),
     (r"120 columns do not end on a multiple of 16", replace(PLAIN, block_n=240, num_partials=1)),
-    (r"a cluster of small tiles", replace(SMALL, cluster_m=2)),
+    (r"a cluster of small tiles", replace(LOW, cluster_m=2)),
     (r"no schedule for 3 sets", replace(PLAIN, num_partials=3)),
     (r"no schedule for 2 sets .* and 4 products", replace(PLAIN, block_m=256, block_n=160, num_partials=2)),
     (r"72 columns do not end on a multiple of 16", replace(PLAIN, block_m=256, block_n=144, num_partials=1)),
@@ -258,16 +259,16 @@ UNSWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"5 stages are not two or more for each of 2 consumers along K", replace(SHARED_K, num_stages=5)),
     (r"2 stages are not two or more for each of 2 consumers along K", replace(SHARED_K, num_stages=2)),
     (r"2 CTAs with 2 consumers", replace(PLAIN, ctas_per_sm=2, num_stages=3)),
-    (r"3 CTAs with 1 consumers", replace(SMALL, ctas_per_sm=3, num_stages=3)),
+    (r"3 CTAs with 1 consumers", replace(LOW, ctas_per_sm=3, num_stages=3)),
     (r"dealt out over lone CTAs", replace(PLAIN, stream_k=True, cluster_m=2)),
-    (r"dealt out over lone CTAs", replace(SMALL, stream_k=True, ctas_per_sm=2)),
+    (r"dealt out over lone CTAs", replace(LOW, stream_k=True, ctas_per_sm=2)),
     (r"dealt out over lone CTAs, with tiles of 64 columns or more", replace(PLAIN, stream_k=True, block_n=48)),
     (r"dealt out over lone CTAs, .* in steps of 32", replace(PLAIN, stream_k=True, block_n=80)),
-    (r"CTAs that share K .* are persistent", replace(SMALL, persistent=False, cluster_k=2)),
+    (r"CTAs that share K .* are persistent", replace(LOW, persistent=False, cluster_k=2)),
     (r"CTAs that share K .* are persistent", replace(PLAIN, persistent=False, stream_k=True)),
     (r"CTAs that share .* loads with others are persistent", replace(PLAIN, persistent=False, cluster_m=2)),
     (r"1 x \d+ bytes of shared memory do not fit", replace(PLAIN, num_stages=8)),
-    (r"2 x \d+ bytes of shared memory do not fit", replace(SMALL, ctas_per_sm=2)),
+    (r"2 x \d+ bytes of shared memory do not fit", replace(LOW, ctas_per_sm=2)),
 ]
 
 FEW_TOKENS = swapped(block_m=16, block_n=64)
@@ -310,7 +311,26 @@ SWAPPED_REASONS: list[tuple[str, FP8Config]] = [
     (r"1 x \d+ bytes of shared memory do not fit", replace(FEW_TOKENS, num_stages=40)),
     (r"2 x \d+ bytes of shared memory do not fit", replace(FEW_TOKENS, ctas_per_sm=2)),
 ]
-REASONS = UNSWAPPED_REASONS + SWAPPED_REASONS
+
+TWO_SHARES = find_config(SMALL, block_n=16, consumers_k=2, persistent=False)
+SMALL_REASONS: list[tuple[str, FP8Config]] = [
+    (r"block_k, scale_n and scale_k must be 128, not 64", replace(TWO_SHARES, block_k=64)),
+    (r"must be 128, not 128, 64 and 128", replace(TWO_SHARES, scale_n=64)),
+    (r"128 x 16 is not 64 by one of", replace(TWO_SHARES, block_m=128)),
+    (r"64 x 48 is not 64 by one of", replace(TWO_SHARES, block_n=48)),
+    (r"CTAs are alone on an SM", replace(TWO_SHARES, ctas_per_sm=2)),
+    (r"in no cluster", replace(TWO_SHARES, cluster_n=2)),
+    (r"3 warpgroups, 3 along K", replace(TWO_SHARES, num_consumers=3, consumers_k=3)),
+    (r"4 warpgroups, 2 along K", replace(TWO_SHARES, num_consumers=4)),
+    (r"a CTA has one tile here, and all of its K", replace(TWO_SHARES, persistent=True)),
+    (r"a CTA has one tile here, and all of its K", replace(TWO_SHARES, stream_k=True)),
+    (r"one set of partial sums, not 2", replace(TWO_SHARES, num_partials=2)),
+    (r"15 stages are not 1 to 8 for each of 2", replace(TWO_SHARES, num_stages=15)),
+    (r"18 stages are not 1 to 8 for each of 2", replace(TWO_SHARES, num_stages=18)),
+    (r"0 stages are not 1 to 8 for each of 2", replace(TWO_SHARES, num_stages=0)),
+    (r"\d+ bytes of shared memory do not fit", replace(TWO_SHARES, block_n=64, num_stages=16)),
+]
+REASONS = UNSWAPPED_REASONS + SWAPPED_REASONS + SMALL_REASONS
 
 
 @pytest.mark.parametrize(
@@ -322,7 +342,7 @@ def test_an_illegal_config_is_told_why(sentence: str, config: FP8Config) -> None
     assert re.search(sentence, reason), reason
 
 
-@pytest.mark.parametrize("kernel", FAMILIES, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", (*FAMILIES, SMALL), ids=lambda kernel: kernel.name)
 def test_every_reason_has_a_test(kernel: Kernel[Any]) -> None:
     """A refusal that nothing reaches is either dead or untested."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(type(kernel).illegal)))
@@ -344,7 +364,11 @@ def test_another_config_is_refused_by_the_transposing_kernel() -> None:
 
 def test_a_config_of_another_class_is_an_error() -> None:
     plain = GemmConfig(block_m=128, block_n=128, block_k=128, num_stages=4, num_consumers=2)
-    for kernel, made, needed in ((UNSWAPPED, PLAIN, "an FP8Config"), (SWAPPED, FEW_TOKENS, "a SwappedConfig")):
+    for kernel, made, needed in (
+        (UNSWAPPED, PLAIN, "an FP8Config"),
+        (SWAPPED, FEW_TOKENS, "a SwappedConfig"),
+        (SMALL, TWO_SHARES, "a SmallConfig"),
+    ):
         params = replace(make_params(made), config=plain)
         for method in (kernel.fields, kernel.shared_bytes, kernel.entry):
             with pytest.raises(TypeError, match=f"takes {needed}, not GemmConfig"):

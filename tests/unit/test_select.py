@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from deep_gemm import arch, kernels
 from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_swapped
-from deep_gemm.params import FP8Config, GemmProblem, ceil_div
+from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_small, sm90_fp8_swapped
+from deep_gemm.params import FP8Config, GemmProblem, SmallConfig, ceil_div
 from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
 from deep_gemm.select.calibration import default, kind_of
 from deep_gemm.select.features import features
 from deep_gemm.select.model import costs, estimate
 
 SM90 = arch.SM90
-KERNELS = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL)
+KERNELS = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
 EVERY = frozenset(config for kernel in KERNELS for config in kernel.configs(SM90))
 
 
@@ -198,6 +198,26 @@ def test_blocks_of_k_that_are_not_whole_need_a_stage_each() -> None:
     assert any(getattr(choice.config, "stage_blocks", 1) > 1 for choice in rank(problem, SM90))
     cut = rank(replace(problem, k=4096 + 16), SM90)
     assert all(getattr(choice.config, "stage_blocks", 1) == 1 for choice in cut)
+
+
+def without_ring(problem: GemmProblem) -> list[SmallConfig]:
+    return [config for config in candidates(problem, SM90) if isinstance(config, SmallConfig)]
+
+
+def test_kernels_without_a_ring_are_for_all_of_k_in_one_wave() -> None:
+    small = GemmProblem(m=128, n=512, k=384, num_sms=132)
+    every = list(sm90_fp8_small.KERNEL.configs(SM90))
+    assert without_ring(small) == every
+    assert isinstance(select(small, SM90).config, SmallConfig)
+    # D may be stored in any way, and its rows may be any number of elements long.
+    assert without_ring(replace(small, n=511)) == without_ring(replace(small, d_tma=False)) == every
+    longest = {config: 128 * config.num_stages for config in every}
+    for k in (*longest.values(), max(longest.values()) + 16):
+        assert set(without_ring(replace(small, k=k))) == {config for config in every if k <= longest[config]}
+    tiles = {config.block_n: 2 * ceil_div(512, config.block_n) for config in every}
+    for num_sms in (*tiles.values(), min(tiles.values()) - 1):
+        found = without_ring(replace(small, num_sms=num_sms))
+        assert set(found) == {config for config in every if tiles[config.block_n] <= num_sms}
 
 
 def test_large_problems_get_large_tiles_and_small_ones_more_of_them() -> None:
