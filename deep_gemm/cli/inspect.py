@@ -76,8 +76,8 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
 
 
 def describe(config: GemmConfig) -> str:
-    """A config in a few letters: operands swapped or not, tile, stages, consumers, cluster, CTAs an SM."""
-    text = "swapped " if isinstance(config, SwappedConfig) else ""
+    """A config in a few letters: swapped operands or a small kernel, tile, stages, consumers, cluster, CTAs an SM."""
+    text = "swapped " if isinstance(config, SwappedConfig) else "small " if isinstance(config, SmallConfig) else ""
     text += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_consumers}"
     text += f" c{config.cluster_m}x{config.cluster_n}x{config.cluster_k}"
     return text + (f" r{config.ctas_per_sm}" if config.ctas_per_sm > 1 else "")

@@ -246,7 +246,8 @@ def _launch_small(
     blocks = ceil_div(shape.k, SCALE_BLOCK)
     if blocks > config.num_stages:
         raise InvalidInputError(
-            f"A config without a ring holds all of K in its {config.num_stages} stages of {SCALE_BLOCK}, but K is {shape.k}."
+            f"A config without a ring holds all of K in its {config.num_stages} stages of {SCALE_BLOCK}, "
+            f"but K is {shape.k}."
         )
     launch_shape = LaunchShape(
         grid=(ceil_div(shape.n, config.block_n), ceil_div(shape.m, config.block_m), 1),

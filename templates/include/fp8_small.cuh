@@ -87,7 +87,8 @@ struct Fp8Small {
   // that are not stored. What lies past K must be zero. `behind` follows each block's rows.
   template <u32 kCount, class Behind>
   DG_DEVICE void copy_rows(const u8* from, i64 stride, u32 rows, u32 stage, const Behind& behind) const {
-    const u32 first = thread / 8, to = stage + first * kBlockK + (thread % 8 ^ first % 8) * 16;  // 16 rows on, the same swizzle
+    // Rows 16 apart are swizzled alike.
+    const u32 first = thread / 8, to = stage + first * kBlockK + (thread % 8 ^ first % 8) * 16;
     const u32 left = k() - min_of(k(), share * kBlockK + thread % 8 * 16);  // 16 bytes are whole or missing
     const u8* at[kCount / kRows];
 #pragma unroll

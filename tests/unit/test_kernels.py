@@ -342,7 +342,7 @@ def test_an_illegal_config_is_told_why(sentence: str, config: FP8Config) -> None
     assert re.search(sentence, reason), reason
 
 
-@pytest.mark.parametrize("kernel", (*FAMILIES, SMALL), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [*FAMILIES, SMALL], ids=lambda kernel: kernel.name)
 def test_every_reason_has_a_test(kernel: Kernel[Any]) -> None:
     """A refusal that nothing reaches is either dead or untested."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(type(kernel).illegal)))

@@ -104,14 +104,3 @@ def test_a_row_of_tiles_reads_one_row_of_scales_of_b() -> None:
     for config in CONFIGS:
         assert 128 % config.block_n == 0
         assert all(first // 128 == (first + config.block_n - 1) // 128 for first in range(0, 4096, config.block_n))
-
-
-def test_every_number_of_blocks_is_dealt_out_to_all_shares() -> None:
-    """As the kernel does it: the first shares have one more where they do not come out even, and none has too many."""
-    for config in CONFIGS:
-        shares = config.consumers_k
-        for blocks in range(1, config.num_stages + 1):
-            taken = [list(range(share, blocks, shares)) for share in range(shares)]
-            assert [len(mine) for mine in taken] == [(blocks + shares - 1 - share) // shares for share in range(shares)]
-            assert max(map(len, taken)) <= config.num_stages // shares
-            assert sorted(sum(taken, [])) == list(range(blocks))
