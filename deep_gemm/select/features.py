@@ -254,7 +254,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         weights_sharers=min(32, rows),
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
         torn=0.5 if k % 32 else 0.0,  # rows are multiples of 16 bytes
-        crowded=tokens * columns / waves / problem.num_sms * _crowding(k) / blocks,
+        crowded=tokens / config.cluster_n * columns / waves / problem.num_sms * _crowding(k) / blocks,
         hanging=1 / blocks if k % SCALE_BLOCK else 0.0,
         **fixed.always,
     )
