@@ -381,15 +381,22 @@ MUTATIONS = [
     Mutation(
         "take A's scales of the first block, without a ring",
         "fp8_small.cuh",
-        "      scale += stride * kShares;\n",
+        "      of_token += arg.scale_a_stride * kShares;\n",
         "",
         ("small",),
     ),
     Mutation(
         "take B's scales from the first row, without a ring",
         "fp8_small.cuh",
-        "arg.scale_b + column / 128 * arg.scale_b_stride_n :",
-        "arg.scale_b :",
+        "arg.scale_b + column / 128 * arg.scale_b_stride_n +",
+        "arg.scale_b +",
+        ("small",),
+    ),
+    Mutation(
+        "take B's scales of the first block, without a ring",
+        "fp8_small.cuh",
+        "      of_weights += arg.scale_b_stride_k * kShares;\n",
+        "",
         ("small",),
     ),
     Mutation(
@@ -409,8 +416,8 @@ MUTATIONS = [
     Mutation(
         "do not swizzle, without a ring",
         "fp8_small.cuh",
-        "(thread % 8 ^ first % 8) * 16",
-        "thread % 8 * 16",
+        "(unit ^ first) * 16",
+        "unit * 16",
         ("small",),
     ),
     Mutation(

@@ -37,7 +37,6 @@ struct Fp8Small {
   enum : u32 { kSharedBytes = kOffsetSums + kShares * kSumsBytes };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
-  enum : u32 { kRows = 16 };  // that a warpgroup copies at a time, 16 bytes a thread
   enum : u32 { kStep = kShares * kBlockK };  // from one of a share's blocks of K to the next
 
   const Fp8SmallArguments& arg;
@@ -58,59 +57,74 @@ struct Fp8Small {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
 
   DG_DEVICE void run() const {
-    const u8* weights = arg.b + (column + thread / 8) * arg.b_stride + share * kBlockK + thread % 8 * 16;
-    if (arg.b_late) {
-      prefetch_weights(weights);
+    if (thread < kHalf) {
       wait_for_previous_kernel();
+      allow_next_kernel();
+      copy_rows<kBlockM>(arg.a, arg.a_stride, row, m(), stages, [](u32) { copies_commit(); });
+    } else {
+      if (arg.b_late) {
+        prefetch_weights();
+        wait_for_previous_kernel();
+      }
+      copy_rows<kBlockN>(arg.b, arg.b_stride, column, n(), stages + kBytesA, [](u32) {});
+      wait_for_previous_kernel();
+      allow_next_kernel();
+      copy_scales();
     }
-    copy_rows<kBlockN>(weights, arg.b_stride, n() - column, stages + kBytesA, [](u32) {});
-    wait_for_previous_kernel();
-    allow_next_kernel();
-    const u8* tokens = arg.a + (row + thread / 8) * arg.a_stride + share * kBlockK + thread % 8 * 16;
-    // A's scales, a thread for each token, and B's.
-    const bool of_weights = thread == kBlockM, some = of_weights || (thread < kBlockM && row + thread < m());
-    const i64 stride = of_weights ? arg.scale_b_stride_k : arg.scale_a_stride;
-    const float* scale = of_weights ? arg.scale_b + column / 128 * arg.scale_b_stride_n : arg.scale_a + row + thread;
-    scale += share * stride;
-    // A group for each block: weights that were asked for before are there when its tokens are.
-    copy_rows<kBlockM>(tokens, arg.a_stride, m() - row, stages, [&](u32 step) {
-      copy_4(some, scales + step * kScaleBytes + thread * 4, scale);
-      scale += stride * kShares;
-      copies_commit();
-    });
     float sum[kBlockN / 2];
     multiply(sum);
     hand_over(sum);
   }
 
-  // 16 bytes of each 16th row of all blocks. Rows past the edge are left as they are: they make rows or columns of the tile
-  // that are not stored. What lies past K must be zero. `behind` follows each block's rows.
+  // Half of a warpgroup copies tokens, 16 bytes of each eighth row, half of it weights and all scales: a warp has fewer
+  // addresses to find. A group of copies for each block of K: what was asked for before is there when its last one is.
+  enum : u32 { kHalf = 64, kRows = kHalf / 8 };
+
+  // Rows past the edge are left as they are: they make rows or columns of the tile that are not stored. What lies past K
+  // must be zero.
   template <u32 kCount, class Behind>
-  DG_DEVICE void copy_rows(const u8* from, i64 stride, u32 rows, u32 stage, const Behind& behind) const {
-    // Rows 16 apart are swizzled alike.
-    const u32 first = thread / 8, to = stage + first * kBlockK + (thread % 8 ^ first % 8) * 16;
-    const u32 left = k() - min_of(k(), share * kBlockK + thread % 8 * 16);  // 16 bytes are whole or missing
-    const u8* at[kCount / kRows];
+  DG_DEVICE void copy_rows(const u8* operand, i64 stride, u32 begin, u32 end, u32 stage, const Behind& behind) const {
+    const u32 first = thread % kHalf / 8, unit = thread % 8;
+    const u32 to = stage + first * kBlockK + (unit ^ first) * 16;  // rows eight apart are swizzled alike
+    const u32 x = share * kBlockK + unit * 16, left = k() - min_of(k(), x);  // 16 bytes are whole or missing
+    const u8* from[kCount / kRows];
 #pragma unroll
-    for (u32 i = 0; i < kCount / kRows; ++i) at[i] = from + i * kRows * stride;
+    for (u32 i = 0; i < kCount / kRows; ++i) from[i] = operand + (begin + first) * stride + x + i * kRows * stride;
 #pragma unroll
     for (u32 step = 0; step < kStages; ++step) {
       if (step >= blocks) break;
 #pragma unroll
       for (u32 i = 0; i < kCount / kRows; ++i)
-        copy_16(first + i * kRows < rows, to + step * kStageBytes + i * kRows * kBlockK, at[i] + step * kStep,
+        copy_16(begin + first + i * kRows < end, to + step * kStageBytes + i * kRows * kBlockK, from[i] + step * kStep,
                 left > step * kStep);
       behind(step);
     }
   }
 
-  // The way from HBM into L2 need not wait for the previous kernel.
-  DG_DEVICE void prefetch_weights(const u8* weights) const {
+  // A thread for each token; one of them has the weights' as well.
+  DG_DEVICE void copy_scales() const {
+    const u32 token = thread - kHalf;
+    const float* of_weights = arg.scale_b + column / 128 * arg.scale_b_stride_n + share * arg.scale_b_stride_k;
+    const float* of_token = arg.scale_a + row + token + share * arg.scale_a_stride;
+#pragma unroll
+    for (u32 step = 0; step < kStages; ++step) {
+      if (step >= blocks) break;
+      copy_4(row + token < m(), scales + step * kScaleBytes + token * 4, of_token);
+      copy_4(token == 0, scales + step * kScaleBytes + kBlockM * 4, of_weights);
+      of_token += arg.scale_a_stride * kShares;
+      of_weights += arg.scale_b_stride_k * kShares;
+      copies_commit();
+    }
+  }
+
+  // The way from HBM into L2 need not wait for the previous kernel. Up to eight blocks, a lane of eight for each.
+  DG_DEVICE void prefetch_weights() const {
+    static_assert(kStages <= 8);
     const u32 step = thread % 8;
     if (step < blocks) {
 #pragma unroll
-      for (u32 rows = 0; rows < kBlockN; rows += kRows)
-        if (column + rows + thread / 8 < n()) prefetch_line(weights - step * 16 + rows * arg.b_stride + step * kStep);
+      for (u32 rows = thread % kHalf / 8; rows < kBlockN; rows += kRows)
+        if (column + rows < n()) prefetch_line(arg.b + (column + rows) * arg.b_stride + share * kBlockK + step * kStep);
     }
   }
 

@@ -102,16 +102,16 @@ def test_the_kernel_without_a_ring_copies_and_multiplies_with_few_instructions(
     built, config = builds[params].result(), fp8(params)
     code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", built.sass)
     assert not [step for step in code if step.startswith(("UTMA", "SYNCS", "USETMAXREG"))]
-    # 64 rows of A and those of B, 16 at a time, and the scales of both by one instruction, in each block.
-    blocks = config.num_stages // config.consumers_k
-    assert code.count("LDGSTS.E.BYPASS.128") == blocks * (4 + config.block_n // 16)
-    assert code.count("LDGSTS.E") == code.count("LDGDEPBAR") == blocks
+    # In each block rows of A by half of the warps and those of B by the others, eight at a time, and the scales of both.
+    blocks, rows = config.num_stages // config.consumers_k, 64 + config.block_n
+    assert code.count("LDGSTS.E.BYPASS.128") == blocks * rows // 8
+    assert code.count("LDGSTS.E") == code.count("LDGDEPBAR") == 2 * blocks
     assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{config.block_n}x32.F32.E4M3.E4M3"}
     assert sum(step.startswith("QGMMA") for step in code) == 4, "the loop over blocks is not unrolled"
     # What finds the weights and brings them nearer comes before the copies; these need little more than themselves.
     first, product = code.index("LDGSTS.E.BYPASS.128"), next(i for i, step in enumerate(code) if "GMMA" in step)
-    assert first <= 56 + config.block_n
-    assert product - first <= 100 + 8 * blocks * (5 + config.block_n // 16)
+    assert first <= 64 + 9 * config.block_n // 4
+    assert product - first <= 100 + 6 * blocks * (rows // 8 + 2)
     # What the tensor cores read was written by threads: they fence it before they meet.
     ordering = [step for step in code[:product] if step.startswith(("FENCE.VIEW.ASYNC", "BAR.SYNC", "DEPBAR"))]
     assert [step.split(".")[0] for step in ordering[-3:]] == ["DEPBAR", "FENCE", "BAR"]
