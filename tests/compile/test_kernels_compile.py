@@ -102,7 +102,7 @@ def test_the_kernel_without_a_ring_copies_and_multiplies_with_few_instructions(
     built, config = builds[params].result(), fp8(params)
     code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", built.sass)
     assert not [step for step in code if step.startswith(("UTMA", "SYNCS", "USETMAXREG"))]
-    # In each block rows of A by half of the warps and those of B by the others, eight at a time, and the scales of both.
+    # In each block rows of A by half of the warps, those of B by the others, eight at a time, and the scales of both.
     blocks, rows = config.num_stages // config.consumers_k, 64 + config.block_n
     assert code.count("LDGSTS.E.BYPASS.128") == blocks * rows // 8
     assert code.count("LDGSTS.E") == code.count("LDGDEPBAR") == 2 * blocks
