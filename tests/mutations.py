@@ -6,11 +6,9 @@ operands, or depend on timing: a wrong result, the same every time, is all that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from golden_renders import SMALL, SWAPPED, find_config, make_params
-from headers import edited_headers
+from mutation import Mutation
+from small_mutations import SMALL_MUTATIONS
 
 from deep_gemm.params import KernelParams
 
@@ -22,22 +20,7 @@ SWAPPED_STAGED = ("swapped", "swapped split", "swapped late")
 EVERY = UNSWAPPED_KERNELS + SWAPPED_KERNELS
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """`old` in the header `file` becomes `new`, which the kernels named in `kernels` do not survive."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    kernels: tuple[str, ...] = UNSWAPPED_KERNELS
-
-    def headers(self, folder: Path) -> Path:
-        """The device headers with this mutation, in `folder`."""
-        return edited_headers(folder, self.file, (self.old, self.new))
-
-
-MUTATIONS = [
+RING_MUTATIONS = [
     Mutation(
         "skip A's scale in every other row group",
         "promotion.cuh",
@@ -371,63 +354,8 @@ MUTATIONS = [
         "out[stride] = static_cast<u16>(packed);",
         ("swapped narrow",),
     ),
-    Mutation(
-        "skip A's scales in every other row group, without a ring",
-        "fp8_small.cuh",
-        "lower = load_shared(token + 32) * weight;",
-        "lower = weight;",
-        ("small",),
-    ),
-    Mutation(
-        "take A's scales of the first block, without a ring",
-        "fp8_small.cuh",
-        "      of_token += arg.scale_a_stride * kShares;\n",
-        "",
-        ("small",),
-    ),
-    Mutation(
-        "take B's scales from the first row, without a ring",
-        "fp8_small.cuh",
-        "arg.scale_b + column / 128 * arg.scale_b_stride_n +",
-        "arg.scale_b +",
-        ("small",),
-    ),
-    Mutation(
-        "take B's scales of the first block, without a ring",
-        "fp8_small.cuh",
-        "      of_weights += arg.scale_b_stride_k * kShares;\n",
-        "",
-        ("small",),
-    ),
-    Mutation(
-        "add blocks of K before they are scaled, without a ring",
-        "fp8_small.cuh",
-        "matrix_descriptor(low + kBytesA / 16), 0);",
-        "matrix_descriptor(low + kBytesA / 16), 1);",
-        ("small",),
-    ),
-    Mutation(
-        "leave out a share's sums, without a ring",
-        "fp8_small.cuh",
-        "for (u32 s = 0; s < kShares; ++s) add_shared",
-        "for (u32 s = 1; s < kShares; ++s) add_shared",
-        ("small",),
-    ),
-    Mutation(
-        "do not swizzle, without a ring",
-        "fp8_small.cuh",
-        "(unit ^ first) * 16",
-        "unit * 16",
-        ("small",),
-    ),
-    Mutation(
-        "multiply the first block again and again, without a ring",
-        "fp8_small.cuh",
-        "low += kStageBytes / 16, scale",
-        "scale",
-        ("small",),
-    ),
 ]
+MUTATIONS = RING_MUTATIONS + SMALL_MUTATIONS
 
 
 def mutated_kernels() -> dict[str, KernelParams]:

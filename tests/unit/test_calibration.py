@@ -172,7 +172,7 @@ def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_t
     every, pairs, halves = (lone[key] for key in ((256, 128, 1), (256, 128, 2), (128, 192, 1)))
     crowded = {k: features(problem, every).crowded for k, problem in asked.items()}
     assert math.isclose(crowded[144], 200 * 98 / 132 / 2)
-    assert math.isclose(features(asked[144], pairs).crowded, crowded[144] / 2)
+    assert math.isclose(features(asked[144], pairs).crowded, crowded[144] / 4)  # half as many, of half the rows each
     assert math.isclose(features(asked[144], halves).crowded, 128 * 65 / 132 / 2)
     assert math.isclose(crowded[160], 0.4 * 200 * 98 / 132 / 2)
     assert math.isclose(crowded[288], 0.4 * 200 * 98 / 132 / 3)

@@ -1,0 +1,24 @@
+"""One edit of one header that breaks kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headers import edited_headers
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in the header `file` becomes `new`, which the kernels named in `kernels` do not survive:
+    those whose operands are not swapped, unless it says otherwise."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    kernels: tuple[str, ...] = ("ahead", "one by one", "segments", "split", "direct")
+
+    def headers(self, folder: Path) -> Path:
+        """The device headers with this mutation, in `folder`."""
+        return edited_headers(folder, self.file, (self.old, self.new))
