@@ -5,7 +5,8 @@
 # make sanitize  on a GPU with compute-sanitizer: kernels of every kind under memcheck and racecheck
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
-# BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it.
+# BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, tests can run side
+# by side: BOOTSTRAP_ARGS=--xdist PYTEST_ARGS="-n 2 --dist loadfile".
 
 PYTHON ?= python3
 VENV ?= .venv

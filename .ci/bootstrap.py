@@ -43,6 +43,7 @@ LINT = {
     "types-PyYAML": ("yaml-stubs",),
 }
 DASK = {"distributed>=2024.8": ("distributed",)}
+XDIST = {"pytest-xdist>=3.6": ("xdist",)}
 BUILD = {"setuptools>=68": ("setuptools",), "wheel": ("wheel",)}
 
 PROBE = """
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("editable", "wheel"), default="editable")
     parser.add_argument("--lint", action="store_true", help="also install the linter and the type checker")
     parser.add_argument("--dask", action="store_true", help="also install Dask, whose tests are skipped without it")
+    parser.add_argument("--xdist", action="store_true", help="also install pytest-xdist, to run tests side by side")
     options = parser.parse_args()
 
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
@@ -142,6 +144,7 @@ def main() -> None:
     torch = cuda_torch()
     python = create(options.venv, shared=torch is not None)
     groups = BASE | TEST | BUILD | (LINT if options.lint else {}) | (DASK if options.dask else {})
+    groups |= XDIST if options.xdist else {}
     wanted = missing(python, groups)
     if wanted:
         constraint = options.venv / "constraints.txt"

@@ -173,6 +173,7 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
     assert set(module.TEST) == listed("test")
     assert set(module.LINT) == listed("lint")
     assert set(module.DASK) == listed("dask")
+    assert set(module.XDIST) == listed("xdist")
     assert listed("cli") <= listed("test"), "the tests run the command line"
 
 
