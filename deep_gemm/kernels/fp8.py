@@ -24,13 +24,21 @@ def fields(
         "turns": turns(config),
         "producer_registers": registers[0],
         "consumer_registers": registers[1],
-        "shape_m": params.shape[0],
-        "shape_n": params.shape[1],
-        "shape_k": params.shape[2],
+        **shape_fields(params),
         "tma_store": params.store == "tma",
         "mma_name": "Mma",
         "mma_n": mma_n,
     }
+
+
+def shape_fields(params: KernelParams) -> dict[str, int]:
+    """Constants of all templates: dimensions that are compiled in, 0 for the others."""
+    return {f"shape_{letter}": size for letter, size in zip("mnk", params.shape, strict=True)}
+
+
+def compiled_dims(params: KernelParams) -> list[str]:
+    """Parts of a kernel's name that tell dimensions which are compiled in, such as ``n2112``."""
+    return [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
 
 
 def turns(config: FP8Config) -> int:

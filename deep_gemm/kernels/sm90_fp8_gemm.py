@@ -190,7 +190,7 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
         if not c.persistent:
             parts.append("once")
         parts.append(params.store)
-        parts += [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
+        parts += fp8.compiled_dims(params)
         return "_".join(parts)
 
     def cases(self) -> list[KernelParams]:

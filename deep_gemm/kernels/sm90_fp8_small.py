@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
 from ..params import KernelParams, SmallConfig
+from . import fp8
 from .base import Kernel
 
-BLOCK_M = 64
+_BLOCK_M = 64
 _BLOCK_N = (16, 32, 64)
 _SHARES = (2, 4)
 
@@ -30,7 +31,7 @@ class Sm90Fp8Small(Kernel[SmallConfig]):
         for block_n in _BLOCK_N:
             for shares in _SHARES:
                 config = SmallConfig(
-                    block_m=BLOCK_M,
+                    block_m=_BLOCK_M,
                     block_n=block_n,
                     block_k=128,
                     num_stages=0,
@@ -51,8 +52,8 @@ class Sm90Fp8Small(Kernel[SmallConfig]):
         c = config
         if (c.scale_n, c.scale_k, c.block_k) != (128, 128, 128):
             return f"block_k, scale_n and scale_k must be 128, not {c.block_k}, {c.scale_n} and {c.scale_k}"
-        if c.block_m != BLOCK_M or c.block_n not in _BLOCK_N:
-            return f"a tile of {c.block_m} x {c.block_n} is not {BLOCK_M} by one of {_BLOCK_N}"
+        if c.block_m != _BLOCK_M or c.block_n not in _BLOCK_N:
+            return f"a tile of {c.block_m} x {c.block_n} is not {_BLOCK_M} by one of {_BLOCK_N}"
         if c.cluster_size > 1 or c.ctas_per_sm > 1:
             return "CTAs are alone on an SM, and in no cluster: what these are for has few tiles"
         if c.consumers_k not in _SHARES or c.num_consumers != c.consumers_k:
@@ -78,9 +79,7 @@ class Sm90Fp8Small(Kernel[SmallConfig]):
             "shares": c.consumers_k,
             "share_stages": c.num_stages // c.consumers_k,
             "num_threads": c.num_threads,
-            "shape_m": params.shape[0],
-            "shape_n": params.shape[1],
-            "shape_k": params.shape[2],
+            **fp8.shape_fields(params),
             "whole_rows": params.store == "tma",
             "shared_bytes": self.shared_bytes(params),
             "mma_name": "Mma",
@@ -95,7 +94,7 @@ class Sm90Fp8Small(Kernel[SmallConfig]):
         """Such as ``fp8_gemm_small_64x16_s16_k2_tma``."""
         c = _config(params)
         parts = [f"fp8_gemm_small_{c.block_m}x{c.block_n}", f"s{c.num_stages}", f"k{c.consumers_k}", params.store]
-        parts += [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
+        parts += fp8.compiled_dims(params)
         return "_".join(parts)
 
     def cases(self) -> list[KernelParams]:

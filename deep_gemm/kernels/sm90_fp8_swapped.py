@@ -144,7 +144,7 @@ class Sm90Fp8Swapped(Kernel[SwappedConfig]):
         if c.ctas_per_sm > 1:
             parts.append(f"r{c.ctas_per_sm}")
         parts.append(params.store)
-        parts += [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
+        parts += fp8.compiled_dims(params)
         return "_".join(parts)
 
     def cases(self) -> list[KernelParams]:

@@ -2,8 +2,8 @@
 // the time is the launch. TMA must have its maps fetched and its barriers made before a first load, and warps meet in
 // between; a thread that copies needs an address. So there are no producers, and no ring: a CTA has one tile of 64 tokens,
 // all of whose K fits into shared memory. Its warpgroups take blocks of K in turn: each copies its own, multiplies and
-// promotes them; their sums are added up in shared memory. A CTA runs each of these instructions once or a few times, and
-// most of the time it takes is that of fetching them: so there are few.
+// promotes them; their sums are added up in shared memory. A CTA runs each of these instructions once or a few times, the first
+// time at twice the cost: so there are few.
 //
 // Tile supplies the sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_small.cu.jinja).
 #pragma once

@@ -98,7 +98,7 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(
 def test_the_kernel_without_a_ring_copies_and_multiplies_with_few_instructions(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
-    """Most of its time is that of fetching instructions, each for the first time."""
+    """A CTA runs each of them once or a few times, the first time at twice the cost."""
     built, config = builds[params].result(), fp8(params)
     code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", built.sass)
     assert not [step for step in code if step.startswith(("UTMA", "SYNCS", "USETMAXREG"))]
