@@ -59,7 +59,7 @@ class Features(NamedTuple):
     copied: float
     """1 where consumers copy what they multiply, else 0."""
     stages: float
-    """Of the ring that have two barriers, which are made one after the other."""
+    """Of the ring: each has two barriers, which are made one after the other."""
     depth: float
     """Blocks of K in the ring."""
     stage_blocks: float
@@ -168,7 +168,7 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "consumers": config.num_consumers,
         "puts_away": 1.0 if config.persistent and not swapped and not direct else 0.0,
         "copied": 1.0 if small else 0.0,
-        "stages": 0 if small else config.num_stages,
+        "stages": config.num_stages,
         "depth": config.num_stages * config.stage_blocks,
         "stage_blocks": config.stage_blocks,
         "boxes": 1 if swapped or small else len(segments(config.block_n)),

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from launches import AT, encoder, geometries, parameters, record
 
 from deep_gemm import arch
+from deep_gemm.cli.inspect import describe
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.sm90_fp8_launch import Geometry, launch
-from deep_gemm.params import SmallConfig
+from deep_gemm.params import GemmProblem, SmallConfig
+from deep_gemm.select.calibration import default
+from deep_gemm.select.model import estimate
 
 CONFIGS: list[SmallConfig] = list(SMALL.configs(arch.SM90))
 TYPES = {"const u8*": "ptr", "const float*": "ptr", "u16*": "ptr"}
@@ -104,3 +107,19 @@ def test_a_row_of_tiles_reads_one_row_of_scales_of_b() -> None:
     for config in CONFIGS:
         assert 128 % config.block_n == 0
         assert all(first // 128 == (first + config.block_n - 1) // 128 for first in range(0, 4096, config.block_n))
+
+
+def test_the_model_takes_copies_by_threads_for_something_else_than_loads_by_tma() -> None:
+    problem, constants = GemmProblem(m=128, n=512, k=1024, num_sms=132), default().some_tokens
+    for config in CONFIGS:
+        usual = estimate(problem, config, constants)
+        later = estimate(problem, config, replace(constants, copied_us=constants.copied_us + 1))
+        assert later.launch_us == pytest.approx(usual.launch_us + 1)
+        slower = estimate(problem, config, replace(constants, copied_cycles=2 * constants.copied_cycles))
+        assert slower.chain_us > 1.5 * usual.chain_us
+        ring = dict.fromkeys(("launch_us", "upright_us", "stage_us", "put_away_us", "chain_cycles"), 9.0)
+        assert estimate(problem, config, replace(constants, **ring)) == usual
+
+
+def test_inspect_tells_it_from_others() -> None:
+    assert describe(CONFIGS[0]) == "small 64x16x128 s16 w2 c1x1x1"
