@@ -187,6 +187,10 @@ DG_DEVICE void store_16(void* to, const Bytes16& x) {
                ::"l"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]), "r"(x.words[3]) : "memory");
 }
 
+DG_DEVICE void store_8(void* to, u32 low, u32 high) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+
 DG_DEVICE void add_shared(u32 address, float* to) {
   float v[4];
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

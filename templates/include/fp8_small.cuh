@@ -132,12 +132,14 @@ struct Fp8Small {
     float partial[kBlockN / 2];
 #pragma unroll
     for (u32 i = 0; i < kBlockN / 2; ++i) sum[i] = partial[i] = 0.0f;
+    const u32 rounds = ceil_div(ceil_div(k(), kBlockK), kShares);
     u32 low = uniform(descriptor_low(stages)), scale = scales;
 #pragma unroll 1
-    for (u32 left = blocks; left > 0; --left, low += kStageBytes / 16, scale += kScaleBytes) {
-      wait_for_copies(left - 1);
+    for (u32 step = 0; step < rounds; ++step, low += kStageBytes / 16, scale += kScaleBytes) {
+      wait_for_copies(step + 1 < blocks ? blocks - 1 - step : 0);
       fence_shared_to_tma();
-      named_barrier_sync(1 + share, 128);
+      __syncthreads();  // all shares in step: checkers of races count meetings of all, not of some
+      if (step >= blocks) break;
       const float weight = load_shared(scale + kBlockM * 4);
       const u32 token = scale + (thread / 32 * 16 + thread % 32 / 4) * 4;
       const float upper = load_shared(token) * weight, lower = load_shared(token + 32) * weight;
@@ -188,7 +190,7 @@ struct Fp8Small {
   DG_DEVICE void store(u16* to, u32 x, const float (&v)[4]) const {
     const u32 low = pack_bf16(v[0], v[1]), high = pack_bf16(v[2], v[3]);
     if (Tile::kWholeRows && x + 4 <= n()) {
-      *reinterpret_cast<uint2*>(to) = {low, high};
+      store_8(to, low, high);
     } else {
 #pragma unroll
       for (u32 i = 0; i < 4; ++i)
