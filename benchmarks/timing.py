@@ -111,7 +111,7 @@ def _batch_us(sets: Sequence[Call], size: int) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def host(call: Call, calls: int = 200, rounds: int = 15) -> float:
+def host(call: Call, calls: int = 200, rounds: int = 60) -> float:
     """Host time of one call: the least of `rounds` means, with the queue emptied between rounds.
 
     The least, because anything that another process takes away only adds.

@@ -101,6 +101,10 @@ class Calibration(Constants):
     """From L2 into one SM."""
     line_cycles: float
     """Asking the L2 for a line, for one SM."""
+    copied_row_cycles: float
+    """What a row of 128 bytes costs in addition that threads copy, for one SM."""
+    copied_torn_cycles: float
+    """The same again, if it begins inside a sector."""
     load_cycles: float
     """From asking for a stage to having it."""
     start_gb_per_s: float

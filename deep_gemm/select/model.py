@@ -86,7 +86,9 @@ def parts(
     shared = (x.read + x.scales_read + x.filled) / c.shared_bytes_per_cycle
     # A row of a block that begins inside a line of 128 bytes takes two.
     lines = 1 + (c.unaligned - 1) * x.unaligned + c.torn * x.torn
-    asked = x.asked * (lines * c.line_cycles + x.hanging * c.hanging_cycles) + x.crowded * c.crowded_cycles
+    by_threads = x.copied * (c.copied_row_cycles + x.torn * c.copied_torn_cycles)
+    row = lines * c.line_cycles + x.hanging * c.hanging_cycles + by_threads
+    asked = x.asked * row + x.crowded * c.crowded_cycles
     fill = maximum(x.filled / c.fill_bytes_per_cycle, asked)
     busy = x.resident * maximum(maximum(of.tensor, shared), fill)
     # Near the limit of one resource the others still cost: a smooth maximum.

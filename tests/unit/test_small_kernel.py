@@ -15,6 +15,7 @@ from deep_gemm.cli.inspect import describe
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.sm90_fp8_launch import Geometry, launch
 from deep_gemm.params import GemmProblem, SmallConfig
+from deep_gemm.select import candidates
 from deep_gemm.select.calibration import default
 from deep_gemm.select.model import estimate
 
@@ -119,6 +120,21 @@ def test_the_model_takes_copies_by_threads_for_something_else_than_loads_by_tma(
         assert slower.chain_us > 1.5 * usual.chain_us
         ring = dict.fromkeys(("launch_us", "upright_us", "stage_us", "put_away_us", "chain_cycles"), 9.0)
         assert estimate(problem, config, replace(constants, **ring)) == usual
+
+
+def test_rows_that_threads_copy_cost_more_where_they_begin_inside_sectors() -> None:
+    """Where the model did not know, it chose one for 107 x 3584 x 976 that took 1.23 times as long as the best."""
+    constants = default().some_tokens
+    even, torn = (GemmProblem(m=107, n=3584, k=k, num_sms=132) for k in (1024, 976))
+    for config in CONFIGS:
+        for problem, costs_more in ((even, False), (torn, True)):
+            usual = estimate(problem, config, constants)
+            dearer = estimate(problem, config, replace(constants, copied_torn_cycles=50.0))
+            assert (dearer.total_us > 1.2 * usual.total_us) is costs_more
+            assert estimate(problem, config, replace(constants, copied_row_cycles=50.0)).total_us > 1.2 * usual.total_us
+    by_tma = next(c for c in candidates(torn, arch.SM90) if not isinstance(c, SmallConfig))
+    dear = replace(constants, copied_us=9.0, copied_cycles=900.0, copied_row_cycles=50.0, copied_torn_cycles=50.0)
+    assert estimate(torn, by_tma, dear) == estimate(torn, by_tma, constants)
 
 
 def test_inspect_tells_it_from_others() -> None:
