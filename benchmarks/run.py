@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deep_gemm.benchmarks import backends, timing
+from deep_gemm.benchmarks.modes import why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
 from deep_gemm.workload import GemmShape
 
-GRAPH_MAX_M = 128
-"""Graph mode is about decoding; at larger M the launch no longer matters."""
 MAX_SETS = 256
 Row = dict[str, Any]
 
@@ -41,9 +41,11 @@ class Run:
         start = time.monotonic()
         common = environment()
         rows: list[Row] = []
-        work = [
-            (shape, mode) for mode in self.modes for shape in self.shapes if mode != "graph" or shape.m <= GRAPH_MAX_M
-        ]
+        refused = Counter((mode, why_not(shape, mode)) for mode in self.modes for shape in self.shapes)
+        for (mode, reason), count in refused.items():
+            if reason is not None:
+                self.progress(f"{mode}: {count} of {len(self.shapes)} shapes are not timed so, having {reason}")
+        work = [(shape, mode) for mode in self.modes for shape in self.shapes if why_not(shape, mode) is None]
         for index, (shape, mode) in enumerate(work):
             if time.monotonic() - start > self.seconds:
                 self.left_out += [f"{shape} {mode}" for shape, mode in work[index:]]

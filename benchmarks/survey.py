@@ -15,9 +15,9 @@ from typing import Any
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
 from deep_gemm.benchmarks import timing
+from deep_gemm.benchmarks.modes import why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.params import FP8Config, GemmProblem
-from deep_gemm.select.heuristic import POWER_LIMITED_FLOPS
 from deep_gemm.testing.bench import FLUSH_BYTES
 from deep_gemm.workload import GemmShape
 
@@ -25,7 +25,6 @@ LAUNCH_MODES = ("flush", "promised", "unpromised")
 MODES = (*LAUNCH_MODES, "steady")
 """Cold single calls; graphs of many with and without the promise of constant weights, of few tokens; and back to back,
 of what power limits then."""
-GRAPH_MAX_M = 128
 STEADY_CONFIGS = 10
 """So many of the best by the model are timed back to back, which takes seconds."""
 STEADY_SETS = 4
@@ -76,7 +75,7 @@ class Survey:
         spec, start = archs.for_device(device), time.monotonic()
         common = environment()
         num_sms = options.num_sms_for(device)
-        work = [(shape, mode) for shape in self.shapes for mode in self.modes if makes_sense(shape, mode)]
+        work = [(shape, mode) for shape in self.shapes for mode in self.modes if why_not(shape, mode) is None]
         candidates = {shape: self._candidates(problem(shape, num_sms), spec) for shape in self.shapes}
         self._build({(problem(s, num_sms), c.config) for s, found in candidates.items() for c in found}, spec)
         for index, (shape, mode) in enumerate(work):
@@ -106,13 +105,6 @@ class Survey:
             for done, _ in enumerate(pool.map(engine.build, wanted)):
                 if done % 100 == 0:
                     self.progress(f"compiling: {done} of {len(wanted)} kernels")
-
-
-def makes_sense(shape: GemmShape, mode: str) -> bool:
-    """Whether a shape is run in a mode: graphs are of few tokens, and only long launches meet the limit of power."""
-    if mode == "steady":
-        return shape.flops >= POWER_LIMITED_FLOPS
-    return mode == "flush" or shape.m <= GRAPH_MAX_M
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
