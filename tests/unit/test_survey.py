@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import survey
 from deep_gemm.benchmarks.modes import why_not
 from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
@@ -97,6 +98,21 @@ def test_only_long_problems_are_timed_back_to_back() -> None:
     assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
     assert modes(512, 7168, 2048) == ["flush"]
     assert modes(4096, 7168, 2048) == ["flush", "steady"]
+
+
+def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
+
+    def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
+        return ((survey.name_of(config, asked, SM90), lambda: 1.0) for config in configs)
+
+    monkeypatch.setattr(survey, "_timers", timers)
+    shapes = [GemmShape(512, 7168, 2048), GemmShape(4096, 7168, 2048)]
+    rows = survey.Survey(shapes, survey.MODES, within=1.01, progress=lambda text: None).rows()
+    assert [(row["m"], row["mode"]) for row in rows] == [(512, "flush"), (4096, "flush"), (4096, "steady")]
 
 
 def test_a_mean_of_the_middle_half_is_between_two_values_that_take_turns() -> None:
