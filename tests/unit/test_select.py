@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -237,18 +238,35 @@ def test_the_estimate_is_of_the_right_size() -> None:
         assert bound < select(problem, SM90).estimate.total_us < 10 * (bound + 2)
 
 
+class Sum(NamedTuple):
+    of: float
+    largest: float
+
+
+def five_milliseconds() -> float:
+    """How long this interpreter, on this machine as busy as it is now, takes for what took 5 ms on an idle one where
+    ranking took 2.8: the same kind of work, calls, small tuples and powers, none of it the selector's."""
+    start, total = time.perf_counter(), Sum(0.0, 0.0)
+    for i in range(6600):
+        term = ceil_div(i, 7) ** 4 + (0.5 * i) ** 4
+        total = Sum(of=total.of + term**0.25, largest=max(total.largest, term))
+    return time.perf_counter() - start
+
+
 def test_ranking_takes_less_than_five_milliseconds() -> None:
     problem = GemmProblem(m=100, n=2112, k=7168, num_sms=132)
     rank(problem, SM90)  # the first makes the list of configs
-    least, until = float("inf"), time.monotonic() + 20
-    # The least of many: others on this machine may take any one of them, and slow down all for a second or two.
-    while least >= 5e-3 and time.monotonic() < until:
+    least, limit, until = float("inf"), float("inf"), time.monotonic() + 20
+    # The least of many: others on this machine may take any one of them. They may also slow down all for minutes, by
+    # more than there is to spare, so that the limit is not read off a clock alone.
+    while time.monotonic() < until and not least < limit < float("inf"):
         for m in range(100, 140):
+            limit = min(limit, five_milliseconds())
             heuristic._rank.cache_clear()
             start = time.perf_counter()
             rank(replace(problem, m=m), SM90)
             least = min(least, time.perf_counter() - start)
-    assert least < 5e-3, f"{least * 1e3:.2f} ms"
+    assert least < limit, f"{least * 1e3:.2f} ms, where {limit * 1e3:.2f} ms stand for 5"
 
 
 @given(st.integers(1, 1 << 20))
