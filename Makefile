@@ -56,7 +56,7 @@ bench: $(STAMP)
 	rm -f benchmarks/results/reference.jsonl benchmarks/results/random.jsonl benchmarks/results/costs.jsonl
 	$(RUN) -m deep_gemm bench --mode flush --mode graph --set public --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
 	$(RUN) -m deep_gemm bench --mode steady --set steady --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
-	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --seconds $(BUDGET) --output benchmarks/results/random.jsonl
+	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --mode steady --seconds $(BUDGET) --output benchmarks/results/random.jsonl
 	$(RUN) -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
 	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode kernels --output benchmarks/results/costs.jsonl
 	for rows in reference random; do $(RUN) -m deep_gemm bench --from benchmarks/results/$$rows.jsonl \
