@@ -259,7 +259,7 @@ def test_ranking_takes_less_than_five_milliseconds() -> None:
     least, limit, until = float("inf"), float("inf"), time.monotonic() + 20
     # The least of many: others on this machine may take any one of them. They may also slow down all for minutes, by
     # more than there is to spare, so that the limit is not read off a clock alone.
-    while time.monotonic() < until and not least < limit < float("inf"):
+    while least >= limit and time.monotonic() < until:
         for m in range(100, 140):
             limit = min(limit, five_milliseconds())
             heuristic._rank.cache_clear()
