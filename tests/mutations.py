@@ -125,11 +125,11 @@ RING_MUTATIONS = [
         "return (Tile::kShapeK ? Tile::kShapeK : arg.k) - kBlockK;",
     ),
     Mutation(
-        "drop a quarter of every block of K",
-        "fp8_mainloop.cuh",
-        "for (u32 step = 1; step < kBlockK / 32; ++step)",
-        "for (u32 step = 2; step < kBlockK / 32; ++step)",
-        EVERY,
+        "multiply the first quarter of every block of K four times",
+        "warpgroup.cuh",
+        "kInstructionStep = 32 / 16",
+        "kInstructionStep = 0",
+        (*EVERY, "small"),
     ),
     Mutation(
         "forget the promotion of a tile's last partial sums",

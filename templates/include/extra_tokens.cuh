@@ -53,17 +53,11 @@ struct ExtraTokens {
 
   DG_DEVICE void issue(u32 stage, u32 opaque_zero) {
     const u32 a = weights + stage * (kBytesWeights / 16), b = tokens + stage * (kBytesTokens / 16);
-    Mma::start(partial, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
-#pragma unroll
-    for (u32 step = 1; step < 4; ++step)
-      Mma::accumulate(partial, matrix_descriptor(a + step * 2), matrix_descriptor(b + step * 2));
+    Mma::multiply(partial, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
   }
 
   // Behind the wait for the products.
-  DG_DEVICE void settle() {
-#pragma unroll
-    for (u32 i = 0; i < kTokens / 2; ++i) pin_register(partial[i]);
-  }
+  DG_DEVICE void settle() { Mma::settle(partial); }
 
   template <bool kFresh>
   DG_DEVICE void promote(const Scales& of, float weight) {

@@ -312,10 +312,7 @@ struct Fp8Mainloop {
     const u32 b = right + (block.slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
     wgmma_fence();
     turns.pass();
-    Mma::start(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
-#pragma unroll
-    for (u32 step = 1; step < kBlockK / 32; ++step)
-      Mma::accumulate(set, matrix_descriptor(a + step * 2), matrix_descriptor(b + step * 2));
+    Mma::multiply(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
     if constexpr (kUnit + 1 == kUnits) extra.issue(block.slot, opaque_zero);
     wgmma_commit();
   }
@@ -323,8 +320,7 @@ struct Fp8Mainloop {
   template <u32 kPending>
   DG_DEVICE void finish(float (&set)[Mma::kN / 2]) {
     wgmma_wait<kPending>();
-#pragma unroll
-    for (u32 i = 0; i < Mma::kN / 2; ++i) pin_register(set[i]);
+    Mma::settle(set);
   }
 
   template <u32 kUnit>

@@ -144,17 +144,12 @@ struct Fp8Small {
       const u32 token = scale + (thread / 32 * 16 + thread % 32 / 4) * 4;
       const float upper = load_shared(token) * weight, lower = load_shared(token + 32) * weight;
       wgmma_fence();
-      Mma::start(partial, matrix_descriptor(low), matrix_descriptor(low + kBytesA / 16), 0);
-#pragma unroll
-      for (u32 i = 2; i < 8; i += 2)
-        Mma::accumulate(partial, matrix_descriptor(low + i), matrix_descriptor(low + kBytesA / 16 + i));
+      Mma::multiply(partial, matrix_descriptor(low), matrix_descriptor(low + kBytesA / 16), 0);
       wgmma_commit();
       wgmma_wait<0>();
+      Mma::settle(partial);
 #pragma unroll
-      for (u32 i = 0; i < kBlockN / 2; ++i) {
-        pin_register(partial[i]);
-        sum[i] += partial[i] * (i % 4 < 2 ? upper : lower);
-      }
+      for (u32 i = 0; i < kBlockN / 2; ++i) sum[i] += partial[i] * (i % 4 < 2 ? upper : lower);
     }
   }
 

@@ -10,9 +10,6 @@ DG_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving uses of accumulators across the asynchronous instructions that own them.
-DG_DEVICE void pin_register(float& value) { asm volatile("" : "+f"(value)::"memory"); }
-
 template <u32 kRegisters>
 DG_DEVICE void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -29,6 +26,9 @@ DG_DEVICE u32 descriptor_low(u32 address) {
   constexpr u32 kLeadingOffset = 1u << 16;
   return kLeadingOffset | ((address & 0x3FFFF) >> 4);
 }
+
+// From one instruction of a block of K to the next: 32 bytes.
+enum : u32 { kInstructionStep = 32 / 16 };
 
 DG_DEVICE u64 matrix_descriptor(u32 low) {
   constexpr u64 kSwizzle128B = 1ull << 62;

@@ -16,23 +16,37 @@ struct Tile {
 struct Mma {
   enum : u32 { kN = 128 };
 
-  // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
-  // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.
-  static DG_DEVICE void start(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
+  // partial = a * b, or partial += a * b if `keep` is not 0, by descriptors of a block of K. The old sums are an operand even
+  // where they are dropped: with `keep` unknown to the compiler, it cannot take a second set of registers to start before
+  // they have been read.
+  static DG_DEVICE void multiply(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
     asm volatile(
-        "{\n .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
+        "{\n .reg .pred keeps, adds;\n .reg .b64 a<4>, b<4>;\n"
+        " setp.ne.b32 keeps, %66, 0;\n setp.eq.b32 adds, 0, 0;\n"
+        " add.s64 a0, %64, 0 * %67;\n"
+        " add.s64 b0, %65, 0 * %67;\n"
+        " add.s64 a1, %64, 1 * %67;\n"
+        " add.s64 b1, %65, 1 * %67;\n"
+        " add.s64 a2, %64, 2 * %67;\n"
+        " add.s64 b2, %65, 2 * %67;\n"
+        " add.s64 a3, %64, 3 * %67;\n"
+        " add.s64 b3, %65, 3 * %67;\n"
         " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-        " %64, %65, p, 1, 1;\n}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])        : "l"(a), "l"(b), "r"(keep));
+        " a0, b0, keeps, 1, 1;\n"
+        " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
+        " a1, b1, adds, 1, 1;\n"
+        " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
+        " a2, b2, adds, 1, 1;\n"
+        " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
+        " a3, b3, adds, 1, 1;\n"
+        "}"
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])        : "l"(a), "l"(b), "r"(keep), "n"(kInstructionStep));
   }
 
-  // partial += a * b
-  static DG_DEVICE void accumulate(float (&partial)[kN / 2], u64 a, u64 b) {
-    asm volatile(
-        "{\n .reg .pred p;\n setp.eq.b32 p, 0, 0;\n"
-        " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-        " %64, %65, p, 1, 1;\n}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])        : "l"(a), "l"(b));
+  // To be called behind the wait for them: keeps the compiler from moving uses of sums across asynchronous instructions
+  // that own them.
+  static DG_DEVICE void settle(float (&partial)[kN / 2]) {
+    asm volatile("" : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])::"memory");
   }
 };
 struct MmaExtra;

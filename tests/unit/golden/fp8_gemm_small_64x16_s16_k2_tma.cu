@@ -10,23 +10,37 @@ struct Tile {
 struct Mma {
   enum : u32 { kN = 16 };
 
-  // partial = a * b, or partial += a * b if `keep` is not 0. The old sums are an operand even where they are dropped:
-  // with `keep` unknown to the compiler, it cannot take a second set of registers to start before they have been read.
-  static DG_DEVICE void start(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
+  // partial = a * b, or partial += a * b if `keep` is not 0, by descriptors of a block of K. The old sums are an operand even
+  // where they are dropped: with `keep` unknown to the compiler, it cannot take a second set of registers to start before
+  // they have been read.
+  static DG_DEVICE void multiply(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
     asm volatile(
-        "{\n .reg .pred p;\n setp.ne.b32 p, %10, 0;\n"
+        "{\n .reg .pred keeps, adds;\n .reg .b64 a<4>, b<4>;\n"
+        " setp.ne.b32 keeps, %10, 0;\n setp.eq.b32 adds, 0, 0;\n"
+        " add.s64 a0, %8, 0 * %11;\n"
+        " add.s64 b0, %9, 0 * %11;\n"
+        " add.s64 a1, %8, 1 * %11;\n"
+        " add.s64 b1, %9, 1 * %11;\n"
+        " add.s64 a2, %8, 2 * %11;\n"
+        " add.s64 b2, %9, 2 * %11;\n"
+        " add.s64 a3, %8, 3 * %11;\n"
+        " add.s64 b3, %9, 3 * %11;\n"
         " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
-        " %8, %9, p, 1, 1;\n}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep));
+        " a0, b0, keeps, 1, 1;\n"
+        " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
+        " a1, b1, adds, 1, 1;\n"
+        " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
+        " a2, b2, adds, 1, 1;\n"
+        " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
+        " a3, b3, adds, 1, 1;\n"
+        "}"
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep), "n"(kInstructionStep));
   }
 
-  // partial += a * b
-  static DG_DEVICE void accumulate(float (&partial)[kN / 2], u64 a, u64 b) {
-    asm volatile(
-        "{\n .reg .pred p;\n setp.eq.b32 p, 0, 0;\n"
-        " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
-        " %8, %9, p, 1, 1;\n}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b));
+  // To be called behind the wait for them: keeps the compiler from moving uses of sums across asynchronous instructions
+  // that own them.
+  static DG_DEVICE void settle(float (&partial)[kN / 2]) {
+    asm volatile("" : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])::"memory");
   }
 };
 
