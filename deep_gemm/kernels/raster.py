@@ -8,12 +8,19 @@ from dataclasses import dataclass
 
 from ..params import FP8Config, ceil_div
 
-_GROUP = 4
-_LONE_GROUP = 6
-"""Rows of tiles in a group, and how many may be one alone. Neighbours in the order run in one cluster of SMs, 16 or 18
-on an H200, which asks L2 once for a line that several want: 4 x 4 tiles want 8 rows or columns of operands, 16 x 1
-want 17. Loads of 128x128 tiles alone took 15.2 us in this order and 23.4 in rows there, at M = 512, N = 4096, K = 7168;
-whole kernels became up to 12% faster, and 4% at M = 256 and 512."""
+LONE_GROUP = 6
+"""Rows of tiles that may be one group."""
+
+_NEIGHBOURS = 16
+"""CTAs next to each other in the order run in one cluster of SMs, 16 or 18 on an H200, which asks L2 once for a line
+that several want: 4 x 4 tiles want 8 rows or columns of operands, 16 x 1 want 17. Loads of 128x128 tiles alone took
+15.2 us in such an order and 23.4 in rows there, at M = 512, N = 4096, K = 7168; whole kernels became up to 12% faster,
+and 4% at M = 256 and 512."""
+
+KEPT_BYTES = 30_000_000
+"""What stays in L2 until it is used again. Of an H200's 50 MB each half of the chip has copies of its own
+of what both read: bytes that launches read from HBM are those of one cache of 30 MB that forgets what was used longest
+ago (1893 x 30176 x 12800: 1147 MB by such a model, 1213 counted; 4096 x 7168 x 16384: 612 and 622)."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Raster:
     columns: int
     band: int
     height: int
+    leaves: str = ""
+    """Which operand, "a" or "b", is gone through once, and would push out the other if it did not leave L2 first."""
 
     @functools.cached_property
     def arguments(self) -> tuple[int, ...]:
@@ -51,16 +60,32 @@ def divisor(value: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def raster(config: FP8Config, m: int, n: int, num_sms: int, members: int = 1) -> Raster:
-    """The order for a launch whose CTAs are ``members`` below each other at a time. A wave of C clusters that covers w
-    columns of tiles reads w B-tiles and C / w A-tiles: least bytes at w = sqrt(C * cluster rows / cluster columns).
-    Bands are made equally wide, so that the last is not a sliver. Remembered: a launch for tensors elsewhere is alike.
-    """
+def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int = 1) -> Raster:
+    """The order for a launch whose CTAs are ``members`` below each other at a time.
+
+    Where an operand stays in L2, the other is gone through once, in strips as narrow as neighbours want them. Where
+    neither does, a wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles: least bytes at
+    w = sqrt(C * cluster rows / cluster columns). Bands are made equally wide, so that the last is not a sliver.
+    Remembered: a launch for tensors elsewhere is alike."""
     rows, columns = config.block_m * config.cluster_m * members, config.block_n * config.cluster_n
     tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
+    each = config.cluster_m * members  # CTAs, of a row of cluster tiles
     clusters = min(num_sms * config.ctas_per_sm // (config.cluster_size * members), tiles_m * tiles_n)
+    few, kept = tiles_m * each <= LONE_GROUP, min(m, n) * k
+    if kept <= KEPT_BYTES and not few and clusters < tiles_m * tiles_n and not config.stream_k:
+        together = _NEIGHBOURS // config.cluster_size
+        if m <= n:
+            band, wave = _narrowest(together, columns, rows), kept + ceil_div(clusters, tiles_m) * columns * k
+            return Raster(tiles_m, tiles_n, min(band, tiles_n), 1, "b" if wave > KEPT_BYTES else "")
+        height, wave = _narrowest(together, rows, columns), kept + ceil_div(clusters, tiles_n) * rows * k
+        return Raster(tiles_m, tiles_n, tiles_n, min(height, tiles_m), "a" if wave > KEPT_BYTES else "")
     best = max(1.0, math.sqrt(clusters * rows / columns), clusters / max(tiles_m, 1))
     bands = max(1, round(tiles_n / best))
-    each = config.cluster_m * members  # CTAs, of a row of cluster tiles
-    height = tiles_m if tiles_m * each <= _LONE_GROUP else max(1, _GROUP // each)
+    height = tiles_m if few else max(1, math.isqrt(_NEIGHBOURS) // each)
     return Raster(tiles_m, tiles_n, max(1, ceil_div(tiles_n, bands)), height)
+
+
+def _narrowest(together: int, across: int, along: int) -> int:
+    """How many tiles, ``across`` wide and ``along`` long, a strip is wide of which ``together`` tiles want least."""
+    widths = [1 << power for power in range(together.bit_length())]
+    return min(widths, key=lambda width: width * across + ceil_div(together, width) * along)

@@ -68,9 +68,9 @@ struct TmaStore {
 
   // The part-th of kParts equal parts, of whole slices or of their columns, of which the first is the tile's `column`-th. At
   // most two boxes are on their way at a time; one may still be read when this returns.
-  template <u32 kParts, class Columns>
+  template <u32 kParts, class Columns, class... Policy>
   static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, const Columns& tile, u32 rows,
-                              u32 columns, u32 part) {
+                              u32 columns, u32 part, Policy... policy) {
     constexpr u32 kBoxes = kBlockN / kBoxColumns, kAcross = kParts / kSlices == 0 ? 1 : kParts / kSlices;
     constexpr u32 kPartSlices = kSlices * kAcross / kParts, kPartBoxes = kBoxes / kAcross;
     static_assert(kPartSlices * kParts == kSlices * kAcross && kPartBoxes * kAcross == kBoxes);
@@ -81,7 +81,7 @@ struct TmaStore {
       for (u32 b = 0; b < kPartBoxes; ++b) {
         const u32 slice = first_slice + s, box = first_box + b, x = tile.at(column + box * kBoxColumns);
         if (row + slice * 64 < rows && x < columns)
-          tma_store(map, staging + (slice * kBoxes + box) * kBoxBytes, x, row + slice * 64);
+          tma_store(map, staging + (slice * kBoxes + box) * kBoxBytes, x, row + slice * 64, policy...);
         tma_store_commit();
         tma_store_wait_read<1>();
       }

@@ -3,6 +3,8 @@
 #include "raster.cuh"
 #include "types.cuh"
 
+enum Leaves : u32 { kLeavesA = 1, kLeavesB = 2, kLeavesD = 4 };
+
 struct Fp8GemmArguments {
   const TensorMap *map_a, *map_scale_a;
   const TensorMap* map_d;   // only of kernels that store by TMA
@@ -18,5 +20,5 @@ struct Fp8GemmArguments {
   u32 last_columns;  // rows of the box of B that ends at the edge
   const Raster* raster;
   u32 constant_b;   // no kernel that may still run writes B or its scales: they may be read before those end
-  u32 b_read_once;  // B leaves L2 as soon as it was read
+  u32 leave_first;  // bits of Leaves: what leaves L2 before anything else does
 };

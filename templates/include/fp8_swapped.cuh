@@ -153,11 +153,7 @@ struct Fp8Swapped {
         }, arg.constant_b ? pace_early(kBytesWeights) : 0);
       };
       with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
-        if (arg.b_read_once) {
-          load_all(map, evict_first());
-        } else {
-          load_all(map);
-        }
+        with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load_all(map, policy...); });
       });
     }
   }

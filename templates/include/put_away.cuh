@@ -27,8 +27,10 @@ DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
         if (lane == 0 && owned) {
           const u32 area = gemm.shared + Areas::offset(consumer, 0);
           fence_shared_to_tma();
-          Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(), gemm.n(),
-                                              part);
+          with_policy(gemm.arg.leave_first & kLeavesD, [&](auto... policy) {
+            Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(),
+                                                gemm.n(), part, policy...);
+          });
         }
         __syncwarp();
       }

@@ -13,7 +13,7 @@ DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
 
-// For what is read only once: first to leave the L2. There is no policy for the rest: decode on an
+// For what is not needed again, or not soon: first to leave the L2. There is no policy for the rest: decode on an
 // H200 was 10% slower while tokens were loaded with a normal one as a hint (an edit among others, not timed alone).
 //
 // The policy is what createpolicy makes of L2::evict_first and a fraction of 1 (CUTLASS has the same number,
@@ -73,9 +73,24 @@ DG_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 bar
                ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Goes on with that policy or with none. By branches, as with maps: what is chosen would be an operand of every load.
+template <class Use>
+DG_DEVICE void with_policy(bool leaves_first, const Use& use) {
+  if (leaves_first) {
+    use(evict_first());
+  } else {
+    use();
+  }
+}
+
 DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
                ::"l"(map), "r"(source), "r"(x), "r"(y) : "memory");
+}
+
+DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;"
+               ::"l"(map), "r"(source), "r"(x), "r"(y), "l"(policy) : "memory");
 }
 
 DG_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

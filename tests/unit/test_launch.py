@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from golden_renders import make_params
+from golden_renders import find_config, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import (
@@ -107,7 +107,7 @@ def test_what_a_cta_begins_with_shares_a_line_of_constants(params: KernelParams)
     names, recorded = parameter_names(params), record(params, g)
     assert names[:7] == ["m", "n", "k", "last_rows", "last_columns", "constant_b", "raster"]
     config = fp8(params)
-    order = raster(config, g.m, g.n, 132, stream(config, g.m, g.n, g.k, 132).members if config.stream_k else 1)
+    order = raster(config, g.m, g.n, g.k, 132, stream(config, g.m, g.n, g.k, 132).members if config.stream_k else 1)
     last_height = order.rows - (ceil_div(order.rows, order.height) - 1) * order.height
     kind, numbers = recorded.args[6]
     assert kind == "u32s"
@@ -184,7 +184,7 @@ def test_bands_are_equally_wide() -> None:
     for config in CONFIGS:
         for n in (576, 2112, 7168, 24576):
             tiles = ceil_div(n, config.block_n * config.cluster_n)
-            band = raster(config, 4096, n, 132).band
+            band = raster(config, 4096, n, 16384, 132).band
             assert tiles - (ceil_div(tiles, band) - 1) * band >= band - ceil_div(tiles, band), (config, n)
 
 
@@ -224,7 +224,7 @@ def test_arguments_are_the_parameters_of_the_kernel(config: FP8Config, store: st
         "n": 1000,
         "k": 912,
         "constant_b": 0,
-        "b_read_once": 0,
+        "leave_first": 0,
     }
 
 
@@ -236,6 +236,13 @@ def test_constant_weights_are_read_early_only_by_a_programmatic_launch(config: F
     with encoder():
         for pdl, constant, passed in ((True, True, 1), (True, False, 0), (False, True, 0)):
             assert launch(params, g, AT, 132, pdl, constant)[1][place] == ("u32", passed)
+
+
+def leave_first(params: KernelParams, g: Geometry) -> object:
+    """Bits: 1 for A, 2 for B, 4 for D."""
+    kind, bits = dict(zip(parameter_names(params), record(params, g).args, strict=True))["leave_first"]
+    assert kind == "u32"
+    return bits
 
 
 def test_weights_leave_l2_first_where_all_that_read_them_do_so_at_one_time() -> None:
@@ -250,7 +257,40 @@ def test_weights_leave_l2_first_where_all_that_read_them_do_so_at_one_time() -> 
         ):
             g = Geometry(m, 1000, k, k, k, 1000, align(m, 4), (ceil_div(k, 128), 1))
             recorded = record(make_params(config), g)
-            assert dict(zip(parameter_names(make_params(config)), recorded.args, strict=True))["b_read_once"][1] == once
+            assert dict(zip(parameter_names(make_params(config)), recorded.args, strict=True))["leave_first"] == (
+                "u32",
+                2 * once,
+            )
+
+
+TMA = 4
+"""D, by kernels that leave it to TMA."""
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "leaves"),
+    [
+        (find_config(block_m=256, block_n=128), (4096, 7168, 16384), TMA),  # neither operand stays
+        (find_config(block_m=256, block_n=128), (1893, 30176, 12800), TMA | 2),  # 24 MB of A stay if B goes by
+        (find_config(block_m=256, block_n=128), (30176, 1896, 12800), TMA | 1),
+        (
+            find_config(block_m=256, block_n=128),
+            (3921, 26816, 2176),
+            TMA,
+        ),  # what a wave reads stays
+        (find_config(block_m=256, block_n=128), (4096, 3600, 1024), 0),  # as does such a D
+        (find_config(block_m=256, block_n=128), (4096, 3704, 1024), TMA),
+        (find_config(block_m=256, block_n=128, persistent=False), (4096, 3704, 1024), 0),
+        (find_config(block_m=256, block_n=128, stream_k=True), (1893, 30176, 12800), TMA),
+    ],
+)
+def test_what_would_push_out_what_is_needed_again_leaves_l2_first(
+    config: FP8Config, shape: tuple[int, int, int], leaves: int
+) -> None:
+    m, n, k = shape
+    g = Geometry(m, n, k, k, k, n, align(m, 4), (ceil_div(k, 128), 1))
+    for store, found in (("tma", leaves), ("direct", leaves & ~TMA)):
+        assert leave_first(make_params(config, store), g) == found
 
 
 @pytest.mark.parametrize("pdl", [False, True])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rasters import located, quotient
 
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.raster import Raster, divisor, raster
+from deep_gemm.kernels.raster import KEPT_BYTES, Raster, divisor, raster
 from deep_gemm.kernels.sm90_fp8_gemm import KERNEL
 from deep_gemm.params import FP8Config
 
@@ -70,7 +73,7 @@ def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)
     ],
 )
 def test_neighbours_want_few_distinct_operands(config: FP8Config, m: int, members: int, height: int) -> None:
-    order = raster(config, m, 4096, 132, members)
+    order = raster(config, m, 4096, 16384, 132, members)
     assert order.height == height
     # 16 neighbours, about as many as share a way to L2, want 8 or 9 tiles of operands where there are rows enough.
     if order.rows * config.cluster_m * members >= 4 and (config.block_m, config.block_n) == (128, 128) and members < 8:
@@ -78,3 +81,65 @@ def test_neighbours_want_few_distinct_operands(config: FP8Config, m: int, member
         for index in range(0, order.rows * order.columns - 16 // each, 16 // each):
             wanted = [located(order.arguments, at) for at in range(index, index + 16 // each)]
             assert len({row for row, _ in wanted}) * each + len({column for _, column in wanted}) <= 13
+
+
+def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
+    """How many rows and how many columns of tiles the ``count`` from ``first`` on lie in."""
+    places = [located(order.arguments, index) for index in range(first, first + count)]
+    return len({row for row, _ in places}), len({column for _, column in places})
+
+
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "wide", "high"),
+    [(128, 128, 4, 4), (256, 128, 4, 2), (128, 256, 2, 4), (192, 128, 4, 4), (64, 256, 2, 8)],
+)
+def test_where_an_operand_stays_the_other_is_gone_through_once(
+    block_m: int, block_n: int, wide: int, high: int
+) -> None:
+    """In strips as narrow as 16 neighbours want fewest bytes of operands."""
+    config = replace(chosen(128, 128), block_m=block_m, block_n=block_n)
+    down = raster(config, 2000, 24000, 4096, 132)
+    assert (down.band, down.height, down.leaves) == (wide, 1, "")
+    assert all(sorted(wanted(down, at, 16)) <= [wide, 16 // wide + 1] for at in range(0, 16 * (down.rows // 4), 16))
+    across = raster(config, 24000, 2000, 4096, 132)
+    assert (across.band, across.height, across.leaves) == (across.columns, high, "")
+    rows = [located(across.arguments, index)[0] for index in range(across.rows * across.columns)]
+    assert all(after // high >= before // high for before, after in itertools.pairwise(rows))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "strips"),
+    [
+        (2000, 24000, 14848, True),  # of 30 MB of A
+        (2000, 24000, 15104, False),
+        (24000, 2000, 14848, True),
+        (24000, 2000, 15104, False),
+        (1536, 24000, 4096, False),  # few rows of tiles, which one group holds
+        (2048, 2048, 4096, False),  # one wave
+        (2048, 2304, 4096, True),
+    ],
+)
+def test_strips_are_for_operands_that_stay_and_for_waves_that_follow(m: int, n: int, k: int, strips: bool) -> None:
+    order = raster(chosen(256, 128), m, n, k, 132)
+    assert ((order.band, order.height) in ((4, 1), (order.columns, 2))) == strips
+
+
+def test_stream_k_deals_out_bands() -> None:
+    streams = next(c for c in KERNEL.configs(SM90) if c.stream_k and (c.block_m, c.block_n) == (128, 128))
+    assert raster(streams, 2000, 24000, 4096, 132, 2) == raster(streams, 2000, 24000, 40960, 132, 2)
+
+
+@pytest.mark.parametrize("config", [chosen(128, 192, (1, 2, 1)), chosen(128, 128, (2, 1, 1))])
+def test_clusters_are_neighbours_already(config: FP8Config) -> None:
+    order = raster(config, 4000, 24000, 4096, 132)
+    across = config.cluster_n * config.block_n * order.band
+    assert (order.height, across) == (1, 768 if config.cluster_n > 1 else 512)
+
+
+@settings(max_examples=300, deadline=None)
+@given(*(st.integers(1, 40000) for _ in range(3)), st.sampled_from([(128, 128), (256, 128), (192, 96)]))
+def test_what_leaves_is_what_does_not_fit_beside_what_stays(m: int, n: int, k: int, block: tuple[int, int]) -> None:
+    order = raster(chosen(*block), m, n, k, 132)
+    if order.leaves:
+        assert min(m, n) * k <= KEPT_BYTES < (m + n) * k
+        assert order.leaves == ("b" if m <= n else "a")

@@ -196,7 +196,7 @@ def test_members_do_tiles_below_each_other_and_leave_few_sms_idle(case: Case) ->
 def test_every_tile_of_the_output_is_some_members(case: Case) -> None:
     """Where a piece lies: what `StreamScheduler::locate` says, in tiles."""
     dealt = case.dealt
-    order = raster(case.config, case.m, case.n, case.num_sms, dealt.members)
+    order = raster(case.config, case.m, case.n, case.k, case.num_sms, dealt.members)
     places = []
     for tile in range(dealt.rows * dealt.columns):
         row, column = located(order.arguments, tile)

@@ -40,7 +40,7 @@ struct Mma {
         " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
         " a3, b3, adds, 1, 1;\n"
         "}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])        : "l"(a), "l"(b), "r"(keep), "n"(kInstructionStep));
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])        : "l"(a), "l"(b), "r"(keep), "n"(+kInstructionStep));
   }
 
   // To be called behind the wait for them: keeps the compiler from moving uses of sums across asynchronous instructions
@@ -53,7 +53,7 @@ struct MmaExtra;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     fp8_gemm_256x128_s4_p1_once_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 constant_b,
-    const __grid_constant__ Raster raster, u32 b_read_once, const float* scale_b, i64 scale_b_stride_n,
+    const __grid_constant__ Raster raster, u32 leave_first, const float* scale_b, i64 scale_b_stride_n,
     i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a,
     const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
     const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_a_last,
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
                                    nullptr, nullptr,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
-                                   last_columns, &raster, constant_b, b_read_once};
+                                   last_columns, &raster, constant_b, leave_first};
   const StreamArguments stream{};
   Fp8Gemm<Tile, Mma, MmaExtra>(arguments, stream, shared_address(shared)).run();
 }

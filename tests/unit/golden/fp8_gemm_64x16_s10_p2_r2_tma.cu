@@ -40,7 +40,7 @@ struct Mma {
         " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
         " a3, b3, adds, 1, 1;\n"
         "}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep), "n"(kInstructionStep));
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep), "n"(+kInstructionStep));
   }
 
   // To be called behind the wait for them: keeps the compiler from moving uses of sums across asynchronous instructions
@@ -53,7 +53,7 @@ struct MmaExtra;
 
 extern "C" __global__ void __launch_bounds__(256, 2)
     fp8_gemm_64x16_s10_p2_r2_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 constant_b,
-    const __grid_constant__ Raster raster, u32 b_read_once, const float* scale_b, i64 scale_b_stride_n,
+    const __grid_constant__ Raster raster, u32 leave_first, const float* scale_b, i64 scale_b_stride_n,
     i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a,
     const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
     const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_a_last,
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
                                    nullptr, nullptr,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
-                                   last_columns, &raster, constant_b, b_read_once};
+                                   last_columns, &raster, constant_b, leave_first};
   const StreamArguments stream{};
   Fp8Gemm<Tile, Mma, MmaExtra>(arguments, stream, shared_address(shared)).run();
 }

@@ -34,7 +34,7 @@ struct Mma {
         " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
         " a3, b3, adds, 1, 1;\n"
         "}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep), "n"(kInstructionStep));
+        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep), "n"(+kInstructionStep));
   }
 
   // To be called behind the wait for them: keeps the compiler from moving uses of sums across asynchronous instructions
