@@ -82,21 +82,27 @@ def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0, batch_us: float = 20_000) -> dict[str, float]:
+def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[str, float]:
+    """The times of `back_to_back` of each. The first of several runs twice, and the second time counts: it would be the
+    only one to begin on a GPU that has rested."""
+    first = next(iter(calls))
+    if len(calls) > 1:
+        back_to_back(calls[first], seconds)
+    return {name: back_to_back(sets, seconds) for name, sets in calls.items()}
+
+
+def back_to_back(sets: Sequence[Call], seconds: float, batch_us: float = 20_000) -> float:
     """Median of the second half of at least `seconds` of back-to-back calls, which go through the sets in turn."""
     import torch
 
-    results = {}
-    for name, sets in calls.items():
-        estimate = _batch_us(sets, len(sets)) / len(sets)
-        size = max(1, round(batch_us / max(estimate, 1.0) / len(sets))) * len(sets)
-        samples = []
-        end = time.perf_counter() + seconds
-        torch.cuda.synchronize()
-        while time.perf_counter() < end:
-            samples.append(_batch_us(sets, size) / size)
-        results[name] = statistics.median(samples[len(samples) // 2 :])
-    return results
+    estimate = _batch_us(sets, len(sets)) / len(sets)
+    size = max(1, round(batch_us / max(estimate, 1.0) / len(sets))) * len(sets)
+    samples = []
+    end = time.perf_counter() + seconds
+    torch.cuda.synchronize()
+    while time.perf_counter() < end:
+        samples.append(_batch_us(sets, size) / size)
+    return statistics.median(samples[len(samples) // 2 :])
 
 
 def _batch_us(sets: Sequence[Call], size: int) -> float:
