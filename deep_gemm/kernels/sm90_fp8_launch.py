@@ -136,19 +136,18 @@ _IN_STEP = 8
 read the same rows of B at one time."""
 
 
-LEAVES_A, LEAVES_B, LEAVES_D = 1, 2, 4
+LEAVES_B, LEAVES_D = 1, 2
 
 
 def _leave_first(params: KernelParams, config: FP8Config, shape: Geometry, order: Raster, members: int) -> int:
     """What leaves L2 before anything else does. B where one row of tiles reads it, or several that read the same rows
     of it at one time: kept, such weights push out what is needed again: M x N x K of 256 x 7168 x 16384 took 5% longer
     on an H200, 256 x 24576 x 1536 4%. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took up to
-    11% longer where they were let go. An operand that pushes out the other (see `raster`). And a D that does not stay
+    11% longer where they were let go. Where it
+    would push out A (see `raster`). And a D that does not stay
     anyhow: 4096 x 24576 x 1536 and 4096 x 4096 x 7168 took 4% less."""
     together = order.rows <= order.height and ceil_div(shape.k, SCALE_BLOCK) > _IN_STEP
-    leaves = LEAVES_B if order.rows * members == 1 or together or order.leaves == "b" else 0
-    if order.leaves == "a":
-        leaves |= LEAVES_A
+    leaves = LEAVES_B if order.rows * members == 1 or together or order.b_leaves else 0
     by_tma = params.store == "tma" and config.persistent and not isinstance(config, SwappedConfig)
     return leaves | (LEAVES_D if by_tma and 2 * shape.m * shape.n > KEPT_BYTES else 0)
 

@@ -237,18 +237,17 @@ struct Fp8Gemm {
       with_map<kTokensBox, kClusters>(part, loaded, arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
         allow_next_kernel();
-        with_policy(kPersistent && !kStreams && arg.leave_first & kLeavesA, [&](auto... policy) {
-          barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-            const u32 a = shared + stage * kBytesA, full = barriers.full(stage), x = order.step_block(step) * kBlockK;
-            if (!map) return;
-            if constexpr (kClusterN > 1) {
-              tma_load_multicast(a + part * kBlockK, map, full, x, tile.row + part, kAll, policy...);
-            } else {
-              tma_load(a, map, full, x, tile.row, policy...);
-            }
-            if (has_extra(loaded))
-              tma_load(a + kUpright * kBlockK, arg.map_a_extra, full, x, tile.row + kUpright, policy...);
-          });
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          const u32 a = shared + stage * kBytesA + part * kBlockK, x = order.step_block(step) * kBlockK;
+          if (!map) return;
+          if constexpr (kClusterN > 1) {
+            tma_load_multicast(a, map, barriers.full(stage), x, tile.row + part, kAll);
+          } else {
+            tma_load(a, map, barriers.full(stage), x, tile.row);
+          }
+          if (has_extra(loaded))
+            tma_load(shared + stage * kBytesA + kUpright * kBlockK, arg.map_a_extra, barriers.full(stage), x,
+                     tile.row + kUpright);
         });
       });
     }

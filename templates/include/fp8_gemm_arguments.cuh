@@ -3,7 +3,7 @@
 #include "raster.cuh"
 #include "types.cuh"
 
-enum Leaves : u32 { kLeavesA = 1, kLeavesB = 2, kLeavesD = 4 };
+enum Leaves : u32 { kLeavesB = 1, kLeavesD = 2 };
 
 struct Fp8GemmArguments {
   const TensorMap *map_a, *map_scale_a;

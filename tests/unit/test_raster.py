@@ -99,10 +99,10 @@ def test_where_an_operand_stays_the_other_is_gone_through_once(
     """In strips as narrow as 16 neighbours want fewest bytes of operands."""
     config = replace(chosen(128, 128), block_m=block_m, block_n=block_n)
     down = raster(config, 2000, 24000, 4096, 132)
-    assert (down.band, down.height, down.leaves) == (wide, 1, "")
+    assert (down.band, down.height, down.b_leaves) == (wide, 1, False)
     assert all(sorted(wanted(down, at, 16)) <= [wide, 16 // wide + 1] for at in range(0, 16 * (down.rows // 4), 16))
     across = raster(config, 24000, 2000, 4096, 132)
-    assert (across.band, across.height, across.leaves) == (across.columns, high, "")
+    assert (across.band, across.height, across.b_leaves) == (across.columns, high, False)
     rows = [located(across.arguments, index)[0] for index in range(across.rows * across.columns)]
     assert all(after // high >= before // high for before, after in itertools.pairwise(rows))
 
@@ -140,6 +140,6 @@ def test_clusters_are_neighbours_already(config: FP8Config) -> None:
 @given(*(st.integers(1, 40000) for _ in range(3)), st.sampled_from([(128, 128), (256, 128), (192, 96)]))
 def test_what_leaves_is_what_does_not_fit_beside_what_stays(m: int, n: int, k: int, block: tuple[int, int]) -> None:
     order = raster(chosen(*block), m, n, k, 132)
-    if order.leaves:
-        assert min(m, n) * k <= KEPT_BYTES < (m + n) * k
-        assert order.leaves == ("b" if m <= n else "a")
+    if order.b_leaves:
+        assert m <= n
+        assert m * k <= KEPT_BYTES < (m + n) * k
