@@ -67,9 +67,10 @@ def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int
     neither does, a wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles: least bytes at
     w = sqrt(C * cluster rows / cluster columns). Bands are made equally wide, so that the last is not a sliver.
 
-    What leaves first is sometimes gone before the last CTA asked for it. So B does only where a wave reads much of it:
-    on an H200, 1893 x 30176 x 12800 (24 MB of A stay, a wave reads 25 of B) got 2 to 4% shorter, 4096 x 4096 x 7168
-    (29 and 9) 1% longer. A never does: 8192 x 4096 x 7168 took 4% longer.
+    One stays if what a wave reads of the other fits beside it, or if that is B and leaves L2 first. What does so is
+    sometimes gone before the last CTA asked for it, which pays only where a wave reads much: on an H200,
+    1893 x 30176 x 12800 (24 MB of A stay, a wave reads 25 of B) got 2 to 4% shorter, 4096 x 4096 x 7168 (29 and 9) 1%
+    longer. A never leaves: 8192 x 4096 x 7168 took 4% longer.
     Remembered: a launch for tensors elsewhere is alike."""
     rows, columns = config.block_m * config.cluster_m * members, config.block_n * config.cluster_n
     tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
@@ -78,11 +79,12 @@ def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int
     few, kept = tiles_m * each <= LONE_GROUP, min(m, n) * k
     if kept <= KEPT_BYTES and not few and clusters < tiles_m * tiles_n and not config.stream_k:
         together = _NEIGHBOURS // config.cluster_size
-        if m <= n:
-            band, wave = _narrowest(together, columns, rows), ceil_div(clusters, tiles_m) * columns * k
-            leaves = kept + wave > KEPT_BYTES and 2 * wave > KEPT_BYTES
-            return Raster(tiles_m, tiles_n, min(band, tiles_n), 1, leaves)
-        return Raster(tiles_m, tiles_n, tiles_n, min(_narrowest(together, rows, columns), tiles_m))
+        wave = (ceil_div(clusters, tiles_m) * columns if m <= n else ceil_div(clusters, tiles_n) * rows) * k
+        fits = kept + wave <= KEPT_BYTES
+        if m <= n and (fits or 2 * wave > KEPT_BYTES):
+            return Raster(tiles_m, tiles_n, min(_narrowest(together, columns, rows), tiles_n), 1, not fits)
+        if m > n and fits:
+            return Raster(tiles_m, tiles_n, tiles_n, min(_narrowest(together, rows, columns), tiles_m))
     best = max(1.0, math.sqrt(clusters * rows / columns), clusters / max(tiles_m, 1))
     bands = max(1, round(tiles_n / best))
     height = tiles_m if few else max(1, math.isqrt(_NEIGHBOURS) // each)

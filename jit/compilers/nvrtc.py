@@ -39,6 +39,10 @@ _SIGNATURES = {
     },
 }
 
+_CACHES = (12, 9)
+"""The first version that keeps binaries in the driver's compute cache. From there they come without ptxas' report, so
+that a kernel could not be built again where it had been built before, as after clearing our own cache."""
+
 # It keeps locks while it compiles: one in ten children that were forked meanwhile never came back from compiling.
 _at_work = ForkWaits()
 
@@ -61,7 +65,8 @@ class Nvrtc(Compiler):
 
     def arch_flags(self, arch: str) -> tuple[str, ...]:
         # -default-device lets a plain constexpr function be called, as --expt-relaxed-constexpr does for NVCC.
-        return (f"--gpu-architecture={arch}", "-default-device", "--ptxas-options=-v")
+        flags = (f"--gpu-architecture={arch}", "-default-device", "--ptxas-options=-v")
+        return (*flags, "--no-cache") if self.version >= _CACHES else flags
 
     def compile(
         self,

@@ -279,6 +279,13 @@ def test_a_failing_nvcc_tells_log_source_and_options(machine: Path) -> None:
     assert (caught.value.source_path, caught.value.options) == ("/stored/kernel.cu", ("-O3",))
 
 
+def test_nvrtc_keeps_no_cache_of_its_own(machine: Path) -> None:
+    """What comes from there comes without ptxas' report. Versions that have none do not know the option."""
+    library = nvrtc(machine, "12.9")
+    for version, told in (((12, 3), False), ((12, 8), False), ((12, 9), True), ((13, 0), True)):
+        assert ("--no-cache" in Nvrtc(library, version).flags("sm_90a")) == told
+
+
 def test_debug_and_lineinfo_are_flags(machine: Path) -> None:
     for compiler in (Nvcc(nvcc(machine / "bin" / "nvcc")), Nvrtc(nvrtc(machine, "12.9"), (12, 9))):
         plain = compiler.flags("sm_90a")

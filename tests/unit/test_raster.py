@@ -112,8 +112,9 @@ def test_where_an_operand_stays_the_other_is_gone_through_once(
     [
         (2000, 24000, 14848, True),  # of 30 MB of A
         (2000, 24000, 15104, False),
-        (24000, 2000, 14848, True),
-        (24000, 2000, 15104, False),
+        (4096, 24000, 7168, False),  # a wave reads too much of B beside it, and too little to leave first
+        (24000, 2000, 6912, True),  # 30 MB with what a wave reads of A
+        (24000, 2000, 7040, False),
         (1536, 24000, 4096, False),  # few rows of tiles, which one group holds
         (2048, 2048, 4096, False),  # one wave
         (2048, 2304, 4096, True),

@@ -1,0 +1,23 @@
+"""A kernel that was built before, and is not in our cache any more."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from deep_gemm import engine
+from deep_gemm.jit import Builder
+from deep_gemm.jit.compilers import choose
+from deep_gemm.kernels import transpose_scales
+from deep_gemm.settings import settings
+
+
+def test_nvrtc_builds_again_what_it_has_built_at_the_same_place(tmp_path: Path) -> None:
+    """Where there is a driver, NVRTC has a cache of its own, whose binaries came without ptxas' report."""
+    with settings.override(use_nvrtc=True):
+        compiler = choose()
+    request = engine.build_request(transpose_scales.KERNEL.cases()[0])
+    first = Builder(tmp_path / "cache", compiler).build(request)
+    shutil.rmtree(tmp_path / "cache")
+    again = Builder(tmp_path / "cache", compiler).build(request)
+    assert (again.cubin, again.resources) == (first.cubin, first.resources)
