@@ -48,10 +48,10 @@ SMALL_MUTATIONS = [
         ("small",),
     ),
     Mutation(
-        "do not swizzle, without a ring",
+        "swizzle rows four apart alike, without a ring",
         "fp8_small.cuh",
         "(unit ^ first) * 16",
-        "unit * 16",
+        "(unit ^ first & 3) * 16",
         ("small",),
     ),
     Mutation(

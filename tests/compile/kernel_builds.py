@@ -74,8 +74,8 @@ def main_loop(text: str) -> list[str]:
 
 
 def moves_to_uniform(loop: list[str]) -> list[str]:
-    """The moves into uniform registers, but for those of the address space of a load, which B's scales need once in 32
-    blocks."""
+    """The moves into uniform registers that a product may have to wait for. Not those of the address space of a load,
+    which B's scales need once in 32 blocks, nor of scale factors: promotion multiplies by them, behind the products."""
     moves = []
     for index, instruction in enumerate(loop):
         if move := re.search(r"\bR2UR UR(\d+)", instruction):
@@ -83,6 +83,18 @@ def moves_to_uniform(loop: list[str]) -> list[str]:
             # A load names the first of the pair that it takes.
             pair = re.compile(rf"\bLD.*desc\[UR({number}|{number - 1})\]")
             uses = (later for later in loop[index + 1 :] if pair.search(later) or re.search(rf"\bUR{number}\b", later))
-            if not pair.search(next(uses, "")):
+            if not pair.search(next(uses, "")) and not _multiplies(loop, index, number):
                 moves.append(instruction)
     return moves
+
+
+def _multiplies(loop: list[str], index: int, number: int) -> bool:
+    """Whether the next that is done, behind an instruction, with a uniform register is to multiply by it or a copy."""
+    for place in range(index + 1, index + len(loop)):
+        instruction = loop[place % len(loop)]
+        if re.search(rf"\bUR{number}\b", instruction):
+            copy = re.fullmatch(rf"UMOV UR(\d+), UR{number}\s*", instruction)
+            if copy:
+                return _multiplies(loop, place % len(loop), int(copy.group(1)))
+            return re.match(rf"FMUL R\d+, R\d+, UR{number}\b", instruction) is not None
+    return False

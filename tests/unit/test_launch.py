@@ -270,18 +270,18 @@ TMA = 2
 @pytest.mark.parametrize(
     ("config", "shape", "leaves"),
     [
-        (find_config(block_m=256, block_n=128), (4096, 7168, 16384), TMA),  # neither operand stays
+        (find_config(block_m=256, block_n=128), (8192, 7168, 16384), TMA),  # neither operand stays
         (find_config(block_m=256, block_n=128), (1893, 30176, 12800), TMA | 1),  # 24 MB of A stay if B goes by
         (find_config(block_m=256, block_n=128), (30176, 1896, 12800), TMA),
-        (find_config(block_m=256, block_n=128), (4096, 4096, 7168), TMA),  # a wave reads little
+        (find_config(block_m=256, block_n=128), (4096, 4096, 7168), 0),  # a wave reads little
         (
             find_config(block_m=256, block_n=128),
             (3921, 26816, 2176),
             TMA,
         ),  # what a wave reads stays
-        (find_config(block_m=256, block_n=128), (4096, 3600, 1024), 0),  # as does such a D
-        (find_config(block_m=256, block_n=128), (4096, 3704, 1024), TMA),
-        (find_config(block_m=256, block_n=128, persistent=False), (4096, 3704, 1024), 0),
+        (find_config(block_m=256, block_n=128), (4096, 12200, 1024), 0),  # some of D is there when it is read
+        (find_config(block_m=256, block_n=128), (4096, 12208, 1024), TMA),
+        (find_config(block_m=256, block_n=128, persistent=False), (4096, 12208, 1024), 0),
         (find_config(block_m=256, block_n=128, stream_k=True), (1893, 30176, 12800), TMA),
     ],
 )
