@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..params import FP8Config, ceil_div
 
-LONE_GROUP = 6
+_LONE_GROUP = 6
 """Rows of tiles that may be one group."""
 
 _NEIGHBOURS = 16
@@ -76,7 +76,7 @@ def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int
     tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
     each = config.cluster_m * members  # CTAs, of a row of cluster tiles
     clusters = min(num_sms * config.ctas_per_sm // (config.cluster_size * members), tiles_m * tiles_n)
-    few, kept = tiles_m * each <= LONE_GROUP, min(m, n) * k
+    few, kept = tiles_m * each <= _LONE_GROUP, min(m, n) * k
     if kept <= KEPT_BYTES and not few and clusters < tiles_m * tiles_n and not config.stream_k:
         together = _NEIGHBOURS // config.cluster_size
         wave = (ceil_div(clusters, tiles_m) * columns if m <= n else ceil_div(clusters, tiles_n) * rows) * k
