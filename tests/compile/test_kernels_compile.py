@@ -80,6 +80,10 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(
     assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{width}x32.F32.E4M3.E4M3" for width in widths}
     loads, stores = "UTMALDG.2D" in built.sass, "UTMASTG.2D" in built.sass
     assert (loads, stores) == (True, maps_output(params))
+    # Of the weights and of D a launch says whether they leave L2 first.
+    for instruction, some in (("UTMALDG", True), ("UTMASTG", stores)):
+        told = {"desc[" in line for line in re.findall(rf"\b{instruction}\.[23]D.*", built.sass)}
+        assert told == ({False, True} if some else set())
     # What is staged, but not for TMA, warps copy 16 bytes at a time.
     if params.store == "tma" and not stores:
         assert "STG.E.128" in built.sass

@@ -60,6 +60,12 @@ def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)
     )
 
 
+def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
+    """How many rows and how many columns of tiles the ``count`` from ``first`` on lie in."""
+    places = [located(order.arguments, index) for index in range(first, first + count)]
+    return len({row for row, _ in places}), len({column for _, column in places})
+
+
 @pytest.mark.parametrize(
     ("config", "m", "members", "height"),
     [
@@ -79,14 +85,8 @@ def test_neighbours_want_few_distinct_operands(config: FP8Config, m: int, member
     if order.rows * config.cluster_m * members >= 4 and (config.block_m, config.block_n) == (128, 128) and members < 8:
         each = config.cluster_m * members
         for index in range(0, order.rows * order.columns - 16 // each, 16 // each):
-            wanted = [located(order.arguments, at) for at in range(index, index + 16 // each)]
-            assert len({row for row, _ in wanted}) * each + len({column for _, column in wanted}) <= 13
-
-
-def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
-    """How many rows and how many columns of tiles the ``count`` from ``first`` on lie in."""
-    places = [located(order.arguments, index) for index in range(first, first + count)]
-    return len({row for row, _ in places}), len({column for _, column in places})
+            rows, columns = wanted(order, index, 16 // each)
+            assert rows * each + columns <= 13
 
 
 @pytest.mark.parametrize(
