@@ -161,14 +161,17 @@ struct Fp8Gemm {
     }
   }
 
-  // The first block of B that this CTA loads, which may have to wait for the previous kernel: its way into L2 has not. More
-  // blocks than one keep TMA from loads longer than they save.
+  // The first blocks of B that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not.
   DG_DEVICE void prefetch_weights(const Whole& early) const {
     const Order order(blocks(), rank_k(), 0);
-    if (!arg.constant_b && early.valid() && order.length > 0 && elect_one())
+    if (arg.early_stages < kStages && early.valid() && elect_one()) {
+      const u32 count = min_of(order.length, prefetched(kBytesB, kClusterK > 1 || arg.early_stages > 0));
       with_weights(columns_of(early), [&](const auto& bring) {
-        bring([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(0) * kBlockK, row); });
+#pragma unroll 1
+        for (u32 step = 0; step < count; ++step)
+          bring([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(step) * kBlockK, row); });
       });
+    }
     __syncwarp();
   }
 
@@ -203,7 +206,7 @@ struct Fp8Gemm {
     for (; tile.valid(); tile.advance()) {
       const Order order = order_of(tile, 0);
       const auto load = [&](const auto& bring, auto... policy) {
-        if (!arg.constant_b) wait_for_previous_kernel();
+        if (arg.early_stages == 0) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           const u32 b = shared + kOffsetB + stage * kBytesB, x = order.step_block(step) * kBlockK;
           bring([&](const TensorMap* map, u32 place, u32 row) {
@@ -213,7 +216,7 @@ struct Fp8Gemm {
               tma_load(b + place * kBlockK, map, barriers.full(stage), x, row, policy...);
             }
           });
-        }, arg.constant_b ? pace_early(kBytesB) : 0);
+        }, EarlyLoads(arg.early_stages, kBytesB, kBytesA));
       };
       with_weights(columns_of(tile), [&](const auto& bring) {
         with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load(bring, policy...); });
@@ -299,9 +302,9 @@ struct Fp8Gemm {
                       Extra(shared + kOffsetB + consumer * 64 * kBlockK, shared + kUpright * kBlockK,
                             shared + kOffsetScale + kUpright * 4 + lane % 4 * 8));
     mainloop.at.stage = turn;
-    if (!arg.constant_b) wait_for_previous_kernel();
+    if (arg.early_stages == 0) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.weights.open();
-    if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
+    if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();

@@ -19,6 +19,6 @@ struct Fp8GemmArguments {
   u32 last_rows;     // rows of A, and of its scales, that are loaded for the last row of tiles
   u32 last_columns;  // rows of the box of B that ends at the edge
   const Raster* raster;
-  u32 constant_b;   // no kernel that may still run writes B or its scales: they may be read before those end
+  u32 early_stages; // of B, loaded before the previous kernel has ended; if 0, nor are its scales: it may write both
   u32 leave_first;  // bits of Leaves: what leaves L2 before anything else does
 };

@@ -109,19 +109,22 @@ struct Fp8Swapped {
     }
   }
 
-  // The first weights that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not. More
-  // than one stage of them keep TMA from loads longer than they save.
+  // The first weights that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not.
   DG_DEVICE void prefetch_weights(const Scheduler& first) const {
     const Order order(blocks(), rank_k(), 0);
-    const u32 block = order.step_block(0);
-    if (!arg.constant_b && first.valid() && order.length > 0 && elect_one())
+    if (arg.early_stages < kStages && first.valid() && elect_one()) {
+      const u32 count = min_of(order.length, prefetched(kBytesWeights, kClusterK > 1 || arg.early_stages > 0));
       with_map<kBlockN, false>(0, weights_loaded(first.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
-        if constexpr (kStageBlocks == 1) {
-          tma_prefetch(map, block * kBlockK, first.column);
-        } else {
-          tma_prefetch_3d(map, 0, first.column, block);
+#pragma unroll 1
+        for (u32 step = 0; step < count; ++step) {
+          if constexpr (kStageBlocks == 1) {
+            tma_prefetch(map, order.step_block(step) * kBlockK, first.column);
+          } else {
+            tma_prefetch_3d(map, 0, first.column, order.step_block(step));
+          }
         }
       });
+    }
     __syncwarp();
   }
 
@@ -147,10 +150,10 @@ struct Fp8Swapped {
     const Order order(blocks(), rank_k(), 0);
     for (; tile.valid(); tile.advance()) {
       const auto load_all = [&](const TensorMap* map, auto... policy) {
-        if (!arg.constant_b) wait_for_previous_kernel();
+        if (arg.early_stages == 0) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step), tile.column, policy...);
-        }, arg.constant_b ? pace_early(kBytesWeights) : 0);
+        }, EarlyLoads(arg.early_stages, kBytesWeights, kBytesTokens));
       };
       with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
         with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load_all(map, policy...); });
@@ -209,9 +212,9 @@ struct Fp8Swapped {
                       uniform(descriptor_low(shared + first_row * kBlockK)),
                       uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
     mainloop.at.stage = turn;
-    if (!arg.constant_b) wait_for_previous_kernel();
+    if (arg.early_stages == 0) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.weights.open();
-    if (arg.constant_b) wait_for_previous_kernel();  // before D is overwritten
+    if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
     while (tile.valid()) {
       mainloop.multiply(sum, uniform(order.mine()));

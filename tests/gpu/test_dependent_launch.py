@@ -107,9 +107,13 @@ def with_ready_scales(a: Operand) -> Operand:
     return a[0], deep_gemm.get_mn_major_tma_aligned_tensor(a[1])
 
 
+SHAPES = [(4, 2112, 1024), (32, 12288, 512), (64, 576, 7168), (96, 2112, 7168), (700, 1024, 512)]
+"""For a kernel without a ring, and for others that load, in turn, part of constant weights early and all that fits."""
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["copy", "kernel", "quantisation"])
-@pytest.mark.parametrize(("m", "n", "k"), [(4, 2112, 1024), (64, 576, 7168), (700, 1024, 512)])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_the_kernel_before_writes_the_activations(m: int, n: int, k: int, how: str, mode: str) -> None:
     """The promise is of B alone: A and its scales are those of the kernel just before."""
     first, b, x, _ = random_operands(m, n, k, DEVICE, seed=1)

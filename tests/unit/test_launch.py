@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from golden_renders import find_config, make_params
+from golden_renders import FAMILIES, find_config, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import (
@@ -33,7 +33,7 @@ from deep_gemm.jit.driver.launch import Arg
 from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.columns import segments
 from deep_gemm.kernels.raster import divisor, raster
-from deep_gemm.kernels.sm90_fp8_launch import Geometry, launch
+from deep_gemm.kernels.sm90_fp8_launch import _ALL_EARLY, Geometry, _early_stages, launch
 from deep_gemm.kernels.stream_k import Stream, stream
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, align, ceil_div
 
@@ -105,7 +105,7 @@ def test_what_a_cta_begins_with_shares_a_line_of_constants(params: KernelParams)
     """Lines have 64 bytes. Parameters begin at 0x210 of sm_90's bank: the first line has room for twelve numbers."""
     g = suited(Geometry(300, 1000, 896, 896, 896, 1000, 300, (7, 1)), params)
     names, recorded = parameter_names(params), record(params, g)
-    assert names[:7] == ["m", "n", "k", "last_rows", "last_columns", "constant_b", "raster"]
+    assert names[:7] == ["m", "n", "k", "last_rows", "last_columns", "early_stages", "raster"]
     config = fp8(params)
     order = raster(config, g.m, g.n, g.k, 132, stream(config, g.m, g.n, g.k, 132).members if config.stream_k else 1)
     last_height = order.rows - (ceil_div(order.rows, order.height) - 1) * order.height
@@ -223,7 +223,7 @@ def test_arguments_are_the_parameters_of_the_kernel(config: FP8Config, store: st
         "m": 200,
         "n": 1000,
         "k": 912,
-        "constant_b": 0,
+        "early_stages": 0,
         "leave_first": 0,
     }
 
@@ -232,10 +232,32 @@ def test_arguments_are_the_parameters_of_the_kernel(config: FP8Config, store: st
 def test_constant_weights_are_read_early_only_by_a_programmatic_launch(config: FP8Config) -> None:
     g = Geometry(7, 1000, 896, 896, 896, 1000, 8, (7, 1))
     params = make_params(config)
-    place = parameter_names(params).index("constant_b")
+    place, early = parameter_names(params).index("early_stages"), _early_stages(config, g.m, g.k)
+    assert early > 0
     with encoder():
-        for pdl, constant, passed in ((True, True, 1), (True, False, 0), (False, True, 0)):
+        for pdl, constant, passed in ((True, True, early), (True, False, 0), (False, True, 0)):
             assert launch(params, g, AT, 132, pdl, constant)[1][place] == ("u32", passed)
+
+
+def test_no_ring_is_longer_than_what_means_all_of_it() -> None:
+    assert max(config.num_stages for kernel in FAMILIES for config in kernel.configs(arch.SM90)) < _ALL_EARLY
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "tile", "early"),
+    [
+        (64, 1024, (64, 128), 2),  # D has an eighth of B's bytes
+        (64, 1040, (64, 128), _ALL_EARLY),
+        (65, 1024, (64, 128), _ALL_EARLY),  # two rows of tiles
+        (8, 7168, (8, 64), _ALL_EARLY),
+        (64, 7168, (64, 64), _ALL_EARLY),
+        (64, 7168, (64, 32), 2),  # a stage has more bytes of tokens than of weights
+    ],
+)
+def test_few_stages_come_early_where_the_previous_kernel_has_more_to_do_than_loads(
+    m: int, k: int, tile: tuple[int, int], early: int
+) -> None:
+    assert _early_stages(find_config(block_m=tile[0], block_n=tile[1]), m, k) == early
 
 
 def leave_first(params: KernelParams, g: Geometry) -> object:

@@ -51,7 +51,7 @@ struct Mma {
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-    fp8_gemm_swapped_8x32_s22_p2_direct(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 constant_b,
+    fp8_gemm_swapped_8x32_s22_p2_direct(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages,
     const __grid_constant__ Raster raster, u32 leave_first, const float* scale_b, i64 scale_b_stride_n,
     i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a,
     const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
@@ -61,6 +61,6 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, nullptr, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
                                    nullptr, nullptr,
                                    scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
-                                   last_columns, &raster, constant_b, leave_first};
+                                   last_columns, &raster, early_stages, leave_first};
   Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();
 }
