@@ -319,8 +319,8 @@ def test_producers_go_round_short_loops(builds: dict[KernelParams, Future[Built]
 def test_constant_weights_are_not_asked_for_too_fast(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
-    """What the previous kernel wrote is loaded behind them. Rings of few stages wait for room anyway, and where tokens are
-    more bytes than weights they are what is waited for."""
+    """What the previous kernel wrote is loaded behind them. Rings of few stages wait for room anyway, and where tokens
+    are more bytes than weights they are what is waited for."""
     config = params.config
     assert isinstance(config, FP8Config)
     loads = builds[params].result().sass.split("UTMALDG")
