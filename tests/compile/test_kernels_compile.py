@@ -332,6 +332,16 @@ def test_constant_weights_are_not_asked_for_too_fast(
 
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
+def test_weights_wait_behind_early_ones(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+    """Through either map, with either hint: a wait, later rounds' loads, the first's, a wait behind the early ones."""
+    order = "".join(found[0] for found in re.findall(r"ACQBULK|UTMALDG", builds[params].result().sass))
+    assert isinstance(params.config, FP8Config)
+    whole, edge = boxes_of_weights(params.config)
+    waits = re.search(f"(AU{{{2 * edge}}}A+){{2}}(AU{{{2 * whole}}}A+){{2}}", order)
+    assert (waits is not None) == (params.config.num_stages >= 4), "rings of few stages know no first round"
+
+
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
