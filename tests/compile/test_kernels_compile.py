@@ -273,7 +273,7 @@ def test_a_tiles_first_product_waits_for_no_scale_of_b(
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_weights_come_nearer_before_the_wait(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
-    """One block of B, in boxes that are whole or end at the edge, is brought into L2 before a CTA's warps meet: before
+    """Blocks of B, in boxes that are whole or end at the edge, are brought into L2 before a CTA's warps meet: before
     they wait, and before anything is loaded. CTAs that blocks of K are dealt out to do not yet know theirs."""
     meeting = r"BAR\.SYNC\.DEFER_BLOCKING 0x0|UCGABAR_WAIT"
     order = re.findall(rf"UTMAPF|UTMALDG|ACQBULK|{meeting}", builds[params].result().sass)
