@@ -84,7 +84,7 @@ class Features(NamedTuple):
     gathered: float
     """Elements that a CTA then gets from others."""
     handed: float
-    """Elements that a CTA hands over."""
+    """Elements that a CTA hands over: m64 slices of tokens do so whole, whatever rows of them there are."""
     cluster_2: float
     cluster_4: float
     cluster_8: float
@@ -244,7 +244,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         streams=1.0 if given else 0.0,
         given=given,
         gathered=gathered,
-        handed=(fixed.shares - 1) * finished,
+        handed=(fixed.shares - 1) * (finished if fixed.always["transposed"] else block_m * block_n / fixed.shares),
         first=first,
         traffic=m * k + n * k + 2 * m * n - first,
         weights_again=n * k if rows > 1 else 0,

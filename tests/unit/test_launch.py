@@ -126,10 +126,14 @@ def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(PARAMS, geometries())
-def test_rows_come_into_l2_by_two_blocks_of_k_only_where_d_is_larger_than_b(params: KernelParams, g: Geometry) -> None:
+def test_rows_come_into_l2_by_two_blocks_of_k_where_d_is_larger_than_b_and_sectors_are_whole(
+    params: KernelParams, g: Geometry
+) -> None:
     g = suited(g, params)
-    promoted = {spec.l2_promotion for spec, at in record(params, g).maps.values() if at in (AT.a, AT.b)}
-    assert promoted == {256 if 2 * g.m * g.n > g.n * g.k else 128}
+    maps = record(params, g).maps.values()
+    for address, stride in ((AT.a, g.stride_a), (AT.b, g.stride_b)):
+        promoted = {spec.l2_promotion for spec, at in maps if at == address}
+        assert promoted == {256 if 2 * g.m * g.n > g.n * g.k and stride % 32 == 0 else 128}
 
 
 def walk(config: FP8Config, g: Geometry, clusters: int, numbers: tuple[int, ...]) -> list[tuple[int, int]]:
