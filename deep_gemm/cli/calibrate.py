@@ -122,7 +122,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
             continue
         # What is judged has not seen the shapes that it is judged by, nor have known constants it could start from.
         blind = fit.fit(data, fit.middle(), ~data.held_out)
-        if name == "few_tokens":
+        if name in ("few_tokens", "batch_tokens"):
             found[name], blind = fit.climb(data, known), fit.climb(data, blind, ~data.held_out)
         else:
             found[name] = fit.fit(data, known)

@@ -14,9 +14,10 @@ from .power import Power
 
 FOLDER = Path(__file__).parent / "calibrations"
 
-KINDS = ("few_tokens", "some_tokens", "many_tokens")
-FEW_TOKENS, SOME_TOKENS = 64, 512
-"""Up to so many tokens there are constants for few, fitted to graphs of many launches as well, and for some."""
+KINDS = ("few_tokens", "batch_tokens", "some_tokens", "many_tokens")
+FEW_TOKENS, BATCH_TOKENS, SOME_TOKENS = 64, 128, 512
+"""Up to so many tokens there are constants for few and for a large batch that is decoded, both fitted to graphs of many
+launches as well, and for some."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,12 @@ class Calibration(Constants):
 
 @dataclass(frozen=True)
 class Calibrations:
-    """Those of one GPU model: for few tokens, where launches overlap and HBM is the limit, for many, where tensor cores
-    and the L2 matter, and for some, where all do; and what draws power."""
+    """Those of one GPU model: for few tokens, where launches overlap and HBM is the limit, for a batch, where in
+    addition power is, for many, where tensor cores and the L2 matter, and for some, where all do; and what draws
+    power."""
 
     few_tokens: Calibration
+    batch_tokens: Calibration
     some_tokens: Calibration
     many_tokens: Calibration
     power: Power
@@ -159,7 +162,8 @@ class Calibrations:
 
 def kind_of(m: int) -> str:
     """Which of ``Calibrations`` is for ``m`` tokens."""
-    return "few_tokens" if m <= FEW_TOKENS else "some_tokens" if m <= SOME_TOKENS else "many_tokens"
+    limits = (FEW_TOKENS, BATCH_TOKENS, SOME_TOKENS)
+    return next((kind for kind, limit in zip(KINDS, limits, strict=False) if m <= limit), KINDS[-1])
 
 
 def file_of(device_name: str) -> Path:

@@ -21,7 +21,9 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import SwappedConfig
 from deep_gemm.select import calibration, candidates
 from deep_gemm.select.calibration import (
+    BATCH_TOKENS,
     FEW_TOKENS,
+    KINDS,
     SOME_TOKENS,
     Calibration,
     Calibrations,
@@ -84,12 +86,13 @@ def test_a_file_with_other_constants_is_refused(wrong: dict[str, float]) -> None
 
 def test_a_file_for_one_kind_of_problem_is_refused() -> None:
     with pytest.raises(
-        InvalidInputError, match="for few_tokens, some_tokens, many_tokens, power, but this one for many_tokens"
+        InvalidInputError,
+        match="for few_tokens, batch_tokens, some_tokens, many_tokens, power, but this one for many_tokens",
     ):
         Calibrations.from_json({"many_tokens": MANY.to_json()})
 
 
-@pytest.mark.parametrize("kind", ["few_tokens", "some_tokens", "many_tokens"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_constant_has_bounds_and_lies_in_them(kind: str) -> None:
     constants = default().to_json()[kind]
     assert set(fit.BOUNDS) == set(constants)
@@ -100,7 +103,8 @@ def test_every_constant_has_bounds_and_lies_in_them(kind: str) -> None:
 
 def test_the_number_of_tokens_says_which_constants() -> None:
     assert default().of(FEW_TOKENS) is default().few_tokens
-    assert default().of(FEW_TOKENS + 1) is default().of(SOME_TOKENS) is default().some_tokens
+    assert default().of(FEW_TOKENS + 1) is default().of(BATCH_TOKENS) is default().batch_tokens
+    assert default().of(BATCH_TOKENS + 1) is default().of(SOME_TOKENS) is default().some_tokens
     assert default().of(SOME_TOKENS + 1) is default().many_tokens
 
 
@@ -269,12 +273,18 @@ def test_a_fit_does_not_see_what_is_held_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "file"),
-    [("few_tokens", "survey-few.jsonl"), ("some_tokens", "survey.jsonl"), ("many_tokens", "survey.jsonl")],
+    ("kind", "files"),
+    [
+        ("few_tokens", ["survey-few.jsonl"]),
+        ("batch_tokens", ["survey.jsonl", "survey-batch.jsonl"]),
+        ("some_tokens", ["survey.jsonl"]),
+        ("many_tokens", ["survey.jsonl"]),
+    ],
 )
-def test_the_h200s_constants_select_as_its_file_says(kind: str, file: str) -> None:
-    """On the survey that they were fitted to: a change of the model, or of what is legal, needs another fit."""
-    found = survey.load([Path(__file__).parents[2] / "benchmarks" / "results" / file])
+def test_the_h200s_constants_select_as_its_file_says(kind: str, files: list[str]) -> None:
+    """On the surveys that they were fitted to: a change of the model, or of what is legal, needs another fit."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    found = survey.load([results / file for file in files])
     data = fit.Data.of([row for row in found if kind_of(row["m"]) == kind], arch.SM90)
     selected = data.selected(getattr(default(), kind)).tolist()
     written = json.loads(file_of("NVIDIA H200").read_text())["fit"][kind]
@@ -353,7 +363,7 @@ def test_constants_without_rows_are_kept(tmp_path: Path) -> None:
     assert "few_tokens: constants are as they were, since 0 rows are too few" in result.output.replace("\n", " ")
     written = json.loads(output.read_text())
     made = Calibrations.from_json(written["constants"])
-    assert (made.few_tokens, made.some_tokens) == (default().few_tokens, default().some_tokens)
+    assert [getattr(made, kind) for kind in KINDS[:-1]] == [getattr(default(), kind) for kind in KINDS[:-1]]
     assert set(written["fit"]) == {"many_tokens"}
 
 
