@@ -1,0 +1,47 @@
+"""How many blocks of weights a kernel asks into L2 while it sets itself up: no result tells, only time does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_renders import PLAIN, SWAPPED, find_config, make_params
+from kernel_builds import open_compiler
+
+from deep_gemm import engine
+from deep_gemm.jit import Builder, sass
+from deep_gemm.jit.compilers import Compiler
+from deep_gemm.kernels.base import Kernel
+
+IN_L2 = 65536
+"""Bytes of them at most."""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return open_compiler("nvrtc")
+
+
+def counts_before_prefetch(text: str) -> tuple[list[int], list[int]]:
+    """Of the instructions that lead up to the first prefetch of a tensor map's box, the numbers that one is the least
+    with, and that are chosen between (by each thread: what is known to the compiler is a uniform instruction)."""
+    before = text[: text.index("UTMAPF")].splitlines()[-40:]
+    least = [int(found[1], 16) for line in before if (found := re.search(r"\sVIMNMX\S* \w+, \w+, (0x\w+)", line))]
+    chosen = [int(found[1], 16) for line in before if (found := re.search(r"\sSEL \w+, \w+, (0x\w+)", line))]
+    return least, chosen
+
+
+@pytest.mark.parametrize("cluster_k", [1, 2])
+@pytest.mark.parametrize(("family", "block_n"), [(PLAIN, 64), (PLAIN, 224), (SWAPPED, 64), (SWAPPED, 256)])
+def test_three_blocks_of_weights_come_into_l2_where_there_is_time(
+    compiler: Compiler, tmp_path: Path, family: Kernel[Any], block_n: int, cluster_k: int
+) -> None:
+    """CTAs that share K wait for their cluster: three, or as many as `IN_L2` holds. Alone, only if some are early too,
+    which is known at run time, else one."""
+    config = find_config(family, block_n=block_n, cluster_k=cluster_k)
+    several = min(3, IN_L2 // (config.block_n * config.block_k * config.stage_blocks))
+    text = sass(Builder(tmp_path, compiler).build(engine.build_request(make_params(config))).cubin)
+    least, chosen = counts_before_prefetch(text)
+    assert (least, chosen) == (([several], []) if cluster_k > 1 else ([], [several]))
