@@ -16,7 +16,7 @@ from deep_gemm import arch, kernels
 from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_small, sm90_fp8_swapped
-from deep_gemm.params import FP8Config, GemmProblem, SmallConfig, ceil_div
+from deep_gemm.params import FP8Config, GemmProblem, SmallConfig, SwappedConfig, ceil_div
 from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
 from deep_gemm.select.calibration import default, kind_of
 from deep_gemm.select.features import features
@@ -316,3 +316,14 @@ def test_each_segment_of_a_tiles_columns_is_a_box_that_a_loader_asks_for() -> No
     assert {width: x.boxes for width, x in found.items()} == {64: 1, 96: 2, 112: 3, 128: 1}
     constants = default().some_tokens
     assert costs(found[112], constants).waiting > costs(found[112]._replace(boxes=1), constants).waiting
+
+
+def test_shares_of_k_hand_over_all_rows_of_an_upright_tile_and_the_tokens_of_a_swapped_one() -> None:
+    few, whole = (GemmProblem(m=m, n=4096, k=4096, num_sms=132) for m in (16, 64))
+    sharing = [c for c in EVERY if c.k_shares > 1 and c.block_m == 64]
+    assert {isinstance(c, SwappedConfig) for c in sharing} == {True, False}
+    for config in sharing:
+        handed = features(few, config).handed, features(whole, config).handed
+        others = (config.k_shares - 1) / config.k_shares
+        assert handed[1] == 64 * config.block_n * others
+        assert handed[0] == (handed[1] / 4 if isinstance(config, SwappedConfig) else handed[1])
