@@ -27,10 +27,6 @@ Row = dict[str, Any]
 HOST_SHAPE = GemmShape(16, 576, 7168)
 """Small enough that the GPU keeps up, so that the queue never makes the host wait."""
 
-PASSES, HOST_ROUNDS = 6, 20
-"""Calls are timed in turns, over seconds: another process that a host is busy with for 0.1 s once made one of them look
-half as slow again as in the same run's breakdown."""
-
 
 def line(row: Row) -> str:
     """One row for a person."""
@@ -67,11 +63,7 @@ def host() -> Iterator[Row]:
         "torch add_": lambda: x.d.add_(1),
         "an empty Python call": lambda: None,
     }
-    least = dict.fromkeys(calls, float("inf"))
-    for _ in range(PASSES):
-        for what, call in calls.items():
-            least[what] = min(least[what], timing.host(call, rounds=HOST_ROUNDS))
-    for what, us in least.items():
+    for what, us in timing.host_in_turns(calls).items():
         yield {"mode": "host", "what": what, "us": round(us, 3)} | common
     for row in parts(x):
         yield {"mode": "host"} | row | common

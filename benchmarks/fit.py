@@ -268,7 +268,10 @@ def climb(data: Data, start: Calibration, shapes: Tensor | None = None, tries: i
     time.
 
     For few tokens: cross-validated on 238 rows of an H200, climbs from known constants chose at 0.942 to 0.956 of the
-    best, by chance, ``fit`` at 0.946 and those constants at 0.943. On 668 rows of more tokens they gained nothing."""
+    best, by chance, ``fit`` at 0.946 and those constants at 0.943. On 668 rows of more tokens they gained nothing. For
+    65 to 128 tokens, from constants that already knew what reading B again costs, climbs brought 33 graphs of random
+    shapes, held out in turn, from 0.935 to 0.968, and left 36 of models' at 0.971; ``fit`` left these at 0.959 to
+    0.972."""
     tries = TRIES if tries is None else tries
     chance = random.Random(0)
     least = data.felt(start, shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,22 @@ def test_host_time_is_of_one_call() -> None:
     us = timing.host(lambda: calls.append(None), calls=10, rounds=2)
     assert 0 < us < 1e4
     assert len(calls) == 20 + 2 * 10
+
+
+def test_host_times_are_the_least_of_passes_through_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"one": iter([5.0, 3.0, 4.0]), "other": iter([2.0, 7.0, 1.0])}
+    asked: list[tuple[str, int]] = []
+
+    def host(call: Callable[[], str], rounds: int) -> float:
+        asked.append((call(), rounds))
+        return next(found[call()])
+
+    monkeypatch.setattr(timing, "host", host)
+    assert timing.host_in_turns({"one": lambda: "one", "other": lambda: "other"}, passes=3, rounds=2) == {
+        "one": 3.0,
+        "other": 1.0,
+    }
+    assert asked == [("one", 2), ("other", 2)] * 3
 
 
 def test_flush_refuses_too_few_repeats() -> None:

@@ -39,13 +39,13 @@ from deep_gemm.workload import GemmShape
 MANY = default().many_tokens
 SHAPES = [
     GemmShape(m, n, k, "test")
-    for m in (1, 24, 100, 600, 1000, 1500)
+    for m in (1, 24, 100, 300, 600, 1000, 1500)
     for n, k in ((2112, 7168), (4096, 512), (7168, 2048))
 ]
 
 
 def rows(calibration: Calibrations, kind: str = "") -> list[dict[str, Any]]:
-    """What a survey would find on a GPU that does as the model says, of few tokens, of some, of many, or of all."""
+    """What a survey would find on a GPU that does as the model says, for one of `KINDS` or for all of them."""
     out = []
     for shape in SHAPES:
         if kind and kind != kind_of(shape.m):
@@ -348,6 +348,22 @@ def test_fit_writes_a_file_that_loads(tmp_path: Path) -> None:
     assert Power.from_json(written["constants"]["power"]) == default().power  # nothing was timed back to back
     assert written["survey"]["device"] == "a model"
     assert written["survey"]["files"] == ["rows.jsonl"]
+
+
+@pytest.mark.usefixtures("short_fits")
+def test_constants_that_graphs_count_for_are_climbed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From known ones, and blind: two climbs each for few tokens and for a batch, none for more."""
+    source, climbed = tmp_path / "rows.jsonl", []
+
+    def climb(data: fit.Data, start: Calibration, shapes: torch.Tensor | None = None) -> Calibration:
+        climbed.append([kind for kind in KINDS if getattr(default(), kind) == start] if shapes is None else "blind")
+        return start
+
+    monkeypatch.setattr(fit, "climb", climb)
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(default())))
+    arguments = ["fit", str(source), "--output", str(tmp_path / "gpu.json"), "--least", "3"]
+    assert CliRunner().invoke(command, arguments).exit_code == 0
+    assert climbed == [["few_tokens"], "blind", ["batch_tokens"], "blind"]
 
 
 @pytest.mark.usefixtures("short_fits")
