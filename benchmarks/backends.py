@@ -1,4 +1,4 @@
-"""What is compared: our call and the vendor's library through torch, on the same quantised operands."""
+"""What is compared: our call, the vendor's library through torch, and DeepGEMM, on the same quantised operands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from deep_gemm.workload import GemmShape
@@ -107,11 +109,28 @@ def blockwise(x: Operands) -> Call:
 
 BACKENDS: dict[str, Callable[[Operands], Call]] = {"ours": ours, "tensorwise": tensorwise, "blockwise": blockwise}
 
+DEEPGEMM = "deepgemm"
+
+
+def add_deepgemm(directory: Path) -> None:
+    """Make DeepGEMM, installed in ``directory``, one of `BACKENDS`: our problem, called as ours is. It compiles a kernel
+    for a shape in seconds, at the first call."""
+    from deep_gemm.benchmarks import deepgemm
+
+    gemm = deepgemm.load(directory).fp8_gemm_nt
+
+    def make(x: Operands) -> Call:
+        a, b = (x.a, x.sfa), (x.b, x.sfb)
+        return lambda: gemm(a, b, x.d)
+
+    BACKENDS[DEEPGEMM] = make
+
 
 def usable(name: str, x: Operands) -> str | None:
     """Why a backend cannot run this problem, in its own words, or None. Runs it once.
 
-    The blockwise result is compared with ours, so that a misread scale layout does not pass for a fast kernel.
+    Results of who solves our problem are compared with ours, so that a misread scale layout does not pass for a fast
+    kernel.
     """
     import torch
 
@@ -121,6 +140,7 @@ def usable(name: str, x: Operands) -> str | None:
     if name == "ours":
         BACKENDS[name](x)()  # an error of ours is not swallowed
         return None
+    x.d.fill_(float("nan"))  # what is not written is seen
     try:
         result = BACKENDS[name](x)()
         torch.cuda.synchronize()
@@ -128,9 +148,10 @@ def usable(name: str, x: Operands) -> str | None:
         raise
     except (RuntimeError, ValueError, ImportError, AttributeError, NotImplementedError) as error:
         return textwrap.shorten(str(error), 100) or type(error).__name__
-    if name == "blockwise":
+    if name in ("blockwise", DEEPGEMM):
+        theirs = x.d.clone() if result is None else result
         ours(x)()
-        difference = float(calc_diff(result, x.d))
+        difference = float(calc_diff(theirs, x.d))
         if not difference < 1e-3:
             return f"its result differs from ours by {difference:.1e}"
     return None

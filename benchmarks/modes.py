@@ -9,13 +9,21 @@ GRAPH_MAX_M = 128
 """Graphs of many launches are about decoding; with more tokens the launch no longer matters."""
 
 
+STEADY_MIN_M = 1000
+"""Back to back is about prefill and training, and about whatever else meets the limit of power."""
+
+
 def why_not(shape: GemmShape, mode: str) -> str | None:
     """Why a shape is not timed in a mode, or None if it is. Any but "flush" and "steady" is of graphs."""
     if mode == "flush":
         return None
     if mode == "steady":
-        # Shorter ones wait for the host rather than for power: its time would be told as the GPU's.
-        if shape.flops >= POWER_LIMITED_FLOPS:
+        if shape.m >= STEADY_MIN_M or meets_power_limit(shape):
             return None
-        return f"less than {POWER_LIMITED_FLOPS / 1e9:.0f} GFLOP, which does not meet the limit of power"
+        return f"fewer than {STEADY_MIN_M} tokens, and less than {POWER_LIMITED_FLOPS / 1e9:.0f} GFLOP"
     return f"more than {GRAPH_MAX_M} tokens" if shape.m > GRAPH_MAX_M else None
+
+
+def meets_power_limit(shape: GemmShape) -> bool:
+    """Whether launches of it back to back draw all the power that the GPU may."""
+    return shape.flops >= POWER_LIMITED_FLOPS

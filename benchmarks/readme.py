@@ -104,11 +104,9 @@ def _costs(path: Path) -> list[Row]:
 
 def summary_table(rows: Sequence[Row]) -> str:
     """A line for each mode and range of M: how fast we are against cuBLASLt, and the read floor over our time."""
-    against = ("tensorwise", "tensorwise, no promise", "blockwise", "read floor")
-    lines = [
-        "| mode | M | shapes | against tensorwise | worst | without promise | against blockwise | read floor / us |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    against = ("tensorwise", "tensorwise, no promise", "blockwise", "DeepGEMM", "read floor")
+    titles = "mode | M | shapes | against tensorwise | worst | without promise | against blockwise | against DeepGEMM"
+    lines = [f"| {titles} | read floor / us |", "|---" * 9 + "|"]
     entries: dict[tuple[str, str], dict[str, Row]] = {}
     for entry in summary(rows):
         entries.setdefault((entry["mode"], entry["range"]), {})[entry["against"]] = entry
@@ -130,6 +128,7 @@ def gemm_table(rows: Sequence[Row]) -> str:
         ("gbps", "GB/s", 0),
         ("ratio_tensorwise", "speed against tensorwise", 2),
         ("ratio_blockwise", "against blockwise", 2),
+        ("ratio_deepgemm", "against DeepGEMM", 2),
         ("us_unpromised", "us without the promise", 1),
         ("ratio_tensorwise_unpromised", "then against tensorwise", 2),
         ("floor_fraction", "read floor / us", 2),

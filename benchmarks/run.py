@@ -32,7 +32,7 @@ class Run:
     modes: Sequence[str] = ("flush",)
     seconds: float = math.inf
     output: Path | None = None
-    names: Sequence[str] = tuple(backends.BACKENDS)
+    names: Sequence[str] = ("ours", "tensorwise", "blockwise")
     progress: Callable[[str], None] = print
     left_out: list[str] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ class Run:
         return rows
 
 
-def measure(shape: GemmShape, mode: str, names: Sequence[str] = tuple(backends.BACKENDS)) -> Row:
+def measure(shape: GemmShape, mode: str, names: Sequence[str] = Run.names) -> Row:
     """Time one shape in one mode with every backend that accepts it.
 
     In graph mode ours is timed twice: with the promise that the weights are constant, as a decoder can give it, and
@@ -101,8 +101,8 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     row["us"] = round(mine, 3)
     row["tflops"] = round(shape.flops / mine / 1e6, 1)
     row["gbps"] = round(shape.bytes_moved() / mine / 1e3, 1)
-    for name in ("tensorwise", "blockwise"):
-        if name in us:
+    for name in backends.BACKENDS:
+        if name in us and name != "ours":
             row[f"us_{name}"] = round(us[name], 3)
             row[f"ratio_{name}"] = round(us[name] / mine, 4)
         elif name in refused:
@@ -136,7 +136,7 @@ def line(row: Row) -> str:
         f"{row['mode']:6} {row['m']:5} x {row['n']:5} x {row['k']:5}  {row['us']:9.2f} us {row['tflops']:7.1f} TFLOP/s"
     )
     text += f" {row['gbps']:7.1f} GB/s"
-    for name in ("tensorwise", "blockwise"):
+    for name in ("tensorwise", "blockwise", backends.DEEPGEMM):
         if f"ratio_{name}" in row:
             text += f"  {row[f'ratio_{name}']:.3f} of {name}"
     if "us_unpromised" in row:

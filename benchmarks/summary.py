@@ -6,11 +6,17 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from deep_gemm.benchmarks.modes import meets_power_limit
+from deep_gemm.workload import GemmShape
+
 Row = dict[str, Any]
 
 GEMM_MODES = ("flush", "graph", "steady")
 
 RANGES = ((1, 64, "M <= 64"), (65, 512, "M 65-512"), (513, 999, "M 513-999"), (1000, 1 << 30, "M >= 1000"))
+
+LONG = "100 GFLOP and more"
+"""Of the shapes timed back to back, those that meet the limit of power whatever they are, in a line of their own."""
 
 FLOOR = "read floor"
 
@@ -18,6 +24,7 @@ _AGAINST = (
     ("tensorwise", "ratio_tensorwise"),
     ("tensorwise, no promise", "ratio_tensorwise_unpromised"),
     ("blockwise", "ratio_blockwise"),
+    ("DeepGEMM", "ratio_deepgemm"),
     (FLOOR, "floor_fraction"),
 )
 
@@ -34,13 +41,18 @@ def geometric_mean(values: Iterable[float]) -> float:
 def summary(rows: Sequence[Row]) -> list[Row]:
     """For each mode and range of M that was measured: how fast we are against each other way, by geometric mean.
 
-    `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise", or the
-    "read floor": the floor over our time, for M <= 64 where it is known. Ratios above 1 mean that we are faster.
+    `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise",
+    "DeepGEMM" if it was there, or the "read floor": the floor over our time, for M <= 64 where it is known. Ratios above
+    1 mean that we are faster.
     """
     out = []
     for mode in GEMM_MODES:
-        for low, high, label in RANGES:
-            chosen = [row for row in rows if row["mode"] == mode and low <= row["m"] <= high]
+        of_mode = [row for row in rows if row["mode"] == mode]
+        groups = [(high, label, [row for row in of_mode if low <= row["m"] <= high]) for low, high, label in RANGES]
+        if mode == "steady":
+            powered = [row for row in of_mode if meets_power_limit(GemmShape(row["m"], row["n"], row["k"]))]
+            groups.append((1 << 30, LONG, powered))
+        for high, label, chosen in groups:
             for name, key in _AGAINST:
                 if name == FLOOR and high > _FLOOR_MAX_M:
                     continue

@@ -15,7 +15,7 @@ from typing import Any
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
 from deep_gemm.benchmarks import timing
-from deep_gemm.benchmarks.modes import why_not
+from deep_gemm.benchmarks.modes import meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.params import FP8Config, GemmProblem
 from deep_gemm.testing.bench import FLUSH_BYTES
@@ -75,7 +75,7 @@ class Survey:
         spec, start = archs.for_device(device), time.monotonic()
         common = environment()
         num_sms = options.num_sms_for(device)
-        work = [(shape, mode) for shape in self.shapes for mode in self.modes if why_not(shape, mode) is None]
+        work = [(shape, mode) for shape in self.shapes for mode in self.modes if is_surveyed(shape, mode)]
         candidates = {shape: self._candidates(problem(shape, num_sms), spec) for shape in self.shapes}
         self._build({(problem(s, num_sms), c.config) for s, found in candidates.items() for c in found}, spec)
         for index, (shape, mode) in enumerate(work):
@@ -105,6 +105,11 @@ class Survey:
             for done, _ in enumerate(pool.map(engine.build, wanted)):
                 if done % 100 == 0:
                     self.progress(f"compiling: {done} of {len(wanted)} kernels")
+
+
+def is_surveyed(shape: GemmShape, mode: str) -> bool:
+    """Whether configs are timed so. Back to back only where power is what limits them: that is all it tells a fit."""
+    return why_not(shape, mode) is None and (mode != "steady" or meets_power_limit(shape))
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
@@ -169,13 +174,13 @@ def _timers(
                 (x.sfb.stride(0), x.sfb.stride(1)),
             )
             at = Addresses(x.a.data_ptr(), x.sfa.data_ptr(), x.b.data_ptr(), x.sfb.data_ptr(), x.d.data_ptr())
-            handle = engine.raw_stream(device) if mode in ("flush", "steady") else stream.cuda_stream
+            handle = engine.raw_stream(device) if mode == "flush" else stream.cuda_stream
             calls.append(engine.forced_launch(asked, config, geometry, at, device, handle, mode == "promised"))
         name = name_of(config, asked, spec)
         if mode == "flush":
             yield name, _Single(calls[0], scratch, operands)
         elif mode == "steady":
-            yield name, _Steady(calls, operands)
+            yield name, _Steady(calls, stream, operands)
         else:
             yield name, _Graph(calls, stream, operands)
 
@@ -219,12 +224,13 @@ class _Steady:
     """Times calls back to back, at the clocks that the power limit leaves."""
 
     calls: Sequence[Callable[[], object]]
+    stream: Any
     operands: object
 
     SECONDS = 0.5
 
     def __call__(self) -> float:
-        return timing.back_to_back(self.calls, self.SECONDS)
+        return timing.back_to_back(self.calls, self.SECONDS, self.stream)
 
 
 @dataclass
@@ -244,12 +250,7 @@ class _Graph:
 
         count = max(self.LEAST, len(self.calls))
         if self.captured is None:
-            self.calls[0]()  # an error is not a capture's
-            torch.cuda.synchronize()
-            self.captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.captured, stream=self.stream):
-                for index in range(count):
-                    self.calls[index % len(self.calls)]()
+            self.captured = timing.capture(self.calls, count, self.stream)
         samples = []
         for replay in range(self.REPLAYS + 1):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

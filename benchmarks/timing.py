@@ -2,7 +2,7 @@
 
 - flush: one call between two events with a cold L2 and the launch hidden. An empty kernel reads about 2.8 us this way.
 - graph: many calls in one CUDA graph, each with weights of its own, as a decoder runs. Overlap of kernels counts.
-- steady: back to back for seconds, at the clocks that the power limit leaves.
+- steady: back to back for seconds, at the clocks that the power limit leaves, in graphs, so that none waits for the host.
 
 All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks meets all.
 """
@@ -55,31 +55,32 @@ def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays
     """
     import torch
 
-    graphs = {}
-    for name, sets in calls.items():
-        count = max(calls_in_graph, len(sets))
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in sets:  # compiles, loads and sizes workspaces, none of which a capture allows
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            for index in range(count):
-                sets[index % len(sets)]()
-        graphs[name] = (captured, count)
+    graphs = {name: capture(sets, max(calls_in_graph, len(sets))) for name, sets in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for replay in range(replays + 2):
-        for name, (captured, count) in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            captured.replay()
-            end.record()
-            end.synchronize()
+        for name, captured in graphs.items():
+            us = _elapsed_us(captured.replay)
             if replay >= 2:
-                samples[name].append(start.elapsed_time(end) * 1e3 / count)
+                samples[name].append(us / max(calls_in_graph, len(calls[name])))
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
+    """One CUDA graph of `count` calls, which go through the sets in turn; on a stream of its own, or on ``stream`` where
+    the calls know no other."""
+    import torch
+
+    stream = stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in sets:  # compiles, loads and sizes workspaces, none of which a capture allows
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=stream):
+        for index in range(count):
+            sets[index % len(sets)]()
+    return captured
 
 
 def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[str, float]:
@@ -91,27 +92,39 @@ def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[st
     return {name: back_to_back(sets, seconds) for name, sets in calls.items()}
 
 
-def back_to_back(sets: Sequence[Call], seconds: float, batch_us: float = 20_000) -> float:
-    """Median of the second half of at least `seconds` of back-to-back calls, which go through the sets in turn."""
+GRAPH_US, BATCH_US = 2_000, 20_000
+"""How long a graph of calls back to back takes, and what lies between two events: replays of it one after the other."""
+
+
+def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> float:
+    """Median of the second half of at least `seconds` of back-to-back calls, which go through the sets in turn.
+
+    In graphs of many (see `capture`): small calls, launched one by one, would wait for the host, whose time is no
+    kernel's.
+    """
     import torch
 
-    estimate = _batch_us(sets, len(sets)) / len(sets)
-    size = max(1, round(batch_us / max(estimate, 1.0) / len(sets))) * len(sets)
+    once = capture(sets, len(sets), stream)
+    once.replay()
+    estimate = _elapsed_us(once.replay)
+    rounds = max(1, round(GRAPH_US / max(estimate, 1.0)))
+    captured = once if rounds == 1 else capture(sets, rounds * len(sets), stream)
+    replays = max(1, round(BATCH_US / max(estimate, 1.0) / rounds))
     samples = []
-    end = time.perf_counter() + seconds
     torch.cuda.synchronize()
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        samples.append(_batch_us(sets, size) / size)
+        us = _elapsed_us(lambda: [captured.replay() for _ in range(replays)])
+        samples.append(us / (replays * rounds * len(sets)))
     return statistics.median(samples[len(samples) // 2 :])
 
 
-def _batch_us(sets: Sequence[Call], size: int) -> float:
+def _elapsed_us(work: Call) -> float:
     import torch
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    for index in range(size):
-        sets[index % len(sets)]()
+    work()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
