@@ -1,6 +1,7 @@
 # make demo    create .venv if it is not there, and run the main job
 # make test    create .venv if it is not there, and run the tests
-# make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode)
+# make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode);
+#              DEEPGEMM=DIRECTORY times DeepGEMM too, as pip install --target DIRECTORY laid it down
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
 # make sanitize  on a GPU with compute-sanitizer: kernels of every kind under memcheck and racecheck
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
@@ -54,8 +55,12 @@ sanitize: $(STAMP)
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
 bench: $(STAMP)
 	rm -f benchmarks/results/reference.jsonl benchmarks/results/random.jsonl benchmarks/results/costs.jsonl
+ifdef DEEPGEMM
+	$(RUN) -m deep_gemm.benchmarks.deepgemm $(DEEPGEMM) benchmarks/results/reference.jsonl
+else
 	$(RUN) -m deep_gemm bench --mode flush --mode graph --set public --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
 	$(RUN) -m deep_gemm bench --mode steady --set steady --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
+endif
 	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --mode steady --seconds $(BUDGET) --output benchmarks/results/random.jsonl
 	$(RUN) -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
 	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode kernels --output benchmarks/results/costs.jsonl

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from deep_gemm.workload import GemmShape
@@ -112,12 +110,9 @@ BACKENDS: dict[str, Callable[[Operands], Call]] = {"ours": ours, "tensorwise": t
 DEEPGEMM = "deepgemm"
 
 
-def add_deepgemm(directory: Path) -> None:
-    """Make DeepGEMM, installed in ``directory``, one of `BACKENDS`: our problem, called as ours is. It compiles a kernel
-    for a shape in seconds, at the first call."""
-    from deep_gemm.benchmarks import deepgemm
-
-    gemm = deepgemm.load(directory).fp8_gemm_nt
+def add_deepgemm(gemm: Callable[..., None]) -> None:
+    """Make DeepGEMM's ``fp8_gemm_nt`` one of `BACKENDS`: our problem, called as ours is. It compiles a kernel for a shape
+    in seconds, at the first call."""
 
     def make(x: Operands) -> Call:
         a, b = (x.a, x.sfa), (x.b, x.sfb)

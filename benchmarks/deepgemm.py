@@ -1,12 +1,20 @@
-"""DeepGEMM beside us in one process, where a directory has it: it is imported under the name of this package."""
+"""DeepGEMM beside us and cuBLASLt, in one process: the public list and the shapes that are timed back to back.
+
+    python -m deep_gemm.benchmarks.deepgemm DIRECTORY FILE   time DeepGEMM as it lies in DIRECTORY, add rows to FILE
+
+A directory is what `pip install --target DIRECTORY` makes, since DeepGEMM is imported under the name of this package.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from deep_gemm.benchmarks import backends, shapes
+from deep_gemm.benchmarks.run import Run
 from deep_gemm.errors import DeepGemmError
 
 NAME = "deep_gemm"
@@ -51,3 +59,19 @@ def _take_out() -> dict[str, ModuleType]:
     """Takes whatever is imported as ``deep_gemm`` out of the table of modules."""
     names = [name for name in sys.modules if name == NAME or name.startswith(NAME + ".")]
     return {name: sys.modules.pop(name) for name in names}
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 2:
+        print(__doc__)
+        return 2
+    found, output = load(Path(arguments[0])), Path(arguments[1])
+    backends.add_deepgemm(found.fp8_gemm_nt)
+    names, known = (*Run.names, backends.DEEPGEMM), {"deepgemm": getattr(found, "__version__", "of no known version")}
+    Run(shapes.public(), ("flush", "graph"), output=output, names=names, known=known).execute()
+    Run(shapes.steady(), ("steady",), output=output, names=names, known=known).execute()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

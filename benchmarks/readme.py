@@ -49,6 +49,17 @@ def selection_sentence(rows: Sequence[Row]) -> str:
     )
 
 
+def deepgemm_sentence(rows: Sequence[Row]) -> str:
+    """How often DeepGEMM was the faster, where it was timed beside us; a few percent are what repeats differ by."""
+    worst = min(rows, key=lambda row: row["ratio_deepgemm"])
+    behind = sum(row["ratio_deepgemm"] < 1 / 1.03 for row in rows)
+    return (
+        f"**DeepGEMM** was timed beside us in {len(rows)} of these rows, and was faster by more than 3% in "
+        f"{behind or 'none'}; the worst is {worst['ratio_deepgemm']:.2f} ({worst['m']} x {worst['n']} x {worst['k']}, "
+        f"{worst['mode']})."
+    )
+
+
 def latest(rows: Sequence[Row]) -> list[Row]:
     """The last row of each mode and shape (or mode and subject): files are appended to."""
     subject = ("mode", "what", "part", "m", "n", "k")
@@ -61,6 +72,9 @@ def numbers(results: Path = RESULTS) -> str:
     if not rows:
         return "No run is recorded yet. `make bench` on a machine with a GPU records one and fills this in."
     parts = [f"**The public list**, {_origin(rows)}. Geometric means over ranges of M:", summary_table(rows)]
+    beside = [row for row in rows if "ratio_deepgemm" in row]
+    if beside:
+        parts.append(deepgemm_sentence(beside))
     random = _rows(results / "random.jsonl")
     if random:
         count = len({(row["m"], row["n"], row["k"]) for row in random})
@@ -102,14 +116,25 @@ def _costs(path: Path) -> list[Row]:
     return latest([row for row in rows if row["source_digest"] == digests[row["mode"]]])
 
 
+AGAINST = {
+    "tensorwise": "against tensorwise | worst",
+    "tensorwise, no promise": "without promise",
+    "blockwise": "against blockwise",
+    "DeepGEMM": "against DeepGEMM",
+    "read floor": "read floor / us",
+}
+"""What stands above a mean."""
+
+
 def summary_table(rows: Sequence[Row]) -> str:
-    """A line for each mode and range of M: how fast we are against cuBLASLt, and the read floor over our time."""
-    against = ("tensorwise", "tensorwise, no promise", "blockwise", "DeepGEMM", "read floor")
-    titles = "mode | M | shapes | against tensorwise | worst | without promise | against blockwise | against DeepGEMM"
-    lines = [f"| {titles} | read floor / us |", "|---" * 9 + "|"]
+    """A line for each mode and range of M: how fast we are against cuBLASLt, and DeepGEMM if it was timed; and the read
+    floor over our time."""
     entries: dict[tuple[str, str], dict[str, Row]] = {}
     for entry in summary(rows):
         entries.setdefault((entry["mode"], entry["range"]), {})[entry["against"]] = entry
+    against = [name for name in AGAINST if name != "DeepGEMM" or any(name in found for found in entries.values())]
+    titles = f"mode | M | shapes | {' | '.join(AGAINST[name] for name in against)}"
+    lines = [f"| {titles} |", "|---" * (titles.count("|") + 1) + "|"]
     for (mode, span), found in entries.items():
         mean = {name: f"{found[name]['geomean']:.2f}" if name in found else "-" for name in against}
         first = found.get("tensorwise")
@@ -180,7 +205,9 @@ def _time(us: float) -> str:
 def _origin(rows: Sequence[Row]) -> str:
     fields = ["device", "driver", "torch", "cuda", "date"]
     values = {field: ", ".join(sorted({str(row[field]) for row in rows if row.get(field)})) for field in fields}
-    return f"{values['device']}, driver {values['driver'] or 'none'}, torch {values['torch']}, {values['date']}"
+    versions = {str(row["deepgemm"]) for row in rows if "deepgemm" in row}
+    deepgemm = f", DeepGEMM {', '.join(sorted(versions))}" if versions else ""
+    return f"{values['device']}, driver {values['driver'] or 'none'}, torch {values['torch']}{deepgemm}, {values['date']}"
 
 
 def fill(text: str, parts: dict[str, str]) -> str:

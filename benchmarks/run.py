@@ -21,6 +21,9 @@ from deep_gemm.benchmarks.shapes import READ_FLOOR_US
 from deep_gemm.workload import GemmShape
 
 MAX_SETS = 256
+OTHERS = ("tensorwise", "blockwise", backends.DEEPGEMM)
+"""Whom ours is compared with."""
+
 Row = dict[str, Any]
 
 
@@ -34,12 +37,14 @@ class Run:
     output: Path | None = None
     names: Sequence[str] = ("ours", "tensorwise", "blockwise")
     progress: Callable[[str], None] = print
+    known: Row = field(default_factory=dict)
+    """What every row says besides, such as whose version was timed."""
     left_out: list[str] = field(default_factory=list)
 
     def execute(self) -> list[Row]:
         """Measure and return the rows. What the time did not suffice for is listed in `left_out`."""
         start = time.monotonic()
-        common = environment()
+        common = environment() | self.known
         rows: list[Row] = []
         asked = [(shape, mode, why_not(shape, mode)) for mode in self.modes for shape in self.shapes]
         work = [(shape, mode) for shape, mode, reason in asked if reason is None]
@@ -101,8 +106,8 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     row["us"] = round(mine, 3)
     row["tflops"] = round(shape.flops / mine / 1e6, 1)
     row["gbps"] = round(shape.bytes_moved() / mine / 1e3, 1)
-    for name in backends.BACKENDS:
-        if name in us and name != "ours":
+    for name in OTHERS:
+        if name in us:
             row[f"us_{name}"] = round(us[name], 3)
             row[f"ratio_{name}"] = round(us[name] / mine, 4)
         elif name in refused:
@@ -136,7 +141,7 @@ def line(row: Row) -> str:
         f"{row['mode']:6} {row['m']:5} x {row['n']:5} x {row['k']:5}  {row['us']:9.2f} us {row['tflops']:7.1f} TFLOP/s"
     )
     text += f" {row['gbps']:7.1f} GB/s"
-    for name in ("tensorwise", "blockwise", backends.DEEPGEMM):
+    for name in OTHERS:
         if f"ratio_{name}" in row:
             text += f"  {row[f'ratio_{name}']:.3f} of {name}"
     if "us_unpromised" in row:

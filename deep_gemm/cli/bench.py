@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from deep_gemm.benchmarks import backends, costs, run, shapes
+from deep_gemm.benchmarks import costs, run, shapes
 from deep_gemm.benchmarks.summary import GEMM_MODES, summary
 from deep_gemm.cli.console import console, table
 from deep_gemm.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
@@ -23,11 +23,6 @@ MODES = (*GEMM_MODES, *costs.MODES)
 @click.option("--random", "random_count", type=click.IntRange(1), metavar="COUNT", help="Random shapes, log-uniform.")
 @click.option("--seed", default=0, show_default=True, help="Seed of --random.")
 @click.option("--against", multiple=True, type=click.Choice(["tensorwise", "blockwise"]), help="cuBLASLt [both].")
-@click.option(
-    "--deepgemm",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A directory that DeepGEMM was installed into (pip install --target): time it as well.",
-)
 @click.option("--seconds", type=float, default=math.inf, help="Begin no new measurement after this long.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append JSON rows to this file, each once measured.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
@@ -42,18 +37,17 @@ def command(
     random_count: int | None,
     seed: int,
     against: tuple[str, ...],
-    deepgemm: Path | None,
     seconds: float,
     output: Path | None,
     chart: Path | None,
     source: Path | None,
 ) -> None:
-    """Time kernels side by side with cuBLASLt, and with DeepGEMM where it is installed, in one process.
+    """Time kernels side by side with cuBLASLt, in one process.
 
     flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and without the promise that
-    they are constant. steady: back to back, seconds a shape (M >= 1000, or 100 GFLOP and more). host: what a warm call
-    costs the CPU, part by part. These need no GPU: cold: import, compile and load times. compile: the phases of four
-    builds. kernels: how many distinct kernels serve every M.
+    they are constant. steady: power-limited, seconds a shape. host: what a warm call costs the CPU, part by part.
+    These need no GPU: cold: import, compile and load times. compile: the phases of four builds. kernels: how many
+    distinct kernels serve every M.
 
     Sets: public is the list that results are published for (DeepSeek-V3's N x K, 12 sizes of M), reference a quick look
     at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
@@ -69,10 +63,7 @@ def command(
             _need_gpu(modes)
         if gemm_modes:
             chosen = _shapes(set_name, texts, m_text, random_count, seed)
-            names = ["ours", *(against or ("tensorwise", "blockwise"))]
-            if deepgemm is not None:
-                backends.add_deepgemm(deepgemm)
-                names.append(backends.DEEPGEMM)
+            names = ("ours", *(against or ("tensorwise", "blockwise")))
             plan = run.Run(chosen, gemm_modes, seconds, output, names, progress=lambda text: out.print(text))
             rows += plan.execute()
             left_out = plan.left_out

@@ -90,15 +90,13 @@ def test_the_time_limit_leaves_out_the_rest_and_says_what(measured: list[Any]) -
     assert not measured
 
 
-def test_back_to_back_only_what_meets_the_limit_of_power_is_timed(measured: list[Any]) -> None:
-    """Shorter launches wait for the host, and ours costs less of its time: that is no merit of a kernel."""
+def test_back_to_back_are_prefill_and_whatever_meets_the_limit_of_power(measured: list[Any]) -> None:
     told: list[str] = []
-    run.Run([GemmShape(64, 128, 128), GemmShape(4096, 7168, 2048)], ("steady",), progress=told.append).execute()
-    assert measured == [(GemmShape(4096, 7168, 2048), "steady")]
-    assert told[0] == (
-        "steady: 1 of 2 shapes are not timed so, having less than 100 GFLOP, which does not meet the limit of power"
-    )
-    assert len(told) == 2
+    work = [GemmShape(64, 128, 128), GemmShape(1000, 128, 128), GemmShape(263, 30272, 15104), GemmShape(999, 128, 128)]
+    run.Run(work, ("steady",), progress=told.append).execute()
+    assert [shape.m for shape, _ in measured] == [1000, 263]
+    assert told[0] == "steady: 2 of 4 shapes are not timed so, having fewer than 1000 tokens, and less than 100 GFLOP"
+    assert len(told) == 3
 
 
 def test_a_graph_row_says_what_the_promise_and_the_floor_come_to() -> None:
@@ -232,6 +230,29 @@ def test_summary_of_graph_rows() -> None:
         ("M 65-512", "tensorwise, no promise"): 1.0,
         ("M 65-512", "blockwise"): 4.0,
     }
+
+
+def test_what_meets_the_limit_of_power_has_a_line_of_its_own() -> None:
+    shapes_and_us = ((GemmShape(4096, 7168, 2048), 4.0), (GemmShape(1000, 128, 128), 1.0), (GemmShape(263, 30272, 15104), 2.0))
+    rows = [run.make_row(shape, "steady", {"ours": us, "tensorwise": 4.0}, {}) for shape, us in shapes_and_us]
+    found = {entry["range"]: (entry["shapes"], entry["geomean"]) for entry in summary.summary(rows)}
+    assert found == {"M 65-512": (1, 2.0), "M >= 1000": (2, 2.0), summary.LONG: (2, pytest.approx(1.414))}
+    assert summary.LONG not in {entry["range"] for entry in summary.summary([row | {"mode": "flush"} for row in rows])}
+
+
+def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    backends.add_deepgemm(lambda a, b, d: asked.append((a, b, d)))
+    x = backends.Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
+    backends.BACKENDS[backends.DEEPGEMM](x)()
+    assert asked == [(("a", "sfa"), ("b", "sfb"), "d")]
+    row = run.make_row(GemmShape(64, 576, 7168), "flush", {"ours": 4.0, "deepgemm": 5.0}, {"blockwise": "no"})
+    assert (row["us_deepgemm"], row["ratio_deepgemm"], row["refused_blockwise"]) == (5.0, 1.25, "no")
+    assert "1.250 of deepgemm" in run.line(row)
+    assert "ours" not in {name.removeprefix("ratio_") for name in row}
+    (entry,) = summary.summary([row])
+    assert (entry["against"], entry["geomean"]) == ("DeepGEMM", 1.25)
 
 
 def test_host_time_is_of_one_call() -> None:
