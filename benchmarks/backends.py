@@ -111,8 +111,8 @@ DEEPGEMM = "deepgemm"
 
 
 def add_deepgemm(gemm: Callable[..., None]) -> None:
-    """Make DeepGEMM's ``fp8_gemm_nt`` one of `BACKENDS`: our problem, called as ours is. It compiles a kernel for a shape
-    in seconds, at the first call."""
+    """Make DeepGEMM's ``fp8_gemm_nt`` one of `BACKENDS`: our problem, called as ours is. It compiles a kernel for a
+    shape in seconds, at the first call."""
 
     def make(x: Operands) -> Call:
         a, b = (x.a, x.sfa), (x.b, x.sfb)

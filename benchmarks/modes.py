@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from deep_gemm.benchmarks.shapes import STEADY_MIN_M
 from deep_gemm.select.heuristic import POWER_LIMITED_FLOPS
 from deep_gemm.workload import GemmShape
 
 GRAPH_MAX_M = 128
 """Graphs of many launches are about decoding; with more tokens the launch no longer matters."""
-
-
-STEADY_MIN_M = 1000
-"""Back to back is about prefill and training, and about whatever else meets the limit of power."""
 
 
 def why_not(shape: GemmShape, mode: str) -> str | None:

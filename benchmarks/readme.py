@@ -207,7 +207,8 @@ def _origin(rows: Sequence[Row]) -> str:
     values = {field: ", ".join(sorted({str(row[field]) for row in rows if row.get(field)})) for field in fields}
     versions = {str(row["deepgemm"]) for row in rows if "deepgemm" in row}
     deepgemm = f", DeepGEMM {', '.join(sorted(versions))}" if versions else ""
-    return f"{values['device']}, driver {values['driver'] or 'none'}, torch {values['torch']}{deepgemm}, {values['date']}"
+    driver = values["driver"] or "none"
+    return f"{values['device']}, driver {driver}, torch {values['torch']}{deepgemm}, {values['date']}"
 
 
 def fill(text: str, parts: dict[str, str]) -> str:

@@ -63,6 +63,9 @@ MODEL_NK: dict[str, tuple[tuple[int, int], ...]] = {
 STEPS = (16, 64, 128)
 """What N and K of random shapes are multiples of."""
 
+STEADY_MIN_M = 1000
+"""Back to back is about prefill and training, and about whatever else meets the limit of power."""
+
 STEADY = ((4096, 7168, 16384), (8192, 8192, 8192), (4096, 4096, 7168), (4096, 24576, 1536), (4096, 7168, 2048))
 """M, N, K for power-limited runs: large enough to keep all SMs busy for the whole time."""
 
@@ -83,8 +86,10 @@ def models() -> list[GemmShape]:
 
 
 def steady() -> list[GemmShape]:
-    """Large products for the power-limited mode."""
-    return [GemmShape(m, n, k, "steady") for m, n, k in STEADY]
+    """What is timed back to back: large products, and what else the public list has of so many tokens."""
+    large = [GemmShape(m, n, k, "steady") for m, n, k in STEADY]
+    others = [shape for shape in public() if shape.m >= STEADY_MIN_M and (shape.m, shape.n, shape.k) not in STEADY]
+    return large + others
 
 
 def log_uniform(count: int, seed: int) -> list[GemmShape]:

@@ -42,8 +42,8 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     """For each mode and range of M that was measured: how fast we are against each other way, by geometric mean.
 
     `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise",
-    "DeepGEMM" if it was there, or the "read floor": the floor over our time, for M <= 64 where it is known. Ratios above
-    1 mean that we are faster.
+    "DeepGEMM" if it was there, or the "read floor": the floor over our time, for M <= 64 where it is known. Ratios
+    above 1 mean that we are faster.
     """
     out = []
     for mode in GEMM_MODES:

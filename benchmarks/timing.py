@@ -2,7 +2,7 @@
 
 - flush: one call between two events with a cold L2 and the launch hidden. An empty kernel reads about 2.8 us this way.
 - graph: many calls in one CUDA graph, each with weights of its own, as a decoder runs. Overlap of kernels counts.
-- steady: back to back for seconds, at the clocks that the power limit leaves, in graphs, so that none waits for the host.
+- steady: back to back for seconds, at the clocks that the power limit leaves; in graphs, so that no host is waited for.
 
 All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks meets all.
 """
@@ -21,11 +21,12 @@ GRAPH_WEIGHT_BYTES = 256 << 20
 
 
 SHORT_US = 100.0
-"""Single calls that all take less are timed in three times as many turns: launches of 5 us scatter by a tenth of that."""
+"""Single calls that all take less are timed in three times as many turns: those of 5 us scatter by a tenth of that."""
 
 REST_SECONDS = 0.2
-"""Of longer ones each turn begins on a GPU that has rested: else it has the clocks that the limit of power left to what ran
-before. On an H200 8192 x 7168 x 16384 took ours 1391 us and cuBLASLt 1389 in turns without a rest, 1313 and 1228 with."""
+"""Of longer ones each turn begins on a GPU that has rested: else it has the clocks that the limit of power left to what
+ran before. On an H200 8192 x 7168 x 16384 took ours 1391 us and cuBLASLt 1389 in turns without a rest, 1313 and 1228
+with."""
 
 
 def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict[str, float]:
@@ -64,20 +65,19 @@ def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays
 
     `calls` gives, for each name, one callable for each set of weights; the graph goes through them in turn.
     """
-    import torch
-
-    graphs = {name: capture(sets, max(calls_in_graph, len(sets))) for name, sets in calls.items()}
+    counts = {name: max(calls_in_graph, len(sets)) for name, sets in calls.items()}
+    graphs = {name: capture(sets, counts[name]) for name, sets in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for replay in range(replays + 2):
         for name, captured in graphs.items():
             us = _elapsed_us(captured.replay)
             if replay >= 2:
-                samples[name].append(us / max(calls_in_graph, len(calls[name])))
+                samples[name].append(us / counts[name])
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
-    """One CUDA graph of `count` calls, which go through the sets in turn; on a stream of its own, or on ``stream`` where
+    """One CUDA graph of `count` calls, which go through the sets in turn; on a stream of its own, or on ``stream`` if
     the calls know no other."""
     import torch
 

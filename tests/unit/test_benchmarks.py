@@ -233,8 +233,8 @@ def test_summary_of_graph_rows() -> None:
 
 
 def test_what_meets_the_limit_of_power_has_a_line_of_its_own() -> None:
-    shapes_and_us = ((GemmShape(4096, 7168, 2048), 4.0), (GemmShape(1000, 128, 128), 1.0), (GemmShape(263, 30272, 15104), 2.0))
-    rows = [run.make_row(shape, "steady", {"ours": us, "tensorwise": 4.0}, {}) for shape, us in shapes_and_us]
+    taken = {(4096, 7168, 2048): 4.0, (1000, 128, 128): 1.0, (263, 30272, 15104): 2.0}
+    rows = [run.make_row(GemmShape(*mnk), "steady", {"ours": us, "tensorwise": 4.0}, {}) for mnk, us in taken.items()]
     found = {entry["range"]: (entry["shapes"], entry["geomean"]) for entry in summary.summary(rows)}
     assert found == {"M 65-512": (1, 2.0), "M >= 1000": (2, 2.0), summary.LONG: (2, pytest.approx(1.414))}
     assert summary.LONG not in {entry["range"] for entry in summary.summary([row | {"mode": "flush"} for row in rows])}
@@ -281,6 +281,80 @@ def test_host_times_are_the_least_of_passes_through_all(monkeypatch: pytest.Monk
 def test_flush_refuses_too_few_repeats() -> None:
     with pytest.raises(ValueError, match="at least 20"):
         timing.flush({}, repeats=5)
+
+
+class Clock:
+    """Stands in for a GPU and its events: what runs takes the time that it is said to, in us."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import types
+
+        import torch
+
+        self.now, self.rests = 0.0, []  # type: tuple[float, list[float]]
+        clock = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = clock.now
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e3
+
+            def synchronize(self) -> None:
+                pass
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: types.SimpleNamespace(zero_=lambda: self.run(50.0)))
+        monkeypatch.setattr(timing.time, "sleep", self.rests.append)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now * 1e-6)
+
+    def run(self, us: float) -> None:
+        self.now += us
+
+
+def test_only_long_single_calls_rest_and_short_ones_take_more_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = Clock(monkeypatch), {"one": 0, "other": 0}
+
+    def call(name: str, us: float) -> Callable[[], None]:
+        def run() -> None:
+            made[name] += 1
+            clock.run(us)
+
+        return run
+
+    us = timing.flush({"one": call("one", 5.0), "other": call("other", 99.0)})
+    assert us == pytest.approx({"one": 5.0, "other": 99.0})
+    assert made == {"one": 3 + 1 + 90, "other": 3 + 1 + 90}
+    assert clock.rests == []
+    made.update(one=0, other=0)
+    us = timing.flush({"one": call("one", 5.0), "other": call("other", 101.0)})
+    assert us == pytest.approx({"one": 5.0, "other": 101.0})
+    assert made == {"one": 3 + 1 + 30, "other": 3 + 1 + 30}, "all rest, or those that do would be the cooler"
+    assert clock.rests == [timing.REST_SECONDS] * 3 * 2
+
+
+@pytest.mark.parametrize(("us", "calls"), [(5.0, 400), (300.0, 8), (900.0, 4)])
+def test_calls_back_to_back_are_in_graphs(monkeypatch: pytest.MonkeyPatch, us: float, calls: int) -> None:
+    """Of 2 ms, if more than one round of calls is shorter."""
+    import types
+
+    clock, captured, replays = Clock(monkeypatch), [], []  # type: tuple[Clock, list[tuple[int, str]], list[int]]
+
+    def capture(sets: list[str], count: int, stream: str) -> Any:
+        captured.append((count, stream))
+        return types.SimpleNamespace(replay=lambda: (replays.append(count), clock.run(us * count)))
+
+    monkeypatch.setattr(timing, "capture", capture)
+    assert timing.back_to_back(["a", "b", "c", "d"], 0.1, "a stream") == pytest.approx(us)  # type: ignore[list-item]
+    assert captured[-1] == (calls, "a stream")
+    assert captured[0] == (4, "a stream")
+    assert sum(replays) * us >= 1e5
+    assert set(replays[2:]) == {calls}
 
 
 def test_who_is_timed_first_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
