@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -20,11 +19,11 @@ from deep_gemm.workload import GemmShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-CALIBRATION_M = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
 
 @click.group("calibrate", invoke_without_command=True)
-@click.option("--seconds", default=420.0, show_default=True, help="Time for the survey.")
+@click.option("--seconds", default=900.0, show_default=True, help="Time for the survey.")
 @click.pass_context
 def command(context: click.Context, seconds: float) -> None:
     """Measure this GPU, fit the model's constants, and write its calibration file; or do one of these.
@@ -42,7 +41,7 @@ def command(context: click.Context, seconds: float) -> None:
 
 @command.command("survey")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Append JSON rows to this file.")
-@click.option("--random", "count", default=100, show_default=True, help="Log-uniform random shapes.")
+@click.option("--random", "count", default=160, show_default=True, help="Log-uniform random shapes.")
 @click.option("--seed", default=1, show_default=True, help="Their seed.")
 @click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
 @click.option("--min-m", default=1, show_default=True, help="Leave out shapes with a smaller M.")
@@ -54,7 +53,7 @@ def command(context: click.Context, seconds: float) -> None:
     show_default=True,
     help="Time configs that the model takes for at most so many times as long as the best; 0: all.",
 )
-@click.option("--seconds", default=600.0, show_default=True, help="Begin no new measurement after this long.")
+@click.option("--seconds", default=900.0, show_default=True, help="Begin no new measurement after this long.")
 def survey_command(
     output: Path,
     count: int,
@@ -90,13 +89,32 @@ def survey_command(
 
 def surveyed(count: int, seed: int, public: bool, min_m: int, max_m: int) -> list[GemmShape]:
     """What a survey times: `count` random shapes, and with `public` DeepSeek-V3's N x K at many M, of `min_m` to
-    `max_m` tokens; in an order that `seed` gives. Fewer random ones where not one in 100 has so many tokens."""
+    `max_m` tokens; in an order that `seed` gives. Random ones are log-uniform, and so many of each range of tokens that
+    has constants of its own that all get as many rows: graphs, which double and triple them, are of few tokens. Fewer
+    where not one in 100 has so many tokens."""
     found = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
     found = [shape for shape in found if min_m <= shape.m <= max_m]
-    drawn = (shape for shape in shapes.log_uniform(count * 100, seed) if shape.n % 8 == 0)
-    found += itertools.islice((shape for shape in drawn if min_m <= shape.m <= max_m), count)
+    left = _shares(count, min_m, max_m)
+    for shape in shapes.log_uniform(count * 100, seed):
+        if shape.n % 8 == 0 and min_m <= shape.m <= max_m and left[kind := calibration.kind_of(shape.m)]:
+            left[kind] -= 1
+            found.append(shape)
     random.Random(seed).shuffle(found)
     return found
+
+
+def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
+    """How many of ``count`` shapes each range of tokens gets, so that their rows are as many."""
+    least = {calibration.kind_of(m): m for m in range(max_m, min_m - 1, -1)}
+    modes = {
+        kind: sum(survey.is_surveyed(GemmShape(m, 64, 128), mode) for mode in survey.LAUNCH_MODES)
+        for kind, m in least.items()
+    }
+    whole, shares, upto = sum(1 / each for each in modes.values()), {}, 0.0
+    for kind, each in modes.items():
+        before, upto = upto, upto + count / each / whole
+        shares[kind] = round(upto) - round(before)
+    return shares
 
 
 @command.command("fit")

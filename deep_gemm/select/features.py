@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..arch import SM90
 from ..kernels import fp8, sm90_fp8_gemm, sm90_fp8_swapped
 from ..kernels.columns import segments
-from ..kernels.sm90_fp8_launch import last_columns, last_rows, store_box
+from ..kernels.sm90_fp8_launch import SECTOR_BYTES, last_columns, last_rows, store_box
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SmallConfig, SwappedConfig, ceil_div
 
@@ -120,7 +120,7 @@ def _crowding(k: int) -> float:
     rows, loaded by n of an H200's 132 SMs again and again, took each SM 4.5 + 0.13 n * 144 / k cycles a row where k was
     an odd multiple of 16, about 0.4 of that excess where it was one of 32, and 2 cycles else. Longer rows count by
     their blocks of K rather than by k, so that more work never takes less time."""
-    return 1.0 if k % 32 else 0.4 if k % 64 else 0.0
+    return 1.0 if k % SECTOR_BYTES else 0.4 if k % (2 * SECTOR_BYTES) else 0.0
 
 
 class _Fixed(NamedTuple):
@@ -253,7 +253,7 @@ def features(problem: GemmProblem, config: FP8Config) -> Features:
         weights_read=all_weights * rows * depth_read,
         weights_sharers=min(32, rows),
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
-        torn=0.5 if k % 32 else 0.0,  # rows are multiples of 16 bytes
+        torn=0.5 if k % SECTOR_BYTES else 0.0,  # rows are multiples of 16 bytes
         crowded=tokens / config.cluster_n * columns / waves / problem.num_sms * _crowding(k) / blocks,
         hanging=1 / blocks if k % SCALE_BLOCK else 0.0,
         **fixed.always,

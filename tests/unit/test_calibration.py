@@ -315,7 +315,7 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     result = CliRunner().invoke(command, ["--seconds", "7"])
     assert result.exit_code == 0, result.output
     shapes, modes, within, seconds, _ = asked
-    assert shapes == surveyed(100, seed=1, public=True, min_m=1, max_m=8192)
+    assert shapes == surveyed(160, seed=1, public=True, min_m=1, max_m=8192)
     assert (modes, within, seconds) == (survey.MODES, survey.WITHIN, 7.0)
     assert json.loads(names["a model"].read_text())["fit"]["many_tokens"]["shapes"] == 90
 

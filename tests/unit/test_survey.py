@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from click.testing import CliRunner
 
 from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import survey
-from deep_gemm.benchmarks.modes import why_not
 from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
+from deep_gemm.select.calibration import KINDS, kind_of
 from deep_gemm.workload import GemmShape
 
 
@@ -59,6 +60,20 @@ def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
     assert surveyed(0, seed=3, public=False, min_m=1, max_m=8192) == []
 
 
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_a_survey_as_it_comes_has_rows_enough_for_all_constants(seed: int) -> None:
+    """With fewer than `fit` asks for it keeps those of an H200. Drawn alike over all M, most rows were of few tokens."""
+    defaults = {option.name: option.default for name in ("survey", "fit") for option in command.commands[name].params}
+    found = surveyed(defaults["count"], seed, public=True, min_m=1, max_m=8192)
+    rows = Counter(kind_of(s.m) for s in found for mode in survey.LAUNCH_MODES if survey.is_surveyed(s, mode))
+    assert set(rows) == set(KINDS)
+    assert min(rows.values()) >= defaults["least"]
+    drawn = [shape for shape in found if shape.source != "DeepSeek-V3"]
+    of = Counter(kind_of(s.m) for s in drawn for mode in survey.LAUNCH_MODES if survey.is_surveyed(s, mode))
+    assert max(of.values()) - min(of.values()) <= 3
+    assert len(drawn) == defaults["count"]
+
+
 def test_a_survey_without_rows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake:
         def __init__(self, *_: Any) -> None: ...
@@ -93,11 +108,12 @@ def test_each_config_is_timed_there_and_back_once_the_gpu_is_warm() -> None:
 
 def test_only_long_problems_are_timed_back_to_back() -> None:
     def modes(*shape: int) -> list[str]:
-        return [mode for mode in survey.MODES if why_not(GemmShape(*shape, "test"), mode) is None]
+        return [mode for mode in survey.MODES if survey.is_surveyed(GemmShape(*shape, "test"), mode)]
 
     assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
     assert modes(512, 7168, 2048) == ["flush"]
     assert modes(4096, 7168, 2048) == ["flush", "steady"]
+    assert modes(4096, 576, 7168) == ["flush"]
 
 
 def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
