@@ -62,7 +62,7 @@ def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 5])
 def test_a_survey_as_it_comes_has_rows_enough_for_all_constants(seed: int) -> None:
-    """With fewer than `fit` asks for it keeps those of an H200. Drawn alike over all M, most rows were of few tokens."""
+    """With fewer than `fit` asks for it keeps those of an H200. Drawn alike over M, most rows were of few tokens."""
     defaults = {option.name: option.default for name in ("survey", "fit") for option in command.commands[name].params}
     found = surveyed(defaults["count"], seed, public=True, min_m=1, max_m=8192)
     rows = Counter(kind_of(s.m) for s in found for mode in survey.LAUNCH_MODES if survey.is_surveyed(s, mode))
