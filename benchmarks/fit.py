@@ -308,7 +308,7 @@ def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Pow
     found = torch.linalg.lstsq(matrix / scale, torch.ones(len(matrix), 1, dtype=torch.float64)).solution[:, 0] / scale
     if not bool((found > 0).all() and found.isfinite().all()):
         return None
-    first, *others = (float(value) for value in found)
-    values = [SCALE_BLOCK / first, *(value / first for value in others)]
+    products, *rows_moved, dealt, stored, launch = (float(value) for value in found)
+    values = (SCALE_BLOCK / products, *(row / products for row in rows_moved), dealt, 1 / stored, launch)
     power = Power(*(float(f"{value:.5g}") for value in values))
     return power, {"pairs": len(matrix), "deviation": round(float((matrix @ found - 1).std()), 4)}

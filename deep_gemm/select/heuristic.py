@@ -48,12 +48,12 @@ EXACT_TOKENS = 16
 
 POWER_LIMITED_FLOPS = 1e11
 """A launch of so many keeps an H200 busy for 70 us. Many of them one after the other meet the limit of its power."""
-SUSTAINED = ((POWER_LIMITED_FLOPS, 0.9), (1e10, 0.8))
+SUSTAINED = ((POWER_LIMITED_FLOPS, 0.85), (1e10, 0.75))
 """From so many FLOP on, configs are ranked by a smooth maximum of their time alone and of this part of what they take
-where power is the limit. Over 59 surveyed shapes of 100 GFLOP and more, timed alone, selected / best was 0.991 with it
-and 0.987 without, the worst 0.93 and 0.85; over three timed back to back, 1.000 and 0.988. Shorter launches meet that
-limit too: 1000 x 2112 x 7168 took 29.0 us alone, and back to back 31.4, for which the sum says 31.1. Of 379 surveyed
-choices there 23 are others so: 0.3% faster alone, and by the sum 9% back to back."""
+where power is the limit. Over 71 surveyed shapes of 100 GFLOP and more, timed alone, selected / best is 0.986 with it
+and 0.989 without, the worst 0.91 and 0.88; by the sum choices draw 1.3% less. Shorter launches meet that limit too:
+1000 x 2112 x 7168 took 29.0 us alone and 31.4 back to back. Over 379 surveyed choices of them it is 0.984 with and
+0.985 without, and 33 draw 8% less."""
 SHARPNESS = 6
 
 
