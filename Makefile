@@ -56,7 +56,7 @@ sanitize: $(STAMP)
 bench: $(STAMP)
 	rm -f benchmarks/results/reference.jsonl benchmarks/results/random.jsonl benchmarks/results/costs.jsonl
 ifdef DEEPGEMM
-	$(RUN) -m deep_gemm.benchmarks.deepgemm $(DEEPGEMM) benchmarks/results/reference.jsonl
+	$(RUN) -m deep_gemm.benchmarks.deepgemm $(DEEPGEMM) benchmarks/results/reference.jsonl $(BUDGET)
 else
 	$(RUN) -m deep_gemm bench --mode flush --mode graph --set public --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
 	$(RUN) -m deep_gemm bench --mode steady --set steady --seconds $(BUDGET) --output benchmarks/results/reference.jsonl

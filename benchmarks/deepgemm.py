@@ -1,13 +1,15 @@
 """DeepGEMM beside us and cuBLASLt, in one process: the public list and the shapes that are timed back to back.
 
-    python -m deep_gemm.benchmarks.deepgemm DIRECTORY FILE   time DeepGEMM as it lies in DIRECTORY, add rows to FILE
+    python -m deep_gemm.benchmarks.deepgemm DIRECTORY FILE [SECONDS]   add rows to FILE
 
-A directory is what `pip install --target DIRECTORY` makes, since DeepGEMM is imported under the name of this package.
+DIRECTORY is what `pip install --target DIRECTORY` made of DeepGEMM, which is imported under the name of this package.
+SECONDS bound single calls and graphs, and then what is timed back to back.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,14 +64,18 @@ def _take_out() -> dict[str, ModuleType]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 2:
+    if len(arguments) not in (2, 3):
         print(__doc__)
         return 2
     found, output = load(Path(arguments[0])), Path(arguments[1])
+    seconds = float(arguments[2]) if len(arguments) == 3 else math.inf
     backends.add_deepgemm(found.fp8_gemm_nt)
     names, known = (*Run.names, backends.DEEPGEMM), {"deepgemm": getattr(found, "__version__", "of no known version")}
-    Run(shapes.public(), ("flush", "graph"), output=output, names=names, known=known).execute()
-    Run(shapes.steady(), ("steady",), output=output, names=names, known=known).execute()
+    for chosen, modes in ((shapes.public(), ("flush", "graph")), (shapes.steady(), ("steady",))):
+        plan = Run(chosen, modes, seconds, output, names, known=known)
+        plan.execute()
+        if plan.left_out:
+            print(f"The time ran out before {len(plan.left_out)} measurements: {'; '.join(plan.left_out)}")
     return 0
 
 

@@ -57,7 +57,9 @@ def test_an_empty_directory_is_said_in_words(tmp_path: Path) -> None:
         deepgemm.load(tmp_path)
 
 
-def test_both_lists_are_timed_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_lists_are_timed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from deep_gemm.benchmarks import backends, run
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
@@ -76,3 +78,7 @@ def test_both_lists_are_timed_with_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {names for _, names in asked} == {("ours", "tensorwise", "blockwise", "deepgemm")}
     assert len(rows) == 84 + 42 + 29
     assert deepgemm.main([]) == 2
+    capsys.readouterr()
+    assert deepgemm.main([str(tmp_path / "theirs"), str(tmp_path / "other.jsonl"), "-1"]) == 0
+    assert not (tmp_path / "other.jsonl").exists()
+    assert "The time ran out before 126 measurements: 1 x 2112 x 7168 flush" in capsys.readouterr().out
