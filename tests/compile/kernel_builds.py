@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -98,3 +99,27 @@ def _multiplies(loop: list[str], index: int, number: int) -> bool:
                 return _multiplies(loop, place % len(loop), int(copy.group(1)))
             return re.match(rf"FMUL R\d+, R\d+, UR{number}\b", instruction) is not None
     return False
+
+
+def in_one_bank(loop: list[str]) -> list[str]:
+    """The FFMAs that add to a sum a product in the same of two banks of registers, those of even or of odd numbers:
+    they take both from one. In a trial of 256x144 tiles on an H200, where all did, it was 2% of the time back to back."""
+    found = []
+    for instruction in loop:
+        parts = re.search(r"\bFFMA R(\d+), R(\d+)(\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)", instruction)
+        if parts and parts[1] == parts[5]:  # the operand that is kept for the next is the factor
+            product = parts[4] if parts[3] else parts[2]
+            if int(product) % 2 == int(parts[5]) % 2:
+                found.append(instruction)
+    return found
+
+
+def kept_operands(code: str) -> Iterator[tuple[str, str]]:
+    """(instruction, line after it) for each FFMA that keeps its second operand for one after it."""
+    lines = [line.strip() for line in code.splitlines() if line.strip()]
+    lines = [line for line in lines if re.match(r"/\*[0-9a-f]{4,}\*/|\.L_", line)]
+    jumped_to = set(re.findall(r"`\((\.L_\w+)\)", code))
+    lines = [line for line in lines if not line.startswith(".L_") or line.rstrip(":") in jumped_to]
+    for line, after in itertools.pairwise(lines):
+        if re.search(r"\bFFMA R\d+, R\d+(?:\.reuse)?, R\d+\.reuse", line):
+            yield line, after
