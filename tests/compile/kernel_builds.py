@@ -103,7 +103,7 @@ def _multiplies(loop: list[str], index: int, number: int) -> bool:
 
 def in_one_bank(loop: list[str]) -> list[str]:
     """The FFMAs that add to a sum a product in the same of two banks of registers, those of even or of odd numbers:
-    they take both from one. In a trial of 256x144 tiles on an H200, where all did, it was 2% of the time back to back."""
+    they take both from one. In a trial of 256x144 tiles on an H200, where all did, it was 2% of the time."""
     found = []
     for instruction in loop:
         parts = re.search(r"\bFFMA R(\d+), R(\d+)(\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)", instruction)
