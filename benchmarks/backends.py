@@ -144,7 +144,7 @@ def usable(name: str, x: Operands) -> str | None:
     except (RuntimeError, ValueError, ImportError, AttributeError, NotImplementedError) as error:
         return textwrap.shorten(str(error), 100) or type(error).__name__
     if name in ("blockwise", DEEPGEMM):
-        theirs = x.d.clone() if result is None else result
+        theirs = (x.d if result is None else result).clone()  # ours comes to where it may be
         ours(x)()
         difference = float(calc_diff(theirs, x.d))
         if not difference < 1e-3:

@@ -8,6 +8,7 @@ SECONDS bound single calls and graphs, and then what is timed back to back.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
@@ -21,11 +22,11 @@ from deep_gemm.errors import DeepGemmError
 
 NAME = "deep_gemm"
 
-_loaded: dict[Path, ModuleType] = {}
 
-
+@functools.cache
 def load(directory: Path) -> ModuleType:
-    """The package ``deep_gemm`` in ``directory``, such as one that ``pip install --target`` made, once for each.
+    """The package ``deep_gemm`` in ``directory``, such as one that ``pip install --target`` made; once, since an
+    extension cannot be loaded twice.
 
     Ours steps aside for the import and is in place again afterwards; what DeepGEMM imports later must be its own by
     relative names, or somebody else's. Both read `DG_JIT_CACHE_DIR`, and keep entries of different names there.
@@ -33,8 +34,6 @@ def load(directory: Path) -> ModuleType:
     Raises DeepGemmError if the directory has no such package, or what it has does not import or is not DeepGEMM.
     """
     directory = directory.resolve()
-    if directory in _loaded:
-        return _loaded[directory]
     if not (directory / NAME / "__init__.py").exists():
         raise DeepGemmError(
             f"There is no package {NAME} in {directory}. Name the directory that DeepGEMM was installed into, "
@@ -53,7 +52,6 @@ def load(directory: Path) -> ModuleType:
         sys.modules.update(ours)
     if not hasattr(found, "fp8_gemm_nt") or hasattr(found, "declare_constant"):
         raise DeepGemmError(f"The package {NAME} in {directory} is not DeepGEMM.")
-    _loaded[directory] = found
     return found
 
 

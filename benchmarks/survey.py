@@ -246,21 +246,11 @@ class _Graph:
     REPLAYS = 4
 
     def __call__(self) -> float:
-        import torch
-
         count = max(self.LEAST, len(self.calls))
         if self.captured is None:
             self.captured = timing.capture(self.calls, count, self.stream)
-        samples = []
-        for replay in range(self.REPLAYS + 1):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            self.captured.replay()
-            end.record()
-            end.synchronize()
-            if replay:
-                samples.append(start.elapsed_time(end) * 1e3 / count)
-        return statistics.median(samples)
+        times = [timing.elapsed_us(self.captured.replay) for _ in range(self.REPLAYS + 1)]
+        return statistics.median(times[1:]) / count
 
 
 def quality(row: Row) -> float:

@@ -42,7 +42,7 @@ def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict
     for call in calls.values():
         for _ in range(3):
             call()
-    short = all(_elapsed_us(call) < SHORT_US for call in calls.values())
+    short = all(elapsed_us(call) < SHORT_US for call in calls.values())
     for _ in range(3 * rounds if short else rounds):
         for name, call in calls.items():
             if not short:
@@ -70,7 +70,7 @@ def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for replay in range(replays + 2):
         for name, captured in graphs.items():
-            us = _elapsed_us(captured.replay)
+            us = elapsed_us(captured.replay)
             if replay >= 2:
                 samples[name].append(us / counts[name])
     return {name: statistics.median(values) for name, values in samples.items()}
@@ -117,7 +117,7 @@ def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> fl
 
     once = capture(sets, len(sets), stream)
     once.replay()
-    estimate = _elapsed_us(once.replay)
+    estimate = elapsed_us(once.replay)
     rounds = max(1, round(GRAPH_US / max(estimate, 1.0)))
     captured = once if rounds == 1 else capture(sets, rounds * len(sets), stream)
     replays = max(1, round(BATCH_US / max(estimate, 1.0) / rounds))
@@ -125,12 +125,13 @@ def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> fl
     torch.cuda.synchronize()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        us = _elapsed_us(lambda: [captured.replay() for _ in range(replays)])
+        us = elapsed_us(lambda: [captured.replay() for _ in range(replays)])
         samples.append(us / (replays * rounds * len(sets)))
     return statistics.median(samples[len(samples) // 2 :])
 
 
-def _elapsed_us(work: Call) -> float:
+def elapsed_us(work: Call) -> float:
+    """From before `work` begins on the GPU to when it has ended."""
     import torch
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -104,14 +104,15 @@ def _multiplies(loop: list[str], index: int, number: int) -> bool:
 def in_one_bank(loop: list[str]) -> list[str]:
     """The FFMAs that add to a sum a product in the same of two banks of registers, those of even or of odd numbers:
     they take both from one. In a trial of 256x144 tiles on an H200, where all did, it was 2% of the time."""
-    found = []
+    sums = {}
     for instruction in loop:
         parts = re.search(r"\bFFMA R(\d+), R(\d+)(\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)", instruction)
-        if parts and parts[1] == parts[5]:  # the operand that is kept for the next is the factor
-            product = parts[4] if parts[3] else parts[2]
-            if int(product) % 2 == int(parts[5]) % 2:
-                found.append(instruction)
-    return found
+        if parts and parts[1] == parts[5]:
+            # The operand that is kept for the next is the factor.
+            sums[instruction] = int(parts[4] if parts[3] else parts[2]), int(parts[5])
+    if not sums:
+        raise LookupError("no loop of this kernel adds to sums: the disassembly is not as it was")
+    return [instruction for instruction, (product, total) in sums.items() if product % 2 == total % 2]
 
 
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:

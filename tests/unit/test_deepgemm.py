@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import deep_gemm
 from deep_gemm.benchmarks import deepgemm
@@ -55,6 +56,25 @@ def test_what_is_not_deepgemm_is_said_in_words(tmp_path: Path, text: str, messag
 def test_an_empty_directory_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(DeepGemmError, match=r"There is no package deep_gemm in .*pip install --target"):
         deepgemm.load(tmp_path)
+
+
+def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deep_gemm.benchmarks import backends
+    from deep_gemm.workload import GemmShape
+
+    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    (x,) = backends.make_operands(GemmShape(4, 128, 256), 1, device="cpu")
+    backends.ours(x)()
+    right = x.d.clone()
+    for gemm, reason in (
+        (lambda a, b, d: d.copy_(right), None),
+        (lambda a, b, d: d.copy_(1.1 * right), "its result differs from ours by"),
+        (lambda a, b, d: None, "its result differs from ours by nan"),
+    ):
+        backends.add_deepgemm(gemm)
+        found = backends.usable(backends.DEEPGEMM, x)
+        assert found is None if reason is None else found is not None and found.startswith(reason)
 
 
 def test_both_lists_are_timed_with_it(

@@ -85,26 +85,24 @@ def back_to_back(power: Power, pairs: int = 12) -> list[dict[str, Any]]:
 
 
 def test_the_fit_finds_what_draws_power() -> None:
-    power = POWER
-    fitted = fit.fit_power(back_to_back(power), arch.SM90)
+    fitted = fit.fit_power(back_to_back(POWER), arch.SM90)
     assert fitted is not None
     found, summary = fitted
     assert summary == {"pairs": 36, "deviation": 0.0}
-    for name, value in power.to_json().items():
+    for name, value in POWER.to_json().items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
 
 
 def test_times_back_to_back_are_for_power_alone(tmp_path: Path) -> None:
     """Rows of no launches fit no constants of launches, however many there are."""
-    power = POWER
     source, output = tmp_path / "rows.jsonl", tmp_path / "gpu.json"
-    source.write_text("".join(json.dumps(row) + "\n" for row in back_to_back(power)))
+    source.write_text("".join(json.dumps(row) + "\n" for row in back_to_back(POWER)))
     result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output), "--least", "1"])
     assert result.exit_code == 0, result.output
     written = json.loads(output.read_text())
     assert set(written["fit"]) == {"power"}
     made = Calibrations.from_json(written["constants"])
-    assert made.power.filled_row == pytest.approx(power.filled_row, rel=1e-3)
+    assert made.power.filled_row == pytest.approx(POWER.filled_row, rel=1e-3)
     assert made == replace(default(), power=made.power)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,21 @@ def test_each_config_is_timed_there_and_back_once_the_gpu_is_warm() -> None:
     times = survey.steady_times_of({"a": timer("a", [99.0, 10.0, 14.0]), "b": timer("b", [20.0, 21.0])})
     assert log == ["a", "a", "b", "b", "a"]
     assert times == {"a": 12.0, "b": 20.5}
+
+
+def test_a_graphs_time_is_of_one_call_and_its_first_replay_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, captured = iter([999.0, 96.0, 48.0, 48.0, 60.0]), []
+
+    def capture(*asked: Any) -> Any:
+        captured.append(asked)
+        return types.SimpleNamespace(replay="its replay")
+
+    monkeypatch.setattr(survey.timing, "capture", capture)
+    monkeypatch.setattr(survey.timing, "elapsed_us", lambda work: next(times) if work == "its replay" else None)
+    calls = [lambda: None] * 3
+    timer = survey._Graph(calls, "a stream", "operands")
+    assert timer() == 54.0 / timer.LEAST
+    assert captured == [(calls, timer.LEAST, "a stream")]
 
 
 def test_only_long_problems_are_timed_back_to_back() -> None:
