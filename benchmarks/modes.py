@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from deep_gemm.benchmarks.shapes import STEADY_MIN_M
-from deep_gemm.select.heuristic import POWER_LIMITED_FLOPS
 from deep_gemm.workload import GemmShape
 
 GRAPH_MAX_M = 128
 """Graphs of many launches are about decoding; with more tokens the launch no longer matters."""
+
+POWER_LIMITED_FLOPS = 1e11
+"""A launch of so many keeps an H200 busy for 70 us, and draws all that it may."""
 
 
 def why_not(shape: GemmShape, mode: str) -> str | None:

@@ -46,14 +46,13 @@ EXACT_TOKENS = 16
 """Up to so many, each number is ranked for itself."""
 
 
-POWER_LIMITED_FLOPS = 1e11
-"""A launch of so many keeps an H200 busy for 70 us. Many of them one after the other meet the limit of its power."""
-SUSTAINED = ((POWER_LIMITED_FLOPS, 0.85), (1e10, 0.75))
+SUSTAINED_FLOPS = 1e10
+"""Launches of so many, one after the other, meet the limit of an H200's power: 1000 x 2112 x 7168 took 29.8 us alone
+and 31.8 back to back in one config, 28.8 and 30.8 in another."""
+SUSTAINED_PART = 0.85
 """From so many FLOP on, configs are ranked by a smooth maximum of their time alone and of this part of what they take
-where power is the limit. Over 71 surveyed shapes of 100 GFLOP and more, timed alone, selected / best is 0.986 with it
-and 0.989 without, the worst 0.91 and 0.88; by the sum choices draw 1.3% less. Shorter launches meet that limit too:
-1000 x 2112 x 7168 took 29.0 us alone and 31.4 back to back. Over 379 surveyed choices of them it is 0.984 with and
-0.985 without, and 33 draw 8% less."""
+where power is the limit. Of 22 shapes of 20 GFLOP and more, timed back to back in up to five configs, choices are 0.995
+of the best with it and 0.981 without; timed alone, over 443 surveyed shapes, 0.984 with and 0.986 without."""
 SHARPNESS = 6
 
 
@@ -77,7 +76,7 @@ def representatives(max_m: int) -> list[int]:
 
 def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> list[Choice]:
     """Every config that `candidates` names for ``problem``, the fastest by the model first; ties go to the smaller
-    tile. Where power can be the limit, what they take back to back counts too (`SUSTAINED`). ``calibration`` is an
+    tile. Where power can be the limit, what they take back to back counts too (`SUSTAINED_PART`). ``calibration`` is an
     H200's if it is None. Estimates are of the `representative` number of tokens.
 
     Raises:
@@ -96,7 +95,7 @@ def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tu
             "Relax set_block_size_multiple_of."
         )
     known = _known(constants, problem.d_tma)
-    part = sustained_part(problem.flops)
+    sustained = problem.flops >= SUSTAINED_FLOPS
 
     def order(config: FP8Config) -> tuple[float, int]:
         x = features(problem, config)
@@ -104,18 +103,13 @@ def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tu
         if of is None:
             of = known[config] = costs(x, constants)
         us = parts(x, constants, known=of)["total"]
-        if part:
-            sustained = part * sustained_us(problem, config, x, calibration.power)
-            us = (us**SHARPNESS + sustained**SHARPNESS) ** (1 / SHARPNESS)
+        if sustained:
+            back_to_back = SUSTAINED_PART * sustained_us(problem, config, x, calibration.power)
+            us = (us**SHARPNESS + back_to_back**SHARPNESS) ** (1 / SHARPNESS)
         return us, config.block_m * config.block_n
 
     found.sort(key=order)
     return tuple(Choice(config, problem, constants, calibration.power) for config in found)
-
-
-def sustained_part(flops: float) -> float:
-    """Which part of their time back to back configs for a problem of ``flops`` are ranked by; 0 if by none."""
-    return next((part for least, part in SUSTAINED if flops >= least), 0.0)
 
 
 @functools.lru_cache(maxsize=16)

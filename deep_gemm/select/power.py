@@ -5,7 +5,9 @@ then, only what all of the work draws: products, what they read from shared memo
 is asked for; and what none of it hides: D, a launch, and sums that CTAs give each other. Timed back to back, 53 pairs
 of a config and a shape of 30 GFLOP and more took what a sum of these says within 1.5% (standard deviation, K from 512
 to 16384), and five random shapes that it was not fitted to within 2.5%. It says 8% too little of one whose rows begin
-inside sectors, and 17% of one whose tiles have tokens past their slices.
+inside sectors, and 17% of one whose tiles have tokens past their slices. Of twelve random shapes of 20 to 90 GFLOP it
+says 7% too little, more or less by 5.5%. With what HBM moves, rows that begin inside lines, SMs that wait for the last
+tiles of others, and a part more for products that are dealt out, a sum fits these within 2%, and chose no better.
 """
 
 from __future__ import annotations
