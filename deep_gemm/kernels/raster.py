@@ -17,6 +17,9 @@ that several want: 4 x 4 tiles want 8 rows or columns of operands, 16 x 1 want 1
 15.2 us in such an order and 23.4 in rows there, at M = 512, N = 4096, K = 7168; whole kernels became up to 12% faster,
 and 4% at M = 256 and 512."""
 
+_COUNTED_WAVES = 16
+"""Of launches up to so many waves long the bytes are counted. That takes 1 to 5 ms, once for each count of tiles."""
+
 KEPT_BYTES = 30_000_000
 """What stays in L2 until it is used again. Of an H200's 50 MB each half of the chip has copies of its own
 of what both read: bytes that launches read from HBM are those of one cache of 30 MB that forgets what was used longest
@@ -65,7 +68,11 @@ def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int
 
     Where an operand stays in L2, the other is gone through once, in strips as narrow as neighbours want them. Where
     neither does, a wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles: least bytes at
-    w = sqrt(C * cluster rows / cluster columns). Bands are made equally wide, so that the last is not a sliver.
+    w = sqrt(C * cluster rows / cluster columns). Waves do not end where bands and groups do, so that of bands about as
+    wide, and of groups up to as high as neighbours would have them, those are taken whose waves read least: counted so,
+    4096 x 7168 x 16384 reads 570 MB for 612, and took 1.9% less time back to back and 1.1% less alone (H200), others
+    of 4096 rows and more 0.4 to 1.0% and 0.4 to 0.7%. Where nothing is counted, bands are equally wide, so that the
+    last is not a sliver.
 
     One stays if what a wave reads of the other fits beside it, or if that is B and leaves L2 first. What does so is
     sometimes gone before the last CTA asked for it, which pays only where a wave reads much: on an H200,
@@ -86,9 +93,45 @@ def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int
         if m > n and fits:
             return Raster(tiles_m, tiles_n, tiles_n, min(_narrowest(together, rows, columns), tiles_m))
     best = max(1.0, math.sqrt(clusters * rows / columns), clusters / max(tiles_m, 1))
-    bands = max(1, round(tiles_n / best))
+    band = max(1, ceil_div(tiles_n, max(1, round(tiles_n / best))))
     height = tiles_m if few else max(1, math.isqrt(_NEIGHBOURS) // each)
-    return Raster(tiles_m, tiles_n, max(1, ceil_div(tiles_n, bands)), height)
+    if few or config.stream_k or not clusters < tiles_m * tiles_n <= _COUNTED_WAVES * clusters:
+        return Raster(tiles_m, tiles_n, band, height)
+    near = range(min(tiles_n, max(1, int(best * 0.7))), min(tiles_n, int(best * 1.5)) + 1)
+    heights = [1 << power for power in range(height.bit_length())]
+    return Raster(tiles_m, tiles_n, *_least_read(tiles_m, tiles_n, clusters, rows, columns, near, tuple(heights)))
+
+
+@functools.lru_cache(maxsize=256)
+def _least_read(
+    tiles_m: int, tiles_n: int, clusters: int, rows: int, columns: int, bands: range, heights: tuple[int, ...]
+) -> tuple[int, int]:
+    """The width of bands and the height of groups with which waves read least."""
+    orders = [(band, height) for height in heights for band in bands]
+    return min(orders, key=lambda order: _read(tiles_m, tiles_n, order[0], order[1], clusters, rows, columns))
+
+
+def _read(tiles_m: int, tiles_n: int, band: int, height: int, clusters: int, rows: int, columns: int) -> int:
+    """Rows of operands that waves read, each those of its tiles once, if tiles of ``rows`` x ``columns`` are walked
+    in such an order."""
+    total, left, wanted_m, wanted_n = 0, clusters, 0, 0  # of the wave: tiles to come, and bits for what has come
+    for first in range(0, tiles_n, band):
+        wide = min(band, tiles_n - first)
+        for top in range(0, tiles_m, height):
+            high = min(height, tiles_m - top)
+            at, end = 0, wide * high
+            while at < end:
+                stop = min(end, at + left)
+                begin_n, last_n = at // high, (stop - 1) // high
+                wanted_n |= ((2 << last_n - begin_n) - 1) << first + begin_n
+                for row in range(at, min(stop, at + high)):
+                    wanted_m |= 1 << top + row % high
+                left -= stop - at
+                at = stop
+                if left == 0:
+                    total += wanted_m.bit_count() * rows + wanted_n.bit_count() * columns
+                    left, wanted_m, wanted_n = clusters, 0, 0
+    return total + wanted_m.bit_count() * rows + wanted_n.bit_count() * columns
 
 
 def _narrowest(together: int, across: int, along: int) -> int:

@@ -51,8 +51,9 @@ SUSTAINED_FLOPS = 1e10
 and 31.8 back to back in one config, 28.8 and 30.8 in another."""
 SUSTAINED_PART = 0.85
 """From so many FLOP on, configs are ranked by a smooth maximum of their time alone and of this part of what they take
-where power is the limit. Of 22 shapes of 20 GFLOP and more, timed back to back in up to five configs, choices are 0.995
-of the best with it and 0.981 without; timed alone, over 443 surveyed shapes, 0.984 with and 0.986 without."""
+where power is the limit. Of 22 shapes of 20 GFLOP and more, timed back to back in up to five configs, choices (of one
+the next, which was timed) are 0.995 of the best with it and 0.981 without; timed alone, over 443 surveyed shapes, 0.984
+with and 0.986 without."""
 SHARPNESS = 6
 
 

@@ -74,6 +74,10 @@ def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
         (chosen(192, 96), 1000, 1, 6),  # all rows: rather than four, and two
         (chosen(128, 128), 4096, 1, 4),
         (chosen(128, 128, (2, 1, 1)), 4096, 1, 2),  # CTAs of a cluster are neighbours already
+        (chosen(128, 128, (1, 2, 1)), 4096, 1, 4),
+        (chosen(256, 128), 4096, 1, 2),  # of two heights that want the same, the lower: waves end in fewer rows
+        (chosen(256, 128, (1, 2, 1)), 4096, 1, 2),
+        (chosen(256, 128, (2, 1, 1)), 4096, 1, 1),
         (chosen(128, 128), 4096, 2, 2),
         (chosen(128, 128), 4096, 8, 1),
     ],
@@ -113,8 +117,8 @@ def test_where_an_operand_stays_the_other_is_gone_through_once(
         (2000, 24000, 14848, True),  # of 30 MB of A
         (2000, 24000, 15104, False),
         (4096, 24000, 7168, False),  # a wave reads too much of B beside it, and too little to leave first
-        (24000, 2000, 6912, True),  # 30 MB with what a wave reads of A
-        (24000, 2000, 7040, False),
+        (24000, 4000, 5632, True),  # 30 MB with what a wave reads of A
+        (24000, 4000, 5760, False),
         (1536, 24000, 4096, False),  # few rows of tiles, which one group holds
         (2048, 2048, 4096, False),  # one wave
         (2048, 2304, 4096, True),
