@@ -188,7 +188,7 @@ def test_bands_are_equally_wide() -> None:
     for config in CONFIGS:
         for n in (576, 2112, 7168, 24576):
             tiles = ceil_div(n, config.block_n * config.cluster_n)
-            band = raster(config, 4096, n, 16384, 132).band
+            band = raster(config, 200_000, n, 16384, 132).band  # too many waves to count what each reads
             assert tiles - (ceil_div(tiles, band) - 1) * band >= band - ceil_div(tiles, band), (config, n)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from rasters import located, quotient
 
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.raster import KEPT_BYTES, Raster, divisor, raster
+from deep_gemm.kernels.raster import KEPT_BYTES, Raster, _read, divisor, raster
 from deep_gemm.kernels.sm90_fp8_gemm import KERNEL
 from deep_gemm.params import FP8Config
 
@@ -74,16 +75,12 @@ def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
         (chosen(192, 96), 1000, 1, 6),  # all rows: rather than four, and two
         (chosen(128, 128), 4096, 1, 4),
         (chosen(128, 128, (2, 1, 1)), 4096, 1, 2),  # CTAs of a cluster are neighbours already
-        (chosen(128, 128, (1, 2, 1)), 4096, 1, 4),
-        (chosen(256, 128), 4096, 1, 2),  # of two heights that want the same, the lower: waves end in fewer rows
-        (chosen(256, 128, (1, 2, 1)), 4096, 1, 2),
-        (chosen(256, 128, (2, 1, 1)), 4096, 1, 1),
         (chosen(128, 128), 4096, 2, 2),
         (chosen(128, 128), 4096, 8, 1),
     ],
 )
 def test_neighbours_want_few_distinct_operands(config: FP8Config, m: int, members: int, height: int) -> None:
-    order = raster(config, m, 4096, 16384, 132, members)
+    order = raster(config, m, 40960, 16384, 132, members)  # too many waves to count what each reads
     assert order.height == height
     # 16 neighbours, about as many as share a way to L2, want 8 or 9 tiles of operands where there are rows enough.
     if order.rows * config.cluster_m * members >= 4 and (config.block_m, config.block_n) == (128, 128) and members < 8:
@@ -127,6 +124,52 @@ def test_where_an_operand_stays_the_other_is_gone_through_once(
 def test_strips_are_for_operands_that_stay_and_for_waves_that_follow(m: int, n: int, k: int, strips: bool) -> None:
     order = raster(chosen(256, 128), m, n, k, 132)
     assert ((order.band, order.height) in ((4, 1), (order.columns, 2))) == strips
+
+
+def reads(rows: int, columns: int, clusters: int, order: Raster, high: int, wide: int) -> int:
+    """Rows of operands that waves of ``clusters`` read, each those of its tiles once."""
+    total = 0
+    for first in range(0, rows * columns, clusters):
+        in_rows, in_columns = wanted(order, first, min(clusters, rows * columns - first))
+        total += in_rows * high + in_columns * wide
+    return total
+
+
+@settings(max_examples=200, deadline=None)
+@given(*(st.integers(1, most) for most in (30, 30, 30, 6, 140)), st.sampled_from([(256, 256), (128, 176)]))
+def test_what_waves_read_is_counted(
+    rows: int, columns: int, band: int, height: int, clusters: int, size: tuple[int, int]
+) -> None:
+    order = Raster(rows, columns, min(band, columns), min(height, rows))
+    assert _read(rows, columns, order.band, order.height, clusters, *size) == reads(
+        rows, columns, clusters, order, *size
+    )
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "megabytes"),
+    [(4096, 7168, 16384, 570), (8192, 7168, 16384, 1070), (8192, 8192, 8192, 612), (8192, 4096, 7168, 261)],
+)
+def test_waves_read_little_where_neither_operand_stays(m: int, n: int, k: int, megabytes: int) -> None:
+    """Bands of equal width and groups of four rows read 612, 1200, 679 and 286 MB."""
+    order = raster(chosen(256, 128, (1, 2, 1)), m, n, k, 132)
+    assert reads(order.rows, order.columns, 66, order, 256, 256) * k / 1e6 == pytest.approx(megabytes, abs=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(600, 9000), st.integers(600, 9000), st.sampled_from([(256, 128), (128, 192)]))
+def test_no_order_that_is_counted_reads_less(m: int, n: int, block: tuple[int, int]) -> None:
+    config = chosen(*block, (1, 2, 1))
+    order = raster(config, m, n, 60000, 132)  # of K that makes any operand too large to stay
+    tiles = order.rows * order.columns
+    if 66 < tiles <= 16 * 66 and order.rows > 6:
+        size = config.block_m, config.block_n * 2
+        best = min(max(math.isqrt(66 * size[0] // size[1]), 66 // order.rows), order.columns)
+        for height in (1, 2, 4):
+            other = replace(order, band=best, height=min(height, order.rows))
+            assert reads(order.rows, order.columns, 66, order, *size) <= reads(
+                order.rows, order.columns, 66, other, *size
+            )
 
 
 def test_stream_k_deals_out_bands() -> None:
