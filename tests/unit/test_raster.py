@@ -148,10 +148,16 @@ def test_what_waves_read_is_counted(
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "megabytes"),
-    [(4096, 7168, 16384, 570), (8192, 7168, 16384, 1070), (8192, 8192, 8192, 612), (8192, 4096, 7168, 261)],
+    [
+        (4096, 7168, 16384, 570),
+        (8192, 7168, 16384, 1070),
+        (8192, 8192, 8192, 612),
+        (8192, 4096, 7168, 261),
+        (2506, 8384, 15232, 378),  # of bands narrower than the formula's
+    ],
 )
 def test_waves_read_little_where_neither_operand_stays(m: int, n: int, k: int, megabytes: int) -> None:
-    """Bands of equal width and groups of four rows read 612, 1200, 679 and 286 MB."""
+    """Bands of equal width and groups of four rows read 612, 1200, 679, 286 and 417 MB."""
     order = raster(chosen(256, 128, (1, 2, 1)), m, n, k, 132)
     assert reads(order.rows, order.columns, 66, order, 256, 256) * k / 1e6 == pytest.approx(megabytes, abs=1)
 
@@ -172,9 +178,18 @@ def test_no_order_that_is_counted_reads_less(m: int, n: int, block: tuple[int, i
             )
 
 
+def test_one_wave_is_walked_as_neighbours_want_it() -> None:
+    """It reads the same in any order."""
+    order = raster(chosen(128, 128), 1024, 2048, 16384, 132)
+    assert (order.rows * order.columns, order.band, order.height) == (128, 16, 4)
+
+
 def test_stream_k_deals_out_bands() -> None:
+    """Of equal width: what is dealt out makes no waves that could be counted."""
     streams = next(c for c in KERNEL.configs(SM90) if c.stream_k and (c.block_m, c.block_n) == (128, 128))
     assert raster(streams, 2000, 24000, 4096, 132, 2) == raster(streams, 2000, 24000, 40960, 132, 2)
+    order = raster(streams, 4096, 7168, 16384, 132)
+    assert (order.rows, order.columns, order.band, order.height) == (32, 56, 12, 4)
 
 
 @pytest.mark.parametrize("config", [chosen(128, 192, (1, 2, 1)), chosen(128, 128, (2, 1, 1))])
