@@ -11,13 +11,14 @@ from headers import edited_headers
 @dataclass(frozen=True)
 class Mutation:
     """`old` in the header `file` becomes `new`, which the kernels named in `kernels` do not survive:
-    those whose operands are not swapped, unless it says otherwise."""
+    those whose operands are not swapped, unless it says otherwise. If it shows only from some K on, `k` is one."""
 
     name: str
     file: str
     old: str
     new: str
     kernels: tuple[str, ...] = ("ahead", "one by one", "segments", "split", "direct")
+    k: int = 0
 
     def headers(self, folder: Path) -> Path:
         """The device headers with this mutation, in `folder`."""

@@ -50,16 +50,17 @@ RING_MUTATIONS = [
     Mutation(
         "keep the first tile's scales of B",
         "promotion.cuh",
-        "      part = following;\n",
+        "    part = that;\n",
         "",
-        ("ahead", "segments", "split", "direct"),
+        EVERY,
     ),
     Mutation(
-        "keep the first tile's scales of B where the next are not fetched ahead",
-        "promotion.cuh",
-        "      part = that;\n",
-        "",
-        ("one by one", *SWAPPED_KERNELS),
+        "look ahead to the next tile's scales of B before the last page of this one's is turned to",
+        "fp8_mainloop.cuh",
+        "place % kPage == 0) scaling.weights.turn(place);\n    look_ahead();",
+        "place % kPage == 0) look_ahead(), scaling.weights.turn(place);\n    else look_ahead();",
+        ("ahead", "segments", "direct"),
+        k=34 * 128 - 16,  # the last but one begins a page
     ),
     Mutation(
         "find the second column of a group in the place of the first",

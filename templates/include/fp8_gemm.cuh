@@ -58,7 +58,7 @@ struct Fp8Gemm {
   enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
   // Whether units of a tile are put away one by one, each while a product runs.
   enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
-  // If not, grids have a CTA for each tile. The loops over tiles stay: without them ptxas makes wide tiles spill.
+  // If not, grids have a CTA for each tile, and consumers go round no loop; loaders' loops are the same.
   enum : bool { kPersistent = Tile::kPersistent };
   static_assert(kPersistent || (!kStreams && kClusterSize * kConsumersK == 1));
   // Whether a warp of the producers' brings tiles to D, or tells others where they are, while consumers go on. With one tile
@@ -79,9 +79,9 @@ struct Fp8Gemm {
     enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumersK == 1 && kConsumers > 1 };
   };
   using Order = BlockOrder<1, kClusterK, kConsumersK>;
-  // Fetching ahead makes the main loop longer, which the largest tiles feel. Tiles of 16 columns never waited for the first
-  // scale; lanes that ask for others would tear their promotion's few FFMA apart.
-  using Weights = BlockScales<Columns::kScales, Order, kPersistent && kBlockM * kBlockN < 256 * 128, (kBlockN > 16)>;
+  // Tiles of 16 columns never waited for the first scale; lanes that ask for others would tear their promotion's few FFMA
+  // apart.
+  using Weights = BlockScales<Columns::kScales, Order, (kBlockN > 16)>;
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK };
   enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA's alignment
@@ -309,45 +309,58 @@ struct Fp8Gemm {
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();
     }
-    while (tile.valid()) {
+    // A CTA's last tile has a way out of its own: where a way with a product in flight meets one without, ptxas waits for
+    // products, and none would run while the next tile begins. Storing element by element takes too many registers for two.
+    for (bool more = tile.valid(); more;) {
       const Scheduler now = tile;
-      const u32 row = now.row + first_row;
       const u32 mine = uniform(order_of(now, turn).mine());
-      tile.advance();  // while the tensor cores have something to do
-      mainloop.scaling.weights.follow(part());
       const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage); };
+      const auto look_ahead = [&] {
+        if constexpr (!kPersistent) return;
+        tile.advance();
+        if (tile.valid()) mainloop.scaling.weights.go_on(part());
+      };
       if constexpr (kPutsEarly) {
-        mainloop.resume(sum, mine, put);
+        mainloop.resume(sum, mine, look_ahead, put);
       } else if constexpr (kStartsEarly) {
-        mainloop.resume(sum, mine, Nothing());
+        mainloop.resume(sum, mine, look_ahead, Nothing());
       } else {
-        mainloop.multiply(sum, mine);
+        mainloop.multiply(sum, mine, look_ahead);
       }
-      if (tile.valid()) {
-        mainloop.scaling.weights.go_on(part());
-        if constexpr (kStartsEarly) mainloop.start();  // other CTAs' sums may come first, but only for the last tile
+      more = kPersistent && tile.valid();
+      if (kTmaStore && !more) {
+        finish(mainloop, sum, now, consumer, share, thread, false);
+        break;
       }
-      mainloop.extra.store(arg, now.row + kUpright, columns_of(now).at(consumer * 64), m(), n(), warp, lane);
-      if constexpr (kPutsEarly) {
-        put(Index<Mainloop::kUnits - 1>());
-      } else if constexpr (kStreams) {
-        if (now.owned()) {
-          workspace().add(sum, now.donors, shared, consumer, thread, barriers, mainloop.at);
-          store(sum, row, columns_of(now), consumer, share, thread);
-        } else {
-          workspace().give(sum, consumer, thread);
-          Areas::wait_until_free(consumer);  // or the tile before might not be put away yet
-          Areas::template fill<kStoreParts>(consumer, 0);
-        }
-      } else {
-        if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread, tile.valid());
-        store(sum, row, columns_of(now), consumer, share, thread);
-      }
+      if (kStartsEarly && more) mainloop.start();
+      finish(mainloop, sum, now, consumer, share, thread, kTmaStore || more);
     }
     // For ptxas: with nothing here it takes the way out of the loop for one on which products are in flight, and
     // serialises them all.
     named_barrier_sync(1 + consumer, 128);
     mainloop.turns.end();
+  }
+
+  // What is left to do for a tile's sums when no product adds to them any more.
+  DG_DEVICE void finish(Mainloop& mainloop, Sums& sum, const Scheduler& tile, u32 consumer, u32 share, u32 thread,
+                        bool goes_on) {
+    const u32 row = tile.row + consumer / kConsumersK * 64 * kSlices;
+    mainloop.extra.store(arg, tile.row + kUpright, columns_of(tile).at(consumer * 64), m(), n(), thread / 32, thread % 32);
+    if constexpr (kPutsEarly) {
+      stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage);
+    } else if constexpr (kStreams) {
+      if (tile.owned()) {
+        workspace().add(sum, tile.donors, shared, consumer, thread, barriers, mainloop.at);
+        store(sum, row, columns_of(tile), consumer, share, thread);
+      } else {
+        workspace().give(sum, consumer, thread);
+        Areas::wait_until_free(consumer);  // or the tile before might not be put away yet
+        Areas::template fill<kStoreParts>(consumer, 0);
+      }
+    } else {
+      if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread, goes_on);
+      store(sum, row, columns_of(tile), consumer, share, thread);
+    }
   }
 
   // What a consumer finishes of a tile on its way out: all of it at once, or, without shares of K, a unit after the other.

@@ -71,13 +71,16 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < Mma::kN / 2; ++i) partial[set][i] = 0.0f;
   }
 
-  // The sum of `blocks` blocks of K of a tile.
-  DG_DEVICE void multiply(Sums& sum, u32 blocks) {
+  // The sum of `blocks` blocks of K of a tile. `look_ahead()` is called once, near the end: while a product runs, and when all
+  // scale factors of B were taken, or are on the page at hand.
+  template <class Ahead>
+  DG_DEVICE void multiply(Sums& sum, u32 blocks, const Ahead& look_ahead) {
     if (blocks > 0) {
       start();
-      resume(sum, blocks, Nothing());
+      resume(sum, blocks, look_ahead, Nothing());
     } else {  // more shares of K than blocks
       scaling.begin(first.factors);
+      look_ahead();
       clear(sum);
     }
   }
@@ -92,16 +95,16 @@ struct Fp8Mainloop {
   }
 
   // `finished(unit)` is called when a unit's sums are final, but for the last unit's, while another product runs.
-  template <class Finished>
-  DG_DEVICE void resume(Sums& sum, u32 blocks, const Finished& finished) {
+  template <class Ahead, class Finished>
+  DG_DEVICE void resume(Sums& sum, u32 blocks, const Ahead& look_ahead, const Finished& finished) {
     scaling.begin(first.factors);
     if constexpr (!kStartsFresh) clear(sum);
     scaling.after_arrival(first.factors, first.slot);
     extra.read(first.extra, first.slot);
     if constexpr (kPartials == 1) {
-      one_by_one(sum, blocks, finished);
+      one_by_one(sum, blocks, look_ahead, finished);
     } else {
-      always_ahead(sum, blocks, finished);
+      always_ahead(sum, blocks, look_ahead, finished);
     }
   }
 
@@ -122,8 +125,8 @@ struct Fp8Mainloop {
   }
 
   // The next block is opened while the last products of this one run: only promotion stands between the two.
-  template <class Finished>
-  DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const Finished& finished) {
+  template <class Ahead, class Finished>
+  DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const Ahead& look_ahead, const Finished& finished) {
     Block block = first;
     const u32 others = blocks - 1;
     if constexpr (Shape::kUnrolls) {
@@ -152,6 +155,7 @@ struct Fp8Mainloop {
         each_block<false>(sum, block, place);
       }
     }
+    look_ahead();
     each_unit<false, 0>(sum, block, nullptr, 0, finished);
   }
 
@@ -209,8 +213,8 @@ struct Fp8Mainloop {
   }
 
   // Units take the two sets in turn, over the borders of blocks: an even number of units starts each block with set 0.
-  template <class Finished>
-  DG_DEVICE void always_ahead(Sums& sum, u32 blocks, const Finished& finished) {
+  template <class Ahead, class Finished>
+  DG_DEVICE void always_ahead(Sums& sum, u32 blocks, const Ahead& look_ahead, const Finished& finished) {
     Block even = first, odd;
     const u32 others = blocks - 1;
     u32 place = 0;
@@ -223,8 +227,9 @@ struct Fp8Mainloop {
         follow<1>(sum, even, odd, place + 1);
       }
     }
+    if (place < others && place > 0 && place % kPage == 0) scaling.weights.turn(place);
+    look_ahead();
     if (place < others) {
-      if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
       all_but_last<0>(sum, even, Nothing());
       follow<0>(sum, odd, even, place);
       all_but_last<0>(sum, odd, finished);

@@ -53,7 +53,7 @@ struct Fp8Swapped {
   using Exchange = ShareExchange<kBlockM, kSlices, kClusterK, kConsumersK, kConsumers>;
 
   using Order = BlockOrder<kStageBlocks, kClusterK, kConsumersK>;
-  using Weights = BlockScales<1, Order, false, (kConsumers < 4)>;
+  using Weights = BlockScales<1, Order, (kConsumers < 4)>;
   using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, Tile::kScalesAhead, kStages, kStageBlocks, kConsumersK>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedStore<kBlockM, kSlices, Exchange::kOwned>;
@@ -217,7 +217,7 @@ struct Fp8Swapped {
     if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
     while (tile.valid()) {
-      mainloop.multiply(sum, uniform(order.mine()));
+      mainloop.multiply(sum, uniform(order.mine()), [] {});
       const u32 row = tile.row, column = tile.column + first_row;
       tile.advance();
       if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));

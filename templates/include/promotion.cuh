@@ -4,14 +4,14 @@
 #include "columns.cuh"
 
 // Scale factors of B in registers, a page at a time: lane l of each warp holds the factor of the page's l-th block of K. One
-// coalesced load serves 32 blocks, and the next page is fetched while this one is used; with kAhead also that of the tile
-// that follows. A tile's first block is on no page, so that loops over pages have an even number of blocks to do. Any
-// strides, so no layout of B's scales ever needs a copy. `Order` says which block of K is multiplied when.
+// coalesced load serves 32 blocks, and the next page is fetched while this one is used. A tile's first block is on no page, so
+// that loops over pages have an even number of blocks to do. Any strides, so no layout of B's scales ever needs a copy.
+// `Order` says which block of K is multiplied when.
 //
 // Of a tile's first block only lane 0's factor is wanted. If all lanes asked for that, ptxas would see that they get the same,
 // and wait for it at once, to keep it in a uniform register: before the tile's first product, 1000 cycles from HBM. So each
 // asks for another (kSpreads), where there is a register to spare.
-template <u32 kRows, class Order, bool kAhead, bool kSpreads = true>
+template <u32 kRows, class Order, bool kSpreads = true>
 struct BlockScales {
   enum : u32 { kPage = 32 };
 
@@ -24,23 +24,18 @@ struct BlockScales {
   const float* base;
   i64 stride_n, stride_k;
   u32 rows, lane;
-  Part part, following;
+  Part part;
   float lead[kRows], now[kRows], next[kRows];
 
   DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 lane, const Part& first)
-      : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), lane(lane), part(first), following(first) {}
+      : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), lane(lane), part(first) {}
 
   // Asks for the first tile's factors, well before they are needed.
   DG_DEVICE void open() { fetch_first(); }
-  // Which tile comes after the one at hand: to be said before the latter begins, and again when it has ended.
-  DG_DEVICE void follow(const Part& that) {
-    if constexpr (kAhead) following = that;
-  }
+  // On to another tile; of the one at hand only the factors on this page can still be had.
   DG_DEVICE void go_on(const Part& that) {
-    if constexpr (!kAhead) {
-      part = that;
-      fetch_first();
-    }
+    part = that;
+    fetch_first();
   }
 
   // The factors of the tile's first block; those of the blocks after it are on the first page.
@@ -55,13 +50,7 @@ struct BlockScales {
   DG_DEVICE void turn(u32 place) {
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) now[r] = next[r];
-    const u32 after = 1 + place + kPage;
-    if (kAhead && after >= part.order.mine()) {
-      part = following;
-      fetch_first();
-    } else {
-      fetch(after + lane, next);
-    }
+    fetch(1 + place + kPage + lane, next);
   }
 
   // The factors of the block in this place, on the page at hand (lanes are counted modulo 32).

@@ -36,7 +36,7 @@ SHAPES = [
     (65, 144, 128, ALL_SMS),  # one block of K, fewer than shares
     (200, 400, 256, ALL_SMS),  # two
     (130, 264, 384, ALL_SMS),  # three
-    (40, 392, 4240, ALL_SMS),  # 34 blocks: scales of B are fetched 32 at a time
+    (300, 776, 4240, FEW_SMS),  # 34 blocks: scales of B are fetched 32 at a time, and so are the next tile's
 ]
 # For element by element stores, of odd widths.
 DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
@@ -50,7 +50,7 @@ SWAPPED_SHAPES = [
     (300, 776, 656, FEW_SMS),  # many tiles a CTA, and a block of K cut short
     (8, 1003, 896, ALL_SMS),  # pieces of eight columns do not end where D does; its rows are padded
     (65, 256, 128, ALL_SMS),  # one block of K, fewer than shares
-    (40, 392, 4240, ALL_SMS),  # 34 blocks: scales of B are fetched 32 at a time
+    (300, 776, 4240, FEW_SMS),  # 34 blocks: scales of B are fetched 32 at a time, and so are the next tile's
 ]
 SWAPPED_DIRECT_SHAPES = [(269, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
 # Where a stage holds several blocks of K, these are whole; the output is stored element by element anyway.

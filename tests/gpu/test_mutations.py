@@ -52,11 +52,11 @@ def blocks_of_k(kernel: str) -> int:
     return 1024 if isinstance(config, SwappedConfig) and config.stage_blocks > 1 else 1008
 
 
-def complaints(kernel: str, function: Function) -> list[str]:
-    """The layers of the oracle that find fault with a kernel."""
+def complaints(kernel: str, function: Function, k: int = 0) -> list[str]:
+    """The layers of the oracle that find fault with a kernel, at this K or the usual one."""
     stream = engine.raw_stream(torch.cuda.current_device())
     found = []
-    k = blocks_of_k(kernel)
+    k = k or blocks_of_k(kernel)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, y = (torch.randn(rows, k, device=DEVICE, generator=generator) for rows in (M, N))
     # What has scales of its own, in A and in B, differs by more than a factor of ten: a wrong scale is a wrong result.
@@ -87,8 +87,13 @@ def test_sound_kernels_pass(loaded: LoadedMutant, kernel: str) -> None:
     assert complaints(kernel, loaded(None, kernel)) == []
 
 
+@pytest.mark.parametrize(("mutation", "kernel"), [(m, kernel) for m, kernel in mutants() if m.k])
+def test_sound_kernels_pass_at_other_k(loaded: LoadedMutant, mutation: Mutation, kernel: str) -> None:
+    assert complaints(kernel, loaded(None, kernel), mutation.k) == []
+
+
 @pytest.mark.parametrize(
     ("mutation", "kernel"), mutants(), ids=[f"{mutation.name}, {kernel}" for mutation, kernel in mutants()]
 )
 def test_broken_kernels_do_not(loaded: LoadedMutant, mutation: Mutation, kernel: str) -> None:
-    assert complaints(kernel, loaded(mutation, kernel)) == ["bound", "difference", "integers"]
+    assert complaints(kernel, loaded(mutation, kernel), mutation.k) == ["bound", "difference", "integers"]
