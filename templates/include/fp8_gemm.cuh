@@ -58,6 +58,9 @@ struct Fp8Gemm {
   enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
   // Whether units of a tile are put away one by one, each while a product runs.
   enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
+  // Whether a tile's first scales of B are asked for before the last block of the tile before. Several rows of them would be
+  // too many registers beside 192 accumulators: ptxas then puts sums and products into one bank.
+  enum : bool { kScalesEarly = Columns::kScales == 1 || kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 < 192 };
   // If not, grids have a CTA for each tile, and consumers go round no loop; loaders' loops are the same.
   enum : bool { kPersistent = Tile::kPersistent };
   static_assert(kPersistent || (!kStreams && kClusterSize * kConsumersK == 1));
@@ -318,7 +321,7 @@ struct Fp8Gemm {
       const auto look_ahead = [&] {
         if constexpr (!kPersistent) return;
         tile.advance();
-        if (tile.valid()) mainloop.scaling.weights.go_on(part());
+        if (kScalesEarly && tile.valid()) mainloop.scaling.weights.go_on(part());
       };
       if constexpr (kPutsEarly) {
         mainloop.resume(sum, mine, look_ahead, put);
@@ -332,6 +335,7 @@ struct Fp8Gemm {
         finish(mainloop, sum, now, consumer, share, thread, false);
         break;
       }
+      if (!kScalesEarly && more) mainloop.scaling.weights.go_on(part());
       if (kStartsEarly && more) mainloop.start();
       finish(mainloop, sum, now, consumer, share, thread, kTmaStore || more);
     }

@@ -19,9 +19,11 @@ struct TileScheduler {
     if (valid()) locate();
   }
 
-  // The same in less time, whether there is such a tile or not, and at once: the compiler would do it where it is used.
+  // The same in less time, whether there is such a tile or not, and at once: the compiler would do it where it is used, and
+  // read what it goes on by from memory each time. Consumers have no register for that.
   static DG_DEVICE TileScheduler early(const Raster* raster) {
     TileScheduler tile(raster, Index<0>());
+    tile.stride = opaque(tile.stride);
     tile.locate();
     asm volatile("" ::"r"(tile.row), "r"(tile.column), "r"(tile.count), "r"(tile.index));
     return tile;
@@ -41,7 +43,7 @@ struct TileScheduler {
   // Not located yet.
   DG_DEVICE TileScheduler(const Raster* raster, Index<0>)
       : raster(raster), count(raster->rows * raster->columns),
-        stride(opaque(gridDim.x / (kClusterM * kClusterN * kClusterK))),  // read from memory at each use, else
+        stride(gridDim.x / (kClusterM * kClusterN * kClusterK)),
         index(blockIdx.x / (kClusterM * kClusterN * kClusterK)) {}
 
   DG_DEVICE void locate() {
