@@ -58,9 +58,10 @@ struct Fp8Gemm {
   enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
   // Whether units of a tile are put away one by one, each while a product runs.
   enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
-  // Whether a tile's first scales of B are asked for before the last block of the tile before. Several rows of them would be
-  // too many registers beside 192 accumulators: ptxas then puts sums and products into one bank.
-  enum : bool { kScalesEarly = Columns::kScales == 1 || kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 < 192 };
+  // Whether a tile's first scales of B are asked for before the last block of the tile before. Several rows of them are too
+  // many registers beside 192 accumulators, but for a lone consumer: ptxas would put sums and products into one bank.
+  enum : u32 { kAccumulators = kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 };
+  enum : bool { kScalesEarly = Columns::kScales == 1 || kConsumers == 1 || kAccumulators < 192 };
   // If not, grids have a CTA for each tile, and consumers go round no loop; loaders' loops are the same.
   enum : bool { kPersistent = Tile::kPersistent };
   static_assert(kPersistent || (!kStreams && kClusterSize * kConsumersK == 1));
