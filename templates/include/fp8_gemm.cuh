@@ -320,9 +320,8 @@ struct Fp8Gemm {
       const u32 mine = uniform(order_of(now, turn).mine());
       const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage); };
       const auto look_ahead = [&] {
-        if constexpr (!kPersistent) return;
-        tile.advance();
-        if (kScalesEarly && tile.valid()) mainloop.scaling.weights.go_on(part());
+        if constexpr (kPersistent) tile.advance();
+        if (kPersistent && kScalesEarly && tile.valid()) mainloop.scaling.weights.go_on(part());
       };
       if constexpr (kPutsEarly) {
         mainloop.resume(sum, mine, look_ahead, put);
