@@ -349,6 +349,27 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
         assert onwards[:until].count("FFMA") >= config.block_n / 4
 
 
+def starts_before_it_stores(params: KernelParams) -> bool:
+    """Whether consumers start the next tile's first product before they store this one, and have no others' sums to add."""
+    c = params.config
+    upright = isinstance(c, FP8Config) and not isinstance(c, SwappedConfig)
+    return upright and c.persistent and not c.stream_k and c.k_shares == 1 and params.store == "tma"
+
+
+STARTED_EARLY = [params for params in GEMMS if starts_before_it_stores(params)]
+
+
+@pytest.mark.parametrize("params", STARTED_EARLY, ids=entry)
+def test_no_tile_ends_with_a_wait_for_the_first_product_of_the_next(
+    builds: dict[KernelParams, Future[Built]], params: KernelParams
+) -> None:
+    """That product is the last in the code; who waits for it is the loop over blocks, which comes before."""
+    code = builds[params].result().sass
+    last = code.rindex("GMMA.")
+    assert "WARPGROUP.DEPBAR" in code[:last]
+    assert "WARPGROUP.DEPBAR" not in code[last:]
+
+
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_promotion_comes_in_bursts(
     builds: dict[KernelParams, Future[Built]], params: KernelParams, caplog: pytest.LogCaptureFixture
