@@ -350,7 +350,7 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
 
 
 def starts_before_it_stores(params: KernelParams) -> bool:
-    """Whether consumers start the next tile's first product before they store this one, and have no others' sums to add."""
+    """Whether consumers start the next tile's first product before they store this one, and add no sums of others."""
     c = params.config
     upright = isinstance(c, FP8Config) and not isinstance(c, SwappedConfig)
     return upright and c.persistent and not c.stream_k and c.k_shares == 1 and params.store == "tma"
