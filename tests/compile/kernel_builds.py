@@ -15,7 +15,7 @@ import pytest
 from deep_gemm import engine
 from deep_gemm.jit import Binary, Builder, sass
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
-from deep_gemm.params import KernelParams
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
 from deep_gemm.settings import settings
 
 KINDS = ("nvrtc", "nvcc")
@@ -53,6 +53,13 @@ def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iter
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {params: pool.submit(build, params) for params in cases}
         pool.shutdown(cancel_futures=True)
+
+
+def starts_before_it_stores(params: KernelParams) -> bool:
+    """Whether consumers start the next tile's first product before they store this one, and add no sums of others."""
+    c = params.config
+    upright = isinstance(c, FP8Config) and not isinstance(c, SwappedConfig)
+    return upright and c.persistent and not c.stream_k and c.k_shares == 1 and params.store == "tma"
 
 
 def main_loop(text: str) -> list[str]:

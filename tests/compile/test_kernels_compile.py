@@ -22,6 +22,7 @@ from kernel_builds import (
     main_loop,
     moves_to_uniform,
     open_compiler,
+    starts_before_it_stores,
 )
 from launches import fp8, maps_output, parameter_names
 
@@ -349,17 +350,7 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
         assert onwards[:until].count("FFMA") >= config.block_n / 4
 
 
-def starts_before_it_stores(params: KernelParams) -> bool:
-    """Whether consumers start the next tile's first product before they store this one, and add no sums of others."""
-    c = params.config
-    upright = isinstance(c, FP8Config) and not isinstance(c, SwappedConfig)
-    return upright and c.persistent and not c.stream_k and c.k_shares == 1 and params.store == "tma"
-
-
-STARTED_EARLY = [params for params in GEMMS if starts_before_it_stores(params)]
-
-
-@pytest.mark.parametrize("params", STARTED_EARLY, ids=entry)
+@pytest.mark.parametrize("params", [*filter(starts_before_it_stores, GEMMS)], ids=entry)
 def test_no_tile_ends_with_a_wait_for_the_first_product_of_the_next(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
