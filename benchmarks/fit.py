@@ -51,6 +51,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "gathered_per_us": (4e3, 2e5),
     "instruction_cycles": (8, 60),
     "extra_cycles": (12, 40),
+    "extra_us": (0.01, 1.0),
     "chain_cycles": (30, 300),
     "copied_cycles": (30, 1200),
     "promote_cycles": (0.35, 1.5),

@@ -78,6 +78,8 @@ class Calibration(Constants):
     """Least time of a wgmma, however narrow."""
     extra_cycles: float
     """A narrow wgmma among wide ones, for tokens past a tile's m64 slices."""
+    extra_us: float
+    """Storing these, of each tile: element by element, with nothing to hide it."""
     chain_cycles: float
     """Latency of one block of K in a consumer: wait, issue, drain."""
     copied_cycles: float

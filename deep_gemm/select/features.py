@@ -34,8 +34,10 @@ class Features(NamedTuple):
     """Instructions a consumer issues for a block."""
     half_width: float
     """Half the columns of one instruction: its cycles in the tensor cores."""
+    extra: float
+    """1 where a tile has tokens past its m64 slices, else 0."""
     extra_products: float
-    """Instructions besides, for tokens past a tile's m64 slices."""
+    """Instructions besides, for these."""
     read: float
     """Bytes of operands that instructions read for a block."""
     scales_read: float
@@ -157,6 +159,7 @@ def _fixed(config: FP8Config, d_tma: bool) -> _Fixed:
         "groups": groups,
         "products": products,
         "half_width": mma_n / 2,
+        "extra": 1.0 if extra else 0.0,
         "extra_products": 4 if extra else 0,
         "read": groups * (products * (64 + mma_n) + (4 * (64 + extra) if extra else 0)) * 32,
         "scales_read": groups * 128 * scales * 4,

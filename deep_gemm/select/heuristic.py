@@ -16,7 +16,7 @@ from ..kernels.sm90_fp8_launch import num_ctas
 from ..kernels.sm90_fp8_swapped import TOKENS
 from ..kernels.stream_k import stream
 from ..params import SCALE_BLOCK, FP8Config, GemmProblem, SmallConfig, SwappedConfig, ceil_div
-from .calibration import Calibration, Calibrations, default
+from .calibration import SOME_TOKENS, Calibration, Calibrations, default
 from .features import features
 from .model import Costs, Estimate, costs, estimate, parts
 from .power import Power, sustained_us
@@ -46,14 +46,17 @@ EXACT_TOKENS = 16
 """Up to so many, each number is ranked for itself."""
 
 
-SUSTAINED_FLOPS = 1e10
+SUSTAINED_FLOPS, PREFILL_FLOPS = 1e10, 2e9
 """Launches of so many, one after the other, meet the limit of an H200's power: 1000 x 2112 x 7168 took 29.8 us alone
-and 31.8 back to back in one config, 28.8 and 30.8 in another."""
-SUSTAINED_PART = 0.85
-"""From so many FLOP on, configs are ranked by a smooth maximum of their time alone and of this part of what they take
-where power is the limit. Of 22 shapes of 20 GFLOP and more, timed back to back in up to five configs, choices (of one
-the next, which was timed) are 0.995 of the best with it and 0.981 without; timed alone, over 443 surveyed shapes, 0.984
-with and 0.986 without."""
+and 31.8 back to back in one config, 28.8 and 30.8 in another. With more tokens than `SOME_TOKENS`, of which prefill and
+training make thousands in a row, fewer count: 1000 x 576 x 7168 took 12.9 us back to back with 64x80 tiles and 11.4
+with 64x96, which draw less."""
+SUSTAINED_PART = 0.9
+"""Of these, configs are ranked by a smooth maximum of their time alone, but for the launch, which others hide, and of
+this part of what they take where power is the limit. Of shapes timed back to back in up to ten configs, choices are
+0.991 of the best for 29 of 15 GFLOP and more (0.980 without regard to power), 0.983 for 15 smaller ones (0.969), and
+0.997 for 22 others in up to five configs (0.991). Timed alone, over 200 surveyed shapes of more than 512 tokens, 0.975
+with and 0.977 without."""
 SHARPNESS = 6
 
 
@@ -73,6 +76,11 @@ def representatives(max_m: int) -> list[int]:
     while found[-1] < max_m:
         found.append(representative(found[-1] + 1))
     return found[1:]
+
+
+def sustains(problem: GemmProblem) -> bool:
+    """Whether power can be the limit of such launches, one after the other."""
+    return problem.flops >= (PREFILL_FLOPS if problem.m > SOME_TOKENS else SUSTAINED_FLOPS)
 
 
 def rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | None = None) -> list[Choice]:
@@ -96,7 +104,7 @@ def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tu
             "Relax set_block_size_multiple_of."
         )
     known = _known(constants, problem.d_tma)
-    sustained = problem.flops >= SUSTAINED_FLOPS
+    sustained = sustains(problem)
 
     def order(config: FP8Config) -> tuple[float, int]:
         x = features(problem, config)
@@ -105,8 +113,8 @@ def _rank(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations) -> tu
             of = known[config] = costs(x, constants)
         us = parts(x, constants, known=of)["total"]
         if sustained:
-            back_to_back = SUSTAINED_PART * sustained_us(problem, config, x, calibration.power)
-            us = (us**SHARPNESS + back_to_back**SHARPNESS) ** (1 / SHARPNESS)
+            drawn = SUSTAINED_PART * sustained_us(problem, config, x, calibration.power)
+            us = (max(0.0, us - constants.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
         return us, config.block_m * config.block_n
 
     found.sort(key=order)

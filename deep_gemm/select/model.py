@@ -98,6 +98,7 @@ def parts(
     # The next tile is multiplied while one is stored, but for the last; CTAs that share an SM share its way out.
     seen = x.waves - (x.waves - 1) * c.epilogue_hidden
     epilogue = seen * (c.epilogue_us + x.resident * x.elements * of.per_element + handing)
+    epilogue = epilogue + x.waves * x.extra * c.extra_us
     streaming = x.streams * c.stream_us + x.given / c.given_per_us + x.gathered / c.gathered_per_us
     hbm = (x.traffic + x.weights_again * c.again) / (c.hbm_gb_per_s * 1e3)
     # SMs that ask for the same line at a time share an answer.
