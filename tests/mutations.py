@@ -63,6 +63,13 @@ RING_MUTATIONS = [
         k=34 * 128 - 16,  # the last but one begins a page
     ),
     Mutation(
+        "tell consumers of each tile for the one after it",
+        "put_away.cuh",
+        "      ahead.advance();\n      told.tell(ahead, lane == 0);\n",
+        "      told.tell(ahead, lane == 0);\n      ahead.advance();\n",
+        ("ahead", "one by one", "split"),
+    ),
+    Mutation(
         "find the second column of a group in the place of the first",
         "raster.cuh",
         "column = first + right;",

@@ -97,7 +97,8 @@ class Sm90Fp8Gemm(Kernel[FP8Config]):
     def _deepest(self, config: FP8Config, arch: ArchSpec) -> FP8Config:
         """``config`` with as many stages as fit into shared memory beside the staging area that it has for D."""
         budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
-        stages = (budget - staging_bytes(config) - reduction_bytes(config)) // (stage_bytes(config) + BARRIER_BYTES)
+        besides = staging_bytes(config) + reduction_bytes(config) + told_bytes(config)
+        stages = (budget - besides) // (stage_bytes(config) + BARRIER_BYTES)
         stages = max(0, min(MAX_STAGES, stages)) // config.consumers_k * config.consumers_k
         return replace(config, num_stages=stages)
 
@@ -298,10 +299,16 @@ def reduction_bytes(config: FP8Config) -> int:
     return config.num_consumers * ((config.k_shares - 1) * slot + BARRIER_BYTES)
 
 
+def told_bytes(config: FP8Config) -> int:
+    """Where the warp that brings tiles to D tells consumers of the next (see ``told.cuh``)."""
+    told = config.persistent and config.num_consumers == 2 and not config.stream_k and not config.extra_tokens
+    return 16 if told else 0
+
+
 def config_shared_bytes(config: FP8Config, tma_store: bool) -> int:
     """Dynamic shared memory of one CTA; without a TMA store there is no staging area."""
     stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
-    return stages + reduction_bytes(config) + (staging_bytes(config) if tma_store else 0)
+    return stages + reduction_bytes(config) + (staging_bytes(config) + told_bytes(config) if tma_store else 0)
 
 
 def _config(params: KernelParams) -> FP8Config:

@@ -19,6 +19,7 @@
 #include "staging.cuh"
 #include "stream.cuh"
 #include "tma.cuh"
+#include "told.cuh"
 #include "warpgroup.cuh"
 
 template <class Tile, class Mma, class MmaExtra>
@@ -31,9 +32,7 @@ struct Fp8Gemm {
   // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
   enum : u32 { kShares = kClusterK * kConsumersK };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
-  enum : bool { kTmaStore = Tile::kTmaStore };
-
-  enum : bool { kClusters = kClusterSize > 1 };
+  enum : bool { kTmaStore = Tile::kTmaStore, kClusters = kClusterSize > 1 };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // who gets what is loaded together
 
   // One consumer's share of a tile, in m64 slices of rows, and tokens past the slices of all (see extra_tokens.cuh).
@@ -62,12 +61,15 @@ struct Fp8Gemm {
   // many registers beside 192 accumulators, but for a lone consumer: ptxas would put sums and products into one bank.
   enum : u32 { kAccumulators = kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 };
   enum : bool { kScalesEarly = Columns::kScales == 1 || kConsumers == 1 || kAccumulators < 192 };
-  // If not, grids have a CTA for each tile, and consumers go round no loop; loaders' loops are the same.
+  // Else grids have a CTA for each tile, and consumers go round no loop; loaders' loops are the same.
   enum : bool { kPersistent = Tile::kPersistent };
   static_assert(kPersistent || (!kStreams && kClusterSize * kConsumersK == 1));
   // Whether a warp of the producers' brings tiles to D, or tells others where they are, while consumers go on. With one tile
   // they have nothing to go on to, and are quicker themselves.
   enum : bool { kPutsAway = kStreams || (kTmaStore && kPersistent) };
+  // Whether that warp says which tile is next. Tiles with tokens past their slices need more than its columns, and would spill;
+  // so would some of a lone consumer's, and of three ptxas would put sums and products into one bank.
+  enum : bool { kTold = kPutsAway && !kStreams && kExtra == 0 && kConsumers == 2 };
   using Whole = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
   using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, Workspace::kSteps>, Whole>::Type;
   using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
@@ -75,9 +77,8 @@ struct Fp8Gemm {
   using Cursor = ProducerCursor;
   struct Shape {
     enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = Tile::kPartials };
-    enum : u32 { kStageBlocks = 1, kStep = kConsumersK };
+    enum : u32 { kStageBlocks = 1, kStep = kConsumersK, kTurns = Tile::kTurns };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
-    enum : u32 { kTurns = Tile::kTurns };
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
     // A lone consumer has no other to hide its instructions' fetches, which longer code makes slower: 64x144 lost 5%.
     enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumersK == 1 && kConsumers > 1 };
@@ -94,12 +95,11 @@ struct Fp8Gemm {
   using Extra = typename Either<(kExtra > 0), ExtraTokens<MmaExtra, kBytesA, kBytesB, kBytesScale>, NoExtraTokens>::Type;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling, Extra>;
   using Sums = typename Mainloop::Sums;
-  using Nothing = typename Mainloop::Nothing;
   using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
   enum : u32 { kOffsetScale = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
-  enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale };
-  enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale, kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
+  enum : u32 { kOffsetTold = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kSharedBytes = kOffsetTold + (kTold ? +ToldTiles::kBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -121,6 +121,7 @@ struct Fp8Gemm {
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
   DG_DEVICE Workspace workspace() const { return {stream.flags, stream.slots}; }
+  DG_DEVICE ToldTiles told() const { return ToldTiles(shared + kOffsetTold); }
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
@@ -149,20 +150,14 @@ struct Fp8Gemm {
   }
 
   DG_DEVICE Scheduler first_tile() const {
-    if constexpr (kStreams) {
-      return Scheduler(stream, blocks(), arg.raster);
-    } else {
-      return Scheduler(arg.raster);
-    }
+    if constexpr (kStreams) return Scheduler(stream, blocks(), arg.raster);
+    else return Scheduler(arg.raster);
   }
 
   // What streams has too much to remember from so early.
   DG_DEVICE Scheduler loaded_first(const Whole& early) const {
-    if constexpr (kStreams) {
-      return first_tile();
-    } else {
-      return early;
-    }
+    if constexpr (kStreams) return first_tile();
+    else return early;
   }
 
   // The first blocks of B that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not.
@@ -310,6 +305,8 @@ struct Fp8Gemm {
     if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
+    ToldTiles next = told();
+    if constexpr (kTold) ToldTiles::begin(consumer);
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();
     }
@@ -318,15 +315,16 @@ struct Fp8Gemm {
     for (bool more = tile.valid(); more;) {
       const Scheduler now = tile;
       const u32 mine = uniform(order_of(now, turn).mine());
-      const auto put = [&](auto unit) { stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage); };
-      const auto look_ahead = [&] {
-        if constexpr (kPersistent) tile.advance();
-        if (kPersistent && kScalesEarly && tile.valid()) mainloop.scaling.weights.go_on(part());
+      const auto put = [&](auto unit) {
+        if constexpr (kPutsEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage);
       };
-      if constexpr (kPutsEarly) {
+      const auto look_ahead = [&] {
+        if constexpr (kTold) next.follow(tile);
+        else if constexpr (kPersistent) tile.advance();
+        if (kPersistent && kScalesEarly && (kTold || tile.valid())) mainloop.scaling.weights.go_on(part());
+      };
+      if constexpr (kStartsEarly) {
         mainloop.resume(sum, mine, look_ahead, put);
-      } else if constexpr (kStartsEarly) {
-        mainloop.resume(sum, mine, look_ahead, Nothing());
       } else {
         mainloop.multiply(sum, mine, look_ahead);
       }

@@ -73,8 +73,8 @@ struct Fp8Mainloop {
 
   // The sum of `blocks` blocks of K of a tile. `look_ahead()` is called once, near the end: while a product runs, and when all
   // scale factors of B were taken, or are on the page at hand.
-  template <class Ahead>
-  DG_DEVICE void multiply(Sums& sum, u32 blocks, const Ahead& look_ahead) {
+  template <class LookAhead>
+  DG_DEVICE void multiply(Sums& sum, u32 blocks, const LookAhead& look_ahead) {
     if (blocks > 0) {
       start();
       resume(sum, blocks, look_ahead, Nothing());
@@ -95,8 +95,8 @@ struct Fp8Mainloop {
   }
 
   // `finished(unit)` is called when a unit's sums are final, but for the last unit's, while another product runs.
-  template <class Ahead, class Finished>
-  DG_DEVICE void resume(Sums& sum, u32 blocks, const Ahead& look_ahead, const Finished& finished) {
+  template <class LookAhead, class Finished>
+  DG_DEVICE void resume(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     scaling.begin(first.factors);
     if constexpr (!kStartsFresh) clear(sum);
     scaling.after_arrival(first.factors, first.slot);
@@ -125,8 +125,8 @@ struct Fp8Mainloop {
   }
 
   // The next block is opened while the last products of this one run: only promotion stands between the two.
-  template <class Ahead, class Finished>
-  DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const Ahead& look_ahead, const Finished& finished) {
+  template <class LookAhead, class Finished>
+  DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     Block block = first;
     const u32 others = blocks - 1;
     if constexpr (Shape::kUnrolls) {
@@ -213,8 +213,8 @@ struct Fp8Mainloop {
   }
 
   // Units take the two sets in turn, over the borders of blocks: an even number of units starts each block with set 0.
-  template <class Ahead, class Finished>
-  DG_DEVICE void always_ahead(Sums& sum, u32 blocks, const Ahead& look_ahead, const Finished& finished) {
+  template <class LookAhead, class Finished>
+  DG_DEVICE void always_ahead(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     Block even = first, odd;
     const u32 others = blocks - 1;
     u32 place = 0;

@@ -1,6 +1,7 @@
 // How finished tiles of `Fp8Gemm` leave a CTA that goes on to the next.
 #pragma once
 #include "tma.cuh"
+#include "told.cuh"
 #include "warpgroup.cuh"
 
 // One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
@@ -9,9 +10,26 @@ template <class Gemm>
 DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   using Areas = typename Gemm::Areas;
   constexpr u32 kParts = Gemm::kStoreParts;
-  wait_for_previous_kernel();
   const u32 lane = threadIdx.x % 32;
-  for (; tile.valid(); tile.advance()) {
+  ToldTiles told = gemm.told();
+  auto next = tile, ahead = tile;
+  const auto look_ahead = [&] {
+    if constexpr (Gemm::kTold) {
+      next = ahead;
+      ahead.advance();
+      told.tell(ahead, lane == 0);
+      __syncwarp();
+    }
+  };
+  const auto go_on = [&] {
+    if constexpr (Gemm::kTold) tile = next;
+    else tile.advance();
+  };
+  look_ahead();
+  if constexpr (Gemm::kTold) ToldTiles::let_begin<Gemm::kConsumers>();
+  wait_for_previous_kernel();
+  for (; tile.valid(); go_on()) {
+    look_ahead();
     bool owned = true;
     if constexpr (Gemm::kStreams) owned = tile.owned();
     if (Gemm::kTmaStore || !owned) {

@@ -127,7 +127,9 @@ def shared_by_hand(c: FP8Config, store: str) -> int:
     shares = c.cluster_k * c.consumers_k
     # Float32 sums of every other share of K, and two barriers for each consumer to hand them over.
     reduction = (shares - 1) * finished * 4 + (16 * c.num_consumers if shares > 1 else 0)
-    return c.num_stages * stage + staging + reduction
+    # Where two consumers hear which tile is next, from who stores the one at hand.
+    told = 16 if staging and c.num_consumers == 2 and not c.stream_k and not c.extra_tokens else 0
+    return c.num_stages * stage + staging + reduction + told
 
 
 def swapped_by_hand(c: SwappedConfig, store: str) -> int:

@@ -10,7 +10,7 @@ struct Tile {
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : bool { kPersistent = true, kStreams = false };
   enum : bool { kTmaStore = true };
-  enum : u32 { kSharedBytes = 216160 };
+  enum : u32 { kSharedBytes = 216176 };
 };
 
 struct Mma {

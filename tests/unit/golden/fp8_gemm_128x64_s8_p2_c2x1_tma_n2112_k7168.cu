@@ -10,7 +10,7 @@ struct Tile {
   enum : u32 { kShapeM = 0, kShapeN = 2112, kShapeK = 7168 };  // 0: given at run time
   enum : bool { kPersistent = true, kStreams = false };
   enum : bool { kTmaStore = true };
-  enum : u32 { kSharedBytes = 217216 };
+  enum : u32 { kSharedBytes = 217232 };
 };
 
 struct Mma {

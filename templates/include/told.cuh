@@ -1,0 +1,39 @@
+// Which tile is next, for consumers: finding its place in the order is some 380 cycles of arithmetic, for which there is no time
+// between their products. The warp that puts tiles away has the time, and tells them.
+#pragma once
+#include "barrier.cuh"
+
+// A tile's columns, in one of two places in turn, and told two tiles ahead: what is told of a tile can be asked for once the area
+// is free in which the tile before the one before is staged, and is overwritten when it has itself been staged. Of a CTA's
+// second tile, which no area has to wait for, consumers hear at a barrier.
+struct ToldTiles {
+  enum : u32 { kBytes = 16 };
+  u32 place;  // of what is told next, in shared memory
+
+  DG_DEVICE explicit ToldTiles(u32 address) : place(address) {}
+
+  template <class Tile>
+  DG_DEVICE void tell(const Tile& ahead, bool speaks) {
+    if (speaks) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(ahead.column) : "memory");
+    place ^= 8;
+  }
+
+  // Goes on to the next tile, of which consumers that store through areas need no more. If there is none, it has the columns of
+  // the last.
+  template <class Tile>
+  DG_DEVICE void follow(Tile& tile) {
+    tile.index += tile.stride;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile.column) : "r"(place) : "memory");
+    place ^= 8;
+  }
+
+  // A consumer and the warp that tells meet before the first is followed.
+  static DG_DEVICE void begin(u32 consumer) { named_barrier_sync(1 + consumer, kThreads); }
+  template <u32 kConsumers>
+  static DG_DEVICE void let_begin() {
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer) named_barrier_arrive(1 + consumer, kThreads);
+  }
+
+ private:
+  enum : u32 { kThreads = 128 + 32 };
+};
