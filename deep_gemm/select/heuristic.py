@@ -54,8 +54,8 @@ with 64x96, which draw less."""
 SUSTAINED_PART = 0.9
 """Of these, configs are ranked by a smooth maximum of their time alone, but for the launch, which others hide, and of
 this part of what they take where power is the limit. Of shapes timed back to back in up to ten configs, choices are
-0.991 of the best for 29 of 15 GFLOP and more (0.980 without regard to power), 0.983 for 15 smaller ones (0.969), and
-0.997 for 22 others in up to five configs (0.991). Timed alone, over 200 surveyed shapes of more than 512 tokens, 0.975
+0.991 of the best for 29 of 15 GFLOP and more (0.980 without regard to power), 0.983 for 15 smaller ones (0.970), and
+0.994 for 22 others in up to five configs (0.981). Timed alone, over 200 surveyed shapes of 10 GFLOP and more, 0.975
 with and 0.977 without."""
 SHARPNESS = 6
 
