@@ -17,6 +17,7 @@ from deep_gemm import engine, kernels, options, select
 from deep_gemm.benchmarks import timing
 from deep_gemm.benchmarks.modes import meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.jit import Builder
 from deep_gemm.params import FP8Config, GemmProblem
 from deep_gemm.testing.bench import FLUSH_BYTES
 from deep_gemm.workload import GemmShape
@@ -86,7 +87,7 @@ class Survey:
             row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source, "mode": mode}
             row["selected"] = name_of(select.rank(asked, spec)[0].config, asked, spec)
             configs = [c.config for c in candidates[shape]][: STEADY_CONFIGS if mode == "steady" else None]
-            timers = dict(_timers(shape, asked, configs, mode, spec, device))
+            timers = dict(timers_of(shape, asked, configs, mode, spec, device))
             times = steady_times_of(timers) if mode == "steady" else times_of(timers, row["selected"])
             row["times"] = {name: round(us, 3) for name, us in times.items()}
             del timers  # and the memory that they hold, before the next row's
@@ -144,10 +145,17 @@ def middle_mean(times: Sequence[float]) -> float:
     return statistics.fmean(sorted(times)[outer : len(times) - outer])
 
 
-def _timers(
-    shape: GemmShape, asked: GemmProblem, configs: Sequence[FP8Config], mode: str, spec: archs.ArchSpec, device: int
-) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Each config's name and what times it, in random order: what heats the GPU is then no config's fault."""
+def timers_of(
+    shape: GemmShape,
+    asked: GemmProblem,
+    configs: Sequence[FP8Config],
+    mode: str,
+    spec: archs.ArchSpec,
+    device: int,
+    builder: Builder | None = None,
+) -> Iterator[tuple[str, _Single | _Steady | _Graph]]:
+    """Each config's name and what times it, in random order: what heats the GPU is then no config's fault. Kernels are
+    those of ``builder``, if there is one."""
     import torch
 
     from deep_gemm.benchmarks import backends
@@ -175,7 +183,7 @@ def _timers(
             )
             at = Addresses(x.a.data_ptr(), x.sfa.data_ptr(), x.b.data_ptr(), x.sfb.data_ptr(), x.d.data_ptr())
             handle = engine.raw_stream(device) if mode == "flush" else stream.cuda_stream
-            calls.append(engine.forced_launch(asked, config, geometry, at, device, handle, mode == "promised"))
+            calls.append(engine.forced_launch(asked, config, geometry, at, device, handle, mode == "promised", builder))
         name = name_of(config, asked, spec)
         if mode == "flush":
             yield name, _Single(calls[0], scratch, operands)
@@ -195,7 +203,7 @@ class _Single:
 
     call: Callable[[], object]
     scratch: Any
-    operands: object  # what the call reads must stay alive
+    operands: Sequence[Any]  # what the call reads must stay alive
 
     def __call__(self) -> float:
         import torch
@@ -225,7 +233,7 @@ class _Steady:
 
     calls: Sequence[Callable[[], object]]
     stream: Any
-    operands: object
+    operands: Sequence[Any]
 
     SECONDS = 0.5
 
@@ -239,7 +247,7 @@ class _Graph:
 
     calls: Sequence[Callable[[], object]]
     stream: Any
-    operands: object
+    operands: Sequence[Any]
     captured: Any = None
 
     LEAST = 48

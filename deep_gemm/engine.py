@@ -20,7 +20,7 @@ from . import arch as archs
 from . import options, record, select
 from .errors import InvalidInputError, NotWarmError
 from .jit.binary import Binary
-from .jit.builder import BuildRequest, default_builder
+from .jit.builder import Builder, BuildRequest, default_builder
 from .jit.driver.launch import Launch
 from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render
@@ -240,10 +240,16 @@ def forced_launch(
     device: int,
     stream: int,
     constant_b: bool = False,
+    builder: Builder | None = None,
 ) -> Callable[[], None]:
-    """The same with ``config``, whatever the selector thinks of it: for surveys."""
+    """The same with ``config``, whatever the selector thinks of it: for surveys. With ``builder``, its kernel, loaded
+    for this launch alone: for other device code."""
     params = kernel_params(problem, config, archs.for_device(device))
-    function, _ = _load(params, device, f"{config}")
+    if builder is None:
+        function, _ = _load(params, device, f"{config}")
+    else:
+        binary, kernel = builder.build(build_request(params)), get_kernel(params.kernel)
+        function = load_function(binary.cubin, binary.name, device, kernel.shared_bytes(params))
     return _launch(params, function, problem, geometry, addresses, device, stream, options.get_pdl(), constant_b)
 
 

@@ -141,7 +141,7 @@ def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: p
     def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
         return ((survey.name_of(config, asked, SM90), lambda: 1.0) for config in configs)
 
-    monkeypatch.setattr(survey, "_timers", timers)
+    monkeypatch.setattr(survey, "timers_of", timers)
     shapes = [GemmShape(512, 7168, 2048), GemmShape(4096, 7168, 2048)]
     rows = survey.Survey(shapes, survey.MODES, within=1.01, progress=lambda text: None).rows()
     assert [(row["m"], row["mode"]) for row in rows] == [(512, "flush"), (4096, "flush"), (4096, "steady")]

@@ -1,0 +1,101 @@
+"""Other device headers against those here, in turns on one GPU: what a change of device code is worth.
+
+    git archive HEAD~1 templates/include | tar -x -C /tmp
+    python -m deep_gemm.benchmarks.versus /tmp/templates/include 4096x32768x512 2816x3520x128
+
+Each shape in the config that is chosen for it: single calls, back to back, and for few tokens in graphs, with and
+without the promise of constant weights. Host code is what is here: headers that want other arguments, or another size
+of shared memory, do not compile. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from deep_gemm import arch as archs
+from deep_gemm import engine, options, select
+from deep_gemm.benchmarks import survey
+from deep_gemm.benchmarks.modes import why_not
+from deep_gemm.benchmarks.summary import geometric_mean
+from deep_gemm.errors import DeepGemmError
+from deep_gemm.jit import Builder
+from deep_gemm.params import FP8Config, GemmProblem
+from deep_gemm.workload import GemmShape, parse_shape
+
+OTHERS, THESE = "others", "these"
+TURNS = 4
+"""Back and forth: what heats the GPU, and what cools it, meets both alike."""
+
+
+def builders(directory: Path) -> dict[str, Builder]:
+    """For the headers in ``directory``, and for those here. Raises DeepGemmError if it holds none."""
+    if not (directory / "fp8_gemm.cuh").is_file():
+        raise DeepGemmError(f"There is no fp8_gemm.cuh in {directory}. Name a directory that was templates/include.")
+    return {OTHERS: Builder(include_dir=directory), THESE: Builder()}
+
+
+def chosen(shape: GemmShape, device: int) -> tuple[GemmProblem, FP8Config, archs.ArchSpec]:
+    """What a call with such a shape is, and the config that is chosen for it."""
+    asked, spec = survey.problem(shape, options.num_sms_for(device)), archs.for_device(device)
+    return asked, select.rank(asked, spec)[0].config, spec
+
+
+def in_turns(timers: Mapping[str, Callable[[], float]], turns: int = TURNS) -> dict[str, float]:
+    """The median of each one's turns, of which a first one, to get warm, does not count."""
+    for timer in timers.values():
+        timer()
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for turn in range(turns):
+        for name in list(timers) if turn % 2 == 0 else reversed(list(timers)):
+            times[name].append(timers[name]())
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def compare(shape: GemmShape, mode: str, versions: Mapping[str, Builder], device: int) -> tuple[dict[str, float], bool]:
+    """The times in us of one shape in a mode of `survey.MODES`, and whether results are equal to the bit."""
+    import torch
+
+    asked, config, spec = chosen(shape, device)
+    timers: dict[str, Any] = {}
+    for name, builder in versions.items():
+        [(_, timers[name])] = survey.timers_of(shape, asked, [config], mode, spec, device, builder)
+    times = in_turns(timers)
+    return times, torch.equal(*(timer.operands[0].d for timer in timers.values()))
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) < 2:
+        print(__doc__)
+        return 2
+    import torch
+
+    versions = builders(Path(arguments[0]))
+    shapes = [shape for text in arguments[1:] for shape in parse_shape(text)]
+    device, different = torch.cuda.current_device(), 0
+    ratios: dict[str, list[float]] = {}
+    kernels = {engine.kernel_params(*chosen(shape, device)) for shape in shapes}
+    with ThreadPoolExecutor() as pool:
+        for builder in versions.values():
+            list(pool.map(builder.build, map(engine.build_request, kernels)))
+    for shape in shapes:
+        for mode in survey.MODES:
+            if why_not(shape, mode) is not None:
+                continue
+            times, equal = compare(shape, mode, versions, device)
+            ratios.setdefault(mode, []).append(times[THESE] / times[OTHERS])
+            different += not equal
+            where = f"{mode:10} {shape.m:5} x {shape.n:5} x {shape.k:5}"
+            found = f"{times[OTHERS]:8.2f} -> {times[THESE]:8.2f} us, {ratios[mode][-1]:.3f}"
+            print(f"{where}  {found}{'' if equal else ', and another result'}", flush=True)
+    for mode, found in ratios.items():
+        print(f"{mode}: {geometric_mean(found):.4f} of the time, {min(found):.3f} to {max(found):.3f}")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Other device headers against those here: whose turn it is, and what is compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deep_gemm.arch import SM90
+from deep_gemm.benchmarks import versus
+from deep_gemm.errors import DeepGemmError
+from deep_gemm.jit import Builder, include_dir
+from deep_gemm.workload import GemmShape
+
+SHAPE = GemmShape(4096, 7168, 2048)
+
+
+def test_turns_go_there_and_back_and_the_first_does_not_count() -> None:
+    order: list[str] = []
+
+    def timer(name: str, times: list[float]) -> Any:
+        def time() -> float:
+            order.append(name)
+            return times.pop(0)
+
+        return time
+
+    found = versus.in_turns({"a": timer("a", [99.0, 1.0, 2.0]), "b": timer("b", [99.0, 5.0, 4.0])}, turns=2)
+    assert order == ["a", "b", "a", "b", "b", "a"]
+    assert found == {"a": 1.5, "b": 4.5}
+
+
+def test_a_directory_without_headers_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(DeepGemmError, match=r"There is no fp8_gemm.cuh in .*templates/include"):
+        versus.builders(tmp_path)
+    assert list(versus.builders(include_dir())) == [versus.OTHERS, versus.THESE]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU on which other headers take 20 us and these 15; `"d"` is what each computes."""
+    said: dict[str, Any] = {"d": {versus.OTHERS: 1.0, versus.THESE: 1.0}, "seen": []}
+    names = {}
+
+    def timers_of(
+        shape: GemmShape, asked: Any, configs: Any, mode: str, spec: Any, device: int, builder: Builder
+    ) -> Any:
+        name = names[builder]
+        said["seen"].append((mode, name))
+
+        class Timer:
+            operands = (SimpleNamespace(d=torch.tensor([said["d"][name]])),)
+
+            def __call__(self) -> float:
+                return 20.0 if name == versus.OTHERS else 15.0
+
+        yield "a kernel", Timer()
+
+    class Built:
+        def build(self, request: Any) -> None:
+            said.setdefault("built", []).append(names[self])
+
+    def builders(directory: Path) -> Any:
+        found = {name: Built() for name in (versus.OTHERS, versus.THESE)}
+        names.update({builder: name for name, builder in found.items()})
+        return found
+
+    monkeypatch.setattr(versus, "builders", builders)
+    monkeypatch.setattr(versus.survey, "timers_of", timers_of)
+    monkeypatch.setattr(versus.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(versus.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return said
+
+
+def test_each_shape_is_timed_in_the_modes_that_are_about_it(
+    gpu: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert versus.main(["there", "4096x7168x2048", "64x7168x2048"]) == 0
+    modes = [mode for mode, name in gpu["seen"] if name == versus.THESE]
+    assert modes == ["flush", "steady", "flush", "promised", "unpromised"]
+    assert gpu["built"].count(versus.OTHERS) == gpu["built"].count(versus.THESE) == 2
+    said = capsys.readouterr().out
+    assert "steady      4096 x  7168 x  2048     20.00 ->    15.00 us, 0.750" in said
+    assert "flush: 0.7500 of the time, 0.750 to 0.750" in said
+    assert "another result" not in said
+
+
+def test_another_result_is_said_and_fails(gpu: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    gpu["d"][versus.THESE] = 2.0
+    assert versus.main(["there", "4096x7168x2048"]) == 1
+    assert capsys.readouterr().out.count("and another result") == 2
+
+
+def test_without_shapes_it_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    assert versus.main(["there"]) == 2
+    assert "python -m deep_gemm.benchmarks.versus" in capsys.readouterr().out
