@@ -92,8 +92,8 @@ def main(arguments: Sequence[str]) -> int:
             where = f"{mode:10} {shape.m:5} x {shape.n:5} x {shape.k:5}"
             found = f"{times[OTHERS]:8.2f} -> {times[THESE]:8.2f} us, {ratios[mode][-1]:.3f}"
             print(f"{where}  {found}{'' if equal else ', and another result'}", flush=True)
-    for mode, found in ratios.items():
-        print(f"{mode}: {geometric_mean(found):.4f} of the time, {min(found):.3f} to {max(found):.3f}")
+    for mode, of in ratios.items():
+        print(f"{mode}: {geometric_mean(of):.4f} of the time, {min(of):.3f} to {max(of):.3f}")
     return int(different > 0)
 
 
