@@ -3,9 +3,9 @@
 #pragma once
 #include "barrier.cuh"
 
-// A tile's columns, in one of two places in turn, and told two tiles ahead: what is told of a tile can be asked for once the area
-// is free in which the tile before the one before is staged, and is overwritten when it has itself been staged. Of a CTA's
-// second tile, which no area has to wait for, consumers hear at a barrier.
+// A tile's columns, in one of two places in turn, and told two tiles ahead: what is told of a tile can be taken once the area is
+// free for the tile two before it, and is overwritten when the tile before it has been staged, by consumers who have taken it.
+// Of a CTA's second tile they hear at a barrier of their own: at the area's, the warp that tells would arrive twice in a row.
 struct ToldTiles {
   enum : u32 { kBytes = 16 };
   u32 place;  // of what is told next, in shared memory
