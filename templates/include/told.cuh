@@ -1,11 +1,12 @@
-// Which tile is next, for consumers: finding its place in the order is some 380 cycles of arithmetic, for which there is no time
-// between their products. The warp that puts tiles away has the time, and tells them.
+// Which tile is next, for consumers: finding its place in the order is some 380 cycles of arithmetic, for which there is no
+// time between their products. The warp that puts tiles away has the time, and tells them.
 #pragma once
 #include "barrier.cuh"
 
-// A tile's columns, in one of two places in turn, and told two tiles ahead: what is told of a tile can be taken once the area is
-// free for the tile two before it, and is overwritten when the tile before it has been staged, by consumers who have taken it.
-// Of a CTA's second tile they hear at a barrier of their own: at the area's, the warp that tells would arrive twice in a row.
+// A tile's columns, in one of two places in turn, and told two tiles ahead: what is told of a tile can be taken once the area
+// is free for the tile two before it, and is overwritten when the tile before it has been staged, by consumers who have taken
+// it. Of a CTA's second tile they hear at a barrier of their own: at the area's, the warp that tells would arrive twice in a
+// row.
 struct ToldTiles {
   enum : u32 { kBytes = 16 };
   u32 place;  // of what is told next, in shared memory
