@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from golden_renders import find_config
 
+from deep_gemm import engine
 from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import versus
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder, include_dir
+from deep_gemm.kernels.sm90_fp8_gemm import config_shared_bytes
 from deep_gemm.workload import GemmShape
 
 SHAPE = GemmShape(4096, 7168, 2048)
@@ -93,6 +96,26 @@ def test_another_result_is_said_and_fails(gpu: dict[str, Any], capsys: pytest.Ca
     gpu["d"][versus.THESE] = 2.0
     assert versus.main(["there", "4096x7168x2048"]) == 1
     assert capsys.readouterr().out.count("and another result") == 2
+
+
+def test_other_device_code_is_loaded_and_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else these headers would be timed against themselves."""
+
+    class Other:
+        def build(self, request: Any) -> Any:
+            return SimpleNamespace(cubin=b"another", name=request.name)
+
+    monkeypatch.setattr(engine.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(engine, "load_function", lambda cubin, name, device, shared: (cubin, shared))
+    monkeypatch.setattr(engine, "_launch", lambda params, function, *rest: function)
+    monkeypatch.setattr(engine, "_load", lambda params, device, what: ((b"this", 0), None))
+    asked, config = versus.survey.problem(SHAPE, 132), find_config(block_m=128, block_n=128)
+    at: Any = "operands"
+    shared, before = config_shared_bytes(config, tma_store=True), dict(engine._functions)
+    other: Any = Other()
+    assert engine.forced_launch(asked, config, at, at, 0, 0, False, other) == (b"another", shared)
+    assert engine.forced_launch(asked, config, at, at, 0, 0) == (b"this", 0)
+    assert engine._functions == before
 
 
 def test_without_shapes_it_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
