@@ -136,9 +136,9 @@ def summary_table(rows: Sequence[Row]) -> str:
     titles = f"mode | M | shapes | {' | '.join(AGAINST[name] for name in against)}"
     lines = [f"| {titles} |", "|---" * (titles.count("|") + 1) + "|"]
     for (mode, span), found in entries.items():
-        mean = {name: f"{found[name]['geomean']:.2f}" if name in found else "-" for name in against}
+        mean = {name: f"{found[name]['geomean']:.3f}" if name in found else "-" for name in against}
         first = found.get("tensorwise")
-        worst = f"{first['worst']:.2f} ({first['worst_shape']})" if first else "-"
+        worst = f"{first['worst']:.3f} ({first['worst_shape']})" if first else "-"
         cells = [mode, span, str(max(entry["shapes"] for entry in found.values()))]
         cells += [f"**{mean['tensorwise']}**", worst, *(mean[name] for name in against[1:])]
         lines.append(f"| {' | '.join(cells)} |")

@@ -50,7 +50,7 @@ def test_the_numbers_are_generated() -> None:
 
 def test_a_recorded_row_reaches_the_tables(tmp_path: Path) -> None:
     row = {"mode": "flush", "m": 64, "n": 576, "k": 7168, "us": 12.0, "tflops": 44.0, "gbps": 390.5}
-    row |= {"ratio_tensorwise": 0.91, "device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0"}
+    row |= {"ratio_tensorwise": 0.9147, "device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0"}
     older = row | {"us": 99.0, "date": "2026-01-01"}
     cost = row | {"mode": "host", "what": "a call", "us": 7.5, "date": "2026-01-02"}
     from deep_gemm.benchmarks.run import append
@@ -61,7 +61,7 @@ def test_a_recorded_row_reaches_the_tables(tmp_path: Path) -> None:
     append(tmp_path / "costs.jsonl", cost | {"source_digest": "1"})
     text = readme.numbers(tmp_path)
     assert "| 64 | 576 x 7168 | 12.0 | 44 | 390 | 0.91 | - |" in text
-    assert "| flush | M <= 64 | 1 | **0.91** | 0.91 (64 x 576 x 7168) | - | - | - |" in text
+    assert "| flush | M <= 64 | 1 | **0.915** | 0.915 (64 x 576 x 7168) | - | - | - |" in text
     assert "99" not in text, "a later row replaces an earlier one"
     assert "GPU X, driver 1.2, torch 2.7, 2026-01-02" in text
     assert "| a call | 7.5 us |" in text
@@ -78,10 +78,10 @@ def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:
     append(tmp_path / "random.jsonl", make_row(GemmShape(7, 144, 4096), "graph", us, {}) | origin)
     append(tmp_path / "random.jsonl", make_row(GemmShape(1000, 144, 4096), "flush", us, {}) | origin)
     text = readme.numbers(tmp_path)
-    assert "| graph | M <= 64 | 1 | **1.80** | 1.80 (1 x 2112 x 7168) | 1.50 | 3.00 | 0.76 |" in text
+    assert "| graph | M <= 64 | 1 | **1.800** | 1.800 (1 x 2112 x 7168) | 1.500 | 3.000 | 0.760 |" in text
     assert "| 1 | 2112 x 7168 | 5.0 | 6 | 3031 | 1.80 | 3.00 | 6.0 | 1.50 | 0.76 |" in text
     assert "**2 random shapes**" in text
-    assert "| flush | M >= 1000 | 1 | **1.80** | 1.80 (1000 x 144 x 4096) | 1.50 | 3.00 | - |" in text
+    assert "| flush | M >= 1000 | 1 | **1.800** | 1.800 (1000 x 144 x 4096) | 1.500 | 3.000 | - |" in text
     assert "| 7 | 144 x 4096" not in text, "random shapes are only summed up"
     assert "None" not in text
 
@@ -99,7 +99,7 @@ def test_deepgemm_has_a_column_and_a_sentence_where_it_was_timed(tmp_path: Path)
     text = readme.numbers(tmp_path)
     assert "torch 2.7, DeepGEMM 2.5, 2026-01-02" in text
     assert "| shapes | against tensorwise | worst | without promise | against blockwise | against DeepGEMM |" in text
-    assert "| flush | M <= 64 | 3 | **1.80** | 1.80 (1 x 2112 x 7168) | - | - | 1.05 | - |" in text
+    assert "| flush | M <= 64 | 3 | **1.800** | 1.800 (1 x 2112 x 7168) | - | - | 1.046 | - |" in text
     assert "| 1 | 2112 x 7168 | 5.0 | 6 | 3031 | 1.80 | - | 1.20 |" in text
     assert "beside us in 3 of these rows, and was faster by more than 3% in none; the worst is 0.97 (2 x" in text
     slower = make_row(GemmShape(4, 2112, 7168), "graph", {"ours": 5.0, "tensorwise": 9.0, "deepgemm": 4.8}, {})
