@@ -153,12 +153,12 @@ def launch_parts(record: Any, host: Callable[[Callable[[], Any]], float]) -> dic
 
 def record_of(x: Operands, path: WarmPath | None = None) -> Any:
     """The launch record that a warm call on `x` runs. Raises DeepGemmError if there is none: the operands were not
-    multiplied before on this stream, their scales have to be transposed, or another device is current."""
+    multiplied twice on this stream, their scales have to be transposed, or another device is current."""
     record = dense._warm.get((path or WarmPath()).key(_arguments(x)))
     if not hasattr(record, "call"):
         raise DeepGemmError(
-            "No launch record is kept for these operands. Multiply them once first, with scales that are ready, on the "
-            "stream and the device that are current now."
+            "No launch record is kept for these operands. Multiply them twice first, with scales that are ready, on "
+            "the stream and the device that are current now."
         )
     return record
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from . import arch, constant, engine, options
 from .errors import InvalidInputError, UnsupportedError
-from .jit.driver.launch import Launch
 from .kernels.sm90_fp8_launch import Addresses, Geometry
 from .log import warn_once
+from .moved import Gemm, MovedCall
 from .params import GemmProblem, align
 from .reference import fp8_gemm_reference
 from .settings import settings
@@ -23,18 +23,22 @@ from .validate import fp8_gemm as validate_fp8_gemm
 _MAX_WARM = 8192
 """Launch records kept, about a kilobyte each: past it all are dropped, since what repeats is soon back."""
 
-_MAX_SCRATCH = 64
-"""Places for transposed scales that one call remembers."""
+# What a warm call does, by everything that a launch depends on: addresses, shapes, strides, dtypes, stream. None where
+# it came once, and was made as another that differs in addresses.
+_warm: dict[Any, Callable[[], object] | None] = {}
 
-# What a warm call does, by everything that a launch depends on: addresses, shapes, strides, dtypes, stream.
-_warm: dict[Any, Callable[[], object]] = {}
+# The same by all but addresses, and by whether weights were promised to be constant.
+_moved: dict[Any, MovedCall] = {}
+
+_PLACES, _DEVICE = 5, -3
+"""How many addresses a key begins with, and where in it the device is."""
 
 
 def _forget_warm() -> None:
-    """Put a new dictionary in the old one's place, so that what a call in progress will remember is lost with the old
-    one. No lock: a storage may be freed, and a promise end, at any moment."""
-    global _warm
-    _warm = {}
+    """Put new dictionaries in the old ones' place, so that what a call in progress will remember is lost with the old
+    ones. No lock: a storage may be freed, and a promise end, at any moment."""
+    global _warm, _moved
+    _warm, _moved = {}, {}
 
 
 options.on_change(_forget_warm)
@@ -136,8 +140,15 @@ def fp8_gemm_nt(
 
 
 def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
-    """Validate, run, and remember under ``key`` what to do the next time."""
-    remembered = _warm  # before anything is decided: see _forget_warm
+    """Validate, run, and remember what to do the next time: under ``key``, and where operands have moved.
+
+    Addresses that come once are as good as many that never come again: a launch of their own is made when they come
+    again.
+    """
+    remembered, moved = _warm, _moved  # before anything is decided: see _forget_warm
+    if key is not None and key not in remembered and _run_moved(moved, key, a, b):
+        _remember(remembered, key, None)
+        return
     recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast = rest
     x = validate_fp8_gemm(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims or "", disable_ue8m0_cast)
     if x.m == 0:
@@ -150,19 +161,44 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
         return
     device, current = x.device.index, _current_device()
     with torch.cuda.device(device):
-        call = _prepare(x, device)
+        gemm = _prepare(x, device)
+        if gemm is None:
+            fp8_gemm_reference(x)
+            return
+        call = _record(gemm, x)
         call()
-    # The reference, which a fallback runs, holds tensors and is not kept.
-    if key is None or isinstance(call, _Reference):
+    if key is None:
         return
-    if len(remembered) >= _MAX_WARM:
-        remembered.clear()
     # The common case, the tensors' device being the current one, needs no guard.
-    remembered[key] = call if current == device else _OnDevice(device, call)
+    _remember(remembered, key, call if current == device else _OnDevice(device, call))
+    kind = (gemm.constant_b, key[_PLACES:])
+    if current == device and kind not in moved:
+        _remember(moved, kind, MovedCall(gemm, x))
 
 
-def _prepare(x: FP8GemmOperands, device: int) -> Callable[[], object]:
-    """What multiplies these operands, on the current stream of ``device``."""
+def _run_moved(moved: dict[Any, MovedCall], key: Any, a: Any, b: Any) -> bool:
+    """Make the call of ``key`` as one that differs in addresses was made; False if there was none that fits."""
+    (x, x_scales), (y, y_scales) = a, b
+    call = moved.get((constant.is_constant(y) and constant.is_constant(y_scales), key[_PLACES:]))
+    if call is None or x_scales.requires_grad or y_scales.requires_grad:
+        return False
+    device, at = key[_DEVICE], key[:_PLACES]
+    if not x.get_device() == x_scales.get_device() == y.get_device() == y_scales.get_device() == device:
+        return False
+    if not call.fits(at):
+        return False
+    call(at)
+    return True
+
+
+def _remember(known: dict[Any, Any], key: Any, what: Any) -> None:
+    if len(known) >= _MAX_WARM:
+        known.clear()
+    known[key] = what
+
+
+def _prepare(x: FP8GemmOperands, device: int) -> Gemm | None:
+    """What multiplies these operands, on the current stream of ``device``; None for the reference."""
     problem = GemmProblem(
         m=x.m,
         n=x.n,
@@ -179,22 +215,21 @@ def _prepare(x: FP8GemmOperands, device: int) -> Callable[[], object]:
         if settings.fallback != "torch":
             raise
         warn_once("fallback", f"DG_FALLBACK=torch: running the reference implementation, which is slow. {error}")
-        return _Reference(x)
+        return None
     engine.plan(problem, device)  # before scales are transposed, so that an error names the shape
     geometry, addresses = _layout(x)
     constant_b = constant.is_constant(x.b) and constant.is_constant(x.sfb)
-    gemm = _Gemm(problem, geometry, addresses, device, _raw_stream(device), constant_b)
-    return gemm.launch(addresses.sfa) if x.sfa_ready else _TransposeFirst(gemm, x.sfa)
+    return Gemm(problem, geometry, addresses, device, _raw_stream(device), constant_b)
 
 
-class _Reference:
-    """The reference implementation on these operands."""
-
-    def __init__(self, operands: FP8GemmOperands) -> None:
-        self._operands = operands
-
-    def __call__(self) -> None:
-        fp8_gemm_reference(self._operands)
+def _record(gemm: Gemm, x: FP8GemmOperands) -> Callable[[], None]:
+    """The launch of ``gemm`` at its addresses, and that which transposes scales of A before it, if need be."""
+    if not x.sfa_ready:
+        at = gemm.addresses
+        return functools.partial(MovedCall(gemm, x), (at.a, at.sfa, at.b, at.sfb, at.d))
+    return engine.fp8_gemm_launch(
+        gemm.problem, gemm.geometry, gemm.addresses, gemm.device, gemm.stream, constant_b=gemm.constant_b
+    )
 
 
 def _layout(x: FP8GemmOperands) -> tuple[Geometry, Addresses]:
@@ -219,53 +254,6 @@ def _layout(x: FP8GemmOperands) -> tuple[Geometry, Addresses]:
 def _row_stride(x: Tensor) -> int:
     """Elements from row to row. The stride of a single row may be anything, and TMA wants a multiple of 16 bytes."""
     return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], 16)
-
-
-@dataclass(frozen=True)
-class _Gemm:
-    """A call but for the address of the scales of A."""
-
-    problem: GemmProblem
-    geometry: Geometry
-    addresses: Addresses
-    device: int
-    stream: int
-    constant_b: bool
-
-    def launch(self, sfa: int) -> Callable[[], None]:
-        addresses = replace(self.addresses, sfa=sfa)
-        return engine.fp8_gemm_launch(
-            self.problem, self.geometry, addresses, self.device, self.stream, constant_b=self.constant_b
-        )
-
-
-class _TransposeFirst:
-    """A call whose scales of A are transposed each time, into memory that torch hands out: often the same, so that its
-    two launch records are kept. Holds addresses and sizes only, never the caller's tensors."""
-
-    def __init__(self, gemm: _Gemm, sfa: Tensor) -> None:
-        self._gemm = gemm
-        self._source = sfa.data_ptr()
-        self._shape = (1, sfa.shape[0], sfa.shape[1])
-        self._strides = (0, sfa.stride(0), sfa.stride(1))
-        self._padded = (sfa.shape[1], align(sfa.shape[0], 4))
-        self._device = sfa.device
-        self._launches: dict[int, tuple[Launch, Callable[[], None]]] = {}
-
-    def __call__(self) -> None:
-        scales = torch.empty(self._padded, dtype=torch.float32, device=self._device)
-        target = scales.data_ptr()
-        launches = self._launches.get(target)
-        if launches is None:
-            gemm = self._gemm
-            transpose = engine.transpose_launch(
-                self._source, target, self._shape, self._strides, gemm.device, gemm.stream
-            )
-            if len(self._launches) >= _MAX_SCRATCH:
-                self._launches.clear()
-            launches = self._launches[target] = (transpose, gemm.launch(target))
-        launches[0]()
-        launches[1]()
 
 
 class _OnDevice:

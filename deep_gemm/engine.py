@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -21,8 +21,9 @@ from . import options, record, select
 from .errors import InvalidInputError, NotWarmError
 from .jit.binary import Binary
 from .jit.builder import Builder, BuildRequest, default_builder
-from .jit.driver.launch import Launch
+from .jit.driver.launch import Launch, LaunchShape, Parameter
 from .jit.driver.module import Function, load_function, primary_context
+from .jit.driver.moving import MovingLaunch
 from .jit.generator import render
 from .jit.render_key import render_key
 from .kernels import get as get_kernel
@@ -34,7 +35,7 @@ from .params import GemmConfig, GemmProblem, KernelParams, align
 from .record import debug_info, dump_debug_info
 from .select import calibration
 from .settings import settings
-from .workspace import WorkspaceLaunch
+from .workspace import MovingWorkspaceLaunch, WorkspaceLaunch
 
 __all__ = [
     "Plan",
@@ -45,10 +46,12 @@ __all__ = [
     "dump_debug_info",
     "forced_launch",
     "fp8_gemm_launch",
+    "fp8_gemm_moving",
     "kernel_params",
     "plan",
     "raw_stream",
     "transpose_launch",
+    "transpose_moving",
     "transpose_scales",
 ]
 
@@ -205,6 +208,26 @@ def fp8_gemm_launch(
     )
 
 
+def fp8_gemm_moving(
+    problem: GemmProblem,
+    geometry: sm90_fp8_launch.Geometry,
+    addresses: sm90_fp8_launch.Addresses,
+    device: int,
+    stream: int,
+    constant_b: bool = False,
+) -> Callable[[Mapping[str, int]], None]:
+    """The same for operands that are elsewhere from call to call: called with where they are, by the names of
+    ``Addresses``. ``addresses`` are those of one such call, and any other may differ by multiples of 16 bytes."""
+    made = plan(problem, device)
+    shape, parameters = sm90_fp8_launch.launch(
+        made.params, geometry, problem.num_sms, dependent_launch(problem), constant_b
+    )
+    with primary_context(device):
+        launch = MovingLaunch(made.function, shape, stream, parameters, vars(addresses))
+    size = sm90_fp8_launch.slot_bytes(made.params.config, geometry, problem.num_sms)
+    return MovingWorkspaceLaunch(launch, device, stream, size) if size else launch
+
+
 def _launch(
     params: KernelParams,
     function: Function,
@@ -216,11 +239,12 @@ def _launch(
     pdl: bool,
     constant_b: bool,
 ) -> Callable[[], None]:
+    shape, parameters = sm90_fp8_launch.launch(params, geometry, problem.num_sms, pdl, constant_b)
+
     def at(flags: int, slots: int) -> Launch:
         there = replace(addresses, flags=flags, slots=slots)
         with primary_context(device):  # encoding a tensor map needs a context, and this thread may have none yet
-            shape, args = sm90_fp8_launch.launch(params, geometry, there, problem.num_sms, pdl, constant_b)
-        return Launch(function, shape, stream, args)
+            return Launch(function, shape, stream, parameters, vars(there))
 
     size = sm90_fp8_launch.slot_bytes(params.config, geometry, problem.num_sms)
     return WorkspaceLaunch(at, device, stream, size) if size else at(0, 0)
@@ -258,9 +282,23 @@ def transpose_launch(
 ) -> Launch:
     """The launch record that brings scales (batch, rows, columns) at ``source``, with ``strides`` in elements, to
     ``target``, as (batch, columns, align(rows, 4))."""
+    function, launch_shape, parameters = _transpose(shape, strides, device)
+    return Launch(function, launch_shape, stream, parameters, {"source": source, "target": target})
+
+
+def transpose_moving(
+    source: int, target: int, shape: tuple[int, int, int], strides: tuple[int, int, int], device: int, stream: int
+) -> MovingLaunch:
+    """The same from and to where "source" and "target" are at each call."""
+    function, launch_shape, parameters = _transpose(shape, strides, device)
+    return MovingLaunch(function, launch_shape, stream, parameters, {"source": source, "target": target})
+
+
+def _transpose(
+    shape: tuple[int, int, int], strides: tuple[int, int, int], device: int
+) -> tuple[Function, LaunchShape, list[Parameter]]:
     function, _ = _load(transpose.make_params(archs.for_device(device)), device, "transposing scales")
-    launch_shape, args = transpose.launch(source, target, shape, strides, options.get_pdl())
-    return Launch(function, launch_shape, stream, args)
+    return function, *transpose.launch(shape, strides, options.get_pdl())
 
 
 def transpose_scales(sf: Tensor) -> Tensor:

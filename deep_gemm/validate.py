@@ -320,9 +320,9 @@ def _check_sizes(name: str, x: Tensor) -> None:
 
 
 def _check_no_overlap(d: Tensor, inputs: dict[str, Tensor]) -> None:
-    start, end = _byte_range(d)
+    start, end = byte_range(d)
     for name, tensor in inputs.items():
-        other_start, other_end = _byte_range(tensor)
+        other_start, other_end = byte_range(tensor)
         if start < other_end and other_start < end:
             raise InvalidInputError(
                 f"d and {name} share memory: d spans the addresses {start:#x} to {end:#x} and {name} {other_start:#x} "
@@ -330,7 +330,7 @@ def _check_no_overlap(d: Tensor, inputs: dict[str, Tensor]) -> None:
             )
 
 
-def _byte_range(x: Tensor) -> tuple[int, int]:
+def byte_range(x: Tensor) -> tuple[int, int]:
     """The first address of ``x`` and the one past its last element; equal when it is empty."""
     start = x.data_ptr()
     if x.numel() == 0:

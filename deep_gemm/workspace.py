@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -103,3 +103,20 @@ class WorkspaceLaunch:
         if self._eager is None:
             self._eager = self._make(*of_stream(self._device, self._stream, self._size))
         self._eager()
+
+
+class MovingWorkspaceLaunch:
+    """The same for operands that are elsewhere from call to call: ``launch`` is called with where they are, and where
+    flags and slots are."""
+
+    def __init__(self, launch: Callable[[Mapping[str, int]], None], device: int, stream: int, size: int) -> None:
+        self._launch, self._device, self._stream, self._size = launch, device, stream, size
+
+    def __call__(self, addresses: Mapping[str, int]) -> None:
+        """Launch, on the current stream of the current device. Raises DriverError."""
+        if torch.cuda.is_current_stream_capturing():
+            room = torch.empty(self._size, dtype=torch.uint8, device=f"cuda:{self._device}")
+            flags, slots = flags_of_capture(self._device, self._stream), room.data_ptr()
+        else:
+            flags, slots = of_stream(self._device, self._stream, self._size)
+        self._launch({**addresses, "flags": flags, "slots": slots})

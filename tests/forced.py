@@ -103,5 +103,5 @@ def force(
         flags=workspace.data_ptr(),
         slots=workspace.data_ptr() + FLAG_BYTES,
     )
-    shape, args = launch(params, geometry, at, num_sms, pdl, constant_b)
-    return Forced(Launch(function, shape, stream, args), scales, workspace)
+    shape, parameters = launch(params, geometry, num_sms, pdl, constant_b)
+    return Forced(Launch(function, shape, stream, parameters, vars(at)), scales, workspace)

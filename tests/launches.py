@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deep_gemm import arch
 from deep_gemm.engine import build_request
-from deep_gemm.jit.driver.launch import Arg, LaunchShape
+from deep_gemm.jit.driver.launch import Arg, LaunchShape, placed
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.columns import segments
 from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
@@ -87,9 +87,17 @@ def encoder() -> Iterator[list[tuple[TensorMapSpec, int]]]:
         yield made
 
 
+def launch_at(
+    params: KernelParams, geometry: Geometry, at: Addresses, num_sms: int, pdl: bool, constant_b: bool = False
+) -> tuple[LaunchShape, list[Arg]]:
+    """Launch shape and arguments with operands there."""
+    shape, parameters = launch(params, geometry, num_sms, pdl, constant_b)
+    return shape, placed(parameters, vars(at))
+
+
 def record(params: KernelParams, geometry: Geometry, num_sms: int = 132, pdl: bool = False) -> Recorded:
     with encoder() as made:
-        shape, args = launch(params, geometry, AT, num_sms, pdl)
+        shape, args = launch_at(params, geometry, AT, num_sms, pdl)
     places = {index: arg[0] - 1 for index, arg in enumerate(args) if isinstance(arg, bytes) and arg[0]}
     return Recorded(shape, args, {index: made[which] for index, which in places.items()})
 

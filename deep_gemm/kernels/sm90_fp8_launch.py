@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import InvalidInputError
-from ..jit.driver.launch import Arg, LaunchShape
+from ..jit.driver.launch import LaunchShape, Map, Parameter, Pointer
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import SCALE_BLOCK, FP8Config, GemmConfig, KernelParams, SmallConfig, SwappedConfig, align, ceil_div
 from . import get, stream_k
@@ -31,7 +31,8 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the five tensors of one call begin, and the flags and slots of configs that need a workspace."""
+    """Where the five tensors of one call begin, and the flags and slots of configs that need a workspace: what the
+    operands are called in a launch's parameters."""
 
     a: int
     sfa: int
@@ -76,17 +77,15 @@ def _left(size: int, step: int) -> int:
     return (size - 1) % step + 1
 
 
-def _maps(spec: Callable[[int], TensorMapSpec], address: int, size: int, box: int, last: int) -> tuple[bytes, bytes]:
+def _maps(spec: Callable[[int], TensorMapSpec], operand: str, size: int, box: int, last: int) -> tuple[Map, Map]:
     """The maps of an operand's ``size`` rows by what ``spec`` says of the rows of a box: for boxes of ``box``, and for
     the last one, if ``last`` rows of the last tile are loaded. One map is both where no box is another."""
     left = _left(last, box)
-    ending = spec(left).encode(address)
-    return (ending if left == box or size <= box else spec(box).encode(address)), ending
+    ending = Map(spec(left), operand)
+    return (ending if left == box or size <= box else Map(spec(box), operand)), ending
 
 
-def _weights_maps(
-    spec: Callable[[int], TensorMapSpec], address: int, n: int, config: FP8Config
-) -> tuple[list[bytes], bytes, int]:
+def _weights_maps(spec: Callable[[int], TensorMapSpec], n: int, config: FP8Config) -> tuple[list[Map], Map, int]:
     """The maps of B: for each segment of a tile's columns, and for the one box that ends at the edge, with its rows, or
     ``block_n`` if no box is cut."""
     widths = segments(config.block_n)
@@ -95,9 +94,9 @@ def _weights_maps(
     begins = [first_column(config.block_n, segment, 0, tiles) for segment in range(len(widths))]
     edge = max(segment for segment, begin in enumerate(begins) if begin < n)
     left = boxes[edge] if config.stage_blocks > 1 else _left(n - begins[edge], boxes[edge])
-    ending = spec(left).encode(address)
+    ending = Map(spec(left), "b")
     maps = [
-        ending if left == box or begin + box > n else spec(box).encode(address)
+        ending if left == box or begin + box > n else Map(spec(box), "b")
         for begin, box in zip(begins, boxes, strict=True)
     ]
     return maps, ending, left if left < boxes[edge] else config.block_n
@@ -182,14 +181,15 @@ def _stores_by_tma(params: KernelParams, config: FP8Config) -> bool:
     return params.store == "tma" and config.persistent and not isinstance(config, SwappedConfig)
 
 
-def _output_maps(params: KernelParams, config: FP8Config, shape: Geometry, d: int) -> list[bytes]:
+def _output_maps(params: KernelParams, config: FP8Config, shape: Geometry) -> list[Parameter]:
     """The map of D, for kernels that have a parameter for it. It is not read unless tiles are stored by TMA; what a CTA
     with one tile copies itself instead is 16 bytes long."""
     if isinstance(config, SwappedConfig):
         return []
     if _stores_by_tma(params, config):
         width, height = store_box(config)
-        return [TensorMapSpec("bf16", (shape.n, shape.m), (shape.stride_d * 2,), (width, height), width * 2).encode(d)]
+        spec = TensorMapSpec("bf16", (shape.n, shape.m), (shape.stride_d * 2,), (width, height), width * 2)
+        return [Map(spec, "d")]
     if params.store == "tma" and shape.n % 8:
         raise InvalidInputError(
             "A config whose CTAs have one tile each copies eight columns of D at a time, so that N must be a "
@@ -199,16 +199,16 @@ def _output_maps(params: KernelParams, config: FP8Config, shape: Geometry, d: in
 
 
 def launch(
-    params: KernelParams, shape: Geometry, at: Addresses, num_sms: int, pdl: bool, constant_b: bool = False
-) -> tuple[LaunchShape, list[Arg]]:
-    """Launch shape and arguments, in the order of the kernel's parameters; ``constant_b`` promises, for
+    params: KernelParams, shape: Geometry, num_sms: int, pdl: bool, constant_b: bool = False
+) -> tuple[LaunchShape, list[Parameter]]:
+    """Launch shape and the kernel's parameters, all but ``Addresses``; ``constant_b`` promises, for
     programmatic launches, that nothing still running writes B or its scales. K must be whole blocks where a stage holds
     several. TypeError for params of another family."""
     config = params.config
     if not isinstance(config, FP8Config):
         raise TypeError(f"{params.kernel} takes an FP8Config, not {type(config).__name__}")
     if isinstance(config, SmallConfig):
-        return _launch_small(params, config, shape, at, pdl, constant_b)
+        return _launch_small(params, config, shape, pdl, constant_b)
     m, n, k = shape.m, shape.n, shape.k
     rows = last_rows(config, m)
     blocks, stage_blocks = ceil_div(k, SCALE_BLOCK), config.stage_blocks
@@ -227,12 +227,12 @@ def launch(
 
     extra = config.extra_tokens
     upright = config.block_m - extra
-    map_a, map_a_last = _maps(tokens, at.a, m, upright // config.cluster_n, rows)
-    maps_b, map_b_last, columns = _weights_maps(weights, at.b, n, config)
-    map_scale_a, map_scale_a_last = _maps(scales, at.sfa, m, upright, rows)
-    extras = [tokens(extra).encode(at.a), scales(extra).encode(at.sfa)] if extra else []
+    map_a, map_a_last = _maps(tokens, "a", m, upright // config.cluster_n, rows)
+    maps_b, map_b_last, columns = _weights_maps(weights, n, config)
+    map_scale_a, map_scale_a_last = _maps(scales, "sfa", m, upright, rows)
+    extras = [Map(tokens(extra), "a"), Map(scales(extra), "sfa")] if extra else []
     # What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
-    args: list[Arg] = [
+    args: list[Parameter] = [
         ("u32", m),
         ("u32", n),
         ("u32", k),
@@ -241,20 +241,20 @@ def launch(
         ("u32", _early_stages(config, m, k) if constant_b and pdl else 0),
         ("u32s", order.arguments),
         ("u32", _leave_first(params, config, shape, order, members)),
-        ("ptr", at.sfb),
+        Pointer("sfb"),
         ("i64", shape.stride_sfb[0]),
         ("i64", shape.stride_sfb[1]),
-        ("ptr", at.d),
+        Pointer("d"),
         ("i64", shape.stride_d),
     ]
     if dealt:
         args += [("u32", number) for number in dealt.arguments]
-        args += [("ptr", at.flags), ("ptr", at.slots)]
+        args += [Pointer("flags"), Pointer("slots")]
     args += [
         map_a,
         maps_b[0],
         map_scale_a,
-        *_output_maps(params, config, shape, at.d),
+        *_output_maps(params, config, shape),
         map_a_last,
         map_b_last,
         map_scale_a_last,
@@ -274,8 +274,8 @@ def launch(
 
 
 def _launch_small(
-    params: KernelParams, config: SmallConfig, shape: Geometry, at: Addresses, pdl: bool, constant_b: bool
-) -> tuple[LaunchShape, list[Arg]]:
+    params: KernelParams, config: SmallConfig, shape: Geometry, pdl: bool, constant_b: bool
+) -> tuple[LaunchShape, list[Parameter]]:
     """The same for a kernel whose threads copy by address. CTAs beside each other share tokens. Weights are read late
     where a kernel that may still run writes them."""
     blocks = ceil_div(shape.k, SCALE_BLOCK)
@@ -291,19 +291,19 @@ def _launch_small(
         pdl=pdl,
     )
     return launch_shape, [
-        ("ptr", at.a),
-        ("ptr", at.b),
+        Pointer("a"),
+        Pointer("b"),
         ("i64", shape.stride_a),
         ("i64", shape.stride_b),
         ("u32", shape.m),
         ("u32", shape.n),
         ("u32", shape.k),
         ("u32", int(pdl and not constant_b)),
-        ("ptr", at.sfa),
-        ("ptr", at.sfb),
+        Pointer("sfa"),
+        Pointer("sfb"),
         ("i64", shape.stride_sfa),
         ("i64", shape.stride_sfb[0]),
         ("i64", shape.stride_sfb[1]),
-        ("ptr", at.d),
+        Pointer("d"),
         ("i64", shape.stride_d),
     ]

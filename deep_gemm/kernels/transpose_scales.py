@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..arch import SM90, ArchSpec
-from ..jit.driver.launch import Arg, LaunchShape
+from ..jit.driver.launch import LaunchShape, Parameter, Pointer
 from ..params import GemmConfig, KernelParams, align, ceil_div
 from .base import Kernel
 
@@ -56,16 +56,16 @@ def make_params(arch: ArchSpec) -> KernelParams:
 
 
 def launch(
-    source: int, target: int, shape: tuple[int, int, int], strides: tuple[int, int, int], pdl: bool
-) -> tuple[LaunchShape, list[Arg]]:
-    """Launch shape and arguments for scales of ``shape`` (batch, rows, columns) and ``strides`` (elements) at address
-    ``source``, to be written densely at ``target`` as (batch, columns, align(rows, 4))."""
+    shape: tuple[int, int, int], strides: tuple[int, int, int], pdl: bool
+) -> tuple[LaunchShape, list[Parameter]]:
+    """Launch shape and parameters for scales of ``shape`` (batch, rows, columns) and ``strides`` (elements), operand
+    "source", to be written densely to "target" as (batch, columns, align(rows, 4))."""
     batch, rows, columns = shape
     padded = align(rows, 4)
     tiles = ceil_div(padded, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS)
-    args: list[Arg] = [
-        ("ptr", source),
-        ("ptr", target),
+    args: list[Parameter] = [
+        Pointer("source"),
+        Pointer("target"),
         ("u32", rows),
         ("u32", columns),
         ("i64", strides[1]),

@@ -5,22 +5,40 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.module import Function, primary_context
-from deep_gemm.jit.driver.tensor_map import ALIGNMENT, SIZE
+from deep_gemm.jit.driver.tensor_map import ALIGNMENT, SIZE, TensorMapSpec
+
+
+class Pointer(NamedTuple):
+    """A kernel's parameter that is the address of an operand."""
+
+    operand: str
+
+
+class Map(NamedTuple):
+    """A kernel's parameter that is a tensor map of an operand."""
+
+    spec: TensorMapSpec
+    operand: str
+
 
 # An encoded tensor map, ("ptr" | "i32" | "u32" | "i64" | "f32", value), or ("u32s", values) for a struct of such.
 Arg: TypeAlias = bytes | tuple[str, int | float | tuple[int, ...]]
 
+# The same before it is known where the operands are.
+Parameter: TypeAlias = Arg | Pointer | Map
+
 _CODES = {"ptr": "=Q", "i32": "=i", "u32": "=I", "i64": "=q", "f32": "=f"}
 _FORMATS = {name: struct.Struct(code) for name, code in _CODES.items()}
-# What a launch reports on a thread that has no context yet, or the context of another device.
-_CONTEXT_ERRORS = (201, 400)
+CONTEXT_ERRORS = (201, 400)
+"""What a launch reports on a thread that has no context yet, or the context of another device."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +63,32 @@ class Launch:
     """A launch record: arguments, shape and stream, packed once and never changed, so that any number of threads may
     call it at once.
 
-    `args` are the kernel's parameters in order. `call` is the launch itself without our error handling; it returns a
-    tuple whose first item is the CUresult.
+    `parameters` are the kernel's, in order, and `addresses` those of the operands that they name. `call` is the launch
+    itself without our error handling; it returns a tuple whose first item is the CUresult.
     """
 
     __slots__ = ("_block", "_config", "_pointers", "call", "function", "shape", "stream")
 
-    def __init__(self, function: Function, shape: LaunchShape, stream: int, args: Sequence[Arg]) -> None:
+    def __init__(
+        self,
+        function: Function,
+        shape: LaunchShape,
+        stream: int,
+        parameters: Sequence[Parameter],
+        addresses: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.function = function
         self.shape = shape
         self.stream = stream
-        self._block, self._pointers = _pack(args)
+        self._block, self._pointers = _pack(placed(parameters, addresses))
         self._config = _config(shape, stream)
         # An integer is taken as the address of the array of parameter pointers; `self` keeps all of it alive.
-        parameters = ctypes.addressof(self._pointers)
-        self.call = functools.partial(api.cuda().cuLaunchKernelEx, self._config, function.handle, parameters, 0)
+        pointers = ctypes.addressof(self._pointers)
+        self.call = functools.partial(api.cuda().cuLaunchKernelEx, self._config, function.handle, pointers, 0)
+
+    def places(self) -> list[int]:
+        """Where each parameter is in memory."""
+        return [address or 0 for address in self._pointers]
 
     def __call__(self) -> None:
         """Launch. Raises DriverError."""
@@ -68,10 +97,25 @@ class Launch:
             self._recover(int(status))
 
     def _recover(self, status: int) -> None:
-        if status in _CONTEXT_ERRORS:
+        if status in CONTEXT_ERRORS:
             with primary_context(self.function.device):
                 status = int(self.call()[0])
         api.check(status, "cuLaunchKernelEx", f"{self.function.symbol} with {self.shape}")
+
+
+def placed(parameters: Sequence[Parameter], addresses: Mapping[str, int]) -> list[Arg]:
+    """The parameters with `addresses` in them, by operand. Raises InvalidInputError for an operand that has none."""
+    try:
+        return [
+            ("ptr", addresses[parameter.operand])
+            if isinstance(parameter, Pointer)
+            else parameter.spec.encode(addresses[parameter.operand])
+            if isinstance(parameter, Map)
+            else parameter
+            for parameter in parameters
+        ]
+    except KeyError as error:
+        raise InvalidInputError(f"A launch needs the address of operand {error}, but has {set(addresses)}.") from None
 
 
 def _pack(args: Sequence[Arg]) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_void_p]]:

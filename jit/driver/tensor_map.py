@@ -18,6 +18,8 @@ _ZERO_FILL = 0
 
 SIZE = 128
 ALIGNMENT = 64
+ADDRESS_ALIGNMENT = 16
+"""Of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class TensorMapSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _encode(spec: TensorMapSpec, address: int) -> bytes:
-    if address <= 0 or address % 16:
+    if address <= 0 or address % ADDRESS_ALIGNMENT:
         raise InvalidInputError(f"Tensor map: the address must be a multiple of 16 bytes, but it is {address:#x}.")
     api.initialise()
     rank = len(spec.dims)

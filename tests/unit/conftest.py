@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from driver_fakes import driver, function
+from gpu_fakes import gpu
 
 from deep_gemm.log import reset_warnings
 
-__all__ = ["driver", "function"]
+__all__ = ["driver", "function", "gpu"]
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,24 @@ def test_parts_before_the_launch(operands: backends.Operands) -> None:
     assert len(seen) == len(found)
 
 
+def test_each_call_elsewhere_has_new_places(operands: backends.Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def note(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], d: torch.Tensor) -> None:
+        assert [x.shape for x in (*a, *b, d)] == [x.shape for x in vars(operands).values()]
+        assert b == (operands.b, operands.sfb)
+        seen.append((a[0].data_ptr(), a[1].data_ptr(), d.data_ptr()))
+
+    monkeypatch.setattr("deep_gemm.fp8_gemm_nt", note)
+    call = costs.elsewhere(operands, places=5)
+    for _ in range(6):
+        call()
+    for places in zip(*seen, strict=True):
+        assert [place - places[0] for place in places] == [0, 16, 32, 48, 64, 0]
+    # More than are timed: the warm-up and the rounds of every pass through all calls.
+    assert costs.PLACES > 6 * (20 + 200 * 20)
+
+
 def test_a_function_without_a_key_is_refused() -> None:
     with pytest.raises(DeepGemmError, match="no tuple to `key`"):
         breakdown.WarmPath(operands_of_nothing)

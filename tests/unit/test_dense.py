@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from gpu_fakes import FakeGpu
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError, constant, dense, engine
@@ -112,38 +112,6 @@ def test_an_error_leaves_the_output_alone_and_the_next_call_works(operands: tupl
     assert torch.equal(d, exact_product(*a, *b).bfloat16())
 
 
-class FakeGpu:
-    """The path of CUDA tensors, taken by tensors on the CPU: each launch notes whether B was constant in it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.launched: list[bool] = []
-        self.prepared = 0
-        validate = dense.validate_fp8_gemm
-        monkeypatch.setattr(dense, "_warm", {})
-        monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
-        monkeypatch.setattr(dense, "_current_device", lambda: 0)
-        monkeypatch.setattr(dense, "_raw_stream", lambda device: 7)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(dense.arch, "for_device", lambda device: dense.arch.SM90)
-        monkeypatch.setattr(dense.options, "num_sms_for", lambda device: 132)
-        monkeypatch.setattr(dense.options, "whole_gpu", lambda device: True)
-        monkeypatch.setattr(dense.engine, "plan", lambda problem, device: None)
-        monkeypatch.setattr(dense.engine, "transpose_launch", lambda *args: lambda: None)
-        monkeypatch.setattr(dense.engine, "fp8_gemm_launch", self.launch)
-        monkeypatch.setattr(
-            dense, "validate_fp8_gemm", lambda *args: replace(validate(*args), device=torch.device("cuda", 0))
-        )
-
-    def launch(self, *args: Any, constant_b: bool = False) -> Callable[[], None]:
-        self.prepared += 1
-        return lambda: self.launched.append(constant_b)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return FakeGpu(monkeypatch)
-
-
 @pytest.mark.parametrize("ready", [True, False])
 def test_both_tensors_of_b_must_be_constant(gpu: FakeGpu, operands: tuple[Operand, Operand], ready: bool) -> None:
     (a, sfa), (b, sfb) = operands
@@ -212,7 +180,8 @@ def test_a_warm_call_at_a_reused_address_inherits_no_promise(
 def test_a_promise_that_ends_during_a_first_call_is_not_remembered(
     gpu: FakeGpu, operands: tuple[Operand, Operand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = operands
+    (x, scales), b = operands
+    a = x, scales.t().contiguous().t()
     d = output()
     deep_gemm.declare_constant(*b)
     launch = gpu.launch

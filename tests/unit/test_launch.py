@@ -18,6 +18,7 @@ from launches import (
     encoder,
     fp8,
     geometries,
+    launch_at,
     map_places,
     maps_output,
     parameter_names,
@@ -29,11 +30,11 @@ from rasters import located
 
 from deep_gemm import arch, kernels
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.jit.driver.launch import Arg
+from deep_gemm.jit.driver.launch import Arg, placed
 from deep_gemm.kernels import transpose_scales
 from deep_gemm.kernels.columns import segments
 from deep_gemm.kernels.raster import divisor, raster
-from deep_gemm.kernels.sm90_fp8_launch import _ALL_EARLY, Geometry, _early_stages, launch
+from deep_gemm.kernels.sm90_fp8_launch import _ALL_EARLY, Geometry, _early_stages
 from deep_gemm.kernels.stream_k import Stream, stream
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, align, ceil_div
 
@@ -240,7 +241,7 @@ def test_constant_weights_are_read_early_only_by_a_programmatic_launch(config: F
     assert early > 0
     with encoder():
         for pdl, constant, passed in ((True, True, early), (True, False, 0), (False, True, 0)):
-            assert launch(params, g, AT, 132, pdl, constant)[1][place] == ("u32", passed)
+            assert launch_at(params, g, AT, 132, pdl, constant)[1][place] == ("u32", passed)
 
 
 def test_no_ring_is_longer_than_what_means_all_of_it() -> None:
@@ -342,7 +343,8 @@ def test_small_products_leave_sms_alone() -> None:
 @given(st.integers(1, 5), SIZES, st.integers(1, 500))
 def test_transposing_covers_rows_and_columns(batch: int, rows: int, columns: int) -> None:
     strides = (rows * columns, columns, 1)
-    shape, args = transpose_scales.launch(0x100, 0x200, (batch, rows, columns), strides, False)
+    shape, parameters = transpose_scales.launch((batch, rows, columns), strides, False)
+    args = placed(parameters, {"source": 0x100, "target": 0x200})
     params = transpose_scales.make_params(arch.SM90)
     values = {name: arg[1] for name, arg in zip(parameter_names(params), args, strict=True)}
     assert values == {
@@ -363,4 +365,5 @@ def test_transposing_covers_rows_and_columns(batch: int, rows: int, columns: int
 
 def test_arguments_of_the_transposing_kernel() -> None:
     params = transpose_scales.make_params(arch.SM90)
-    check_types(params, transpose_scales.launch(0x100, 0x200, (1, 7, 9), (63, 9, 1), False)[1])
+    parameters = transpose_scales.launch((1, 7, 9), (63, 9, 1), False)[1]
+    check_types(params, placed(parameters, {"source": 0x100, "target": 0x200}))

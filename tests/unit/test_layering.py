@@ -25,6 +25,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.engine",),
     (
         "deep_gemm.dense",
+        "deep_gemm.moved",
         "deep_gemm.layout",
         "deep_gemm.quantisation",
         "deep_gemm.reference",

@@ -8,12 +8,12 @@ import pytest
 from golden_renders import SMALL, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import AT, encoder, geometries, parameters, record
+from launches import AT, encoder, geometries, launch_at, parameters, record
 
 from deep_gemm import arch
 from deep_gemm.cli.inspect import describe
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.kernels.sm90_fp8_launch import Geometry, launch
+from deep_gemm.kernels.sm90_fp8_launch import Geometry
 from deep_gemm.params import GemmProblem, SmallConfig
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import default
@@ -32,7 +32,7 @@ def shortened(g: Geometry, config: SmallConfig) -> Geometry:
 def named(config: SmallConfig, g: Geometry, pdl: bool = False, constant_b: bool = False) -> dict[str, object]:
     params = make_params(config)
     with encoder():
-        _, args = launch(params, g, AT, 132, pdl, constant_b)
+        _, args = launch_at(params, g, AT, 132, pdl, constant_b)
     declared = parameters(params)
     assert [TYPES.get(kind, kind) for kind, _ in declared] == [arg[0] for arg in args]
     return {name: arg[1] for (_, name), arg in zip(declared, args, strict=True)}

@@ -19,13 +19,13 @@ import pytest
 from golden_renders import PLAIN, SWAPPED, find_config, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import parameter_names
+from launches import launch_at, parameter_names
 from rasters import located
 
 from deep_gemm import arch
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.raster import raster
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
+from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, slot_bytes
 from deep_gemm.kernels.stream_k import FLAG_BYTES, Stream, stream
 from deep_gemm.params import FP8Config, align, ceil_div
 
@@ -238,7 +238,7 @@ def test_the_parts_and_the_workspace_go_to_the_parameters_for_them(store: str) -
     params = make_params(CASE.config, store)
     dealt = CASE.dealt
     with no_tensor_maps():
-        shape, args = launch(params, geometry(CASE), AT, CASE.num_sms, pdl=True)
+        shape, args = launch_at(params, geometry(CASE), AT, CASE.num_sms, pdl=True)
     assert shape.grid == (dealt.members * dealt.groups, 1, 1)
     assert shape.cluster == (1, 1, 1)
     values = dict(zip(parameter_names(params), args, strict=True))
@@ -252,7 +252,7 @@ def test_the_parts_and_the_workspace_go_to_the_parameters_for_them(store: str) -
 def test_every_member_of_every_group_has_a_flag_and_a_slot(case: Case, pdl: bool) -> None:
     with no_tensor_maps():
         params = make_params(case.config)
-        shape, args = launch(params, geometry(case), AT, case.num_sms, pdl)
+        shape, args = launch_at(params, geometry(case), AT, case.num_sms, pdl)
     values = dict(zip(parameter_names(params), args, strict=True))
     numbers = [int(values[name][1]) for name in DEALT]
     assert shape.grid == (numbers[0] * numbers[1], 1, 1)
@@ -268,5 +268,5 @@ def test_other_configs_need_no_workspace() -> None:
         case = replace(CASE, k=896)
         assert slot_bytes(config, geometry(case), case.num_sms) == 0
         with no_tensor_maps():
-            args = launch(make_params(config), geometry(case), AT, case.num_sms, pdl=False)[1]
+            args = launch_at(make_params(config), geometry(case), AT, case.num_sms, pdl=False)[1]
         assert not {("ptr", AT.flags), ("ptr", AT.slots)} & set(args)

@@ -1,0 +1,117 @@
+"""Calls that differ from one before in nothing but where their operands are: the driver's part in it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+
+import pytest
+import torch
+from gpu_cases import DEVICE, call, nan_output
+
+import deep_gemm
+from deep_gemm import dense, engine, options
+from deep_gemm.jit.driver.launch import Map
+from deep_gemm.jit.driver.module import primary_context
+from deep_gemm.jit.driver.moving import MovingLaunch
+from deep_gemm.jit.driver.tensor_map import SIZE
+from deep_gemm.kernels import sm90_fp8_launch
+from deep_gemm.params import GemmProblem
+from deep_gemm.reference import exact_product
+from deep_gemm.testing import Operand, integer_operands
+from deep_gemm.validate import fp8_gemm as validate
+
+cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
+# Without a ring, swapped, 64 and 128 rows, dealt out over CTAs (300 x 7168 x 16384), and a D that TMA cannot store.
+SHAPES = [(20, 192, 256), (7, 2112, 7168), (128, 576, 7168), (1000, 2112, 1040), (300, 7168, 16384), (130, 333, 400)]
+
+Case = tuple[Operand, Operand, torch.Tensor]
+
+
+def cases(m: int, n: int, k: int, ready: bool, count: int) -> list[Case]:
+    """Operands of other values at other addresses, and what their products are."""
+    out = []
+    for seed in range(count):
+        (a, sfa), b = integer_operands(m, n, k, DEVICE, seed=seed)
+        expected = exact_product(a, sfa, *b).bfloat16()
+        out.append(((a, deep_gemm.get_mn_major_tma_aligned_tensor(sfa) if ready else sfa), b, expected))
+    return out
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_operands_may_be_elsewhere_each_time(m: int, n: int, k: int, ready: bool) -> None:
+    found = cases(m, n, k, ready, 4)
+    for a, b, expected in found * 3:
+        assert torch.equal(call(a, b), expected)
+    for (a, _, _), (_, b, _) in itertools.pairwise(found):  # one operand of two moves
+        assert torch.equal(call(a, b), exact_product(*a, *b).bfloat16())
+
+
+@cuda_only
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_a_graph_takes_a_call_that_moved(m: int, n: int, k: int) -> None:
+    found = cases(m, n, k, True, 3)
+    outputs = [nan_output(m, n) for _ in found]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(*found[0][:2])
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for (a, b, _), d in zip(found, outputs, strict=True):
+            deep_gemm.fp8_gemm_nt(a, b, d)
+    for _ in range(3):
+        for d in outputs:
+            d.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for (_, _, expected), d in zip(found, outputs, strict=True):
+            assert torch.equal(d, expected)
+
+
+@cuda_only
+@pytest.mark.parametrize("ready", [True, False])
+def test_threads_with_operands_of_their_own(ready: bool) -> None:
+    """On one stream: all of them move one record."""
+    found = cases(128, 576, 7168, ready, 6)
+    call(*found[0][:2])
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        a, b, expected = found[index]
+        for _ in range(20):
+            if index == 0:
+                dense._forget_warm()  # so that no call has a record of its own for long
+            if not torch.equal(call(a, b), expected):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(found))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@cuda_only
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_a_map_that_moved_is_what_the_driver_would_encode(m: int, n: int, k: int) -> None:
+    (first, second) = ((a, b, nan_output(m, n)) for a, b, _ in cases(m, n, k, True, 2))
+    x, y = validate(*first), validate(*second)
+    problem = GemmProblem(m=m, n=n, k=k, num_sms=options.num_sms_for(0), d_tma=x.d_tma)
+    plan = engine.plan(problem, 0)
+    (geometry, before), (_, after) = dense._layout(x), dense._layout(y)
+    shape, parameters = sm90_fp8_launch.launch(plan.params, geometry, problem.num_sms, True)
+    with primary_context(0):
+        moving = MovingLaunch(plan.function, shape, engine.raw_stream(0), parameters, vars(before))
+    for operand, address in vars(after).items():
+        if moving._at[operand] != address:
+            moving._move(operand, address)
+    for parameter, place in zip(parameters, moving._launch.places(), strict=True):
+        if isinstance(parameter, Map):
+            with primary_context(0):
+                wanted = parameter.spec.encode(vars(after)[parameter.operand])
+            assert ctypes.string_at(place, SIZE) == wanted, parameter
