@@ -3,8 +3,10 @@
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck
 
-Needs a GPU. The API errors are those of cuda-bindings, which asks the driver for functions that it lacks. `--every 1`
-takes all of the kernels' cases, and a larger number one in so many of them.
+Needs a GPU. The API errors are those of cuda-bindings, which asks the driver for functions that it lacks. Kernels are a
+cover: each tile, cluster, way to share K and so on of each family is in one of them (see `cover.py`), and all that deal
+out blocks of K among their cases. `--every 1` takes every config of every family, and a larger number one in so many.
+Each runs twice, alone, and then as a programmatic launch with weights promised constant right behind itself.
 
 racecheck takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a
 barrier before and arrives for them: where sums from other CTAs go through a ring of fewer stages than they have steps,
@@ -24,12 +26,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cover import FAMILIES, cover, everything, features
 from forced import compiled, force, load, nvrtc
 from headers import edited_headers
 
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_small, sm90_fp8_swapped
+from deep_gemm.kernels import sm90_fp8_swapped
 from deep_gemm.params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import calc_diff, random_operands
@@ -39,13 +42,13 @@ NUM_SMS = 7
 
 
 def chosen(every: int, racecheck: bool) -> list[KernelParams]:
-    """All kernels that deal out blocks of K, and one in ``every`` of the others' cases; for racecheck without those
-    that it misunderstands."""
-    families = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
-    cases = [p for kernel in families for p in kernel.cases()]
-    cases = [p for p in cases if not any(p.shape)]
-    cases = [p for i, p in enumerate(cases) if i % every == 0 or _config(p).stream_k]
-    return [p for p in cases if not (racecheck and _wraps(_config(p)))]
+    """A cover and the cases that deal out blocks of K, or with ``every`` one in so many of everything; for racecheck of
+    those alone that it understands."""
+    known = [p for p in everything() if not (racecheck and _wraps(_config(p)))]
+    if every:
+        return known[::every]
+    dealt = {p for kernel in FAMILIES for p in kernel.cases() if not any(p.shape) and _config(p).stream_k}
+    return cover(known, features, first=[p for p in known if p in dealt])
 
 
 def sizes(config: FP8Config) -> tuple[int, int, int]:
@@ -81,7 +84,7 @@ def _config(params: KernelParams) -> FP8Config:
 
 
 @click.command()
-@click.option("--every", default=5, show_default=True)
+@click.option("--every", default=0, help="One in so many of all kernels, in place of a cover.")
 @click.option("--racecheck", is_flag=True)
 def main(every: int, racecheck: bool) -> None:
     """Run them, and compare results while at it."""
@@ -94,13 +97,19 @@ def main(every: int, racecheck: bool) -> None:
         config = _config(params)
         m, k, num_sms = sizes(config)
         a, b, _, _ = random_operands(m, 2 * config.block_n + 40, k, "cuda")
-        d = torch.empty(m, b[0].shape[0], dtype=torch.bfloat16, device="cuda")
-        force(params, function, a, b, d, num_sms, stream)()
+        d, early = (torch.empty(m, b[0].shape[0], dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        runs = [
+            force(params, function, a, b, d, num_sms, stream),
+            force(params, function, a, b, early, num_sms, stream, pdl=True, constant_b=True),
+        ]
+        for run in runs:
+            run()
         torch.cuda.synchronize()
-        if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5:
+        if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
             wrong += 1
             print(f"wrong: {params}")
-    print(f"{len(functions)} kernels, {wrong} wrong")
+    left_out = sum(_wraps(_config(p)) for p in everything()) if racecheck else 0
+    print(f"{len(functions)} kernels, {wrong} wrong" + f"; {left_out} are not for racecheck" * bool(left_out))
     sys.exit(wrong > 0)
 
 

@@ -1,0 +1,67 @@
+"""Few kernels that show what all of them can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from golden_renders import make_params
+
+from deep_gemm.arch import SM90
+from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_small, sm90_fp8_swapped
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+
+FAMILIES = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
+
+Item = TypeVar("Item")
+
+
+def everything() -> list[KernelParams]:
+    """Each config of each family, and again with a D that TMA cannot store, where it has such a kernel."""
+    configs = [config for kernel in FAMILIES for config in kernel.configs(SM90)]
+    usual = [make_params(config) for config in configs]
+    return usual + [make_params(config, store="direct") for config in configs if not _narrow(config)]
+
+
+def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
+    """What a kernel is one of: a tile, a cluster, a way to share K, and so on, each in its family."""
+    config = params.config
+    assert isinstance(config, FP8Config)
+    late = isinstance(config, SwappedConfig) and not sm90_fp8_swapped.scales_held(config)
+    kinds: dict[str, Hashable] = {
+        "tile": (config.block_m, config.block_n),
+        "cluster": (config.cluster_m, config.cluster_n, config.cluster_k),
+        "consumers": (config.num_consumers, config.consumers_k),
+        "partials": config.num_partials,
+        "CTAs on an SM": config.ctas_per_sm,
+        "persistent": config.persistent,
+        "stream K": (config.stream_k, config.block_n),
+        "extra tokens": config.extra_tokens,
+        "blocks of K in a stage": config.stage_blocks,
+        "scales of their own ring": late,
+        "store": (params.store, config.persistent, config.num_consumers),
+    }
+    return frozenset((params.kernel, kind, value) for kind, value in kinds.items())
+
+
+def cover(
+    items: Sequence[Item], features_of: Callable[[Item], frozenset[Hashable]], first: Iterable[Item] = ()
+) -> list[Item]:
+    """``first``, and as few more of ``items`` as show every feature that any has, in their order: greedily the one that
+    shows most of what is not shown yet, and of equals the first."""
+    chosen = list(first)
+    shown = {feature for item in chosen for feature in features_of(item)}
+    left = [(item, features_of(item)) for item in items]
+    while True:
+        new = [len(found - shown) for _, found in left]
+        if not new or max(new) == 0:
+            break
+        item, found = left[new.index(max(new))]
+        chosen.append(item)
+        shown |= found
+    order = {id(item): place for place, item in enumerate(items)}
+    return sorted(chosen, key=lambda item: order.get(id(item), -1))
+
+
+def _narrow(config: FP8Config) -> bool:
+    return isinstance(config, SwappedConfig) and config.stage_blocks > 1

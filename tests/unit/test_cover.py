@@ -1,0 +1,78 @@
+"""What runs under a checker of memory accesses shows all that kernels can do."""
+
+from __future__ import annotations
+
+import pytest
+from cover import FAMILIES, cover, everything, features
+from hypothesis import given
+from hypothesis import strategies as st
+from sanitize import NUM_SMS, _config, _wraps, chosen, sizes
+
+from deep_gemm.arch import SM90
+from deep_gemm.params import SCALE_BLOCK, KernelParams
+
+EVERYTHING = everything()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["memcheck", "racecheck"])
+def taken(request: pytest.FixtureRequest) -> tuple[bool, list[KernelParams]]:
+    return request.param, chosen(0, request.param)
+
+
+def test_every_feature_of_every_family_is_seen(taken: tuple[bool, list[KernelParams]]) -> None:
+    racecheck, found = taken
+    shown = {feature for params in found for feature in features(params)}
+    for params in EVERYTHING:
+        if not (racecheck and _wraps(_config(params))):
+            assert features(params) <= shown
+
+
+def test_few_kernels_do(taken: tuple[bool, list[KernelParams]]) -> None:
+    assert len(taken[1]) == len(set(taken[1])) <= 130
+
+
+def test_tiles_and_clusters_are_seen(taken: tuple[bool, list[KernelParams]]) -> None:
+    """Said once more, not by what `features` says."""
+    configs = {_config(params) for params in taken[1]}
+    for kernel in FAMILIES:
+        own = {config for config in configs if config in set(kernel.configs(SM90))}
+        every = set(kernel.configs(SM90))
+        assert {(c.block_m, c.block_n) for c in own} == {(c.block_m, c.block_n) for c in every}
+        clusters = {(c.cluster_m, c.cluster_n, c.cluster_k) for c in own}
+        assert clusters == {(c.cluster_m, c.cluster_n, c.cluster_k) for c in every}
+    assert {"tma", "direct"} == {params.store for params in taken[1]}
+
+
+def test_racecheck_misses_no_tile_or_cluster() -> None:
+    """What it does not understand has features that others have too."""
+    known = {feature for params in EVERYTHING if not _wraps(_config(params)) for feature in features(params)}
+    lost = {feature for params in EVERYTHING for feature in features(params)} - known
+    assert not {feature for feature in lost if feature[1] in ("tile", "cluster")}
+
+
+def test_sizes_suit_the_kernels(taken: tuple[bool, list[KernelParams]]) -> None:
+    for params in taken[1]:
+        config = _config(params)
+        m, k, num_sms = sizes(config)
+        assert m > 0
+        assert k % SCALE_BLOCK == 0
+        assert config.cluster_size <= num_sms <= max(NUM_SMS, config.cluster_size)
+
+
+def test_every_takes_all() -> None:
+    assert chosen(1, False) == EVERYTHING
+    assert chosen(7, False) == EVERYTHING[::7]
+
+
+SETS = st.lists(st.frozensets(st.integers(0, 12), max_size=4), max_size=12)
+
+
+@given(SETS, st.integers(0, 3))
+def test_a_cover_shows_all_and_nothing_twice(sets: list[frozenset[int]], given_first: int) -> None:
+    items = list(enumerate(sets))
+    first = items[:given_first]
+    found = cover(items, lambda item: item[1], first)
+    assert set().union(*(item[1] for item in found)) == set().union(*sets)
+    assert first == [item for item in found if item in first]
+    assert found == sorted(found)
+    assert len(found) == len(set(found)) <= len(first) + len(set().union(*sets))
