@@ -40,11 +40,13 @@ def environment_table() -> str:
 def selection_sentence(rows: Sequence[Row]) -> str:
     """How good the selector was on shapes that its calibration did not see."""
     ratios = [row["ratio_best"] for row in rows]
+    legal = [row["legal"] for row in rows if "legal" in row]
+    of_all = f"all {min(legal)} to {max(legal)} legal ones" if len(legal) == len(rows) else "all that were timed"
     worst = min(rows, key=lambda row: row["ratio_best"])
     shape = f"{worst['m']} x {worst['n']} x {worst['k']}"
     return (
         f"**The selector**, {_origin(rows)}: on {len(rows)} shapes that its calibration did not see, the chosen config "
-        f"ran at {geometric_mean(ratios):.3f} of the best of all that were timed, by geometric mean; the worst at "
+        f"ran at {geometric_mean(ratios):.3f} of the best of {of_all}, by geometric mean; the worst at "
         f"{worst['ratio_best']:.2f} ({shape})."
     )
 

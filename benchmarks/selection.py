@@ -3,7 +3,8 @@
     python -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
 
 The shapes are random ones of a seed that no survey has; one that a survey beside the rows holds all the same is left
-out. It needs a GPU, compiles some thousand kernels, and takes a minute or two.
+out. All configs that can run a shape are looked at, whatever the model thinks of them, and those not far behind are
+timed. It needs a GPU, compiles some six hundred kernels, and takes some minutes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def judged(row: survey.Row) -> survey.Row:
     return {
         "mode": "selection",
         **{name: row[name] for name in ("m", "n", "k")},
+        **{name: row[name] for name in ("legal",) if name in row},
         "timed": len(times),
         "of": "a survey that the calibration did not see",
         "selected": selected,
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     output = Path(arguments[0])
     found = unseen(sorted(output.parent.glob("survey*.jsonl")))
     output.unlink(missing_ok=True)
-    for row in survey.Survey(found, ("flush",), survey.WITHIN).rows():
+    for row in survey.Survey(found, ("flush",), everything=True).rows():
         append(output, judged(row))
     return 0
 

@@ -43,6 +43,10 @@ CONTENDERS = 10
 ROUNDS = 3
 """How often contenders and the selected config are timed again, in turns; the median of these is their time."""
 
+PROMISING, PROMISING_US = 1.25, 1.0
+"""What is not slower by so much than the least, and so many us, at a first look: that is two single calls, and of an
+empty kernel every other took 0.8 us longer."""
+
 Row = dict[str, Any]
 
 
@@ -60,13 +64,15 @@ def name_of(config: FP8Config, asked: GemmProblem, spec: archs.ArchSpec) -> str:
 @dataclass
 class Survey:
     """All ranked configs of some shapes, timed. ``within`` leaves out those that the model takes for slower than that
-    many times the best: 0 leaves out none."""
+    many times the best: 0 leaves out none. With ``everything``, which is for single calls, no model has a say: all
+    legal configs are looked at, and those that are not far behind are timed."""
 
     shapes: Sequence[GemmShape]
     modes: Sequence[str] = ("flush",)
     within: float = 0.0
     seconds: float = float("inf")
     progress: Callable[[str], None] = print
+    everything: bool = False
 
     def rows(self) -> Iterator[Row]:
         """One row for each shape and mode: times in us by config, and the choice of the present calibration."""
@@ -78,7 +84,7 @@ class Survey:
         num_sms = options.num_sms_for(device)
         work = [(shape, mode) for shape in self.shapes for mode in self.modes if is_surveyed(shape, mode)]
         candidates = {shape: self._candidates(problem(shape, num_sms), spec) for shape in self.shapes}
-        self._build({(problem(s, num_sms), c.config) for s, found in candidates.items() for c in found}, spec)
+        self._build({(problem(s, num_sms), config) for s, found in candidates.items() for config in found}, spec)
         for index, (shape, mode) in enumerate(work):
             if time.monotonic() - start > self.seconds:
                 self.progress(f"the time ran out before {len(work) - index} of {len(work)} measurements")
@@ -86,19 +92,24 @@ class Survey:
             asked = problem(shape, num_sms)
             row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source, "mode": mode}
             row["selected"] = name_of(select.rank(asked, spec)[0].config, asked, spec)
-            configs = [c.config for c in candidates[shape]][: STEADY_CONFIGS if mode == "steady" else None]
+            configs = candidates[shape][: STEADY_CONFIGS if mode == "steady" else None]
             timers = dict(timers_of(shape, asked, configs, mode, spec, device))
+            if self.everything:
+                row["legal"] = len(timers)
+                timers = promising(timers, row["selected"])
             times = steady_times_of(timers) if mode == "steady" else times_of(timers, row["selected"])
             row["times"] = {name: round(us, 3) for name, us in times.items()}
             del timers  # and the memory that they hold, before the next row's
             self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
             yield row | common
 
-    def _candidates(self, asked: GemmProblem, spec: archs.ArchSpec) -> list[select.Choice]:
+    def _candidates(self, asked: GemmProblem, spec: archs.ArchSpec) -> list[FP8Config]:
+        if self.everything:
+            return select.legal(asked, spec)
         ranked = select.rank(asked, spec)
         limit = min(choice.estimate.total_us for choice in ranked) * self.within
         near = (choice for choice in ranked[1:] if not self.within or choice.estimate.total_us <= limit)
-        return [ranked[0], *near]
+        return [choice.config for choice in (ranked[0], *near)]
 
     def _build(self, pairs: Iterable[tuple[GemmProblem, FP8Config]], spec: archs.ArchSpec) -> None:
         wanted = {engine.kernel_params(asked, config, spec) for asked, config in pairs}
@@ -137,6 +148,13 @@ def times_of(timers: Mapping[str, Callable[[], float]], selected: str) -> dict[s
         samples[best] = [timers[best]() for _ in range(ROUNDS)]
         times[best] = statistics.median(samples[best])
     return times
+
+
+def promising(timers: Mapping[str, Any], selected: str) -> dict[str, Any]:
+    """Those of which two calls take little longer than of the best, and the selected one."""
+    looks = {name: timer.look() for name, timer in timers.items()}
+    limit = min(looks.values()) * PROMISING + PROMISING_US
+    return {name: timers[name] for name, us in looks.items() if us <= limit or name == selected}
 
 
 def middle_mean(times: Sequence[float]) -> float:
@@ -215,6 +233,15 @@ class _Single:
         pairs = [self._events() for _ in range(next(repeats for limit, repeats in FLUSH_REPEATS if us <= limit))]
         torch.cuda.synchronize()
         return middle_mean([start.elapsed_time(end) * 1e3 for start, end in pairs])
+
+    def look(self) -> float:
+        """The less of two calls."""
+        import torch
+
+        self.call()
+        pairs = [self._events() for _ in range(2)]
+        torch.cuda.synchronize()
+        return min(start.elapsed_time(end) * 1e3 for start, end in pairs)
 
     def _events(self) -> tuple[Any, Any]:
         import torch

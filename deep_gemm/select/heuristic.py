@@ -133,13 +133,19 @@ def select(problem: GemmProblem, arch: ArchSpec, calibration: Calibrations | Non
 
 
 def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
-    """The legal configs that can run ``problem`` and that are worth an estimate."""
+    """The legal configs that are worth an estimate."""
+    found = legal(problem, arch)
+    return [config for config in found if _worthwhile(config, problem)] or found
+
+
+def legal(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
+    """The configs that can run ``problem``, however slowly."""
     multiple_m, multiple_n = problem.block_multiple
     whole, blocks = problem.k % SCALE_BLOCK == 0, ceil_div(problem.k, SCALE_BLOCK)
     whole_pieces = not (problem.d_tma and problem.n % 8)
-    found = [
+    return [
         config
-        for config in _legal(arch)
+        for config in _known_to(arch)
         if config.block_m % multiple_m == 0
         and config.block_n % multiple_n == 0
         and config.cluster_size <= problem.num_sms
@@ -152,7 +158,6 @@ def candidates(problem: GemmProblem, arch: ArchSpec) -> list[FP8Config]:
         # Blocks of K that follow each other in a stage are a dimension of their own, which only whole ones make.
         and (whole or config.stage_blocks == 1)
     ]
-    return [config for config in found if _worthwhile(config, problem)] or found
 
 
 def _in_one_wave(config: FP8Config, problem: GemmProblem) -> bool:
@@ -186,6 +191,6 @@ def _token_tiles(m: int) -> frozenset[int]:
 
 
 @functools.cache
-def _legal(arch: ArchSpec) -> tuple[FP8Config, ...]:
+def _known_to(arch: ArchSpec) -> tuple[FP8Config, ...]:
     families = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
     return tuple(config for family in families for config in family.configs(arch))

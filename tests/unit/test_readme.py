@@ -107,6 +107,17 @@ def test_deepgemm_has_a_column_and_a_sentence_where_it_was_timed(tmp_path: Path)
     assert "faster by more than 3% in 1; the worst is 0.96 (4 x 2112 x 7168, graph)" in readme.numbers(tmp_path)
 
 
+def test_the_selector_is_judged_by_what_was_looked_at() -> None:
+    rows = [
+        {"m": m, "n": 8, "k": 16, "ratio_best": ratio, "device": "X", "driver": "1", "torch": "2", "date": "d"}
+        for m, ratio in ((1, 0.9), (2, 0.9))
+    ]
+    assert "at 0.900 of the best of all that were timed, by geometric mean" in readme.selection_sentence(rows)
+    for row, legal in zip(rows, (300, 500), strict=True):
+        row["legal"] = legal
+    assert "at 0.900 of the best of all 300 to 500 legal ones, by geometric" in readme.selection_sentence(rows)
+
+
 def test_costs_have_a_table_each(tmp_path: Path) -> None:
     from deep_gemm.benchmarks.run import append, make_row
     from deep_gemm.workload import GemmShape

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from deep_gemm import select
 from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import survey
 from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
@@ -151,3 +152,46 @@ def test_a_mean_of_the_middle_half_is_between_two_values_that_take_turns() -> No
     assert survey.middle_mean([3.5, 4.3] * 10) == pytest.approx(3.9)
     assert survey.middle_mean([1.0, 900.0, 2.0, 3.0]) == 2.5  # what is far off does not count
     assert survey.middle_mean([7.0]) == 7.0
+
+
+class Look:
+    """A timer with what a first look and then full measurements say."""
+
+    def __init__(self, look: float, us: float) -> None:
+        self._look, self.us, self.timed = look, us, 0
+
+    def look(self) -> float:
+        return self._look
+
+    def __call__(self) -> float:
+        self.timed += 1
+        return self.us
+
+
+def test_what_is_far_behind_at_first_sight_is_not_timed() -> None:
+    timers = {"best": Look(11.0, 10.0), "lucky": Look(10.0, 12.0), "slow": Look(13.6, 9.0), "near": Look(13.4, 13.0)}
+    assert list(survey.promising(timers, "near")) == ["best", "lucky", "near"]
+    assert "slow" in survey.promising(timers, "slow")
+
+
+def test_with_everything_the_model_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config that the model likes least may be the best that there is."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
+    shape = GemmShape(300, 2112, 1152)
+    asked = survey.problem(shape, SM90.num_sms)
+    names = [survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)]
+    ranked = [survey.name_of(choice.config, asked, SM90) for choice in select.rank(asked, SM90)]
+    best = next(name for name in names if name not in ranked)
+    looks = {name: Look(50.0, 50.0) for name in names} | {best: Look(5.0, 5.0), ranked[0]: Look(40.0, 40.0)}
+
+    def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
+        return ((survey.name_of(config, asked, SM90), looks[survey.name_of(config, asked, SM90)]) for config in configs)
+
+    monkeypatch.setattr(survey, "timers_of", timers)
+    (row,) = survey.Survey([shape], everything=True, progress=lambda text: None).rows()
+    assert row["legal"] == len(names) > len(ranked)
+    assert row["times"] == {best: 5.0, ranked[0]: 40.0}
+    assert survey.quality(row) == 0.125
