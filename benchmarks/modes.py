@@ -8,6 +8,9 @@ from deep_gemm.workload import GemmShape
 GRAPH_MAX_M = 128
 """Graphs of many launches are about decoding; with more tokens the launch no longer matters."""
 
+FLOOR_MAX_M = 64
+"""Past it the tokens are no longer small beside the weights, whose reading is all that the read floor counts."""
+
 POWER_LIMITED_FLOPS = 1e11
 """A launch of so many keeps an H200 busy for 70 us, and draws all that it may."""
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.benchmarks import backends, timing
-from deep_gemm.benchmarks.modes import why_not
+from deep_gemm.benchmarks import backends, floor, timing
+from deep_gemm.benchmarks.modes import FLOOR_MAX_M, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
 from deep_gemm.workload import GemmShape
@@ -87,6 +87,8 @@ def measure(shape: GemmShape, mode: str, names: Sequence[str] = Run.names) -> Ro
             us = timing.flush({name: sets[0] for name, sets in calls.items()})
         elif mode == "graph":
             us = timing.graph(calls)
+            if shape.m <= FLOOR_MAX_M and operands[0].b.is_cuda:
+                us["floor"] = floor.read_floor_us([x.b for x in operands])
         else:
             us = timing.steady(calls)
     finally:
@@ -99,7 +101,8 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster.
 
     In graph mode these are with the promise of constant weights, those ending in `_unpromised` without it, and
-    `floor_fraction` is the measured time of reading the weights over `us`, where that is known.
+    `floor_fraction` is the time of reading the weights over `us`: `us_floor`, measured beside it, or where it was not
+    that of `READ_FLOOR_US`, if it is there.
     """
     row: Row = {"mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
     mine, unpromised = us["ours"], us.get("ours_unpromised")
@@ -116,9 +119,11 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
         row["us_unpromised"] = round(unpromised, 3)
         if "tensorwise" in us:
             row["ratio_tensorwise_unpromised"] = round(us["tensorwise"] / unpromised, 4)
-    floor = READ_FLOOR_US.get((shape.n, shape.k))
-    if mode == "graph" and floor is not None:
-        row["floor_fraction"] = round(floor / mine, 4)
+    if "floor" in us:
+        row["us_floor"] = round(us["floor"], 3)
+    least = us.get("floor", READ_FLOOR_US.get((shape.n, shape.k)))
+    if mode == "graph" and least is not None:
+        row["floor_fraction"] = round(least / mine, 4)
     return row
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deep_gemm.benchmarks.modes import meets_power_limit
+from deep_gemm.benchmarks.modes import FLOOR_MAX_M, meets_power_limit
 from deep_gemm.workload import GemmShape
 
 Row = dict[str, Any]
@@ -27,9 +27,6 @@ _AGAINST = (
     ("DeepGEMM", "ratio_deepgemm"),
     (FLOOR, "floor_fraction"),
 )
-
-_FLOOR_MAX_M = 64
-"""Past it the tokens are no longer small beside the weights, whose reading is all that the floor counts."""
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -54,7 +51,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
             groups.append((1 << 30, LONG, powered))
         for high, label, chosen in groups:
             for name, key in _AGAINST:
-                if name == FLOOR and high > _FLOOR_MAX_M:
+                if name == FLOOR and high > FLOOR_MAX_M:
                     continue
                 ratios = {f"{r['m']} x {r['n']} x {r['k']}": r[key] for r in chosen if key in r}
                 if ratios:

@@ -1,0 +1,70 @@
+"""What merely reading weights takes, launched as a decoder's kernels are: the floor for a GEMM of few tokens.
+
+As the table in `shapes.READ_FLOOR_US` was measured: a CTA on each SM, with one thread that asks for bulk copies into a
+ring of 12 stages of 16 KB, and 128 that touch what arrives; programmatic launches that read before they wait for the
+one before. Of little to read each SM has as much as any other, so that a launch is no slower for how it is cut up.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deep_gemm import arch, options
+from deep_gemm.benchmarks import timing
+from deep_gemm.jit.binary import BuildRequest
+from deep_gemm.jit.builder import default_builder
+from deep_gemm.jit.driver.launch import Launch, LaunchShape
+from deep_gemm.jit.driver.module import Function, load_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "read_floor"
+STAGES, STAGE_BYTES, THREADS = 12, 16384, 160
+SHARED_BYTES = STAGES * (STAGE_BYTES + 2 * 8)
+UNIT = 16
+"""Bytes: what a bulk copy moves is a multiple of it."""
+
+
+def piece_bytes(size: int, ctas: int) -> int:
+    """Of pieces of `size` bytes in all that CTAs take in turn: as large as fit a stage, and such that all CTAs have as
+    many, but for what is left over."""
+    rounds = max(1, -(-size // (ctas * STAGE_BYTES)))
+    return -(-size // (ctas * rounds * UNIT)) * UNIT
+
+
+def request(target: str) -> BuildRequest:
+    """The kernel, for `target`."""
+    return BuildRequest(NAME, Path(__file__).with_name("read_floor.cu").read_text(), target)
+
+
+def read_floor_us(weights: Sequence[Tensor], replays: int = 10) -> float:
+    """Microseconds a launch in a graph that reads these tensors of one size in turn, as `timing.graph` times calls."""
+    import torch
+
+    device = weights[0].get_device()
+    kernel, stream = _load(device), torch.cuda.Stream()
+    out = torch.empty(THREADS, dtype=torch.float32, device=weights[0].device)
+    size, ctas = weights[0].numel() * weights[0].element_size(), options.num_sms_for(device)
+    shape = LaunchShape((ctas, 1, 1), THREADS, SHARED_BYTES, pdl=True)
+    launches = [
+        Launch(
+            kernel,
+            shape,
+            stream.cuda_stream,
+            [("ptr", x.data_ptr()), ("i64", size), ("u32", piece_bytes(size, ctas)), ("ptr", out.data_ptr())],
+        )
+        for x in weights
+    ]
+    count = max(64, len(launches))
+    captured = timing.capture(launches, count, stream)
+    samples = [timing.elapsed_us(captured.replay) for _ in range(replays + 2)][2:]
+    return statistics.median(samples) / count
+
+
+def _load(device: int) -> Function:
+    binary = default_builder().build(request(arch.for_device(device).name))
+    return load_function(binary.cubin, NAME, device, SHARED_BYTES)
