@@ -63,7 +63,7 @@ else
 endif
 	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --mode steady --seconds $(BUDGET) --output benchmarks/results/random.jsonl
 	$(RUN) -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
-	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode kernels --output benchmarks/results/costs.jsonl
+	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode dims --mode kernels --output benchmarks/results/costs.jsonl
 	for rows in reference random; do $(RUN) -m deep_gemm bench --from benchmarks/results/$$rows.jsonl \
 		--chart benchmarks/results/$$rows.png; done
 	$(RUN) -m deep_gemm.benchmarks.readme

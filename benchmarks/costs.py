@@ -3,6 +3,7 @@ there are."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deep_gemm.benchmarks import backends, breakdown, census, phases, timing
 from deep_gemm.benchmarks.provenance import environment
-from deep_gemm.benchmarks.shapes import demo
+from deep_gemm.benchmarks.shapes import REFERENCE_NK, demo
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.workload import GemmShape
 
@@ -34,6 +35,8 @@ def line(row: Row) -> str:
     if row["mode"] == "kernels":
         baked = f"{row['kernels_nk']} with N and K compiled in"
         return f"kernels {row['kernels']:4}, {baked}  {row['what']}"
+    if row["mode"] == "dims":
+        return f"dims    {row['us']:8.2f} us, {row['us_nk']:8.2f} with N and K compiled in  {row['what']}"
     parts = [f"{name[:-3]} {row[name]:.1f}" for name in phases.COLUMNS if name in row]
     digits = 3 if row.get("part") else 1
     text = f"{row['mode']:7} {row['us']:12.{digits}f} us  {row['what']}"
@@ -122,6 +125,27 @@ def compile_phases() -> Iterator[Row]:
     for compiler in phases.compilers():
         for params in phases.kernels():
             yield phases.breakdown(params, compiler, load) | common
+
+
+def baked_sizes() -> Iterator[Row]:
+    """Single calls with N and K given at run time, as they are by default, and compiled into a kernel, in turns."""
+    import deep_gemm
+
+    common = environment()
+    for shape in (GemmShape(m, n, k) for n, k in REFERENCE_NK for m in BAKED_M):
+        x = backends.make_operands(shape, 1)[0]
+        a, b, d = (x.a, x.sfa), (x.b, x.sfb), x.d
+        calls = {dims: functools.partial(deep_gemm.fp8_gemm_nt, a, b, d, compiled_dims=dims) for dims in ("", "nk")}
+        us = timing.flush(calls)
+        row: Row = {"mode": "dims", "what": f"{shape.m} x {shape.n} x {shape.k}"}
+        yield (
+            row
+            | {"us": round(us[""], 3), "us_nk": round(us["nk"], 3), "ratio_nk": round(us["nk"] / us[""], 4)}
+            | common
+        )
+
+
+BAKED_M = (16, 128, 1000, 4096)
 
 
 def kernel_counts() -> Iterator[Row]:
@@ -279,5 +303,6 @@ MODES: dict[str, Callable[[], Iterator[Row]]] = {
     "host": host,
     "cold": cold,
     "compile": compile_phases,
+    "dims": baked_sizes,
     "kernels": kernel_counts,
 }

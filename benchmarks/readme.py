@@ -94,6 +94,7 @@ def numbers(results: Path = RESULTS) -> str:
         ("Host, compile and load", cost_table, lambda row: row["mode"] in ("host", "cold") and not row.get("part")),
         ("What a warm call's host time is made of", part_table, lambda row: row.get("part")),
         ("What a first build is made of", phase_table, lambda row: row["mode"] == "compile"),
+        ("Sizes given at run time and compiled in", dims_table, lambda row: row["mode"] == "dims"),
         ("How many kernels there are", count_table, lambda row: row["mode"] == "kernels"),
     ):
         chosen = [row for row in costs if wanted(row)]
@@ -191,6 +192,14 @@ def phase_table(rows: Sequence[Row]) -> str:
         cells = [f"{row[name]:.1f}" if name in row else "-" for name in columns]
         lines.append(f"| {row['what']} | {' | '.join(cells)} | {row['us'] / 1e3:.1f} |")
     return "\n".join(lines)
+
+
+def dims_table(rows: Sequence[Row]) -> str:
+    """A line for each shape with N and K at run time, and what it is to have them compiled in."""
+    mean = geometric_mean(row["ratio_nk"] for row in rows)
+    lines = ["| M x N x K | us | with N and K compiled in | their ratio |", "|---|---|---|---|"]
+    lines += [f"| {row['what']} | {row['us']:.1f} | {row['us_nk']:.1f} | {row['ratio_nk']:.3f} |" for row in rows]
+    return "\n".join([*lines, f"| geometric mean | | | {mean:.3f} |"])
 
 
 def count_table(rows: Sequence[Row]) -> str:

@@ -46,6 +46,7 @@ def command(
 
     flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and without the promise that
     they are constant. steady: power-limited, seconds a shape. host: what a warm call costs the CPU, part by part.
+    dims: single calls with N and K given at run time, and compiled in.
     These need no GPU: cold: import, compile and load times. compile: the phases of four builds. kernels: how many
     distinct kernels serve every M.
 
@@ -59,7 +60,7 @@ def command(
     left_out: list[str] = []
     if source is None:
         gemm_modes = [mode for mode in modes if mode in GEMM_MODES]
-        if gemm_modes or "host" in modes:
+        if gemm_modes or {"host", "dims"} & set(modes):
             _need_gpu(modes)
         if gemm_modes:
             chosen = _shapes(set_name, texts, m_text, random_count, seed)

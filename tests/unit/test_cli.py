@@ -129,12 +129,13 @@ def test_precompile_exits_with_one_when_a_kernel_fails(monkeypatch: pytest.Monke
     assert "0 kernels compiled" in result.output
 
 
-def test_bench_without_a_gpu_says_so() -> None:
+@pytest.mark.parametrize("mode", ["flush", "host", "dims"])
+def test_bench_without_a_gpu_says_so(mode: str) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    result = run("bench", "--mode", "flush")
+    result = run("bench", "--mode", mode)
     assert result.exit_code == 1
     assert "time kernels on a GPU" in result.output
 

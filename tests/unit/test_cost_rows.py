@@ -16,6 +16,7 @@ from deep_gemm.jit.compilers.base import Compiled
 from deep_gemm.jit.resources import Resources
 from deep_gemm.kernels import registry
 from deep_gemm.params import KernelParams
+from deep_gemm.workload import GemmShape
 
 
 @pytest.fixture
@@ -234,3 +235,30 @@ def test_kernel_counts_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
     (wanted,) = (p for p in ahead.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales")
     assert census.kernel_at(576, 7168)(48) == wanted
     assert census.specialised(wanted, 576, 7168).shape == (0, 576, 7168)
+
+
+def test_sizes_compiled_in_are_timed_beside_those_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def operands(shape: GemmShape, sets: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(a=shape, sfa=1, b=2, sfb=3, d=4)]
+
+    def note(a: Any, b: Any, d: Any, compiled_dims: str) -> None:
+        asked.append(((a[0].m, a[0].n, a[0].k), compiled_dims))
+
+    def flush(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
+        for call in calls.values():
+            call()
+        return {name: 4.0 if name else 5.0 for name in calls}
+
+    monkeypatch.setattr(backends, "make_operands", operands)
+    monkeypatch.setattr("deep_gemm.fp8_gemm_nt", note)
+    monkeypatch.setattr(costs.timing, "flush", flush)
+    rows = list(costs.baked_sizes())
+    assert len(rows) == 28
+    assert (
+        rows[0].items()
+        >= {"mode": "dims", "what": "16 x 2112 x 7168", "us": 5.0, "us_nk": 4.0, "ratio_nk": 0.8}.items()
+    )
+    assert asked[:2] == [((16, 2112, 7168), ""), ((16, 2112, 7168), "nk")]
+    assert "4.00 with N and K compiled in  16 x 2112 x 7168" in costs.line(rows[0])

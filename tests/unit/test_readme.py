@@ -128,6 +128,8 @@ def test_costs_have_a_table_each(tmp_path: Path) -> None:
         {"mode": "host", "what": "a call", "us": 6.0},
         {"mode": "host", "what": "key: shapes", "us": 1.5, "part": True, "share": 0.25},
         {"mode": "compile", "what": "k, nvrtc", "us": 2500.0, "render_ms": 0.5, "ptxas_ms": 2.0},
+        {"mode": "dims", "what": "1 x 2 x 3", "us": 8.0, "us_nk": 10.0, "ratio_nk": 1.25},
+        {"mode": "dims", "what": "4 x 2 x 3", "us": 10.0, "us_nk": 8.0, "ratio_nk": 0.8},
         {"mode": "kernels", "what": "576 x 7168", "kernels": 4, "kernels_nk": 9, "asked": 800},
     ]
     for row in rows:
@@ -137,6 +139,8 @@ def test_costs_have_a_table_each(tmp_path: Path) -> None:
     append(tmp_path / "costs.jsonl", rows[1] | {"source_digest": "2"} | origin)
     text = readme.numbers(tmp_path)
     assert "| a new call | 6.0 us |" in text
+    assert "| 1 x 2 x 3 | 8.0 | 10.0 | 1.250 |" in text
+    assert "| geometric mean | | | 1.000 |" in text
     assert "| a call |" not in text
     assert "| key: shapes | 1.50 | 25% |" in text
     assert "| key: shapes | 1.5 us |" not in text
