@@ -7,6 +7,7 @@ one before. Of little to read each SM has as much as any other, so that a launch
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ def read_floor_us(weights: Sequence[Tensor], replays: int = 10) -> float:
     return statistics.median(samples) / count
 
 
+@functools.cache  # for each row it would be loaded again, and modules stay loaded
 def _load(device: int) -> Function:
     binary = default_builder().build(request(arch.for_device(device).name))
     return load_function(binary.cubin, NAME, device, SHARED_BYTES)

@@ -300,7 +300,8 @@ def line(row: Row) -> str:
     best = min(times, key=times.__getitem__)
     where = f"{row['mode']:10} {row['m']:5} x {row['n']:5} x {row['k']:5}"
     found = f"{selected} {times[selected]:.1f} us, {best} {times[best]:.1f} us"
-    return f"{where}  {len(times)} configs, selected / best {quality(row):.3f}  ({found})"
+    timed = f"{len(times)} of {row['legal']} configs" if "legal" in row else f"{len(times)} configs"
+    return f"{where}  {timed}, selected / best {quality(row):.3f}  ({found})"
 
 
 def load(paths: Iterable[Path]) -> list[Row]:

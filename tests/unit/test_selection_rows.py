@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deep_gemm.benchmarks import selection
+from deep_gemm.benchmarks import selection, survey
 from deep_gemm.benchmarks.provenance import environment
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -46,6 +48,27 @@ def test_a_row_compares_the_selected_config_with_the_best(monkeypatch: pytest.Mo
 def test_the_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert selection.main([]) == 2
     assert "deep_gemm.benchmarks.selection benchmarks/results" in capsys.readouterr().out
+
+
+def test_the_command_judges_by_all_legal_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that the model takes for good are no judge of it."""
+    asked: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    class Fake:
+        def __init__(self, shapes: Any, modes: Any, **options: Any) -> None:
+            asked.append((shapes, modes, options))
+
+        def rows(self) -> Iterator[survey.Row]:
+            row = {"m": 4, "n": 256, "k": 15872, "selected": "a", "times": {"a": 8.0, "b": 6.0}, "legal": 596}
+            yield row | dict.fromkeys(environment(), "")
+
+    monkeypatch.setattr(survey, "Survey", Fake)
+    output = tmp_path / "selection.jsonl"
+    output.write_text("rows of before\n")
+    assert selection.main([str(output)]) == 0
+    assert asked == [(selection.unseen([]), ("flush",), {"everything": True})]
+    (row,) = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (row["legal"], row["timed"], row["best"], row["ratio_best"]) == (596, 2, "b", 0.75)
 
 
 def test_rows_on_disk_have_the_fields_of_new_ones() -> None:

@@ -1,0 +1,141 @@
+"""The floor for decoding as it is timed, without a GPU: what is launched, which rows have it, and what the kernel reads
+by the expressions of its own source."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_gemm.benchmarks import backends, floor, run, timing
+from deep_gemm.workload import GemmShape
+
+SOURCE = floor.request("sm_90a").source
+ROOT = Path(__file__).parents[2]
+
+
+def expression(name: str) -> CodeType:
+    """What the kernel's constant `name` is, in Python: of a `cta` of `ctas`, and of a `step` that reads at `start`."""
+    found = re.search(rf"const u\d+ {name} = ([^;]+);", SOURCE)
+    assert found, f"the kernel has no constant called {name}"
+    text = re.sub(r"static_cast<u\d+>", "", found[1]).replace("/", "//")
+    for there, here in (("blockIdx.x", "cta"), ("gridDim.x", "ctas"), ("from", "start")):
+        text = re.sub(rf"\b{re.escape(there)}\b", here, text)
+    return compile(re.sub(r"^(.+?) \? (.+) : (.+)$", r"(\2) if (\1) else (\3)", text), name, "eval")
+
+
+PIECES, COUNT, FROM, SIZE = map(expression, ("pieces", "count", "from", "size"))
+
+
+def copies(size: int, ctas: int) -> list[list[tuple[int, int]]]:
+    """(first byte, bytes) of each copy of each CTA."""
+    known = {"bytes": size, "piece": floor.piece_bytes(size, ctas), "ctas": ctas}
+    known["pieces"] = eval(PIECES, {}, known)
+    found = []
+    for cta in range(ctas):
+        here = known | {"cta": cta}
+        starts = [eval(FROM, {}, here | {"step": step}) for step in range(eval(COUNT, {}, here))]
+        found.append([(start, eval(SIZE, {}, here | {"start": start})) for start in starts])
+    return found
+
+
+@given(st.integers(1, 1 << 17), st.integers(1, 160))
+def test_copies_of_the_kernel_cover_every_byte_once_and_fit_a_stage(units: int, ctas: int) -> None:
+    size = units * floor.UNIT
+    found = copies(size, ctas)
+    end = 0
+    for start, length in sorted(copy for mine in found for copy in mine):
+        assert start == end
+        assert 0 < length <= floor.STAGE_BYTES
+        assert start % floor.UNIT == length % floor.UNIT == 0  # what a bulk copy asks of both
+        end = start + length
+    assert end == size
+    counts = [len(mine) for mine in found]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("size", [16, 32, 131 * 16, 133 * 16, 208 * 144, 132 * 16384 + 16])
+def test_ctas_that_have_nothing_to_read_wait_for_nothing(size: int) -> None:
+    """Of few bytes some have none, and a wait for a copy that nobody asks for would last for ever."""
+    found = copies(size, 132)
+    assert sum(length for mine in found for _, length in mine) == size
+    assert sum(map(bool, found)) >= min(132, size // 16) / 2  # and few of those that could read do not
+
+
+def test_shared_memory_holds_the_ring_that_the_kernel_has() -> None:
+    found = re.search(r"kStages = (\d+), kStageBytes = (\d+), kConsumers = (\d+)", SOURCE)
+    assert found
+    stages, stage_bytes, consumers = map(int, found.groups())
+    assert (stages, stage_bytes, consumers + 32) == (floor.STAGES, floor.STAGE_BYTES, floor.THREADS)
+    assert stages * stage_bytes + 2 * stages * 8 == floor.SHARED_BYTES  # a full and an empty barrier for each stage
+
+
+def test_launches_are_a_decoders_and_go_through_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    captured: list[tuple[Any, int, Any]] = []
+    times = iter([9000.0] * 2 + [640.0] * 5 + [704.0] * 5)  # the first two replays do not count
+    stream = SimpleNamespace(cuda_stream=7)
+
+    def launch(function: Any, shape: Any, at: int, arguments: Any) -> Any:
+        made.append((function, shape, at, arguments))
+        return made[-1]
+
+    def capture(calls: Any, count: int, on: Any) -> Any:
+        captured.append((calls, count, on))
+        return SimpleNamespace(replay="its replay")
+
+    monkeypatch.setattr(floor, "_load", lambda device: "kernel")
+    monkeypatch.setattr(floor, "Launch", launch)
+    monkeypatch.setattr(floor.options, "num_sms_for", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(timing, "capture", capture)
+    monkeypatch.setattr(timing, "elapsed_us", lambda work: next(times) if work == "its replay" else None)
+    weights = [torch.zeros(208, 144, dtype=torch.float8_e4m3fn) for _ in range(3)]
+    assert floor.read_floor_us(weights) == 10.5  # in the middle, of 64 launches
+    assert captured == [(made, 64, stream)]
+    assert [arguments[0] for *_, arguments in made] == [("ptr", x.data_ptr()) for x in weights]
+    for function, shape, at, arguments in made:
+        assert (function, at) == ("kernel", 7)
+        assert (shape.grid, shape.block, shape.dynamic_shared) == ((132, 1, 1), floor.THREADS, floor.SHARED_BYTES)
+        assert shape.pdl  # or each would begin when the one before has ended
+        assert arguments[1:3] == [("i64", 208 * 144), ("u32", floor.piece_bytes(208 * 144, 132))]
+
+
+@pytest.mark.parametrize(
+    ("m", "mode", "has"), [(1, "graph", True), (64, "graph", True), (65, "graph", False), (1, "flush", False)]
+)
+def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
+    m: int, mode: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    sets = [SimpleNamespace(b=SimpleNamespace(is_cuda=True)) for _ in range(2)]
+
+    def read_floor_us(weights: Any) -> float:
+        read.append(weights)
+        return 4.0
+
+    monkeypatch.setattr(backends, "make_operands", lambda shape, count: sets)
+    monkeypatch.setattr(backends, "usable", lambda name, x: None)
+    monkeypatch.setattr(backends, "own_weights", lambda x: x)
+    monkeypatch.setattr(backends, "ours_promised", lambda x: None)
+    monkeypatch.setattr(backends, "retract", lambda x: None)
+    monkeypatch.setitem(backends.BACKENDS, "ours", lambda x: lambda: None)
+    monkeypatch.setattr(timing, "graph", lambda calls: dict.fromkeys(calls, 5.0))
+    monkeypatch.setattr(timing, "flush", lambda calls: dict.fromkeys(calls, 5.0))
+    monkeypatch.setattr(floor, "read_floor_us", read_floor_us)
+    row = run.measure(GemmShape(m, 208, 144), mode, ("ours",))
+    assert read == ([[x.b for x in sets]] if has else [])
+    assert (row.get("us_floor"), row.get("floor_fraction")) == ((4.0, 0.8) if has else (None, None))
+
+
+def test_a_wheel_has_the_kernel() -> None:
+    found = re.search(r'^"deep_gemm\.benchmarks" = \["(.+)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found, "pyproject.toml lists no data of the benchmarks"
+    assert fnmatch("read_floor.cu", found[1])
