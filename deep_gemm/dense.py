@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ def _forget_warm() -> None:
 
 
 options.on_change(_forget_warm)
+os.register_at_fork(after_in_child=_forget_warm)  # a thread of the parent may have held a record's lock
 constant.on_change(_forget_warm)
 
 _raw_stream = engine.raw_stream
@@ -178,6 +180,8 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
 
 def _run_moved(moved: dict[Any, MovedCall], key: Any, a: Any, b: Any) -> bool:
     """Make the call of ``key`` as one that differs in addresses was made; False if there was none that fits."""
+    if not (isinstance(a, (tuple, list)) and isinstance(b, (tuple, list))):
+        return False  # an iterator, which the key has used up: validation says so
     (x, x_scales), (y, y_scales) = a, b
     call = moved.get((constant.is_constant(y) and constant.is_constant(y_scales), key[_PLACES:]))
     if call is None or x_scales.requires_grad or y_scales.requires_grad:

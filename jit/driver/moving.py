@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 
 from deep_gemm.errors import InvalidInputError
@@ -10,7 +11,6 @@ from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.launch import CONTEXT_ERRORS, Launch, LaunchShape, Map, Parameter, Pointer
 from deep_gemm.jit.driver.module import Function, primary_context
 from deep_gemm.jit.driver.tensor_map import ADDRESS_ALIGNMENT
-from deep_gemm.jit.forking import ForkLock
 
 
 class MovingLaunch:
@@ -32,7 +32,8 @@ class MovingLaunch:
     ) -> None:
         self._launch = Launch(function, shape, stream, parameters, addresses)
         self._at = dict(addresses)
-        self._lock = ForkLock()
+        # Not a ForkLock: there are thousands of these, and an interrupt inside its Python would leave it locked.
+        self._lock = threading.Lock()
         self._replace = api.library_function("cuTensorMapReplaceAddress")
         self._pointers: dict[str, list[ctypes.c_uint64]] = {operand: [] for operand in addresses}
         self._maps: dict[str, list[ctypes.c_void_p]] = {operand: [] for operand in addresses}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from gpu_fakes import FakeGpu
@@ -110,6 +112,23 @@ def test_an_operand_on_another_device_is_no_moved_call(gpu: FakeGpu, monkeypatch
     other = b[0].clone().as_subclass(Elsewhere)
     run(a, (other, b[1]))
     assert gpu.prepared == before + 1  # validated and prepared, where devices are compared
+
+
+def test_an_iterator_is_no_pair(gpu: FakeGpu) -> None:
+    a, b = operands()
+    with pytest.raises(InvalidInputError, match="a must be a pair"):
+        run(iter(a), b)  # type: ignore[arg-type]
+
+
+def test_a_forked_child_has_no_record_of_its_parent(gpu: FakeGpu) -> None:
+    """A thread of the parent, which does not exist there, may have held the lock of one."""
+    run(*operands())
+    assert dense._moved
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(dense._moved) + len(dense._warm))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert dense._moved
 
 
 def test_a_change_of_options_makes_records_anew(gpu: FakeGpu) -> None:
