@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Hashable
 from pathlib import Path
 
 import click
@@ -48,7 +49,15 @@ def chosen(every: int, racecheck: bool) -> list[KernelParams]:
     if every:
         return known[::every]
     dealt = {p for kernel in FAMILIES for p in kernel.cases() if not any(p.shape) and _config(p).stream_k}
-    return cover(known, features, first=[p for p in known if p in dealt])
+    return cover(known, kinds, first=[p for p in known if p in dealt])
+
+
+def kinds(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
+    """`features`, and by which CTAs and consumers together work on a tile is shared: sums that consumers of one CTA
+    exchange go other ways than those between CTAs."""
+    c = _config(params)
+    split = (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k)
+    return features(params) | {(params.kernel, "split", split)}
 
 
 def sizes(config: FP8Config) -> tuple[int, int, int]:

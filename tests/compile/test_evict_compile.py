@@ -1,14 +1,17 @@
-"""Where a launch asks for it, what is read once leaves L2 first: loads of B come with that policy too."""
+"""Where a launch asks for it, what is read once leaves L2 first: loads of B, and of nothing else, come with that policy
+too."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from golden_renders import PLAIN, SWAPPED, find_config, make_params
 from headers import edited_headers
 from kernel_builds import open_compiler
+from launches import parameter_names
 
 from deep_gemm import engine
 from deep_gemm.jit.generator import include_dir
@@ -16,16 +19,21 @@ from deep_gemm.params import FP8Config
 
 CONFIGS = [
     find_config(PLAIN, block_m=128, block_n=128),
-    find_config(PLAIN, block_m=256, block_n=128, cluster_n=2),
+    find_config(PLAIN, block_m=128, block_n=192),  # columns in two segments, each with a map
+    find_config(PLAIN, block_m=128, block_n=128, cluster_m=2),  # B is multicast
+    find_config(PLAIN, block_m=256, block_n=128, cluster_n=2),  # A is
+    find_config(PLAIN, block_m=136, block_n=128),  # maps for tokens past the slices
     find_config(SWAPPED, block_m=16, block_n=64),
+    find_config(SWAPPED, block_m=8, block_n=32),  # maps of three dimensions
 ]
-EVICT_FIRST = int("12F0000000000000", 16)
+EVICT_FIRST = 0x12F0000000000000
 
 
-def loads(config: FP8Config, headers: Path) -> tuple[int, int]:
-    """(with the policy, without) of the loads of operands by tensor maps, in PTX."""
-    compiler = open_compiler("nvrtc")
-    request = engine.build_request(make_params(config))
+def loads(config: FP8Config, headers: Path) -> tuple[Counter[str], Counter[str]]:
+    """How many loads PTX has through each tensor map, by the name of the kernel's parameter: those with the policy, and
+    those without one."""
+    params, compiler = make_params(config), open_compiler("nvrtc")
+    request = engine.build_request(params)
     compiled = compiler.compile(
         request.name,
         request.source,
@@ -35,23 +43,43 @@ def loads(config: FP8Config, headers: Path) -> tuple[int, int]:
         want_ptx=True,
     )
     text = compiled.ptx or ""
-    found = re.findall(r"cp\.async\.bulk\.tensor\.[^;]*shared::cluster\.global[^;]*;", text)
-    policies = [each for each in found if "L2::cache_hint" in each]
-    registers = {match.group(1) for each in policies if (match := re.search(r"(%rd\d+);$", each))}
-    values = {int(v) for r in registers for v in re.findall(rf"mov\.(?:b|u)64\s+{r}, (\d+);", text)}
-    assert values <= {EVICT_FIRST}
-    assert len(values) == bool(policies)
-    return len(policies), len(found) - len(policies)
+    names = parameter_names(params)
+    copied = dict(re.findall(r"(?:mov|cvta\.param)\.\w+\s+(%rd\d+), (\w+|%rd\d+);", text))
+
+    def origin(register: str) -> str:
+        while register in copied:
+            register = copied[register]
+        return register
+
+    hinted, plain = Counter[str](), Counter[str]()
+    for load in re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global[^;]*;", text):
+        (place,) = re.findall(r"_param_(\d+)$", origin(re.findall(r"\[(%rd\d+), \{", load)[0]))
+        if "L2::cache_hint" in load:
+            assert int(origin(re.findall(r"(%rd\d+);$", load)[0])) == EVICT_FIRST
+        (hinted if "L2::cache_hint" in load else plain)[names[int(place)]] += 1
+    return hinted, plain
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}x{c.cluster_size}")
-def test_weights_have_loads_with_and_without_the_policy(config: FP8Config) -> None:
+def test_weights_alone_have_loads_with_and_without_the_policy(config: FP8Config) -> None:
     hinted, plain = loads(config, include_dir())
-    # Without the policy: the same loads of B, and as many of A and of its scales.
-    assert hinted > 0
-    assert plain == 3 * hinted
+    maps = {name for name in parameter_names(make_params(config)) if name.startswith("map_") and name != "map_d"}
+    assert set(plain) == maps
+    assert hinted == Counter({name: count for name, count in plain.items() if name.startswith("map_b")})
 
 
 def test_without_it_none_has(tmp_path: Path) -> None:
     headers = edited_headers(tmp_path / "include", "tma.cuh", ("use(evict_first());", "use();"))
-    assert loads(CONFIGS[0], headers)[0] == 0
+    assert not loads(CONFIGS[0], headers)[0]
+
+
+def test_on_tokens_it_would_be_seen(tmp_path: Path) -> None:
+    """They are loaded as often, so that a count of all loads would not tell."""
+    headers = edited_headers(
+        tmp_path / "include",
+        "fp8_swapped.cuh",
+        ("tile.column, policy...);", "tile.column);"),
+        ("tile.row);\n        });", "tile.row, evict_first());\n        });"),
+    )
+    hinted, _ = loads(find_config(SWAPPED, block_m=16, block_n=64), headers)
+    assert set(hinted) == {"map_a", "map_a_last"}

@@ -209,6 +209,35 @@ def test_warm_calls_are_prepared_once_and_again_after_a_change(gpu: FakeGpu, ope
         assert gpu.prepared == before + 1
 
 
+@pytest.mark.parametrize(("ready", "launches"), [(True, ["gemm"]), (False, ["transpose", "gemm"])])
+def test_a_warm_call_launches_one_kernel_more_where_scales_must_be_transposed(
+    gpu: FakeGpu,
+    operands: tuple[Operand, Operand],
+    monkeypatch: pytest.MonkeyPatch,
+    ready: bool,
+    launches: list[str],
+) -> None:
+    """And nothing else, neither the first time nor later."""
+    launched: list[str] = []
+
+    def noted(name: str) -> Callable[..., Callable[..., None]]:
+        return lambda *args, **kwargs: lambda *addresses: launched.append(name)
+
+    # Whichever way a call is made ready: for its own addresses, or for any.
+    for kind, name in (("transpose", "transpose"), ("fp8_gemm", "gemm")):
+        monkeypatch.setattr(dense.engine, f"{kind}_launch", noted(name))
+        monkeypatch.setattr(dense.engine, f"{kind}_moving", noted(name))
+    (a, sfa), b = operands
+    if ready:
+        sfa = sfa.t().contiguous().t()
+    d = output()
+    for _ in range(4):
+        launched.clear()
+        deep_gemm.fp8_gemm_nt((a, sfa), b, d)
+        assert launched == launches
+    assert dense._warm
+
+
 def test_dependent_launch_is_on_at_first() -> None:
     assert deep_gemm.get_pdl() is True
     deep_gemm.set_pdl(False)

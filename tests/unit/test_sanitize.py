@@ -1,12 +1,16 @@
-"""What `tests/sanitize.py` changes in device headers must still be there to be changed."""
+"""What `tests/sanitize.py` runs, and what it changes in device headers, which must still be there to be changed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import sanitize
+from cover import FAMILIES
 
+from deep_gemm.arch import SM90
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.params import FP8Config
 
 
 def test_each_lane_arrives_in_headers_for_racecheck(tmp_path: Path) -> None:
@@ -18,3 +22,17 @@ def test_each_lane_arrives_in_headers_for_racecheck(tmp_path: Path) -> None:
     text = (folder / "reduction.cuh").read_text()
     assert "kLocal ? (kShares - 1) * 128 : 1" in text
     assert "if (thread % 32 == 0) barrier_arrive(barrier);" not in text
+
+
+@pytest.mark.parametrize("racecheck", [False, True], ids=["memcheck", "racecheck"])
+def test_every_way_to_share_a_tile_is_run(racecheck: bool) -> None:
+    """By CTAs along m, n and k, and by consumers along K, all four together: sums go other ways where CTAs alone share
+    K, where consumers alone do, and where both do."""
+    found = {sanitize._config(params) for params in sanitize.chosen(0, racecheck)}
+    for kernel in FAMILIES:
+        every = list(kernel.configs(SM90))
+        assert {split(config) for config in found.intersection(every)} == {split(config) for config in every}
+
+
+def split(config: FP8Config) -> tuple[int, int, int, int]:
+    return config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k
