@@ -5,13 +5,17 @@
 enum : u32 { kStages = 12, kStageBytes = 16384, kConsumers = 128 };
 using Barriers = PipelineBarriers<kStages, kConsumers / 32, 1>;
 
-// CTAs take pieces of `piece` bytes in turn, a multiple of 16 that fits a stage, as `bytes` is one.
+enum : u32 { kBarrierBytes = 256 };
+static_assert(Barriers::kBytes <= kBarrierBytes);
+
+// CTAs take pieces of `piece` bytes in turn, at most a stage's, a multiple of 128 as `bytes` is one of 16. Shared memory is for as
+// many pieces as a CTA has, or for kStages.
 extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
     read_floor(const u8* weights, u64 bytes, u32 piece, float* out) {
   extern __shared__ __align__(1024) u8 memory[];
-  const u32 shared = shared_address(memory);
+  const u32 ring = shared_address(memory) + kBarrierBytes;
   Barriers barriers;
-  barriers.base = shared + kStages * kStageBytes;
+  barriers.base = shared_address(memory);
   if (threadIdx.x == 0) {
     barriers.init();
     barrier_init_fence();
@@ -27,16 +31,16 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
         const u64 from = (blockIdx.x + static_cast<u64>(step) * gridDim.x) * piece;
         const u32 size = bytes - from < piece ? static_cast<u32>(bytes - from) : piece;
         barrier_arrive_expect(barriers.full(stage), size);
-        bulk_load(shared + stage * kStageBytes, weights + from, size, barriers.full(stage));
+        bulk_load(ring + stage * piece, weights + from, size, barriers.full(stage));
       });
     }
   } else {
     PipelineCursor<kStages> at;
-    const u32 mine = shared + threadIdx.x * 16 % piece, lane = threadIdx.x % 32;
+    const u32 mine = ring + threadIdx.x * 16 % piece, lane = threadIdx.x % 32;
     float sum = 0.0f;
     for (u32 step = 0; step < count; ++step) {
       barrier_wait(barriers.full(at.stage), at.parity);
-      sum += load_shared(mine + at.stage * kStageBytes);
+      sum += load_shared(mine + at.stage * piece);
       __syncwarp();
       barriers.release(at.stage, lane);
       at.advance();

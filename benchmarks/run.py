@@ -101,8 +101,8 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster.
 
     In graph mode these are with the promise of constant weights, those ending in `_unpromised` without it, and
-    `floor_fraction` is the time of reading the weights over `us`: `us_floor`, measured beside it, or where it was not
-    that of `READ_FLOOR_US`, if it is there.
+    `floor_fraction` is the time of reading the weights over `us`: the lesser of `us_floor`, measured beside it, and that
+    of `READ_FLOOR_US`, if they are there.
     """
     row: Row = {"mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
     mine, unpromised = us["ours"], us.get("ours_unpromised")
@@ -121,9 +121,9 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
             row["ratio_tensorwise_unpromised"] = round(us["tensorwise"] / unpromised, 4)
     if "floor" in us:
         row["us_floor"] = round(us["floor"], 3)
-    least = us.get("floor", READ_FLOOR_US.get((shape.n, shape.k)))
-    if mode == "graph" and least is not None:
-        row["floor_fraction"] = round(least / mine, 4)
+    floors = [x for x in (us.get("floor"), READ_FLOOR_US.get((shape.n, shape.k))) if x is not None]
+    if mode == "graph" and floors:
+        row["floor_fraction"] = round(min(floors) / mine, 4)
     return row
 
 

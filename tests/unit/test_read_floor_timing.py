@@ -48,25 +48,25 @@ def copies(size: int, ctas: int) -> list[list[tuple[int, int]]]:
 
 @given(st.integers(1, 1 << 17), st.integers(1, 160))
 def test_copies_of_the_kernel_cover_every_byte_once_and_fit_a_stage(units: int, ctas: int) -> None:
-    size = units * floor.UNIT
+    size = units * 16
     found = copies(size, ctas)
     end = 0
     for start, length in sorted(copy for mine in found for copy in mine):
         assert start == end
         assert 0 < length <= floor.STAGE_BYTES
-        assert start % floor.UNIT == length % floor.UNIT == 0  # what a bulk copy asks of both
+        assert start % floor.UNIT == length % 16 == 0  # a bulk copy asks for 16 of both
         end = start + length
     assert end == size
     counts = [len(mine) for mine in found]
     assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("size", [16, 32, 131 * 16, 133 * 16, 208 * 144, 132 * 16384 + 16])
+@pytest.mark.parametrize("size", [16, 256, 131 * 128, 133 * 128, 208 * 144, 132 * 16384 + 16])
 def test_ctas_that_have_nothing_to_read_wait_for_nothing(size: int) -> None:
     """Of few bytes some have none, and a wait for a copy that nobody asks for would last for ever."""
     found = copies(size, 132)
     assert sum(length for mine in found for _, length in mine) == size
-    assert sum(map(bool, found)) >= min(132, size // 16) / 2  # and few of those that could read do not
+    assert sum(map(bool, found)) >= min(132, size // 128) / 2  # and few of those that could read do not
 
 
 def test_shared_memory_holds_the_ring_that_the_kernel_has() -> None:
@@ -74,7 +74,20 @@ def test_shared_memory_holds_the_ring_that_the_kernel_has() -> None:
     assert found
     stages, stage_bytes, consumers = map(int, found.groups())
     assert (stages, stage_bytes, consumers + 32) == (floor.STAGES, floor.STAGE_BYTES, floor.THREADS)
-    assert stages * stage_bytes + 2 * stages * 8 == floor.SHARED_BYTES  # a full and an empty barrier for each stage
+    found = re.search(r"kBarrierBytes = (\d+)", SOURCE)
+    assert found
+    assert int(found[1]) == floor.BARRIER_BYTES >= 2 * stages * 8  # a full and an empty barrier for each stage
+
+
+@given(st.integers(1, 1 << 24), st.integers(1, 160))
+def test_shared_memory_holds_all_pieces_that_are_under_way(units: int, ctas: int) -> None:
+    size = units * 16
+    piece, pieces = floor.piece_bytes(size, ctas), -(-size // floor.piece_bytes(size, ctas))
+    most = -(-pieces // ctas)
+    stages, rest = divmod(floor.shared_bytes(size, ctas) - floor.BARRIER_BYTES, piece)
+    assert rest == 0
+    assert min(most, floor.STAGES) <= stages <= floor.STAGES
+    assert floor.shared_bytes(size, ctas) <= 227 << 10
 
 
 def test_launches_are_a_decoders_and_go_through_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +116,7 @@ def test_launches_are_a_decoders_and_go_through_all_weights(monkeypatch: pytest.
     assert [arguments[0] for *_, arguments in made] == [("ptr", x.data_ptr()) for x in weights]
     for function, shape, at, arguments in made:
         assert (function, at) == ("kernel", 7)
-        assert (shape.grid, shape.block, shape.dynamic_shared) == ((132, 1, 1), floor.THREADS, floor.SHARED_BYTES)
+        assert (shape.grid, shape.block, shape.dynamic_shared) == ((132, 1, 1), floor.THREADS, 256 + 256)
         assert shape.pdl  # or each would begin when the one before has ended
         assert arguments[1:3] == [("i64", 208 * 144), ("u32", floor.piece_bytes(208 * 144, 132))]
 
