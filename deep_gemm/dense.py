@@ -22,7 +22,8 @@ from .validate import FP8GemmOperands
 from .validate import fp8_gemm as validate_fp8_gemm
 
 _MAX_WARM = 8192
-"""Launch records kept, about a kilobyte each: past it all are dropped, since what repeats is soon back."""
+"""Launch records kept, about a kilobyte each, and nine where scales are transposed: past it all are dropped, since what
+repeats is soon back."""
 
 # What a warm call does, by everything that a launch depends on: addresses, shapes, strides, dtypes, stream. None where
 # it came once, and was made as another that differs in addresses.
@@ -174,7 +175,7 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
     # The common case, the tensors' device being the current one, needs no guard.
     _remember(remembered, key, call if current == device else _OnDevice(device, call))
     kind = (gemm.constant_b, key[_PLACES:])
-    if current == device and kind not in moved:
+    if current == device and not (kind in moved and moved[kind].fits(key[:_PLACES])):  # or aligned as others were before
         _remember(moved, kind, MovedCall(gemm, x))
 
 
@@ -184,7 +185,7 @@ def _run_moved(moved: dict[Any, MovedCall], key: Any, a: Any, b: Any) -> bool:
         return False  # an iterator, which the key has used up: validation says so
     (x, x_scales), (y, y_scales) = a, b
     call = moved.get((constant.is_constant(y) and constant.is_constant(y_scales), key[_PLACES:]))
-    if call is None or x_scales.requires_grad or y_scales.requires_grad:
+    if call is None or (_is_grad_enabled() and (x_scales.requires_grad or y_scales.requires_grad)):
         return False
     device, at = key[_DEVICE], key[:_PLACES]
     if not x.get_device() == x_scales.get_device() == y.get_device() == y_scales.get_device() == device:

@@ -51,9 +51,10 @@ def test_operands_may_be_elsewhere_each_time(m: int, n: int, k: int, ready: bool
 
 
 @cuda_only
+@pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_a_graph_takes_a_call_that_moved(m: int, n: int, k: int) -> None:
-    found = cases(m, n, k, True, 3)
+def test_a_graph_takes_a_call_that_moved(m: int, n: int, k: int, ready: bool) -> None:
+    found = cases(m, n, k, ready, 3)
     outputs = [nan_output(m, n) for _ in found]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -39,6 +39,35 @@ def test_a_moved_call_is_not_prepared_anew(gpu: FakeGpu, ready: bool) -> None:
     assert gpu.launched == [False] * 15
 
 
+def test_the_last_alignment_is_the_one_that_moves(gpu: FakeGpu) -> None:
+    """Not the first, for good: all calls aligned otherwise would be made ready from nothing."""
+
+    def output(skipped: int) -> torch.Tensor:
+        return torch.empty(M * N + 8, dtype=torch.bfloat16)[skipped:][: M * N].view(M, N)
+
+    outputs = [output(skipped) for skipped in (0, 1, 1, 1, 1, 0, 0)]
+    a, b = operands()
+    prepared = []
+    for d in outputs:
+        before = gpu.prepared
+        run(a, b, d)
+        prepared.append(gpu.prepared - before)
+    # A record for the first of a kind, and one that moves for those after it.
+    assert prepared == [1, 1, 1, 0, 0, 1, 1]
+
+
+def test_scales_that_require_grad_move_where_nothing_is_recorded(gpu: FakeGpu) -> None:
+    cases = [operands() for _ in range(3)]
+    for (_, sfa), _ in cases:
+        sfa.requires_grad_()
+    with torch.no_grad():
+        for case in cases:
+            run(*case)
+        assert gpu.prepared == 2
+    with pytest.raises(InvalidInputError, match="requires grad"):
+        run(*operands()[:1], (cases[0][1][0], cases[0][1][1].clone().requires_grad_()))
+
+
 def test_addresses_go_to_their_operands(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, int]] = []
     monkeypatch.setattr(dense.engine, "fp8_gemm_moving", lambda *args, **kwargs: lambda at: seen.append(dict(at)))
