@@ -2,8 +2,8 @@
 
 As the table in `shapes.READ_FLOOR_US` was measured: a CTA on each SM, with one thread that asks for bulk copies into a
 ring of 12 stages of 16 KB, and 128 that touch what arrives; programmatic launches that read before they wait for the
-one before. Of little to read each SM has as much as any other, and a ring no larger than that: a launch is no slower for
-how it is cut up, and the next one finds room beside it.
+one before. Of little to read each SM has as much as any other, and a ring no larger than that: a launch is no slower
+for how it is cut up, and the next one finds room beside it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ STAGES, STAGE_BYTES, THREADS = 12, 16384, 160
 BARRIER_BYTES = 256
 """Of shared memory, before the ring: a full and an empty barrier for each stage."""
 UNIT = 128
-"""Bytes: pieces begin at multiples of it, but for which all of L2's lines at borders are read twice: of a multiple of 16
-bytes 28 MB took 8.3 us on an H200, and 6.5 so."""
+"""Bytes: pieces begin at multiples of it, as L2's lines do. At those of 16, 28 MB took 8.3 us on an H200, for 6.5."""
 
 
 def piece_bytes(size: int, ctas: int) -> int:

@@ -101,8 +101,8 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster.
 
     In graph mode these are with the promise of constant weights, those ending in `_unpromised` without it, and
-    `floor_fraction` is the time of reading the weights over `us`: the lesser of `us_floor`, measured beside it, and that
-    of `READ_FLOOR_US`, if they are there.
+    `floor_fraction` is the time of reading the weights over `us`: the lesser of `us_floor`, measured beside it, and
+    that of `READ_FLOOR_US`, if they are there.
     """
     row: Row = {"mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
     mine, unpromised = us["ours"], us.get("ours_unpromised")

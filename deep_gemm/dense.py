@@ -175,7 +175,8 @@ def _first_call(key: Any, a: Any, b: Any, d: Any, c: Any, *rest: Any) -> None:
     # The common case, the tensors' device being the current one, needs no guard.
     _remember(remembered, key, call if current == device else _OnDevice(device, call))
     kind = (gemm.constant_b, key[_PLACES:])
-    if current == device and not (kind in moved and moved[kind].fits(key[:_PLACES])):  # or aligned as others were before
+    # Where one is there already, addresses came again, or are aligned in another way, as others may be from now on.
+    if current == device and not (kind in moved and moved[kind].fits(key[:_PLACES])):
         _remember(moved, kind, MovedCall(gemm, x))
 
 
