@@ -34,5 +34,11 @@ def test_every_way_to_share_a_tile_is_run(racecheck: bool) -> None:
         assert {split(config) for config in found.intersection(every)} == {split(config) for config in every}
 
 
+def test_kernels_can_be_named() -> None:
+    (found,) = sanitize.named(sanitize.chosen(0, racecheck=True), "64x96_s8_p2_k1x2_direct")
+    assert split(sanitize._config(found)) == (1, 1, 1, 2)
+    assert found.store == "direct"
+
+
 def split(config: FP8Config) -> tuple[int, int, int, int]:
     return config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k
