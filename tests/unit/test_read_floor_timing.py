@@ -84,13 +84,17 @@ def test_shared_memory_holds_all_pieces_that_are_under_way(units: int, ctas: int
     size = units * 16
     piece, pieces = floor.piece_bytes(size, ctas), -(-size // floor.piece_bytes(size, ctas))
     most = -(-pieces // ctas)
-    stages, rest = divmod(floor.shared_bytes(size, ctas) - floor.BARRIER_BYTES, piece)
+    stages, rest = divmod(floor.shared_bytes(size, ctas, overlapped=True) - floor.BARRIER_BYTES, piece)
     assert rest == 0
     assert min(most, floor.STAGES) <= stages <= floor.STAGES
-    assert floor.shared_bytes(size, ctas) <= 227 << 10
+    assert floor.shared_bytes(size, ctas, overlapped=True) <= floor.shared_bytes(size, ctas) <= 227 << 10
+    assert floor.shared_bytes(size, ctas) == floor.BARRIER_BYTES + floor.STAGES * floor.STAGE_BYTES
 
 
-def test_launches_are_a_decoders_and_go_through_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("overlapped", "shared"), [(False, 256 + 12 * 16384), (True, 256 + 256)])
+def test_launches_are_a_decoders_and_go_through_all_weights(
+    overlapped: bool, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Any] = []
     captured: list[tuple[Any, int, Any]] = []
     times = iter([9000.0] * 2 + [640.0] * 5 + [704.0] * 5)  # the first two replays do not count
@@ -111,12 +115,12 @@ def test_launches_are_a_decoders_and_go_through_all_weights(monkeypatch: pytest.
     monkeypatch.setattr(timing, "capture", capture)
     monkeypatch.setattr(timing, "elapsed_us", lambda work: next(times) if work == "its replay" else None)
     weights = [torch.zeros(208, 144, dtype=torch.float8_e4m3fn) for _ in range(3)]
-    assert floor.read_floor_us(weights) == 10.5  # in the middle, of 64 launches
+    assert floor.read_floor_us(weights, overlapped) == 10.5  # in the middle, of 64 launches
     assert captured == [(made, 64, stream)]
     assert [arguments[0] for *_, arguments in made] == [("ptr", x.data_ptr()) for x in weights]
     for function, shape, at, arguments in made:
         assert (function, at) == ("kernel", 7)
-        assert (shape.grid, shape.block, shape.dynamic_shared) == ((132, 1, 1), floor.THREADS, 256 + 256)
+        assert (shape.grid, shape.block, shape.dynamic_shared) == ((132, 1, 1), floor.THREADS, shared)
         assert shape.pdl  # or each would begin when the one before has ended
         assert arguments[1:3] == [("i64", 208 * 144), ("u32", floor.piece_bytes(208 * 144, 132))]
 
@@ -127,12 +131,12 @@ def test_launches_are_a_decoders_and_go_through_all_weights(monkeypatch: pytest.
 def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
     m: int, mode: str, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[Any] = []
+    read: list[tuple[Any, bool]] = []
     sets = [SimpleNamespace(b=SimpleNamespace(is_cuda=True)) for _ in range(2)]
 
-    def read_floor_us(weights: Any) -> float:
-        read.append(weights)
-        return 4.0
+    def read_floor_us(weights: Any, overlapped: bool = False) -> float:
+        read.append((weights, overlapped))
+        return 3.0 if overlapped else 4.0
 
     monkeypatch.setattr(backends, "make_operands", lambda shape, count: sets)
     monkeypatch.setattr(backends, "usable", lambda name, x: None)
@@ -144,8 +148,9 @@ def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
     monkeypatch.setattr(timing, "flush", lambda calls: dict.fromkeys(calls, 5.0))
     monkeypatch.setattr(floor, "read_floor_us", read_floor_us)
     row = run.measure(GemmShape(m, 208, 144), mode, ("ours",))
-    assert read == ([[x.b for x in sets]] if has else [])
-    assert (row.get("us_floor"), row.get("floor_fraction")) == ((4.0, 0.8) if has else (None, None))
+    assert read == ([([x.b for x in sets], False), ([x.b for x in sets], True)] if has else [])
+    found = [row.get(name) for name in ("us_floor", "us_floor_overlapped", "floor_fraction")]
+    assert found == ([4.0, 3.0, 0.8] if has else [None] * 3)
 
 
 def test_a_wheel_has_the_kernel() -> None:
