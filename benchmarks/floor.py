@@ -30,6 +30,7 @@ NAME = "read_floor"
 STAGES, STAGE_BYTES, THREADS = 12, 16384, 160
 BARRIER_BYTES = 256
 """Of shared memory, before the ring: a full and an empty barrier for each stage."""
+SHARED_BYTES = BARRIER_BYTES + STAGES * STAGE_BYTES
 UNIT = 128
 """Bytes: pieces begin at multiples of it, as L2's lines do. At those of 16, 28 MB took 8.3 us on an H200, for 6.5."""
 
@@ -42,8 +43,9 @@ def piece_bytes(size: int, ctas: int) -> int:
 
 def shared_bytes(size: int, ctas: int, overlapped: bool = False) -> int:
     """Of a CTA: its barriers and the ring; `overlapped`, no more stages than it has pieces, and of their size."""
-    stages = min(STAGES, _rounds(size, ctas)) if overlapped else STAGES
-    return BARRIER_BYTES + stages * (piece_bytes(size, ctas) if overlapped else STAGE_BYTES)
+    if not overlapped:
+        return SHARED_BYTES
+    return BARRIER_BYTES + min(STAGES, _rounds(size, ctas)) * piece_bytes(size, ctas)
 
 
 def _rounds(size: int, ctas: int) -> int:
@@ -56,7 +58,9 @@ def request(target: str) -> BuildRequest:
 
 
 def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: int = 10) -> float:
-    """Microseconds a launch in a graph that reads these tensors of one size in turn, as `timing.graph` times calls."""
+    """Microseconds a launch in a graph that reads these tensors of one size in turn, as `timing.graph` times calls.
+
+    `overlapped`: with no more shared memory than there is to read, so that launches run beside each other."""
     import torch
 
     device = weights[0].get_device()
@@ -82,4 +86,4 @@ def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: 
 @functools.cache  # for each row it would be loaded again, and modules stay loaded
 def _load(device: int) -> Function:
     binary = default_builder().build(request(arch.for_device(device).name))
-    return load_function(binary.cubin, NAME, device, BARRIER_BYTES + STAGES * STAGE_BYTES)
+    return load_function(binary.cubin, NAME, device, SHARED_BYTES)

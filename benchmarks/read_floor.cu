@@ -3,13 +3,12 @@
 #include "tma.cuh"
 
 enum : u32 { kStages = 12, kStageBytes = 16384, kConsumers = 128 };
+enum : u32 { kBarrierBytes = 256 };  // of shared memory, before the ring
 using Barriers = PipelineBarriers<kStages, kConsumers / 32, 1>;
-
-enum : u32 { kBarrierBytes = 256 };
 static_assert(Barriers::kBytes <= kBarrierBytes);
 
-// CTAs take pieces of `piece` bytes in turn, at most a stage's, a multiple of 128 as `bytes` is one of 16. Shared memory is for as
-// many pieces as a CTA has, or for kStages or more.
+// CTAs take pieces of `piece` bytes in turn, a multiple of 128 that fits a stage, as `bytes` is one of 16. Shared memory has room
+// for kStages pieces, or for all that a CTA has where those are fewer.
 extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
     read_floor(const u8* weights, u64 bytes, u32 piece, float* out) {
   extern __shared__ __align__(1024) u8 memory[];

@@ -32,6 +32,8 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
         "tile": (config.block_m, config.block_n),
         "cluster": (config.cluster_m, config.cluster_n, config.cluster_k),
         "consumers": (config.num_consumers, config.consumers_k),
+        # Sums that consumers of one CTA exchange go other ways than those between CTAs, and where there are both again.
+        "split": (config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k),
         "partials": config.num_partials,
         "CTAs on an SM": config.ctas_per_sm,
         "persistent": config.persistent,

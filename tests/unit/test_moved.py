@@ -37,6 +37,8 @@ def test_a_moved_call_is_not_prepared_anew(gpu: FakeGpu, ready: bool) -> None:
             run(*case)
         assert gpu.prepared == prepared
     assert gpu.launched == [False] * 15
+    run(*operands(ready), torch.empty(M, N, dtype=torch.bfloat16))
+    assert gpu.prepared == 2 + 4  # those of their own took nothing from the one that is shared
 
 
 def test_the_last_alignment_is_the_one_that_moves(gpu: FakeGpu) -> None:
@@ -125,6 +127,8 @@ def test_what_validation_refuses_is_refused_of_a_moved_call_too(gpu: FakeGpu) ->
     scales = a[1].clone().requires_grad_()
     with pytest.raises(InvalidInputError, match="the scales of a requires grad"):
         run((a[0], scales), b)
+    with pytest.raises(InvalidInputError, match="the scales of b requires grad"):
+        run(a, (b[0], b[1].clone().requires_grad_()))
     assert gpu.launched == [False]
 
 

@@ -79,6 +79,28 @@ def test_shared_memory_holds_the_ring_that_the_kernel_has() -> None:
     assert int(found[1]) == floor.BARRIER_BYTES >= 2 * stages * 8  # a full and an empty barrier for each stage
 
 
+def test_stages_lie_behind_the_barriers_and_are_read_where_they_were_loaded() -> None:
+    ring = re.search(r"const u32 ring = shared_address\(memory\) \+ (\w+);", SOURCE)
+    loaded = re.search(r"bulk_load\((\w+) \+ stage \* (\w+),", SOURCE)
+    read = re.search(r"const u32 mine = (\w+) \+ threadIdx\.x \* 16 % (\w+),", SOURCE)
+    strides = re.search(r"load_shared\(mine \+ at\.stage \* (\w+)\)", SOURCE)
+    assert ring
+    assert loaded
+    assert read
+    assert strides
+    assert ring[1] == "kBarrierBytes"
+    assert loaded.groups() == read.groups() == ("ring", "piece")
+    assert strides[1] == "piece"
+
+
+def test_the_kernel_may_have_the_shared_memory_that_a_launch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SimpleNamespace(build=lambda request: SimpleNamespace(cubin=b""))
+    monkeypatch.setattr(floor, "default_builder", lambda: known)
+    monkeypatch.setattr(floor.arch, "for_device", lambda device: SimpleNamespace(name="sm_90a"))
+    monkeypatch.setattr(floor, "load_function", lambda cubin, name, device, shared: shared)
+    assert floor._load.__wrapped__(0) == floor.shared_bytes(1 << 28, 132)
+
+
 @given(st.integers(1, 1 << 24), st.integers(1, 160))
 def test_shared_memory_holds_all_pieces_that_are_under_way(units: int, ctas: int) -> None:
     size = units * 16
