@@ -11,10 +11,10 @@ Each runs twice, alone, and then as a programmatic launch with weights promised 
 racecheck takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a
 barrier before and arrives for them: where sums from other CTAs go through a ring of fewer stages than they have steps,
 it reports the reads of exactly 31 lanes of 32 against the copy that follows. `--racecheck` leaves those kernels out.
-Where consumers of a CTA exchange sums it reports the same of their writes: there `--racecheck` has each lane arrive for
-itself, so that it sees all but whether a warp meets before its lane arrives. One run of 102 kernels on an H200
-reported, of all that 64x96 tiles of two consumers along K exchange, where D is stored element by element, the last write
-and the last read, 512 times: as often as a tile has once. `--name 64x96_s8_p2_k1x2_direct` runs that one.
+Where consumers of a CTA exchange sums it reports the same of their writes: there `--racecheck` has each lane arrive
+for itself, so that it sees all but whether a warp meets before its lane arrives. One run of 102 kernels on an H200
+reported, of all that 64x96 tiles of two consumers along K exchange, where D is stored element by element, the last
+write and the last read, 512 times: as often as a tile has once. `--name 64x96_s8_p2_k1x2_direct` runs that one.
 """
 
 from __future__ import annotations
