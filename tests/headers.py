@@ -11,10 +11,15 @@ from deep_gemm.jit.generator import include_dir
 def edited_headers(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
     """A copy of the device headers in `folder`, which must not exist; of each edit the one `old` in `file` is `new`."""
     shutil.copytree(include_dir(), folder)
-    text = (folder / file).read_text()
+    edit(folder / file, *edits)
+    return folder
+
+
+def edit(path: Path, *edits: tuple[str, str]) -> None:
+    """Change a file: of each edit, `old` must be there once."""
+    text = path.read_text()
     for old, new in edits:
         if text.count(old) != 1:
-            raise LookupError(f"{old!r} is {text.count(old)} times in {file}, and must be there once: adapt the edit")
+            raise LookupError(f"{old!r} is {text.count(old)} times in {path.name}, and must be there once: adapt the edit")
         text = text.replace(old, new)
-    (folder / file).write_text(text)
-    return folder
+    path.write_text(text)

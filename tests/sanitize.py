@@ -11,10 +11,9 @@ Each runs twice, alone, and then as a programmatic launch with weights promised 
 racecheck takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a
 barrier before and arrives for them: where sums from other CTAs go through a ring of fewer stages than they have steps,
 it reports the reads of exactly 31 lanes of 32 against the copy that follows. `--racecheck` leaves those kernels out.
-Where consumers of a CTA exchange sums it reports the same of their writes: there `--racecheck` has each lane arrive
-for itself, so that it sees all but whether a warp meets before its lane arrives. One run of 102 kernels on an H200
-reported, of all that 64x96 tiles of two consumers along K exchange, where D is stored element by element, the last
-write and the last read, 512 times: as often as a tile has once. `--name 64x96_s8_p2_k1x2_direct` runs that one.
+Where consumers exchange sums it reports the same of their writes against the reads that follow, and of these reads
+against the next tile's writes: there `--racecheck` has each lane arrive for itself, so that it sees all but whether
+threads meet before one arrives for them.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cover import FAMILIES, cover, everything, features
 from forced import compiled, force, load, nvrtc
-from headers import edited_headers
+from headers import edit, edited_headers
 
 from deep_gemm import kernels
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels import sm90_fp8_swapped
-from deep_gemm.params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig
+from deep_gemm.params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig, ceil_div
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import calc_diff, random_operands
 
-NUM_SMS = 7
-"""So few that a CTA does several tiles, whole and in pieces; tall ones are fewer."""
+DEALT_SMS = 4, 20
+"""Where blocks of K are dealt out: so few that a CTA does whole tiles too, and so many that a tile is in three or more
+CTAs. Elsewhere two clusters run."""
 
 
 def chosen(every: int, racecheck: bool) -> list[KernelParams]:
@@ -59,27 +59,42 @@ def named(found: list[KernelParams], part: str) -> list[KernelParams]:
     return [params for params in found if part in kernels.get(params.kernel).entry(params)]
 
 
-def sizes(config: FP8Config) -> tuple[int, int, int]:
-    """M, K, and SMs. Where scales have a ring of their own, K goes round it twice; tokens past the slices are in some
-    tiles of each CTA, and some are missing."""
-    m, k, num_sms = config.block_m + 70, 896, max(NUM_SMS, config.cluster_size)
+def sizes(config: FP8Config) -> tuple[int, int, int, tuple[int, ...]]:
+    """M, N, K, and numbers of SMs to run on, so few that a CTA that stays does several tiles. Where scales have a ring of
+    their own, K goes round it twice; tokens past the slices are in some tiles of each CTA, and some are missing."""
+    m, n, k = config.block_m + 70, 2 * config.block_n + 40, 896
+    if config.extra_tokens:
+        return 2 * config.block_m - 3, n, k, (2,)
+    if config.stream_k:
+        return m, 4 * config.block_n + 40, k, DEALT_SMS
     if isinstance(config, SwappedConfig):
         m = min(config.block_m, 150)
         if not sm90_fp8_swapped.scales_held(config):
             k = 2 * (config.num_stages + config.consumers_k) * config.cluster_k * SCALE_BLOCK
-    elif config.extra_tokens:
-        m, num_sms = 2 * config.block_m - 3, 2
-    return m, k, num_sms
+    return m, n, k, (ceil_div(2 * config.cluster_size, config.ctas_per_sm),)
 
 
 def lane_by_lane(folder: Path) -> Path:
-    """The device headers in ``folder``, with each lane arriving at an exchange's barrier."""
-    return edited_headers(
+    """The device headers in ``folder``, in which nobody arrives for others."""
+    edited_headers(
         folder,
         "reduction.cuh",
         ("kLocal ? (kShares - 1) * 4 : 1);", "kLocal ? (kShares - 1) * 128 : 1);"),
         ("if (thread % 32 == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
+        ("to > 0 ? to : 1);", "(to > 0 ? to : 1) * 128);"),
+        (
+            "if (thread < kShares && thread != share) {",
+            "for (u32 other = 0; other < kShares; ++other) {\n          if (other == share) continue;",
+        ),
+        ("empty(group * kConsumersK + thread % kConsumersK)", "empty(group * kConsumersK + other % kConsumersK)"),
+        ("remote_address(sender, thread / kConsumersK)", "remote_address(sender, other / kConsumersK)"),
     )
+    edit(
+        folder / "pipeline.cuh",
+        ("kConsumerWarps * kClusterSize);", "kConsumerWarps * (kClusterSize == 1 ? 32 : +kClusterSize));"),
+        ("if (lane == 0) barrier_arrive(empty(stage));", "barrier_arrive(empty(stage));"),
+    )
+    return folder
 
 
 def _wraps(config: FP8Config) -> bool:
@@ -103,20 +118,21 @@ def main(every: int, racecheck: bool, name: str) -> None:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0
     for params, function in functions.items():
-        config = _config(params)
-        m, k, num_sms = sizes(config)
-        a, b, _, _ = random_operands(m, 2 * config.block_n + 40, k, "cuda")
-        d, early = (torch.empty(m, b[0].shape[0], dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        runs = [
-            force(params, function, a, b, d, num_sms, stream),
-            force(params, function, a, b, early, num_sms, stream, pdl=True, constant_b=True),
-        ]
-        for run in runs:
-            run()
-        torch.cuda.synchronize()
-        if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
-            wrong += 1
-            print(f"wrong: {params}")
+        m, n, k, parts = sizes(_config(params))
+        a, b, _, _ = random_operands(m, n, k, "cuda")
+        exact = exact_product(*a, *b)
+        for num_sms in parts:
+            d, early = (torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+            runs = [
+                force(params, function, a, b, d, num_sms, stream),
+                force(params, function, a, b, early, num_sms, stream, pdl=True, constant_b=True),
+            ]
+            for run in runs:
+                run()
+            torch.cuda.synchronize()
+            if not float(calc_diff(d, exact)) < 1e-5 or not torch.equal(d, early):
+                wrong += 1
+                print(f"wrong on {num_sms} SMs: {params}")
     left_out = sum(_wraps(_config(p)) for p in everything()) if racecheck else 0
     print(f"{len(functions)} kernels, {wrong} wrong" + f"; {left_out} are not for racecheck" * bool(left_out))
     sys.exit(wrong > 0)

@@ -6,10 +6,12 @@ import pytest
 from cover import FAMILIES, cover, everything, features
 from hypothesis import given
 from hypothesis import strategies as st
-from sanitize import NUM_SMS, _config, _wraps, chosen, sizes
+from sanitize import _config, _wraps, chosen, sizes
 
 from deep_gemm.arch import SM90
-from deep_gemm.params import SCALE_BLOCK, KernelParams
+from deep_gemm.kernels.sm90_fp8_launch import num_ctas
+from deep_gemm.kernels.stream_k import stream
+from deep_gemm.params import SCALE_BLOCK, KernelParams, ceil_div
 
 EVERYTHING = everything()
 
@@ -53,10 +55,36 @@ def test_racecheck_misses_no_tile_or_cluster() -> None:
 def test_sizes_suit_the_kernels(taken: tuple[bool, list[KernelParams]]) -> None:
     for params in taken[1]:
         config = _config(params)
-        m, k, num_sms = sizes(config)
+        m, _, k, parts = sizes(config)
         assert m > 0
         assert k % SCALE_BLOCK == 0
-        assert config.cluster_size <= num_sms <= max(NUM_SMS, config.cluster_size)
+        assert config.cluster_size <= min(parts) * config.ctas_per_sm
+        assert max(parts) <= 32
+
+
+def test_a_cta_that_stays_does_several_tiles(taken: tuple[bool, list[KernelParams]]) -> None:
+    """So that what one tile leaves in shared memory meets the next one's writes."""
+    for params in taken[1]:
+        config = _config(params)
+        if not config.persistent or config.stream_k:
+            continue
+        m, n, _, (num_sms,) = sizes(config)
+        tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
+        assert num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
+
+
+def test_ctas_do_whole_tiles_and_pieces_of_any_number(taken: tuple[bool, list[KernelParams]]) -> None:
+    dealt = 0
+    for params in taken[1]:
+        config = _config(params)
+        if config.stream_k:
+            m, n, k, parts = sizes(config)
+            few, many = (stream(config, m, n, k, num_sms) for num_sms in parts)
+            assert few.whole > 0, params
+            assert few.dealt > 0, params
+            assert many.donors > 1, params
+            dealt += 1
+    assert dealt > 5
 
 
 def test_every_takes_all() -> None:

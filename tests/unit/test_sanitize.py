@@ -22,6 +22,8 @@ def test_each_lane_arrives_in_headers_for_racecheck(tmp_path: Path) -> None:
     text = (folder / "reduction.cuh").read_text()
     assert "kLocal ? (kShares - 1) * 128 : 1" in text
     assert "if (thread % 32 == 0) barrier_arrive(barrier);" not in text
+    assert "barrier_init(empty(consumer), (to > 0 ? to : 1) * 128)" in text
+    assert "if (thread < kShares" not in text
 
 
 @pytest.mark.parametrize("racecheck", [False, True], ids=["memcheck", "racecheck"])
