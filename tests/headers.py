@@ -20,6 +20,7 @@ def edit(path: Path, *edits: tuple[str, str]) -> None:
     text = path.read_text()
     for old, new in edits:
         if text.count(old) != 1:
-            raise LookupError(f"{old!r} is {text.count(old)} times in {path.name}, and must be there once: adapt the edit")
+            found = f"{old!r} is {text.count(old)} times in {path.name}"
+            raise LookupError(f"{found}, and must be there once: adapt the edit")
         text = text.replace(old, new)
     path.write_text(text)

@@ -9,11 +9,10 @@ out blocks of K among their cases. `--every 1` takes every config of every famil
 Each runs twice, alone, and then as a programmatic launch with weights promised constant right behind itself.
 
 racecheck takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a
-barrier before and arrives for them: where sums from other CTAs go through a ring of fewer stages than they have steps,
-it reports the reads of exactly 31 lanes of 32 against the copy that follows. `--racecheck` leaves those kernels out.
-Where consumers exchange sums it reports the same of their writes against the reads that follow, and of these reads
-against the next tile's writes: there `--racecheck` has each lane arrive for itself, so that it sees all but whether
-threads meet before one arrives for them.
+barrier before and arrives for them, as in the ring of stages and where consumers exchange sums. `--racecheck` compiles
+headers in which nobody does, so that it sees all but whether threads meet before one arrives for them. It still leaves
+out those where sums from another CTA go through a ring of fewer stages than they have steps, of which it reported the
+reads of exactly 31 lanes of 32 before. What it reports by now: benchmarks/README.md. `--name` runs some alone.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def named(found: list[KernelParams], part: str) -> list[KernelParams]:
 
 
 def sizes(config: FP8Config) -> tuple[int, int, int, tuple[int, ...]]:
-    """M, N, K, and numbers of SMs to run on, so few that a CTA that stays does several tiles. Where scales have a ring of
-    their own, K goes round it twice; tokens past the slices are in some tiles of each CTA, and some are missing."""
+    """M, N, K, and numbers of SMs to run on, so few that a CTA that stays does several tiles. Where scales have a ring
+    of their own, K goes round it twice; tokens past the slices are in some tiles of each CTA, and some are missing."""
     m, n, k = config.block_m + 70, 2 * config.block_n + 40, 896
     if config.extra_tokens:
         return 2 * config.block_m - 3, n, k, (2,)
