@@ -10,9 +10,10 @@ Each runs twice, alone, and then as a programmatic launch with weights promised 
 
 racecheck takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a
 barrier before and arrives for them, as in the ring of stages and where consumers exchange sums. `--racecheck` compiles
-headers in which nobody does, so that it sees all but whether threads meet before one arrives for them. It still leaves
-out those where sums from another CTA go through a ring of fewer stages than they have steps, of which it reported the
-reads of exactly 31 lanes of 32 before. What it reports by now: benchmarks/README.md. `--name` runs some alone.
+headers in which lanes arrive for themselves, but where a cluster fills its rings together, so that it sees all but
+whether threads meet before one arrives for them. It still leaves out those where sums from another CTA go through a
+ring of fewer stages than they have steps, of which it reported the reads of exactly 31 lanes of 32 before. What it
+reports by now: benchmarks/README.md. `--name` runs some alone.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def sizes(config: FP8Config) -> tuple[int, int, int, tuple[int, ...]]:
 
 
 def lane_by_lane(folder: Path) -> Path:
-    """The device headers in ``folder``, in which nobody arrives for others."""
+    """The device headers in ``folder``, in which each lane arrives for itself at a CTA's own ring, and where sums are
+    exchanged."""
     edited_headers(
         folder,
         "reduction.cuh",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from deep_gemm.jit.generator import include_dir
 from deep_gemm.params import FP8Config
 
 
-def test_nobody_arrives_for_others_in_headers_for_racecheck(tmp_path: Path) -> None:
+def test_lanes_arrive_for_themselves_in_headers_for_racecheck(tmp_path: Path) -> None:
     folder = sanitize.lane_by_lane(tmp_path / "include")
     differ = {
         path.name: path.read_text()
@@ -25,7 +26,10 @@ def test_nobody_arrives_for_others_in_headers_for_racecheck(tmp_path: Path) -> N
     assert "if (thread % 32 == 0)" not in differ["reduction.cuh"]
     assert "barrier_init(empty(consumer), (to > 0 ? to : 1) * 128)" in differ["reduction.cuh"]
     assert "if (thread < kShares" not in differ["reduction.cuh"]
+    assert not re.search(r"\bthread [%/] kConsumersK", differ["reduction.cuh"])  # whom a lane arrives for
     assert "if (lane == 0)" not in differ["pipeline.cuh"]
+    # As many are waited for as arrive, or a kernel hangs.
+    assert "barrier_init(empty(stage), kConsumerWarps * (kClusterSize == 1 ? 32 : +kClusterSize));" in differ["pipeline.cuh"]
 
 
 @pytest.mark.parametrize("racecheck", [False, True], ids=["memcheck", "racecheck"])
