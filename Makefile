@@ -46,11 +46,16 @@ lint:
 	$(RUN) -m ruff format --check .
 	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
 
-# Without torch's caching of memory, which would hide what is out of bounds.
+# Without torch's caching of memory, which would hide what is out of bounds. The last are mistakes on purpose: racecheck must
+# find each.
+SANITIZE := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9
 sanitize: $(STAMP)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
-		$(RUN) tests/sanitize.py
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitize.py --racecheck
+	$(SANITIZE) --tool memcheck $(RUN) tests/sanitize.py
+	$(SANITIZE) --tool racecheck $(RUN) tests/sanitize.py --racecheck
+	for race in $$($(RUN) tests/racecheck_headers.py); do \
+		$(SANITIZE) --tool racecheck $(RUN) tests/sanitize.py --race $$race; \
+		test $$? -eq 9 || { echo "racecheck did not report the race '$$race'"; exit 1; }; \
+	done
 
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
 bench: $(STAMP)

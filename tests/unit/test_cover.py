@@ -6,7 +6,7 @@ import pytest
 from cover import FAMILIES, cover, everything, features
 from hypothesis import given
 from hypothesis import strategies as st
-from sanitize import _config, _wraps, chosen, sizes
+from sanitize import _config, chosen, sizes
 
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.sm90_fp8_launch import num_ctas
@@ -16,44 +16,35 @@ from deep_gemm.params import SCALE_BLOCK, KernelParams, ceil_div
 EVERYTHING = everything()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["memcheck", "racecheck"])
-def taken(request: pytest.FixtureRequest) -> tuple[bool, list[KernelParams]]:
-    return request.param, chosen(0, request.param)
+@pytest.fixture(scope="module")
+def taken() -> list[KernelParams]:
+    return chosen(0)
 
 
-def test_every_feature_of_every_family_is_seen(taken: tuple[bool, list[KernelParams]]) -> None:
-    racecheck, found = taken
-    shown = {feature for params in found for feature in features(params)}
+def test_every_feature_of_every_family_is_seen(taken: list[KernelParams]) -> None:
+    shown = {feature for params in taken for feature in features(params)}
     for params in EVERYTHING:
-        if not (racecheck and _wraps(_config(params))):
-            assert features(params) <= shown
+        assert features(params) <= shown
 
 
-def test_few_kernels_do(taken: tuple[bool, list[KernelParams]]) -> None:
-    assert len(taken[1]) == len(set(taken[1])) <= 130
+def test_few_kernels_do(taken: list[KernelParams]) -> None:
+    assert len(taken) == len(set(taken)) <= 130
 
 
-def test_tiles_and_clusters_are_seen(taken: tuple[bool, list[KernelParams]]) -> None:
+def test_tiles_and_clusters_are_seen(taken: list[KernelParams]) -> None:
     """Said once more, not by what `features` says."""
-    configs = {_config(params) for params in taken[1]}
+    configs = {_config(params) for params in taken}
     for kernel in FAMILIES:
         own = {config for config in configs if config in set(kernel.configs(SM90))}
         every = set(kernel.configs(SM90))
         assert {(c.block_m, c.block_n) for c in own} == {(c.block_m, c.block_n) for c in every}
         clusters = {(c.cluster_m, c.cluster_n, c.cluster_k) for c in own}
         assert clusters == {(c.cluster_m, c.cluster_n, c.cluster_k) for c in every}
-    assert {"tma", "direct"} == {params.store for params in taken[1]}
+    assert {"tma", "direct"} == {params.store for params in taken}
 
 
-def test_racecheck_misses_no_tile_or_cluster() -> None:
-    """What it does not understand has features that others have too."""
-    known = {feature for params in EVERYTHING if not _wraps(_config(params)) for feature in features(params)}
-    lost = {feature for params in EVERYTHING for feature in features(params)} - known
-    assert not {feature for feature in lost if feature[1] in ("tile", "cluster")}
-
-
-def test_sizes_suit_the_kernels(taken: tuple[bool, list[KernelParams]]) -> None:
-    for params in taken[1]:
+def test_sizes_suit_the_kernels(taken: list[KernelParams]) -> None:
+    for params in taken:
         config = _config(params)
         m, _, k, parts = sizes(config)
         assert m > 0
@@ -62,9 +53,9 @@ def test_sizes_suit_the_kernels(taken: tuple[bool, list[KernelParams]]) -> None:
         assert max(parts) <= 32
 
 
-def test_a_cta_that_stays_does_several_tiles(taken: tuple[bool, list[KernelParams]]) -> None:
+def test_a_cta_that_stays_does_several_tiles(taken: list[KernelParams]) -> None:
     """So that what one tile leaves in shared memory meets the next one's writes."""
-    for params in taken[1]:
+    for params in taken:
         config = _config(params)
         if not config.persistent or config.stream_k:
             continue
@@ -73,9 +64,9 @@ def test_a_cta_that_stays_does_several_tiles(taken: tuple[bool, list[KernelParam
         assert num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
 
 
-def test_ctas_do_whole_tiles_and_pieces_of_any_number(taken: tuple[bool, list[KernelParams]]) -> None:
+def test_ctas_do_whole_tiles_and_pieces_of_any_number(taken: list[KernelParams]) -> None:
     dealt = 0
-    for params in taken[1]:
+    for params in taken:
         config = _config(params)
         if config.stream_k:
             m, n, k, parts = sizes(config)
@@ -88,8 +79,8 @@ def test_ctas_do_whole_tiles_and_pieces_of_any_number(taken: tuple[bool, list[Ke
 
 
 def test_every_takes_all() -> None:
-    assert chosen(1, False) == EVERYTHING
-    assert chosen(7, False) == EVERYTHING[::7]
+    assert chosen(1) == EVERYTHING
+    assert chosen(7) == EVERYTHING[::7]
 
 
 SETS = st.lists(st.frozensets(st.integers(0, 12), max_size=4), max_size=12)

@@ -1,0 +1,110 @@
+"""Device headers for compute-sanitizer's racecheck, which does not follow all that they do, and races put into
+those, to see that it finds them.
+
+It takes an arrival at an mbarrier for the arriving thread's alone, also where that thread has met others at a barrier
+before and arrives for them. And it reports the column that consumers are told of the next tile, in some runs, though
+they meet who tells them at a named barrier in between: where one side arrives and goes on (bar.arrive) and the other
+waits. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headers import edit, edited_headers
+
+
+def racecheck_headers(folder: Path) -> Path:
+    """The device headers in ``folder``, in which each lane arrives for itself at a CTA's own ring and where sums are
+    exchanged, and who frees a staging area waits for its consumer. Until that comes it does nothing with shared memory
+    that it does not wait for anyhow: no access is ordered that was not."""
+    edited_headers(
+        folder,
+        "reduction.cuh",
+        ("kLocal ? (kShares - 1) * 4 : 1);", "kLocal ? (kShares - 1) * 128 : 1);"),
+        ("if (thread % 32 == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
+        ("to > 0 ? to : 1);", "(to > 0 ? to : 1) * 128);"),
+        (
+            "if (thread < kShares && thread != share) {",
+            "for (u32 other = 0; other < kShares; ++other) {\n          if (other == share) continue;",
+        ),
+        ("empty(group * kConsumersK + thread % kConsumersK)", "empty(group * kConsumersK + other % kConsumersK)"),
+        ("remote_address(sender, thread / kConsumersK)", "remote_address(sender, other / kConsumersK)"),
+    )
+    edit(
+        folder / "pipeline.cuh",
+        ("kConsumerWarps * kClusterSize);", "kConsumerWarps * (kClusterSize == 1 ? 32 : +kClusterSize));"),
+        ("if (lane == 0) barrier_arrive(empty(stage));", "barrier_arrive(empty(stage));"),
+    )
+    edit(
+        folder / "staging.cuh",
+        ("named_barrier_arrive(4 + consumer, kThreads);", "named_barrier_sync(4 + consumer, kThreads);"),
+    )
+    return folder
+
+
+@dataclass(frozen=True)
+class Race:
+    """A mistake in a header: ``edits`` of ``file``, and part of the name of a kernel that shows it."""
+
+    kernel: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+
+    def put_into(self, folder: Path) -> Path:
+        edit(folder / self.file, *self.edits)
+        return folder
+
+
+RACES = {
+    "told-late": Race(  # a tile's column is told once consumers may ask for it
+        "128x16_s12_p2_tma",
+        "put_away.cuh",
+        (
+            ("    look_ahead();\n    bool owned = true;", "    bool owned = true;"),
+            ("      Areas::free_all();\n", "      Areas::free_all();\n      look_ahead();\n"),
+        ),
+    ),
+    "told-early": Race(  # and where the column of the tile before still is
+        "128x32_s10_p2_tma",
+        "told.cuh",
+        (
+            (
+                '"r"(ahead.column) : "memory");\n',
+                '"r"(ahead.column) : "memory");\n    if (speaks) store_shared_pair(place ^ 8, 0.0f, 0.0f);\n',
+            ),
+        ),
+    ),
+    "exchange": Race(  # sums are sent to a slot whose last ones may not have been read
+        "64x96_s8_p2_k1x2_direct",
+        "reduction.cuh",
+        (("if (receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);", ""),),
+    ),
+    "stream": Race(  # the stage of another CTA's sums is let go before they are read
+        "128x128_s5_p2_stream_tma",
+        "stream.cuh",
+        (
+            (
+                "barrier_wait(barriers.full(at.stage), at.parity);",
+                "barrier_wait(barriers.full(at.stage), at.parity);\n        barriers.release(at.stage, thread % 32);",
+            ),
+            ("        barriers.release(at.stage, thread % 32);\n        at.advance();", "        at.advance();"),
+        ),
+    ),
+    "stage": Race(  # and that of a block of K before its scales are
+        "128x48_s9_p2_tma",
+        "fp8_mainloop.cuh",
+        (
+            (
+                "barrier_wait(barriers.full(at.stage), at.parity);\n",
+                "barrier_wait(barriers.full(at.stage), at.parity);\n    barriers.release(at.stage, lane);\n",
+            ),
+            ("      barriers.release(block.slot / kStageBlocks, lane);\n", "      return;\n"),
+        ),
+    ),
+}
+
+
+if __name__ == "__main__":  # what `make sanitize` goes through
+    print(*RACES)
