@@ -3,7 +3,7 @@
 # make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode);
 #              DEEPGEMM=DIRECTORY times DeepGEMM too, as pip install --target DIRECTORY laid it down
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
-# make sanitize  on a GPU with compute-sanitizer: kernels of every kind under memcheck and racecheck
+# make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 5 minutes
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
 # BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, tests can run side
@@ -46,16 +46,9 @@ lint:
 	$(RUN) -m ruff format --check .
 	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
 
-# Without torch's caching of memory, which would hide what is out of bounds. The last are mistakes on purpose: racecheck must
-# find each.
-SANITIZE := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9
-sanitize: $(STAMP)
-	$(SANITIZE) --tool memcheck $(RUN) tests/sanitize.py
-	$(SANITIZE) --tool racecheck $(RUN) tests/sanitize.py --racecheck
-	for race in $$($(RUN) tests/racecheck_headers.py); do \
-		$(SANITIZE) --tool racecheck $(RUN) tests/sanitize.py --race $$race; \
-		test $$? -eq 9 || { echo "racecheck did not report the race '$$race'"; exit 1; }; \
-	done
+sanitize:
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --sanitizer
+	$(RUN) tests/sanitizer.py
 
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
 bench: $(STAMP)

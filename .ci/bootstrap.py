@@ -44,6 +44,7 @@ LINT = {
 }
 DASK = {"distributed>=2024.8": ("distributed",)}
 XDIST = {"pytest-xdist>=3.6": ("xdist",)}
+SANITIZE = {"nvidia-cuda-sanitizer-api>=13.5": ("file:nvidia_cuda_sanitizer_api-13.[5-9]*.dist-info",)}
 BUILD = {"setuptools>=68": ("setuptools",), "wheel": ("wheel",)}
 
 PROBE = """
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--lint", action="store_true", help="also install the linter and the type checker")
     parser.add_argument("--dask", action="store_true", help="also install Dask, whose tests are skipped without it")
     parser.add_argument("--xdist", action="store_true", help="also install pytest-xdist, to run tests side by side")
+    parser.add_argument("--sanitizer", action="store_true", help="also install compute-sanitizer, for make sanitize")
     options = parser.parse_args()
 
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
@@ -144,7 +146,7 @@ def main() -> None:
     torch = cuda_torch()
     python = create(options.venv, shared=torch is not None)
     groups = BASE | TEST | BUILD | (LINT if options.lint else {}) | (DASK if options.dask else {})
-    groups |= XDIST if options.xdist else {}
+    groups |= (XDIST if options.xdist else {}) | (SANITIZE if options.sanitizer else {})
     wanted = missing(python, groups)
     if wanted:
         constraint = options.venv / "constraints.txt"

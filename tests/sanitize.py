@@ -1,4 +1,5 @@
-"""Kernels of every kind on small operands, to be run under a checker of memory accesses:
+"""Kernels of every kind on small operands, to be run under a checker of memory accesses: `make sanitize` does, by
+`sanitizer.py`. Alone, with a compute-sanitizer of 2026.1 or later:
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck

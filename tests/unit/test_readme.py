@@ -210,6 +210,7 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
     assert set(module.LINT) == listed("lint")
     assert set(module.DASK) == listed("dask")
     assert set(module.XDIST) == listed("xdist")
+    assert set(module.SANITIZE) == listed("sanitize")
     assert listed("cli") <= listed("test"), "the tests run the command line"
 
 
