@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,15 @@ from deep_gemm.params import FP8Config
 
 def test_headers_for_racecheck(tmp_path: Path) -> None:
     differ = changed(racecheck_headers(tmp_path / "include"), include_dir())
-    assert set(differ) == {"pipeline.cuh"}
+    assert set(differ) == {"pipeline.cuh", "reduction.cuh"}
+    # Lanes arrive for themselves,
+    assert "if (thread % 32 == 0)" not in differ["reduction.cuh"]
+    assert "if (thread < kShares" not in differ["reduction.cuh"]
+    assert not re.search(r"\bthread [%/] kConsumersK", differ["reduction.cuh"])  # whom a lane arrives for
     assert "if (lane == 0)" not in differ["pipeline.cuh"]
-    # As many are waited for as arrive, or a kernel hangs.
+    # and as many are waited for as arrive, or a kernel hangs.
+    assert "kLocal ? (kShares - 1) * 128 : 1" in differ["reduction.cuh"]
+    assert "barrier_init(empty(consumer), (to > 0 ? to : 1) * 128)" in differ["reduction.cuh"]
     assert "kConsumerWarps * (kClusterSize == 1 ? 32 : +kClusterSize));" in differ["pipeline.cuh"]
 
 
