@@ -1,7 +1,7 @@
 """Device headers for compute-sanitizer's racecheck, and races put into those, to see that it finds them.
 
-It does not always see that who arrives at an mbarrier has met others at a named barrier before, for whom it arrives too:
-where sums of other CTAs come through the ring's stages it reported the reads of exactly 31 lanes of 32, and where
+It does not always see that who arrives at an mbarrier has met others at a named barrier before, for whom it arrives
+too: where sums of other CTAs come through the ring's stages it reported the reads of exactly 31 lanes of 32, and where
 consumers exchange sums those of 127 of 128 threads. See benchmarks/README.md, also for what versions before 2026.1
 report besides.
 """
@@ -15,7 +15,7 @@ from headers import edit, edited_headers
 
 
 def racecheck_headers(folder: Path) -> Path:
-    """The device headers in ``folder``, in which each lane arrives for itself: at its CTA's own ring, and where sums are
+    """The device headers in ``folder``, in which each lane arrives for itself, at its CTA's own ring and where sums are
     exchanged. In a ring that a cluster fills together one lane still does for a warp; no sums come through those."""
     edited_headers(
         folder,
