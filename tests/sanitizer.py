@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
 from racecheck_headers import RACES
 
 PACKAGE = "nvidia-cuda-sanitizer-api"
@@ -20,6 +21,8 @@ REPORTED = 9
 
 def tool() -> Path:
     """The compute-sanitizer of the package: those of CUDA before 13.2 report races of waits that they do not follow."""
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU here, and compute-sanitizer needs one: run `make sanitize` where there is one.")
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 import sanitizer
+import torch
 from racecheck_headers import RACES
 
 TOOL = Path("compute-sanitizer")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 def as_it_should(kind: str, *arguments: str) -> int:
@@ -39,6 +45,13 @@ def test_anything_else_fails(monkeypatch: pytest.MonkeyPatch, wrong: str, other:
     assert not found or (wrong.strip("-") in found[0] and str(other) in found[0])
 
 
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU"):
+        sanitizer.tool()
+
+
+@pytest.mark.usefixtures("gpu")
 def test_without_the_package_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
@@ -48,6 +61,7 @@ def test_without_the_package_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
         sanitizer.tool()
 
 
+@pytest.mark.usefixtures("gpu")
 def test_the_tool_is_the_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     record = tmp_path / "nvidia_cuda_sanitizer_api-13.5.25.dist-info"
     record.mkdir()
