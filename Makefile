@@ -3,7 +3,7 @@
 # make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode);
 #              DEEPGEMM=DIRECTORY times DeepGEMM too, as pip install --target DIRECTORY laid it down
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
-# make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 5 minutes
+# make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
 # BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, tests can run side
@@ -47,7 +47,8 @@ lint:
 	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
 
 sanitize:
-	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --sanitizer
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --sanitizer
+	rm -f $(VENV)/.installed-*
 	$(RUN) tests/sanitizer.py
 
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.

@@ -2,8 +2,8 @@
 
 It does not always see that who arrives at an mbarrier has met others at a named barrier before, for whom it arrives
 too: where sums of other CTAs come through the ring's stages it reported the reads of exactly 31 lanes of 32, and where
-consumers exchange sums those of 127 of 128 threads. See benchmarks/README.md, also for what versions before 2026.1
-report besides.
+consumers exchange sums those of 127 of 128 threads. See benchmarks/README.md, also for what that of CUDA 13.0
+reports besides.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Kernels of every kind on small operands, to be run under a checker of memory accesses: `make sanitize` does, by
-`sanitizer.py`. Alone, with a compute-sanitizer of 2026.1 or later:
+`sanitizer.py`, with a compute-sanitizer that it installs. Alone:
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck

@@ -20,7 +20,7 @@ REPORTED = 9
 
 
 def tool() -> Path:
-    """The compute-sanitizer of the package: those of CUDA before 13.2 report races of waits that they do not follow."""
+    """The compute-sanitizer of the package: that of CUDA 13.0 reports races of waits that it does not follow."""
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU here, and compute-sanitizer needs one: run `make sanitize` where there is one.")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -212,6 +213,23 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
     assert set(module.XDIST) == listed("xdist")
     assert set(module.SANITIZE) == listed("sanitize")
     assert listed("cli") <= listed("test"), "the tests run the command line"
+
+
+@pytest.mark.parametrize(
+    ("option", "group"), [("--lint", "LINT"), ("--dask", "DASK"), ("--xdist", "XDIST"), ("--sanitizer", "SANITIZE")]
+)
+def test_an_option_installs_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, group: str) -> None:
+    def wanted(*arguments: str) -> set[str]:
+        module, found = bootstrap(), set[str]()
+        monkeypatch.setattr(module, "cuda_torch", lambda: None)
+        monkeypatch.setattr(module, "create", lambda directory, shared: directory)
+        monkeypatch.setattr(module, "missing", lambda python, groups: found.update(groups))
+        monkeypatch.setattr(module, "install_project", lambda python, mode: None)
+        monkeypatch.setattr(sys, "argv", ["bootstrap.py", "--venv", str(tmp_path), *arguments])
+        module.main()
+        return found
+
+    assert wanted(option) - wanted() == set(getattr(bootstrap(), group))
 
 
 def test_no_index_is_named() -> None:

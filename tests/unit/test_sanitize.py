@@ -26,6 +26,7 @@ def test_headers_for_racecheck(tmp_path: Path) -> None:
     # and as many are waited for as arrive, or a kernel hangs.
     assert "kLocal ? (kShares - 1) * 128 : 1" in differ["reduction.cuh"]
     assert "barrier_init(empty(consumer), (to > 0 ? to : 1) * 128)" in differ["reduction.cuh"]
+    assert "if (other == share) continue;" in differ["reduction.cuh"]  # as `to` leaves out the share itself
     assert "kConsumerWarps * (kClusterSize == 1 ? 32 : +kClusterSize));" in differ["pipeline.cuh"]
 
 
