@@ -103,13 +103,19 @@ def elsewhere(x: backends.Operands, places: int = PLACES) -> Callable[[], None]:
 
 
 def parts(x: backends.Operands) -> list[Row]:
-    """What a warm call on these operands is made of, and the remainder to the whole, which is measured at the same time
+    """What a warm call on these operands is made of, and the remainder to the whole, which is timed in the same passes
     so that the two belong together."""
     call = backends.ours(x)
     call()
     call()  # of a call like others that were made, the second has a record of its own
-    found = breakdown.before_launch(x) | breakdown.launch_parts(breakdown.record_of(x), timing.host)
-    return breakdown.rows(timing.host(call), found)
+    record, whole = breakdown.record_of(x), "the whole call"
+
+    def measure() -> dict[str, float]:
+        launch = breakdown.launch_times(record, functools.partial(timing.host, rounds=20))
+        return breakdown.before_launch(x) | launch | {whole: timing.host(call, rounds=20)}
+
+    times = timing.least_of_passes(measure)
+    return breakdown.rows(times.pop(whole), breakdown.launch_parts(times))
 
 
 def compile_phases() -> Iterator[Row]:

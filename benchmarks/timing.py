@@ -163,7 +163,12 @@ def host(call: Call, calls: int = 200, rounds: int = 60) -> float:
 
 
 def host_in_turns(calls: Mapping[str, Call], passes: int = 6, rounds: int = 20) -> dict[str, float]:
-    """Host time of one call of each: the least of what `host` finds in several passes through all, seconds apart, so
-    that no short time in which the host is slower is all that one of them has."""
-    found = [{name: host(call, rounds=rounds) for name, call in calls.items()} for _ in range(passes)]
-    return {name: min(times[name] for times in found) for name in calls}
+    """Host time of one call of each: the least of what `host` finds in several passes through all."""
+    return least_of_passes(lambda: {name: host(call, rounds=rounds) for name, call in calls.items()}, passes)
+
+
+def least_of_passes(measure: Callable[[], dict[str, float]], passes: int = 6) -> dict[str, float]:
+    """The least of each reading over several calls of `measure`, so that no short time in which the host is slower is
+    all that one of them has."""
+    found = [measure() for _ in range(passes)]
+    return {name: min(times[name] for times in found) for name in found[0]}

@@ -39,4 +39,6 @@ def test_host_costs() -> None:
     rows = {row["what"]: row["us"] for row in costs.host()}
     ours = rows["fp8_gemm_nt, warm, scales ready"]
     assert 0.5 < ours < 200.0
+    # Hosts differ by a factor of two, and in all that they do: 0.40 to 0.45 where it was measured.
+    assert ours < 0.6 * rows["torch._scaled_mm tensorwise, out="]
     assert ours < rows["fp8_gemm_nt, warm, scales to transpose"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deep_gemm.benchmarks import backends, breakdown, census, costs, phases
+from deep_gemm.benchmarks import backends, breakdown, census, costs, phases, timing
 from deep_gemm.errors import CompileError, DeepGemmError
 from deep_gemm.jit.builder import BuildRequest
 from deep_gemm.jit.compilers.base import Compiled
@@ -110,7 +110,40 @@ def test_the_launch_is_split_into_the_driver_and_us() -> None:
     def host(call: Callable[[], Any]) -> float:
         return 3.5 if call is record else 3.0 if call == record.call else 0.1
 
-    assert breakdown.launch_parts(record, host) == {breakdown.LAUNCH: 2.9, breakdown.CHECK: 0.5}
+    times = breakdown.launch_times(record, host)
+    assert breakdown.launch_parts({"before": 1.0} | times) == {
+        "before": 1.0,
+        breakdown.LAUNCH: 2.9,
+        breakdown.CHECK: 0.5,
+    }
+
+
+def test_parts_and_the_whole_are_timed_in_the_same_passes(
+    operands: backends.Operands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A host that is slower by half in all passes but the fourth: with it all is as if it had always been so.
+    passes: list[float] = []
+    whole = backends.ours(operands)
+
+    def before(x: backends.Operands) -> dict[str, float]:
+        assert x is operands
+        return {"key": passes[-1]}
+
+    def host(call: Callable[[], Any], rounds: int) -> float:
+        if call is record:
+            passes.append(1.0 if len(passes) == 3 else 1.5)
+        return {record: 4.0, record.call: 3.0, whole: 6.0}.get(call, 0.0) * passes[-1]
+
+    class Record(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    record = Record(call=lambda: None)
+    monkeypatch.setattr(breakdown, "record_of", lambda x: record)
+    monkeypatch.setattr(breakdown, "before_launch", before)
+    monkeypatch.setattr(timing, "host", host)
+    monkeypatch.setattr(backends, "ours", lambda x: whole)
+    found = {row["what"]: row["us"] for row in costs.parts(operands)}
+    assert found == {"key": 1.0, breakdown.LAUNCH: 3.0, breakdown.CHECK: 1.0, breakdown.REST: 1.0}
 
 
 def test_the_record_of_a_call_is_found_by_its_key(operands: backends.Operands, monkeypatch: pytest.MonkeyPatch) -> None:
