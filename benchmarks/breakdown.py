@@ -29,7 +29,6 @@ _KINDS = {
 _OTHER = "key: stream, device, gradient mode, options"
 UNPACK, TUPLE, LOOKUP = "unpacking the arguments", "key: the tuple itself", "looking the key up"
 LAUNCH, CHECK, REST = "cuLaunchKernelEx", "calling the launch record, checking its status", "the rest"
-_RECORD, _DRIVER, _NOTHING = "a launch record", "its driver call", "an empty call"
 
 
 class WarmPath:
@@ -145,17 +144,10 @@ def rows(whole: float, parts: Mapping[str, float]) -> list[Row]:
     return [{"what": what, "us": round(us, 3), "part": True, "share": round(us / whole, 3)} for what, us in entries]
 
 
-def launch_times(record: Any, host: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
-    """What `launch_parts` splits: a launch record's call, the driver's function that it calls, and nothing at all, each
-    timed by `host` in us."""
-    return {_RECORD: host(record), _DRIVER: host(record.call), _NOTHING: host(lambda: None)}
-
-
-def launch_parts(times: Mapping[str, float]) -> dict[str, float]:
-    """`times` with those of `launch_times` made into the driver's part of a launch and ours."""
-    parts = dict(times)
-    record, driver, nothing = (parts.pop(name) for name in (_RECORD, _DRIVER, _NOTHING))
-    return parts | {LAUNCH: max(0.0, driver - nothing), CHECK: record - driver}
+def launch_parts(record: float, driver: float, nothing: float) -> dict[str, float]:
+    """The driver's part of a launch and ours, of what calling a launch record, the driver's function in it, and nothing
+    at all take, in us."""
+    return {LAUNCH: max(0.0, driver - nothing), CHECK: record - driver}
 
 
 def record_of(x: Operands, path: WarmPath | None = None) -> Any:

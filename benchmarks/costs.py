@@ -108,14 +108,11 @@ def parts(x: backends.Operands) -> list[Row]:
     call = backends.ours(x)
     call()
     call()  # of a call like others that were made, the second has a record of its own
-    record, whole = breakdown.record_of(x), "the whole call"
-
-    def measure() -> dict[str, float]:
-        launch = breakdown.launch_times(record, functools.partial(timing.host, rounds=20))
-        return breakdown.before_launch(x) | launch | {whole: timing.host(call, rounds=20)}
-
-    times = timing.least_of_passes(measure)
-    return breakdown.rows(times.pop(whole), breakdown.launch_parts(times))
+    record = breakdown.record_of(x)
+    calls = {"whole": call, "record": record, "driver": record.call, "nothing": lambda: None}
+    times = timing.least_of_passes(lambda: breakdown.before_launch(x) | timing.host_in_turns(calls, passes=1))
+    whole, *launch = (times.pop(name) for name in calls)
+    return breakdown.rows(whole, times | breakdown.launch_parts(*launch))
 
 
 def compile_phases() -> Iterator[Row]:
