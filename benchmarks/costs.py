@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deep_gemm.benchmarks import backends, breakdown, census, phases, timing
+from deep_gemm.benchmarks import backends, census, phases, timing
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import REFERENCE_NK, demo
 from deep_gemm.errors import DeepGemmError
@@ -38,16 +38,12 @@ def line(row: Row) -> str:
     if row["mode"] == "dims":
         return f"dims    {row['us']:8.2f} us, {row['us_nk']:8.2f} with N and K compiled in  {row['what']}"
     parts = [f"{name[:-3]} {row[name]:.1f}" for name in phases.COLUMNS if name in row]
-    digits = 3 if row.get("part") else 1
-    text = f"{row['mode']:7} {row['us']:12.{digits}f} us  {row['what']}"
-    if row.get("part"):
-        text += f" ({row['share']:.0%} of the call)"
+    text = f"{row['mode']:7} {row['us']:12.1f} us  {row['what']}"
     return f"{text} ({', '.join(parts)} ms)" if parts else text
 
 
 def host() -> Iterator[Row]:
-    """Warm calls, in us of host time: ours with scales ready and not, what torch's own calls cost here, and what the
-    first of them is made of, part by part."""
+    """Warm calls, in us of host time: ours with scales ready and not, and what torch's own calls cost here."""
     import torch
 
     import deep_gemm
@@ -70,8 +66,6 @@ def host() -> Iterator[Row]:
     }
     for what, us in timing.host_in_turns(calls).items():
         yield {"mode": "host", "what": what, "us": round(us, 3)} | common
-    for row in parts(x):
-        yield {"mode": "host"} | row | common
 
 
 PLACES = 30_000
@@ -100,19 +94,6 @@ def elsewhere(x: backends.Operands, places: int = PLACES) -> Callable[[], None]:
         deep_gemm.fp8_gemm_nt((a[at], sfa[at]), b, d[at])
 
     return call
-
-
-def parts(x: backends.Operands) -> list[Row]:
-    """What a warm call on these operands is made of, and the remainder to the whole, which is timed in the same passes
-    so that the two belong together."""
-    call = backends.ours(x)
-    call()
-    call()  # of a call like others that were made, the second has a record of its own
-    record = breakdown.record_of(x)
-    calls = {"whole": call, "record": record, "driver": record.call, "nothing": lambda: None}
-    times = timing.least_of_passes(lambda: breakdown.before_launch(x) | timing.host_in_turns(calls, passes=1))
-    whole, *launch = (times.pop(name) for name in calls)
-    return breakdown.rows(whole, times | breakdown.launch_parts(*launch))
 
 
 def compile_phases() -> Iterator[Row]:
@@ -200,7 +181,7 @@ torch.cuda.synchronize()
 params = costs.warm_start_kernels()
 start = time.perf_counter()
 for one in params:
-    engine._load(one, 0, "a warm start")
+    engine.load(one, 0, "a warm start")
 print(time.perf_counter() - start)
 print(json.dumps(deep_gemm.cache_info()["statistics"]["hits"]))
 """

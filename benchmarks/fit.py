@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
-from deep_gemm.benchmarks.survey import LAUNCH_MODES, name_of, problem
-from deep_gemm.params import SCALE_BLOCK, FP8Config
-from deep_gemm.select import candidates
+from deep_gemm.benchmarks.survey import LAUNCH_MODES, name_of, spec_of
+from deep_gemm.kernels.features import Features
+from deep_gemm.params import GemmConfig
+from deep_gemm.select import legal as legal_configs
 from deep_gemm.select.calibration import Calibration
-from deep_gemm.select.features import Features, features
-from deep_gemm.select.model import parts
-from deep_gemm.select.power import Power, draws
+from deep_gemm.select.model import features, parts
+from deep_gemm.select.power import BLOCK_K, Power, draws
 from deep_gemm.workload import GemmShape
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -36,8 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "upright_us": (0.001, 2.0),
     "stage_us": (0.0005, 0.06),
     "consumer_us": (0.001, 1.0),
-    "put_away_us": (0.001, 1.0),
-    "copied_us": (1.0, 6.5),
+    "store_warp_us": (0.001, 1.0),
     "cluster_2_us": (0.01, 3.0),
     "cluster_4_us": (0.01, 4.0),
     "cluster_8_us": (0.01, 4.0),
@@ -46,14 +45,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "skew": (0.0005, 0.4),
     "handed_per_us": (1e3, 3e5),
     "exchanged_per_us": (1e3, 2e5),
-    "stream_us": (0.05, 5.0),
-    "given_per_us": (5e3, 3e5),
-    "gathered_per_us": (4e3, 2e5),
     "instruction_cycles": (8, 60),
-    "extra_cycles": (12, 40),
-    "extra_us": (0.01, 1.0),
     "chain_cycles": (30, 300),
-    "copied_cycles": (30, 1200),
     "promote_cycles": (0.35, 1.5),
     "token_cycles": (0.01, 6.0),
     "exposed": (0.02, 1.0),
@@ -64,8 +57,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "shared_bytes_per_cycle": (130, 300),
     "fill_bytes_per_cycle": (50, 110),
     "line_cycles": (0.3, 4.0),
-    "copied_row_cycles": (0.01, 12),
-    "copied_torn_cycles": (0.01, 20),
     "load_cycles": (600, 5000),
     "start_gb_per_s": (1500, 30000),
     "hbm_gb_per_s": (2500, 6000),
@@ -133,8 +124,8 @@ class Data:
         mode: list[int] = []
         weight: list[float] = []
         for row in rows:
-            asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
-            legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
+            asked = spec_of(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
+            legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in legal_configs(asked, spec)}
             names = [name for name in row["times"] if name in legal]
             if len(names) < 2:
                 continue
@@ -297,8 +288,8 @@ def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Pow
     for row in rows:
         if row["mode"] != "steady":
             continue
-        asked = problem(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
-        legal: dict[str, FP8Config] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
+        asked = spec_of(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
+        legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in legal_configs(asked, spec)}
         for name in row["times"].keys() & legal.keys():
             config = legal[name]
             drawn.append([part / row["times"][name] for part in draws(asked, config, features(asked, config))])
@@ -309,7 +300,7 @@ def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Pow
     found = torch.linalg.lstsq(matrix / scale, torch.ones(len(matrix), 1, dtype=torch.float64)).solution[:, 0] / scale
     if not bool((found > 0).all() and found.isfinite().all()):
         return None
-    products, *rows_moved, dealt, stored, launch = (float(value) for value in found)
-    values = (SCALE_BLOCK / products, *(row / products for row in rows_moved), dealt, 1 / stored, launch)
+    products, *rows_moved, stored, launch = (float(value) for value in found)
+    values = (BLOCK_K / products, *(row / products for row in rows_moved), 1 / stored, launch)
     power = Power(*(float(f"{value:.5g}") for value in values))
     return power, {"pairs": len(matrix), "deviation": round(float((matrix @ found - 1).std()), 4)}

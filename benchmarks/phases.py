@@ -39,7 +39,7 @@ def kernels() -> list[KernelParams]:
     from deep_gemm.kernels import registry
     from deep_gemm.workload import GemmShape
 
-    problem = ahead.problem(GemmShape(4096, 7168, 2048), arch.SM90)
+    asked = ahead.spec_of(GemmShape(4096, 7168, 2048), arch.SM90)
     found = []
     for family, block_m, block_n in (
         ("sm90_fp8_swapped", 1, 1),
@@ -52,7 +52,7 @@ def kernels() -> list[KernelParams]:
             every,
             key=lambda c: (abs(c.block_m - block_m) + abs(c.block_n - block_n), c.cluster_size, c.ctas_per_sm),
         )
-        found.append(engine.kernel_params(problem, config, arch.SM90))
+        found.append(engine.kernel_params(asked, config, arch.SM90))
     return found
 
 

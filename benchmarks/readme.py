@@ -64,7 +64,7 @@ def deepgemm_sentence(rows: Sequence[Row]) -> str:
 
 def latest(rows: Sequence[Row]) -> list[Row]:
     """The last row of each mode and shape (or mode and subject): files are appended to."""
-    subject = ("mode", "what", "part", "m", "n", "k")
+    subject = ("mode", "what", "m", "n", "k")
     return list({tuple(row.get(name) for name in subject): row for row in rows}.values())
 
 
@@ -91,8 +91,7 @@ def numbers(results: Path = RESULTS) -> str:
             parts += [title, gemm_table(chosen), "</details>"]
     costs = _costs(results / "costs.jsonl")
     for title, table, wanted in (
-        ("Host, compile and load", cost_table, lambda row: row["mode"] in ("host", "cold") and not row.get("part")),
-        ("What a warm call's host time is made of", part_table, lambda row: row.get("part")),
+        ("Host, compile and load", cost_table, lambda row: row["mode"] in ("host", "cold")),
         ("What a first build is made of", phase_table, lambda row: row["mode"] == "compile"),
         ("Sizes given at run time and compiled in", dims_table, lambda row: row["mode"] == "dims"),
         ("How many kernels there are", count_table, lambda row: row["mode"] == "kernels"),
@@ -173,13 +172,6 @@ def cost_table(rows: Sequence[Row]) -> str:
     """A line for each thing that was timed."""
     lines = ["| what | time |", "|---|---|"]
     lines += [f"| {row['what']} | {_time(row['us'])} |" for row in rows]
-    return "\n".join(lines)
-
-
-def part_table(rows: Sequence[Row]) -> str:
-    """A line for each part of a warm call, timed alone, and the remainder to the whole."""
-    lines = ["| part | us | of the call |", "|---|---|---|"]
-    lines += [f"| {row['what']} | {row['us']:.2f} | {row['share']:.0%} |" for row in rows]
     return "\n".join(lines)
 
 

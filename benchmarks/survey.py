@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, options, select
+from deep_gemm import engine, kernels, ops, options, select
 from deep_gemm.benchmarks import timing
 from deep_gemm.benchmarks.modes import meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.jit import Builder
-from deep_gemm.params import FP8Config, GemmProblem
+from deep_gemm.params import GemmConfig
+from deep_gemm.select import calibration
+from deep_gemm.spec import GemmSpec
 from deep_gemm.testing.bench import FLUSH_BYTES
 from deep_gemm.workload import GemmShape
 
@@ -50,12 +52,12 @@ empty kernel every other took 0.8 us longer."""
 Row = dict[str, Any]
 
 
-def problem(shape: GemmShape, num_sms: int) -> GemmProblem:
-    """The problem that a call with fresh tensors of this shape is on a whole GPU."""
-    return GemmProblem(m=shape.m, n=shape.n, k=shape.k, num_sms=num_sms, d_tma=shape.n % 8 == 0)
+def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
+    """What a call with fresh tensors of this shape asks for."""
+    return ops.spec(shape.m, shape.n, shape.k, num_sms)
 
 
-def name_of(config: FP8Config, asked: GemmProblem, spec: archs.ArchSpec) -> str:
+def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
     """What a config is called in rows: its kernel's entry."""
     params = engine.kernel_params(asked, config, spec)
     return kernels.get(params.kernel).entry(params)
@@ -83,13 +85,13 @@ class Survey:
         common = environment()
         num_sms = options.num_sms_for(device)
         work = [(shape, mode) for shape in self.shapes for mode in self.modes if is_surveyed(shape, mode)]
-        candidates = {shape: self._candidates(problem(shape, num_sms), spec) for shape in self.shapes}
-        self._build({(problem(s, num_sms), config) for s, found in candidates.items() for config in found}, spec)
+        candidates = {shape: self._candidates(spec_of(shape, num_sms), spec) for shape in self.shapes}
+        self._build({(spec_of(s, num_sms), config) for s, found in candidates.items() for config in found}, spec)
         for index, (shape, mode) in enumerate(work):
             if time.monotonic() - start > self.seconds:
                 self.progress(f"the time ran out before {len(work) - index} of {len(work)} measurements")
                 return
-            asked = problem(shape, num_sms)
+            asked = spec_of(shape, num_sms)
             row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source, "mode": mode}
             row["selected"] = name_of(select.rank(asked, spec)[0].config, asked, spec)
             configs = candidates[shape][: STEADY_CONFIGS if mode == "steady" else None]
@@ -103,15 +105,15 @@ class Survey:
             self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
             yield row | common
 
-    def _candidates(self, asked: GemmProblem, spec: archs.ArchSpec) -> list[FP8Config]:
+    def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec) -> list[GemmConfig]:
         if self.everything:
             return select.legal(asked, spec)
-        ranked = select.rank(asked, spec)
+        ranked = select.order(asked, select.legal(asked, spec), calibration.default())
         limit = min(choice.estimate.total_us for choice in ranked) * self.within
         near = (choice for choice in ranked[1:] if not self.within or choice.estimate.total_us <= limit)
         return [choice.config for choice in (ranked[0], *near)]
 
-    def _build(self, pairs: Iterable[tuple[GemmProblem, FP8Config]], spec: archs.ArchSpec) -> None:
+    def _build(self, pairs: Iterable[tuple[GemmSpec, GemmConfig]], spec: archs.ArchSpec) -> None:
         wanted = {engine.kernel_params(asked, config, spec) for asked, config in pairs}
         with ThreadPoolExecutor() as pool:
             for done, _ in enumerate(pool.map(engine.build, wanted)):
@@ -165,8 +167,8 @@ def middle_mean(times: Sequence[float]) -> float:
 
 def timers_of(
     shape: GemmShape,
-    asked: GemmProblem,
-    configs: Sequence[FP8Config],
+    asked: GemmSpec,
+    configs: Sequence[GemmConfig],
     mode: str,
     spec: archs.ArchSpec,
     device: int,
@@ -177,7 +179,6 @@ def timers_of(
     import torch
 
     from deep_gemm.benchmarks import backends
-    from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry
 
     graph_sets = min(256, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
     sets = {"flush": 1, "steady": STEADY_SETS}.get(mode, graph_sets)
@@ -188,20 +189,15 @@ def timers_of(
     for config in order:
         stream = torch.cuda.Stream()
         calls = []
+        plan = engine.forced_plan(asked, config, device, builder)
         for x in operands:
-            geometry = Geometry(
-                shape.m,
-                shape.n,
-                shape.k,
-                shape.k,
-                shape.k,
-                x.d.stride(0),
-                x.sfa.stride(1) if x.sfa.shape[1] > 1 else -(-shape.m // 4) * 4,
-                (x.sfb.stride(0), x.sfb.stride(1)),
-            )
-            at = Addresses(x.a.data_ptr(), x.sfa.data_ptr(), x.b.data_ptr(), x.sfb.data_ptr(), x.d.data_ptr())
+            tensors = {name: getattr(x, name) for name in ("a", "sfa", "b", "sfb", "d")}
+            strides = {name: tensor.stride() for name, tensor in tensors.items()}
+            if x.sfa.shape[1] == 1:
+                strides["sfa"] = (1, -(-shape.m // 4) * 4)
+            addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             handle = engine.raw_stream(device) if mode == "flush" else stream.cuda_stream
-            calls.append(engine.forced_launch(asked, config, geometry, at, device, handle, mode == "promised", builder))
+            calls.append(engine.launch(plan, strides, addresses, handle, mode == "promised"))
         name = name_of(config, asked, spec)
         if mode == "flush":
             yield name, _Single(calls[0], scratch, operands)

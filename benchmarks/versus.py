@@ -24,7 +24,8 @@ from deep_gemm.benchmarks.modes import why_not
 from deep_gemm.benchmarks.summary import geometric_mean
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder
-from deep_gemm.params import FP8Config, GemmProblem
+from deep_gemm.params import GemmConfig
+from deep_gemm.spec import GemmSpec
 from deep_gemm.workload import GemmShape, parse_shape
 
 OTHERS, THESE = "others", "these"
@@ -39,9 +40,9 @@ def builders(directory: Path) -> dict[str, Builder]:
     return {OTHERS: Builder(include_dir=directory), THESE: Builder()}
 
 
-def chosen(shape: GemmShape, device: int) -> tuple[GemmProblem, FP8Config, archs.ArchSpec]:
+def chosen(shape: GemmShape, device: int) -> tuple[GemmSpec, GemmConfig, archs.ArchSpec]:
     """What a call with such a shape is, and the config that is chosen for it."""
-    asked, spec = survey.problem(shape, options.num_sms_for(device)), archs.for_device(device)
+    asked, spec = survey.spec_of(shape, options.num_sms_for(device)), archs.for_device(device)
     return asked, select.rank(asked, spec)[0].config, spec
 
 

@@ -51,7 +51,6 @@ from deep_gemm.options import (
     set_pdl,
     set_tc_util,
 )
-from deep_gemm.params import align, ceil_div
 from deep_gemm.quantisation import (
     dequantise,
     per_block_cast_to_fp8,
@@ -60,6 +59,7 @@ from deep_gemm.quantisation import (
     per_token_cast_to_fp8,
 )
 from deep_gemm.settings import settings
+from deep_gemm.spec import align, ceil_div
 from deep_gemm.unsupported import (
     fp8_fp4_mega_moe,
     get_symm_buffer_for_mega_moe,

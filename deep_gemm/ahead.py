@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, options, select
+from deep_gemm import engine, kernels, ops, select
 from deep_gemm import shard as shards
 from deep_gemm.errors import DeepGemmError, InvalidInputError
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.log import log, say
-from deep_gemm.params import GemmProblem, KernelParams
+from deep_gemm.params import KernelParams
+from deep_gemm.spec import GemmSpec
 from deep_gemm.workload import GemmShape, shapes_of
 
 
@@ -101,22 +102,15 @@ class Report:
         return Summary(tuple(self._outcomes), time.perf_counter() - start)
 
 
-def problem(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> GemmProblem:
-    """The problem that a call with freshly allocated tensors of this shape is, under the options of this process."""
-    return GemmProblem(
-        m=shape.m,
-        n=shape.n,
-        k=shape.k,
-        num_sms=num_sms or spec.num_sms,
-        d_tma=shape.n % 8 == 0,  # rows of bf16 that start at multiples of 16 bytes
-        block_multiple=options.get_block_size_multiple_of(),
-    )
+def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None) -> GemmSpec:
+    """What a call with freshly allocated tensors of this shape asks for, under the options of this process."""
+    return ops.spec(shape.m, shape.n, shape.k, num_sms or arch.num_sms)
 
 
 def kernel_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> KernelParams:
-    """The kernel that such a call runs, by the path that a call takes: problem, ranking, parameters. Raises
+    """The kernel that such a call runs, by the path that a call takes: spec, ranking, parameters. Raises
     UnsupportedError."""
-    asked = problem(shape, spec, num_sms)
+    asked = spec_of(shape, spec, num_sms)
     return engine.kernel_params(asked, select.rank(asked, spec)[0].config, spec)
 
 

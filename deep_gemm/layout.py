@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm import engine
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.params import SCALE_BLOCK, align, ceil_div
+from deep_gemm.ops.checks import TMA_BYTES, check_granularities
+from deep_gemm.ops.transpose_scales import transpose_scales
 from deep_gemm.settings import settings
-from deep_gemm.validate import TMA_BYTES, check_granularities
+from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 
 __all__ = [
     "align",
@@ -97,7 +97,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
         return sf
     if sf.is_cuda:
         try:
-            return engine.transpose_scales(sf)
+            return transpose_scales(sf)
         except UnsupportedError:
             if settings.fallback != "torch":
                 raise

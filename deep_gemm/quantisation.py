@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.params import SCALE_BLOCK, align, ceil_div
+from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4

@@ -5,14 +5,14 @@ It serves tensors on the CPU, GPUs that no kernel exists for (`DG_FALLBACK=torch
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from deep_gemm.params import SCALE_BLOCK, align
 from deep_gemm.quantisation import dequantise
-from deep_gemm.validate import FP8GemmOperands
+from deep_gemm.spec import SCALE_BLOCK, align
 
 CHUNK_ELEMENTS = 1 << 24
 """At most this many dequantised elements of A, of B and of the product exist at a time (128 MiB each in float64)."""
@@ -21,16 +21,19 @@ A_GRANULARITY = (1, SCALE_BLOCK)
 B_GRANULARITY = (SCALE_BLOCK, SCALE_BLOCK)
 
 
-def fp8_gemm_reference(operands: FP8GemmOperands) -> None:
-    """Write ``(a * sfa) @ (b * sfb)^T`` into ``operands.d``, rounded once to d's dtype.
+def fp8_gemm_reference(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor) -> None:
+    """Write ``(a * sfa) @ (b * sfb)^T`` into ``d``, rounded once to d's dtype. Shapes are those of `fp8_gemm_nt`."""
+    with _plain_arithmetic(a.device):
+        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64):
+            d[rows, columns].copy_(block)
 
-    Float32 on the CPU. Float64 on a GPU, where float32 may mean TF32: that is a process-wide switch of torch's which
-    a library must neither trust nor touch.
-    """
-    compute = torch.float32 if operands.device.type == "cpu" else torch.float64
-    with torch.no_grad():
-        for rows, columns, block in _product_blocks(operands.a, operands.sfa, operands.b, operands.sfb, compute):
-            operands.d[rows, columns].copy_(block)
+
+@contextlib.contextmanager
+def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Without what a process may have switched on: autocast, which multiplies in bfloat16 or float16; gradients; and
+    ``torch.set_default_device``. TF32 and bfloat16 as float32's stand-ins do not matter: the reference is float64."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.device(device):
+        yield
 
 
 def exact_product(
@@ -44,7 +47,7 @@ def exact_product(
     ``elementwise`` is applied to the dequantised operands first: torch.abs and torch.square give bounds on errors.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-    with torch.no_grad():
+    with _plain_arithmetic(a.device):
         for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, elementwise):
             out[rows, columns] = block
     return out

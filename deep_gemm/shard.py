@@ -36,7 +36,8 @@ def order(params: Iterable[KernelParams]) -> list[KernelParams]:
 
     def place(one: KernelParams) -> tuple[int, str, str]:
         identity = json.dumps(one.to_json(), sort_keys=True)
-        return -one.config.block_m * one.config.block_n, kernels.get(one.kernel).entry(one), identity
+        rows, columns = one.config.tile
+        return -rows * columns, kernels.get(one.kernel).entry(one), identity
 
     return sorted(params, key=place)
 

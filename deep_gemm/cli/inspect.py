@@ -11,7 +11,6 @@ import click
 from deep_gemm import ahead, engine, kernels, select
 from deep_gemm import arch as archs
 from deep_gemm.cli.console import console, duration, size, table
-from deep_gemm.params import GemmConfig, SmallConfig, SwappedConfig
 from deep_gemm.workload import GemmShape, parse_shape
 
 
@@ -40,9 +39,9 @@ def command(shape: str, arch: str, num_sms: int | None, top: int, with_sass: boo
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
     """All that inspect says, as plain data."""
     spec = archs.get(arch)
-    problem = ahead.problem(shape, spec, num_sms)
-    ranked = select.rank(problem, spec)
-    params = engine.kernel_params(problem, ranked[0].config, spec)
+    asked = ahead.spec_of(shape, spec, num_sms)
+    ranked = select.rank(asked, spec)
+    params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
     configs = [
         {
@@ -52,10 +51,10 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
         for choice in ranked[:top]
     ]
     for entry, choice in zip(configs, ranked, strict=False):
-        entry["config"]["name"] = describe(choice.config)
+        entry["config"]["name"] = kernels.of(choice.config).describe(choice.config)
     report: dict[str, Any] = {
-        "problem": dataclasses.asdict(problem),
-        "legal_configs": len(ranked),
+        "spec": dataclasses.asdict(asked),
+        "configs_ranked": len(ranked),
         "configs": configs,
         "params": params.to_json(),
         "kernel": binary.name,
@@ -75,24 +74,16 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     return report
 
 
-def describe(config: GemmConfig) -> str:
-    """A config in a few letters: swapped operands or a small kernel, tile, stages, consumers, cluster, CTAs an SM."""
-    text = "swapped " if isinstance(config, SwappedConfig) else "small " if isinstance(config, SmallConfig) else ""
-    text += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_consumers}"
-    text += f" c{config.cluster_m}x{config.cluster_n}x{config.cluster_k}"
-    return text + (f" r{config.ctas_per_sm}" if config.ctas_per_sm > 1 else "")
-
-
 def _print(report: dict[str, Any]) -> None:
     out = console()
-    out.print("problem    " + ", ".join(f"{k} {v}" for k, v in report["problem"].items() if v != ""), markup=False)
+    out.print("asked      " + ", ".join(f"{k} {_word(v)}" for k, v in report["spec"].items() if v != ""), markup=False)
     terms = [name for name in report["configs"][0]["estimate"] if name not in ("total_us", "bound")]
     rows = []
     for entry in report["configs"]:
         estimate = entry["estimate"]
         cells = [_cell(estimate[name]) for name in terms]
         rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
-    title = f"best of {report['legal_configs']} legal configs, by the model (us; sustained: by what power limits alone)"
+    title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: by what power limits alone)"
     out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound by", *terms], rows))
     resources = report["resources"]
     out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}", markup=False)
@@ -108,6 +99,10 @@ def _print(report: dict[str, Any]) -> None:
         out.print(f"warning    {warning}", markup=False)
     if "sass" in report:
         out.print(report["sass"], markup=False)
+
+
+def _word(value: Any) -> str:
+    return " ".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value)
 
 
 def _cell(value: Any) -> str:

@@ -7,7 +7,9 @@ import importlib
 import pkgutil
 from typing import Any
 
-from ..params import GemmConfig
+from ..errors import UnsupportedError
+from ..params import KernelConfig
+from ..spec import Spec
 from .base import Kernel
 
 
@@ -27,9 +29,19 @@ def get(name: str) -> Kernel[Any]:
     return registry()[name]
 
 
-def of(config: GemmConfig) -> Kernel[Any]:
+def of(config: KernelConfig) -> Kernel[Any]:
     """The kernel family that ``config`` is a config of; LookupError if there is none."""
     for kernel in registry().values():
         if type(config) is kernel.config_class:
             return kernel
     raise LookupError(f"no kernel takes a {type(config).__name__}")
+
+
+def for_spec(spec: Spec) -> list[Kernel[Any]]:
+    """The families that can do what is asked. Raises UnsupportedError, with each family's reason, if none can."""
+    reasons = {kernel: kernel.refuses(spec) for kernel in registry().values()}
+    found = [kernel for kernel, reason in reasons.items() if reason is None]
+    if not found:
+        listed = " ".join(f"{kernel.name}: {reason}." for kernel, reason in reasons.items())
+        raise UnsupportedError(f"There is no kernel for {spec}. {listed}")
+    return found

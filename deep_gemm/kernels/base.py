@@ -1,22 +1,69 @@
-"""What a kernel module gives to everything else: its configs, its template's fields, its cases."""
+"""What a kernel module gives to everything else: what it can do, its configs, its launch, its template's fields."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeAlias, TypeVar
 
 from ..arch import ArchSpec
-from ..params import GemmConfig, KernelParams
+from ..jit.driver.launch import LaunchShape, Map, Parameter, Pointer
+from ..params import GemmConfig, KernelConfig, KernelParams
+from ..spec import GemmSpec, Spec
+from .features import Features
 
-ConfigT = TypeVar("ConfigT", bound=GemmConfig)
+ConfigT = TypeVar("ConfigT", bound=KernelConfig)
+
+Strides: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Of each operand by name, in elements, outermost dimension first."""
+
+Value: TypeAlias = int | tuple[int, ...] | Map | bytes | None
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of a kernel: its name and its type in the device code.
+
+    Pointers belong to the operand ``operand``, which is the name if it is empty.
+    """
+
+    name: str
+    ctype: str
+    operand: str = ""
+
+    @property
+    def declaration(self) -> str:
+        """Its place in the kernel's signature. Structs stay in constant memory, where TMA can read them."""
+        by_value = self.ctype in ("u32", "i64") or self.ctype.endswith("*")
+        return f"{self.ctype} {self.name}" if by_value else f"const __grid_constant__ {self.ctype} {self.name}"
+
+    def pack(self, value: Value) -> Parameter:
+        """``value`` as the launch record takes it."""
+        if self.ctype.endswith("*"):
+            return Pointer(self.operand or self.name)
+        if isinstance(value, (Map, bytes)):
+            return value
+        if isinstance(value, tuple):
+            return ("u32s", value)
+        if value is None:
+            raise TypeError(f"a launch gives no value for the argument {self.name}")
+        return (self.ctype, value)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Grid, cluster and shared memory of one launch, and its parameters in order, all but addresses."""
+
+    shape: LaunchShape
+    parameters: tuple[Parameter, ...]
 
 
 class Kernel(ABC, Generic[ConfigT]):
     """One kernel family: a template and the Python that knows what may be put into it.
 
-    Discovery, the golden renders, the compile tests, the GPU accuracy tests and precompilation follow from an instance
-    named ``KERNEL`` in a module of this package.
+    Discovery, selection, the golden renders, the compile tests, the GPU accuracy tests and precompilation follow from
+    an instance named ``KERNEL`` in a module of this package.
     """
 
     name: str
@@ -31,26 +78,72 @@ class Kernel(ABC, Generic[ConfigT]):
     mma_instruction: str = ""
     """The tensor-core instruction that its SASS must hold; empty for a kernel without one."""
 
+    yield_hints: bool = False
+    """Whether the yield hints of its FFMAs are edited after compiling (see ``jit/bursts.py``)."""
+
     @property
     def template(self) -> str:
         """File name of the template."""
         return f"{self.name}.cu.jinja"
 
     @abstractmethod
+    def refuses(self, spec: Spec) -> str | None:
+        """Why this family cannot do what is asked, as a sentence, or None if it can."""
+
+    @abstractmethod
     def configs(self, arch: ArchSpec) -> Iterator[ConfigT]:
-        """Every config that is legal on ``arch``, each once."""
+        """The serving set: the configs among which calls choose, each once, all of them legal on ``arch``."""
+
+    def legal(self, arch: ArchSpec) -> Iterator[ConfigT]:
+        """Every config that is legal on ``arch``, each once: for surveys and tuners."""
+        return self.configs(arch)
 
     @abstractmethod
     def illegal(self, config: ConfigT, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
 
-    def store(self, config: ConfigT, d_tma: bool) -> str:
-        """How ``config`` stores its output: "tma" where D's rows allow that, else "direct"."""
-        return "tma" if d_tma else "direct"
+    def runs(self, spec: Spec, config: ConfigT) -> bool:
+        """Whether ``config``, which is legal, can run ``spec``, however slowly."""
+        return True
+
+    def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
+        """The identity of the binary that computes ``spec`` with ``config``."""
+        return KernelParams(kernel=self.name, arch=arch.name, config=config)
 
     @abstractmethod
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """The kernel's parameters in order. The signature and the packing of a launch both follow from this list."""
+
+    @abstractmethod
+    def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
+        """The template's variables but for ``name`` and those that follow from `arguments`."""
+
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """The template's variables, all of them and no others."""
+        signature = ", ".join(argument.declaration for argument in self.arguments(params))
+        return {**self.constants(params), "name": self.entry(params), "signature": signature}
+
+    @abstractmethod
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """The launch shape, and the values of `arguments` by name, but for pointers."""
+
+    def launch(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool = False, constant: bool = False
+    ) -> LaunchPlan:
+        """How ``params`` compute ``spec`` on operands with ``strides``.
+
+        Args:
+            pdl: launch so that the kernel may start before its predecessor in the stream has ended.
+            constant: nothing that still runs writes the weights (B and its scales).
+        """
+        shape, values = self.values(params, spec, strides, pdl, constant)
+        return LaunchPlan(shape, tuple(argument.pack(values.get(argument.name)) for argument in self.arguments(params)))
+
+    def features(self, spec: Spec, config: ConfigT) -> Features:
+        """What the model of speed needs to know. A family with one config need not say."""
+        raise NotImplementedError(f"{self.name} has one config: there is nothing to rank")
 
     @abstractmethod
     def shared_bytes(self, params: KernelParams) -> int:
@@ -60,6 +153,53 @@ class Kernel(ABC, Generic[ConfigT]):
     def entry(self, params: KernelParams) -> str:
         """The extern "C" name of the kernel: readable in a profiler, and a safe file name."""
 
+    def describe(self, config: ConfigT) -> str:
+        """``config`` in a few letters, for people."""
+        rows, columns = config.tile
+        return f"{rows}x{columns}"
+
     @abstractmethod
     def cases(self) -> list[KernelParams]:
         """The instances that tests compile and run: every template branch at least once."""
+
+
+class GemmKernel(Kernel[ConfigT]):
+    """What GEMM families have in common."""
+
+    label: str = ""
+    """What tells this family from others of its kind in `describe`, with a space behind it."""
+
+    def describe(self, config: ConfigT) -> str:
+        """Tile, stages, consumers, cluster, CTAs an SM."""
+        c = config
+        if not isinstance(c, GemmConfig):
+            return super().describe(c)
+        text = f"{self.label}{c.block_m}x{c.block_n}x{c.block_k} s{c.num_stages} w{c.num_consumers}"
+        text += f" c{c.cluster_m}x{c.cluster_n}x{c.cluster_k}"
+        return text + (f" r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "")
+
+    def runs(self, spec: Spec, config: ConfigT) -> bool:
+        """Whether tile and cluster fit the caller's limits."""
+        if not isinstance(spec, GemmSpec) or not isinstance(config, GemmConfig):
+            return False
+        multiple_m, multiple_n = spec.block_multiple
+        return (
+            config.block_m % multiple_m == 0
+            and config.block_n % multiple_n == 0
+            and config.cluster_size <= spec.num_sms
+            # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
+            and (spec.whole_gpu or config.ctas_per_sm == 1)
+        )
+
+    def store(self, config: ConfigT, aligned: bool) -> str:
+        """How ``config`` stores D: "tma" where its rows allow that, else "direct"."""
+        return "tma" if aligned else "direct"
+
+    def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
+        """With the store that D allows, and the dimensions that the caller wants compiled in."""
+        if not isinstance(spec, GemmSpec):
+            raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
+        sizes = {"m": spec.m, "n": spec.n, "k": spec.k}
+        m, n, k = (size if name in spec.compiled_dims else 0 for name, size in sizes.items())
+        params = super().params(spec, config, arch)
+        return replace(params, store=self.store(config, spec.d.aligned), shape=(m, n, k))

@@ -1,48 +1,294 @@
-"""What the FP8 kernel families have in common."""
+"""What the FP8 families with 1x128 and 128x128 scales have in common: what they take, their constants, their launch."""
 
 from __future__ import annotations
 
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from ..errors import InvalidInputError
+from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import FP8Config, KernelParams
+from ..spec import SCALE_BLOCK, GemmSpec, Operand, Spec, align, ceil_div
+from . import fp8_features
+from .base import Argument, GemmKernel, Strides, Value
+from .features import Features
+from .fp8_features import SECTOR_BYTES, Counts
+from .raster import Raster, raster
+from .tiles import first_column, last_rows, left, segments
+
+FP8ConfigT = TypeVar("FP8ConfigT", bound=FP8Config)
 
 BARRIER_BYTES = 16
 """A full and an empty mbarrier."""
 
 
-def fields(
-    params: KernelParams, config: FP8Config, mma_n: int, registers: tuple[int, int]
-) -> dict[str, str | int | bool]:
-    """Constants of both templates: the tile, registers of (producer, consumer), and a wgmma of ``mma_n`` columns."""
-    return {
-        "block_m": config.block_m,
-        "block_n": config.block_n,
-        "num_stages": config.num_stages,
-        "num_consumers": config.num_consumers,
-        "num_threads": config.num_threads,
-        "cluster_k": config.cluster_k,
-        "consumers_k": config.consumers_k,
-        "num_partials": config.num_partials,
-        "turns": turns(config),
-        "producer_registers": registers[0],
-        "consumer_registers": registers[1],
-        **shape_fields(params),
-        "tma_store": params.store == "tma",
-        "mma_name": "Mma",
-        "mma_n": mma_n,
-    }
+class FP8Kernel(GemmKernel[FP8ConfigT]):
+    """A dense E4M3 GEMM with block scales, promoted every 128 of K, bf16 out."""
+
+    mma_instruction = "QGMMA"
+    yield_hints = True
+
+    def refuses(self, spec: Spec) -> str | None:
+        """Whatever is not one 1D2D product of E4M3 with bf16 output."""
+        if not isinstance(spec, GemmSpec):
+            return "it multiplies matrices"
+        for name, operand, scaling in (("A", spec.a, "1x128"), ("B", spec.b, "128x128")):
+            if (operand.dtype, operand.major, operand.scaling) != ("e4m3", "k", scaling):
+                return f"{name} must be K-major e4m3 with {scaling} scales, not {_words(operand)}"
+        if spec.d.dtype != "bf16":
+            return f"D must be bf16, not {spec.d.dtype}"
+        if spec.batch != 1 or spec.grouping != "none":
+            return "it computes one product, without batch or groups"
+        if spec.accumulate != "none" or spec.epilogue != "none":
+            return "it writes the product as it is, without C or an epilogue"
+        return None
+
+    @property
+    def has_output_map(self) -> bool:
+        """Whether the kernel has a parameter for a tensor map of D."""
+        return True
+
+    @abstractmethod
+    def registers(self, config: FP8ConfigT) -> tuple[int, int]:
+        """(producer, consumer) registers a thread, for setmaxnreg."""
+
+    @abstractmethod
+    def mma_n(self, config: FP8ConfigT) -> int:
+        """Columns of one wgmma."""
+
+    @abstractmethod
+    def counts(self, config: FP8ConfigT, aligned: bool) -> Counts:
+        """What the model of speed counts of ``config``, where D is ``aligned`` for TMA or not."""
+
+    def features(self, spec: Spec, config: FP8ConfigT) -> Features:
+        """See ``fp8_features.py``."""
+        if not isinstance(spec, GemmSpec):
+            raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
+        return fp8_features.features(self._counts(config, spec.d.aligned), spec, config)
+
+    @functools.cache  # noqa: B019 - one instance for the life of the process
+    def _counts(self, config: FP8ConfigT, aligned: bool) -> Counts:
+        return self.counts(config, aligned)
+
+    @abstractmethod
+    def num_ctas(self, config: FP8ConfigT, m: int, n: int, num_sms: int) -> int:
+        """Grid size."""
+
+    @abstractmethod
+    def stores_by_tma(self, params: KernelParams) -> bool:
+        """Whether TMA brings tiles to D, and not the warps that staged or multiplied them."""
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """Constants of both templates: the tile, registers, and the wgmma."""
+        config = self.config(params)
+        producer, consumer = self.registers(config)
+        return {
+            "block_m": config.block_m,
+            "block_n": config.block_n,
+            "num_stages": config.num_stages,
+            "num_consumers": config.num_consumers,
+            "num_threads": config.num_threads,
+            "cluster_k": config.cluster_k,
+            "num_partials": config.num_partials,
+            "turns": turns(config),
+            "producer_registers": producer,
+            "consumer_registers": consumer,
+            **{f"shape_{letter}": size for letter, size in zip("mnk", params.shape, strict=True)},
+            "tma_store": params.store == "tma",
+            "mma_name": "Mma",
+            "mma_n": self.mma_n(config),
+            "shared_bytes": self.shared_bytes(params),
+        }
+
+    def config(self, params: KernelParams) -> FP8ConfigT:
+        """The config of ``params``; TypeError if it is another family's."""
+        if not isinstance(params.config, self.config_class):
+            raise TypeError(f"{self.name} takes a {self.config_class.__name__}, not {type(params.config).__name__}")
+        return params.config
+
+    def entry_name(self, params: KernelParams, *parts: str) -> str:
+        """The kernel's name out of its parts; dimensions that are compiled in come last, such as ``n2112``."""
+        sizes = [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
+        return "_".join([*filter(None, parts), params.store, *sizes])
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
+        The fields of ``Fp8GemmArguments`` have these names."""
+        map_d = [Argument("map_d", "TensorMap")] if self.has_output_map else []
+        more = [
+            Argument(f"map_b_{index}", "TensorMap") for index in range(1, len(segments(self.config(params).block_n)))
+        ]
+        return (
+            *(Argument(name, "u32") for name in ("m", "n", "k", "last_rows", "last_columns", "early_stages")),
+            Argument("raster", "Raster"),
+            Argument("leave_first", "u32"),
+            Argument("scale_b", "const float*", operand="sfb"),
+            Argument("scale_b_stride_n", "i64"),
+            Argument("scale_b_stride_k", "i64"),
+            Argument("d", "u16*"),
+            Argument("d_stride", "i64"),
+            *(Argument(name, "TensorMap") for name in ("map_a", "map_b", "map_scale_a")),
+            *map_d,
+            *(Argument(name, "TensorMap") for name in ("map_a_last", "map_b_last", "map_scale_a_last")),
+            *more,
+        )
+
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Grid, order of tiles, and tensor maps. Operands: a, sfa (rows contiguous), b, sfb and d."""
+        if not isinstance(spec, GemmSpec):
+            raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
+        config = self.config(params)
+        m, n, k = spec.m, spec.n, spec.k
+        (stride_a, _), (stride_b, _), (stride_d, _) = strides["a"], strides["b"], strides["d"]
+        stride_sfa, stride_sfb = strides["sfa"][1], strides["sfb"]
+        rows, blocks = last_rows(config, m), ceil_div(k, SCALE_BLOCK)
+        order = raster(config, m, n, k, spec.num_sms)
+
+        def tokens(box: int) -> TensorMapSpec:
+            promotion = l2_promotion(spec, stride_a)
+            return TensorMapSpec("u8", (k, m), (stride_a,), (SCALE_BLOCK, box), 128, promotion)
+
+        def weights(box: int) -> TensorMapSpec:
+            promotion = l2_promotion(spec, stride_b)
+            return TensorMapSpec("u8", (k, n), (stride_b,), (SCALE_BLOCK, box), 128, promotion)
+
+        def scales(box: int) -> TensorMapSpec:
+            return TensorMapSpec("f32", (m, blocks), (stride_sfa * 4,), (box, 1))
+
+        map_a, map_a_last = _maps(tokens, "a", m, config.block_m // config.cluster_n, rows)
+        maps_b, map_b_last, columns = _weights_maps(weights, n, config)
+        map_scale_a, map_scale_a_last = _maps(scales, "sfa", m, config.block_m, rows)
+        shape = LaunchShape(
+            grid=(self.num_ctas(config, m, n, spec.num_sms), 1, 1),
+            block=config.num_threads,
+            dynamic_shared=self.shared_bytes(params),
+            cluster=(config.cluster_size, 1, 1),
+            pdl=pdl,
+        )
+        return shape, {
+            "m": m,
+            "n": n,
+            "k": k,
+            "last_rows": rows,
+            "last_columns": columns,
+            "early_stages": _early_stages(config, m, k) if constant and pdl else 0,
+            "raster": order.arguments,
+            "leave_first": _evict_first(spec, order, large_d=self.stores_by_tma(params)),
+            "scale_b_stride_n": stride_sfb[0],
+            "scale_b_stride_k": stride_sfb[1],
+            "d_stride": stride_d,
+            "map_a": map_a,
+            "map_b": maps_b[0],
+            "map_scale_a": map_scale_a,
+            "map_d": self.output_map(params, spec, stride_d),
+            "map_a_last": map_a_last,
+            "map_b_last": map_b_last,
+            "map_scale_a_last": map_scale_a_last,
+            **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
+        }
+
+    def output_map(self, params: KernelParams, spec: GemmSpec, stride_d: int) -> Value:
+        """The map of D; nothing for kernels that have no parameter for it."""
+        return None
 
 
-def shape_fields(params: KernelParams) -> dict[str, int]:
-    """Constants of all templates: dimensions that are compiled in, 0 for the others."""
-    return {f"shape_{letter}": size for letter, size in zip("mnk", params.shape, strict=True)}
-
-
-def compiled_dims(params: KernelParams) -> list[str]:
-    """Parts of a kernel's name that tell dimensions which are compiled in, such as ``n2112``."""
-    return [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
+def _words(operand: Operand) -> str:
+    major = "K-major" if operand.major == "k" else "MN-major"
+    return f"{major} {operand.dtype} with {operand.scaling} scales"
 
 
 def turns(config: FP8Config) -> int:
     """Consumers that start their products in turn, or 1. Left alone they promote at the same time, and the tensor cores
-    idle: at M = N = 4096, K = 7168 on an H200, order took 128x192 from 215 to 190 us, 192x128 from 206 to 195, 256x128
-    from 172.4 to 170.8. Products issued ahead lost by it."""
+    idle: at M = N = 4096, K = 7168 on an H200, order took 128x192 from 215 to 190 us and 256x128 from 172.4 to 170.8.
+    Products issued ahead lost by it."""
     return config.num_consumers if config.num_partials == config.k_shares == 1 else 1
+
+
+def l2_promotion(spec: GemmSpec, stride: int) -> int:
+    """How many bytes of a row of A or B, which are ``stride`` apart, come into L2 together: a block of K, or where D is
+    larger than B, two. Two at once keep what is wanted first waiting for what is wanted later: graphs of up to 64
+    tokens were 0 to 6% faster with one (H200, promised weights), single calls with M up to 512 mostly 1%. But what D's
+    writes interrupt is read better in long pieces: 1000 x 32768 x 512 took 9% longer with one, 4096 x 32768 x 512 4%.
+    Not so where rows begin inside sectors: of twelve such shapes none lost more than 1% by one, and where many SMs ask
+    for the same rows it is much better (6922 x 1280 x 3440 57.4 -> 52.4 us, 3465 x 1088 x 2960 29.2 -> 26.2)."""
+    inside_sectors = stride % SECTOR_BYTES > 0
+    return SCALE_BLOCK if inside_sectors or 2 * spec.m <= spec.k else 2 * SCALE_BLOCK
+
+
+_FEW_EARLY, _ALL_EARLY = 2, 255
+"""Stages; no ring has so many."""
+
+
+def _early_stages(config: FP8Config, m: int, k: int) -> int:
+    """How many stages of constant weights are loaded before the previous kernel has ended: the whole ring, but few
+    where that one has more to do than loads. Where D has an eighth of B's bytes or more, all SMs store for long, and
+    who reads much meanwhile slows them down: graphs of 32 to 128 x 32768 x 512, 96 and 128 x 24576 x 1536 and 64 x
+    20000 x 1024 were 4 to 10% faster with few on an H200. But only where one row of tiles reads B: 128 x 7168 x 2048,
+    which two read at a time, was 4% slower, and 64 x 24576 x 1536, whose D is smaller, 3%. Few, too, where a stage has
+    more bytes of tokens, which come last, than of weights: 96 and 128 x 2112 x 7168 were 3% faster."""
+    much_stored = m <= config.block_m and 16 * m >= k
+    return _FEW_EARLY if much_stored or config.block_n < config.block_m else _ALL_EARLY
+
+
+_IN_STEP = 8
+"""With more blocks of K than these, tiles take so much longer than their starts differ that those below each other
+read the same rows of B at one time."""
+
+_EVICT_B, _EVICT_D = 1, 2
+"""Bits of ``leave_first``."""
+
+_LARGE_D = 100_000_000
+"""Bytes, twice an H200's L2: of such a D little would be left for who reads it from its beginning, and what it pushes
+out meanwhile is needed. With D evicted first, and tiles in another order too, ten such shapes gained 2.8% on cuBLASLt
+by geometric mean, at least 0 and at most 8, and twelve whose D has 34 to 91 MB 0.1%."""
+
+
+def _evict_first(spec: GemmSpec, order: Raster, large_d: bool) -> int:
+    """What is loaded or stored with evict-first. B where one row of tiles reads it, or several that read the same rows
+    of it at one time: kept, such weights push out what is needed again: M x N x K of 256 x 7168 x 16384 took 5% longer
+    on an H200, 256 x 24576 x 1536 4%. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took up to
+    11% longer where they were let go. B also where it would push out A (see `raster`). And a large D, if ``large_d``
+    allows it."""
+    together = order.rows <= order.height and ceil_div(spec.k, SCALE_BLOCK) > _IN_STEP
+    bits = _EVICT_B if order.rows == 1 or together or order.evict_b else 0
+    large = large_d and 2 * spec.m * spec.n > _LARGE_D
+    return bits | (_EVICT_D if large else 0)
+
+
+def _maps(spec: Callable[[int], TensorMapSpec], operand: str, size: int, box: int, last: int) -> tuple[Map, Map]:
+    """The maps of an operand's ``size`` rows by what ``spec`` says of the rows of a box: for boxes of ``box``, and for
+    the last one, if ``last`` rows of the last tile are loaded. One map is both where no box is another."""
+    rest = left(last, box)
+    ending = Map(spec(rest), operand)
+    return (ending if rest == box or size <= box else Map(spec(box), operand)), ending
+
+
+def _weights_maps(spec: Callable[[int], TensorMapSpec], n: int, config: FP8Config) -> tuple[list[Map], Map, int]:
+    """The maps of B: for each segment of a tile's columns, and for the one box that ends at the edge, with its rows, or
+    ``block_n`` if no box is cut."""
+    widths = segments(config.block_n)
+    tiles = align(ceil_div(n, config.block_n), config.cluster_n)
+    boxes = [width // config.cluster_m for width in widths]
+    begins = [first_column(config.block_n, segment, 0, tiles) for segment in range(len(widths))]
+    edge = max(segment for segment, begin in enumerate(begins) if begin < n)
+    rest = left(n - begins[edge], boxes[edge])
+    ending = Map(spec(rest), "b")
+    maps = [
+        ending if rest == box or begin + box > n else Map(spec(box), "b")
+        for begin, box in zip(begins, boxes, strict=True)
+    ]
+    return maps, ending, rest if rest < boxes[edge] else config.block_n
+
+
+def check_whole_pieces(params: KernelParams, n: int) -> None:
+    """Refuse a direct copy of pieces of eight columns where N is not whole pieces. Raises InvalidInputError."""
+    if params.store == "tma" and n % 8:
+        raise InvalidInputError(
+            "A config whose CTAs have one tile each copies eight columns of D at a time, so that N must be a "
+            f"multiple of 8, but N is {n}. Take its persistent twin."
+        )

@@ -6,7 +6,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from ..params import FP8Config, ceil_div
+from ..params import GemmConfig
+from ..spec import ceil_div
 
 _LONE_GROUP = 6
 """Rows of tiles that may be one group."""
@@ -35,8 +36,8 @@ class Raster:
     columns: int
     band: int
     height: int
-    b_leaves: bool = False
-    """Whether B, which is gone through once, would push out A if it did not leave L2 first."""
+    evict_b: bool = False
+    """Whether B, which is gone through once, would push out A if it were not loaded with evict-first."""
 
     @functools.cached_property
     def arguments(self) -> tuple[int, ...]:
@@ -63,8 +64,8 @@ def divisor(value: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int = 1) -> Raster:
-    """The order for a launch whose CTAs are ``members`` below each other at a time.
+def raster(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> Raster:
+    """The order in which a launch walks its tiles.
 
     Where an operand stays in L2, the other is gone through once, in strips as narrow as neighbours want them. Where
     neither does, a wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles: least bytes at
@@ -79,12 +80,12 @@ def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int
     1893 x 30176 x 12800 (24 MB of A stay, a wave reads 25 of B) got 2 to 4% shorter, 4096 x 4096 x 7168 (29 and 9) 1%
     longer. A never leaves: 8192 x 4096 x 7168 took 4% longer.
     Remembered: a launch for tensors elsewhere is alike."""
-    rows, columns = config.block_m * config.cluster_m * members, config.block_n * config.cluster_n
+    rows, columns = config.block_m * config.cluster_m, config.block_n * config.cluster_n
     tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
-    each = config.cluster_m * members  # CTAs, of a row of cluster tiles
-    clusters = min(num_sms * config.ctas_per_sm // (config.cluster_size * members), tiles_m * tiles_n)
+    each = config.cluster_m  # CTAs of a row of cluster tiles
+    clusters = min(num_sms * config.ctas_per_sm // config.cluster_size, tiles_m * tiles_n)
     few, kept = tiles_m * each <= _LONE_GROUP, min(m, n) * k
-    if kept <= KEPT_BYTES and not few and clusters < tiles_m * tiles_n and not config.stream_k:
+    if kept <= KEPT_BYTES and not few and clusters < tiles_m * tiles_n:
         together = _NEIGHBOURS // config.cluster_size
         wave = (ceil_div(clusters, tiles_m) * columns if m <= n else ceil_div(clusters, tiles_n) * rows) * k
         fits = kept + wave <= KEPT_BYTES
@@ -95,7 +96,7 @@ def raster(config: FP8Config, m: int, n: int, k: int, num_sms: int, members: int
     best = max(1.0, math.sqrt(clusters * rows / columns), clusters / max(tiles_m, 1))
     band = max(1, ceil_div(tiles_n, max(1, round(tiles_n / best))))
     height = tiles_m if few else max(1, math.isqrt(_NEIGHBOURS) // each)
-    if few or config.stream_k or not clusters < tiles_m * tiles_n <= _COUNTED_WAVES * clusters:
+    if few or not clusters < tiles_m * tiles_n <= _COUNTED_WAVES * clusters:
         return Raster(tiles_m, tiles_n, band, height)
     near = range(min(tiles_n, max(1, int(best * 0.7))), min(tiles_n, int(best * 1.5)) + 1)
     heights = [1 << power for power in range(height.bit_length())]

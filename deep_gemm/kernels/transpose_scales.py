@@ -5,35 +5,68 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..arch import SM90, ArchSpec
-from ..jit.driver.launch import LaunchShape, Parameter, Pointer
-from ..params import GemmConfig, KernelParams, align, ceil_div
-from .base import Kernel
-
-TILE_ROWS = 64
-TILE_COLUMNS = 32
-"""What one CTA moves; the template's tile has the same number of columns."""
-
-NUM_THREADS = 256
+from ..jit.driver.launch import LaunchShape
+from ..params import KernelParams, TransposeConfig
+from ..spec import Spec, TransposeSpec, align, ceil_div
+from .base import Argument, Kernel, Strides, Value
 
 
-class TransposeScales(Kernel[GemmConfig]):
+class TransposeScales(Kernel[TransposeConfig]):
     """See ``templates/include/transpose.cuh``."""
 
     name = "transpose_scales"
     archs = (SM90.name,)
-    config_class = GemmConfig
+    config_class = TransposeConfig
 
-    def configs(self, arch: ArchSpec) -> Iterator[GemmConfig]:
+    def refuses(self, spec: Spec) -> str | None:
+        """Whatever is no transpose."""
+        return None if isinstance(spec, TransposeSpec) else "it transposes float32 matrices"
+
+    def configs(self, arch: ArchSpec) -> Iterator[TransposeConfig]:
         """One: the kernel moves a few kilobytes, and its launch is all that it costs."""
-        yield GemmConfig(block_m=TILE_ROWS, block_n=TILE_COLUMNS, block_k=1, num_stages=1, num_consumers=1)
+        yield TransposeConfig(tile_rows=64, tile_columns=32, num_threads=256)
 
-    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+    def illegal(self, config: TransposeConfig, arch: ArchSpec) -> str | None:
         """None for the one config that there is."""
         return None if config in self.configs(arch) else f"there is one config only: {next(self.configs(arch))}"
 
-    def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
-        """Constants of ``transpose_scales.cu.jinja``."""
-        return {"name": self.entry(params), "tile_rows": params.config.block_m, "num_threads": NUM_THREADS}
+    def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
+        """Constants of ``transpose_scales.cu.jinja``; its tile has 32 columns."""
+        config = self._config(params)
+        return {"tile_rows": config.tile_rows, "num_threads": config.num_threads}
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """From ``input`` to ``output``; strides in elements."""
+        return (
+            Argument("input", "const float*", operand="source"),
+            Argument("output", "float*", operand="target"),
+            Argument("rows", "u32"),
+            Argument("columns", "u32"),
+            Argument("stride_row", "i64"),
+            Argument("stride_column", "i64"),
+            Argument("stride_batch", "i64"),
+            Argument("padded_rows", "u32"),
+        )
+
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Operand "source" (batch, rows, columns), of any strides, is written densely to "target" as (batch, columns,
+        align(rows, 4))."""
+        if not isinstance(spec, TransposeSpec):
+            raise TypeError(f"{self.name} transposes scales, but it was asked for {spec}")
+        config, padded = self._config(params), align(spec.rows, 4)
+        tiles = ceil_div(padded, config.tile_rows) * ceil_div(spec.columns, config.tile_columns)
+        stride_batch, stride_row, stride_column = strides["source"]
+        shape = LaunchShape(grid=(tiles * spec.batch, 1, 1), block=config.num_threads, dynamic_shared=0, pdl=pdl)
+        return shape, {
+            "rows": spec.rows,
+            "columns": spec.columns,
+            "stride_row": stride_row,
+            "stride_column": stride_column,
+            "stride_batch": stride_batch,
+            "padded_rows": padded,
+        }
 
     def shared_bytes(self, params: KernelParams) -> int:
         """None is dynamic."""
@@ -45,35 +78,12 @@ class TransposeScales(Kernel[GemmConfig]):
 
     def cases(self) -> list[KernelParams]:
         """The one instance."""
-        return [make_params(SM90)]
+        return [KernelParams(kernel=self.name, arch=SM90.name, config=next(self.configs(SM90)))]
 
-
-def make_params(arch: ArchSpec) -> KernelParams:
-    """The identity of this kernel."""
-    return KernelParams(
-        kernel=KERNEL.name, arch=arch.name, config=next(KERNEL.configs(arch)), d_dtype="f32", store="direct"
-    )
-
-
-def launch(
-    shape: tuple[int, int, int], strides: tuple[int, int, int], pdl: bool
-) -> tuple[LaunchShape, list[Parameter]]:
-    """Launch shape and parameters for scales of ``shape`` (batch, rows, columns) and ``strides`` (elements), operand
-    "source", to be written densely to "target" as (batch, columns, align(rows, 4))."""
-    batch, rows, columns = shape
-    padded = align(rows, 4)
-    tiles = ceil_div(padded, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS)
-    args: list[Parameter] = [
-        Pointer("source"),
-        Pointer("target"),
-        ("u32", rows),
-        ("u32", columns),
-        ("i64", strides[1]),
-        ("i64", strides[2]),
-        ("i64", strides[0]),
-        ("u32", padded),
-    ]
-    return LaunchShape(grid=(tiles * batch, 1, 1), block=NUM_THREADS, dynamic_shared=0, pdl=pdl), args
+    def _config(self, params: KernelParams) -> TransposeConfig:
+        if not isinstance(params.config, TransposeConfig):
+            raise TypeError(f"{self.name} takes a TransposeConfig, not {type(params.config).__name__}")
+        return params.config
 
 
 KERNEL = TransposeScales()

@@ -50,10 +50,8 @@ class Calibration(Constants):
     """What a launch takes more for each stage of the ring, whose barriers are made first."""
     consumer_us: float
     """The same for each consumer warpgroup."""
-    put_away_us: float
-    """What it takes more where a warp brings the last tile to D, not the consumers who have it."""
-    copied_us: float
-    """In place of all of these but consumers', an empty launch and the way to the first load of threads that copy."""
+    store_warp_us: float
+    """Extra microseconds when the store warp writes the last tile."""
     cluster_2_us: float
     cluster_4_us: float
     cluster_8_us: float
@@ -68,22 +66,10 @@ class Calibration(Constants):
     """Elements that consumers of a CTA hand over in a microsecond."""
     exchanged_per_us: float
     """Elements that a CTA hands to others of its cluster in a microsecond."""
-    stream_us: float
-    """What dealing out blocks of K costs."""
-    given_per_us: float
-    """Elements that a CTA then gives away in a microsecond."""
-    gathered_per_us: float
-    """Elements that a CTA then gets from others in a microsecond."""
     instruction_cycles: float
     """Least time of a wgmma, however narrow."""
-    extra_cycles: float
-    """A narrow wgmma among wide ones, for tokens past a tile's m64 slices."""
-    extra_us: float
-    """Storing these, of each tile: element by element, with nothing to hide it."""
     chain_cycles: float
     """Latency of one block of K in a consumer: wait, issue, drain."""
-    copied_cycles: float
-    """The same where consumers copy what they multiply: they ask for a block, and meet, besides."""
     promote_cycles: float
     """Promotion of one column of an m64 slice."""
     token_cycles: float
@@ -104,10 +90,6 @@ class Calibration(Constants):
     """From L2 into one SM."""
     line_cycles: float
     """Asking the L2 for a line, for one SM."""
-    copied_row_cycles: float
-    """What a row of 128 bytes costs in addition that threads copy, for one SM."""
-    copied_torn_cycles: float
-    """The same again, if it begins inside a sector."""
     load_cycles: float
     """From asking for a stage to having it."""
     start_gb_per_s: float

@@ -1,4 +1,4 @@
-"""How long a config takes: an analytic model of one persistent FP8 GEMM.
+"""How long a config takes: an analytic model of one persistent GEMM.
 
 A CTA's time for a block of K is what its slowest resource needs: the tensor cores of the SM, which co-resident CTAs
 share; shared memory, which operands are read from and tiles are written to; the way from L2; the producer's issue; or
@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..params import FP8Config, GemmProblem
+from .. import kernels
+from ..kernels.features import Features
+from ..params import KernelConfig
+from ..spec import Spec
 from .calibration import Calibration
-from .features import Features, features
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,20 @@ def costs(x: Features, c: Calibration, maximum: Callable[[Any, Any], Any] = max)
     is theirs."""
     instruction = maximum(x.half_width, c.instruction_cycles)
     # Tensor cores at work draw the power that lowers the clock: their cycles are longer.
-    own = x.products * instruction + x.extra_products * c.extra_cycles
+    own = x.products * instruction
     tensor = x.groups * own * (c.clock_ghz / c.tensor_ghz)
     scale = x.columns * c.promote_cycles
     promote = scale + x.token_scales * c.token_cycles
-    latency = (1 - x.copied) * c.chain_cycles + x.copied * c.copied_cycles
-    chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + latency)
+    chain = x.ahead * maximum(own, promote + c.ahead_cycles) + (1 - x.ahead) * (own + promote + c.chain_cycles)
     chain = chain / x.consumers_k
     # Not all of promotion hides, whatever the schedule, and less of it where consumers promote at the same time.
     exposed = x.groups * scale * (c.exposed + x.in_step * c.in_step)
-    refill = c.load_cycles / x.depth
-    issue = c.issue_cycles * x.boxes / x.stage_blocks
+    refill = c.load_cycles / x.stages
+    issue = c.issue_cycles * x.boxes
     by_tma = x.narrow**c.narrow_store / c.epilogue_elements_per_us
     per_element = x.direct / c.direct_elements_per_us + (1 - x.direct) * by_tma
-    launch = c.launch_us + (1 - x.transposed) * c.upright_us + x.stages * c.stage_us + x.puts_away * c.put_away_us
-    launch = (1 - x.copied) * launch + x.copied * c.copied_us + x.consumers * c.consumer_us
+    launch = c.launch_us + (1 - x.transposed) * c.upright_us + x.stages * c.stage_us + x.store_warp * c.store_warp_us
+    launch = launch + x.consumers * c.consumer_us
     return Costs(
         tensor=tensor + exposed + x.in_parts * c.parts_cycles,
         chain=chain,
@@ -86,8 +87,7 @@ def parts(
     shared = (x.read + x.scales_read + x.filled) / c.shared_bytes_per_cycle
     # A row of a block that begins inside a line of 128 bytes takes two.
     lines = 1 + (c.unaligned - 1) * x.unaligned + c.torn * x.torn
-    by_threads = x.copied * (c.copied_row_cycles + x.torn * c.copied_torn_cycles)
-    row = lines * c.line_cycles + x.hanging * c.hanging_cycles + by_threads
+    row = lines * c.line_cycles + x.hanging * c.hanging_cycles
     asked = x.asked * row + x.crowded * c.crowded_cycles
     fill = maximum(x.filled / c.fill_bytes_per_cycle, asked)
     busy = x.resident * maximum(maximum(of.tensor, shared), fill)
@@ -98,8 +98,6 @@ def parts(
     # The next tile is multiplied while one is stored, but for the last; CTAs that share an SM share its way out.
     seen = x.waves - (x.waves - 1) * c.epilogue_hidden
     epilogue = seen * (c.epilogue_us + x.resident * x.elements * of.per_element + handing)
-    epilogue = epilogue + x.waves * x.extra * c.extra_us
-    streaming = x.streams * c.stream_us + x.given / c.given_per_us + x.gathered / c.gathered_per_us
     hbm = (x.traffic + x.weights_again * c.again) / (c.hbm_gb_per_s * 1e3)
     # SMs that ask for the same line at a time share an answer.
     handed_out = x.tokens_read * x.tokens_sharers**-c.l2_sharing + x.weights_read * x.weights_sharers**-c.l2_sharing
@@ -116,14 +114,19 @@ def parts(
         "shared": x.resident * maximum(shared, fill) * steps,
         "l2": l2,
         "hbm": first + hbm,
-        "epilogue": epilogue + streaming,
-        "total": of.launch + body + epilogue + streaming,
+        "epilogue": epilogue,
+        "total": of.launch + body + epilogue,
     }
 
 
-def estimate(problem: GemmProblem, config: FP8Config, calibration: Calibration) -> Estimate:
-    """The time of ``problem`` with ``config``, including the launch."""
-    x = features(problem, config)
+def features(spec: Spec, config: KernelConfig) -> Features:
+    """What ``config``'s family counts."""
+    return kernels.of(config).features(spec, config)
+
+
+def estimate(spec: Spec, config: KernelConfig, calibration: Calibration) -> Estimate:
+    """The time of ``spec`` with ``config``, including the launch."""
+    x = features(spec, config)
     times = parts(x, calibration)
     total = times.pop("total")
     return Estimate(

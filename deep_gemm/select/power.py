@@ -15,11 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..params import SCALE_BLOCK, FP8Config, GemmProblem, ceil_div
+from ..kernels.features import Features
+from ..params import GemmConfig
+from ..spec import GemmSpec, ceil_div
 from .constants import Constants
-from .features import Features
 
 ROW_BYTES = 128
+BLOCK_K = 128
+"""What is counted is counted for a block of so much of K."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +40,30 @@ class Power(Constants):
     """Writing one there that comes from L2."""
     asked_row: float
     """Asking L2 for one, which CTAs of a cluster may share."""
-    dealt_us: float
-    """Dealing out blocks of K over CTAs, which give each other sums."""
     stored_per_us: float
     """Elements of D."""
     launch_us: float
 
 
-def draws(problem: GemmProblem, config: FP8Config, x: Features) -> tuple[float, ...]:
+def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
     """What each constant of `Power` is multiplied with, or divides: products, rows read, filled and asked for, in
-    blocks of 128 products; whether blocks of K are dealt out; elements of D; and a launch."""
-    tiles = ceil_div(problem.m, config.block_m * config.cluster_m) * config.cluster_m
-    tiles *= ceil_div(problem.n, config.block_n * config.cluster_n) * config.cluster_n
-    blocks = tiles * ceil_div(problem.k, SCALE_BLOCK)
+    blocks of 128 products; elements of D; and a launch."""
+    tiles = ceil_div(spec.m, config.block_m * config.cluster_m) * config.cluster_m
+    tiles *= ceil_div(spec.n, config.block_n * config.cluster_n) * config.cluster_n
+    blocks = tiles * ceil_div(spec.k, BLOCK_K)
     return (
         float(blocks * config.block_m * config.block_n),
         blocks * x.read / ROW_BYTES,
         blocks * x.filled / ROW_BYTES,
         blocks * x.asked,
-        1.0 if config.stream_k else 0.0,
-        float(problem.m * problem.n),
+        float(spec.m * spec.n),
         1.0,
     )
 
 
-def sustained_us(problem: GemmProblem, config: FP8Config, x: Features, power: Power) -> float:
+def sustained_us(spec: GemmSpec, config: GemmConfig, x: Features, power: Power) -> float:
     """The time of a launch among many back to back, if power is what limits them. ``x`` are the pair's features."""
-    products, read, filled, asked, dealt, stored, launches = draws(problem, config, x)
+    products, read, filled, asked, stored, launches = draws(spec, config, x)
     moved = power.read_row * read + power.filled_row * filled + power.asked_row * asked
-    drawn = (products + moved) * SCALE_BLOCK / power.products_per_us
-    return drawn + power.dealt_us * dealt + stored / power.stored_per_us + power.launch_us * launches
+    drawn = (products + moved) * BLOCK_K / power.products_per_us
+    return drawn + stored / power.stored_per_us + power.launch_us * launches

@@ -36,8 +36,8 @@ import math
 import torch
 from torch import Tensor
 
-from deep_gemm.params import SCALE_BLOCK
 from deep_gemm.reference import exact_product
+from deep_gemm.spec import SCALE_BLOCK
 
 INSTRUCTION_K = 32
 ACCUMULATOR_FRACTION_BITS = 13

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.params import align
+from deep_gemm.spec import align
 
 GUARD_BYTES = 4096
 _FILLER = 0xFF

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deep_gemm.params import SCALE_BLOCK, ceil_div
 from deep_gemm.quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_gemm.spec import SCALE_BLOCK, ceil_div
 
 Operand = tuple[Tensor, Tensor]
 """An E4M3 tensor and its float32 scales."""

@@ -1,6 +1,5 @@
 """Casts to FP8 and small arithmetic."""
 
-from deep_gemm.params import align, ceil_div
 from deep_gemm.quantisation import (
     ceil_to_ue8m0,
     dequantise,
@@ -9,6 +8,7 @@ from deep_gemm.quantisation import (
     per_custom_dims_cast_to_fp8,
     per_token_cast_to_fp8,
 )
+from deep_gemm.spec import align, ceil_div
 
 __all__ = [
     "align",

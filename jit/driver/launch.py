@@ -1,19 +1,19 @@
-"""A launch, prepared once and called many times."""
+"""A launch, prepared once and called many times: at the addresses it was made for, or at others."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.module import Function, primary_context
-from deep_gemm.jit.driver.tensor_map import ALIGNMENT, SIZE, TensorMapSpec
+from deep_gemm.jit.driver.tensor_map import ADDRESS_ALIGNMENT, ALIGNMENT, SIZE, TensorMapSpec
 
 
 class Pointer(NamedTuple):
@@ -60,14 +60,29 @@ class LaunchShape:
 
 
 class Launch:
-    """A launch record: arguments, shape and stream, packed once and never changed, so that any number of threads may
-    call it at once.
+    """A launch record: arguments, shape and stream, packed once.
 
-    `parameters` are the kernel's, in order, and `addresses` those of the operands that they name. `call` is the launch
-    itself without our error handling; it returns a tuple whose first item is the CUresult.
+    `parameters` are the kernel's, in order; `addresses` those of the operands that they name, by operand.
+
+    A call launches the record as it was packed: any number of threads may do so at once. `at` writes other addresses
+    into the record first, which makes it a patched launch: a new record takes ten times as long. A record is used in
+    one of these ways, never in both.
     """
 
-    __slots__ = ("_block", "_config", "_pointers", "call", "function", "shape", "stream")
+    __slots__ = (
+        "_at",
+        "_block",
+        "_config",
+        "_lock",
+        "_parameters",
+        "_places",
+        "_pointers",
+        "call",
+        "function",
+        "operands",
+        "shape",
+        "stream",
+    )
 
     def __init__(
         self,
@@ -75,20 +90,25 @@ class Launch:
         shape: LaunchShape,
         stream: int,
         parameters: Sequence[Parameter],
-        addresses: Mapping[str, int] = MappingProxyType({}),
+        addresses: Mapping[str, int] | None = None,
     ) -> None:
+        addresses = addresses or {}
         self.function = function
         self.shape = shape
         self.stream = stream
+        self.operands = tuple(addresses)
+        """The operands in the order in which `at` takes their addresses."""
+        self._at = list(addresses.values())
         self._block, self._pointers = _pack(placed(parameters, addresses))
         self._config = _config(shape, stream)
         # An integer is taken as the address of the array of parameter pointers; `self` keeps all of it alive.
         pointers = ctypes.addressof(self._pointers)
         self.call = functools.partial(api.cuda().cuLaunchKernelEx, self._config, function.handle, pointers, 0)
-
-    def places(self) -> list[int]:
-        """Where each parameter is in memory."""
-        return [address or 0 for address in self._pointers]
+        """The launch without our error handling; it returns a tuple whose first item is the CUresult."""
+        # Not a ForkLock: there are thousands of these, and an interrupt inside its Python would leave it locked.
+        self._lock = threading.Lock()
+        self._places: list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]] | None = None
+        self._parameters = parameters
 
     def __call__(self) -> None:
         """Launch. Raises DriverError."""
@@ -96,11 +116,60 @@ class Launch:
         if status:
             self._recover(int(status))
 
+    def at(self, addresses: Sequence[int]) -> None:
+        """Launch with the operands at `addresses`, in the order of `operands`. Raises DriverError, and
+        InvalidInputError for an address that no tensor map can have.
+
+        Threads take turns: the driver has copied the whole record when a launch returns.
+        """
+        with self._lock:
+            at = self._at
+            for index, address in enumerate(addresses):
+                if at[index] != address:
+                    self._move(index, address)
+            status = self.call()[0]
+            if status:
+                self._recover(int(status))
+
     def _recover(self, status: int) -> None:
         if status in CONTEXT_ERRORS:
             with primary_context(self.function.device):
                 status = int(self.call()[0])
         api.check(status, "cuLaunchKernelEx", f"{self.function.symbol} with {self.shape}")
+
+    def _move(self, index: int, address: int) -> None:
+        if self._places is None:
+            self._places = self._find_places()
+        pointers, maps = self._places[index]
+        if maps and (address <= 0 or address % ADDRESS_ALIGNMENT):
+            raise InvalidInputError(
+                f"Tensor map of {self.operands[index]}: the address must be a multiple of {ADDRESS_ALIGNMENT} bytes, "
+                f"but it is {address:#x}."
+            )
+        self._at[index] = 0  # unknown, should the driver refuse half way
+        for pointer in pointers:
+            pointer.value = address
+        there, replace = ctypes.c_void_p(address), api.library_function("cuTensorMapReplaceAddress")
+        for place in maps:
+            status = replace(place, there)
+            if status in CONTEXT_ERRORS:
+                with primary_context(self.function.device):
+                    status = replace(place, there)
+            if status:
+                api.check(int(status), "cuTensorMapReplaceAddress", f"{self.function.symbol} at {address:#x}")
+        self._at[index] = address
+
+    def _find_places(self) -> list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]]:
+        """Of each operand, the pointers and the tensor maps in the record that hold its address."""
+        found: list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]] = [([], []) for _ in self.operands]
+        for parameter, place in zip(self._parameters, self._pointers, strict=False):
+            if isinstance(parameter, Pointer):
+                pointers, _ = found[self.operands.index(parameter.operand)]
+                pointers.append(ctypes.c_uint64.from_address(place or 0))
+            elif isinstance(parameter, Map):
+                _, maps = found[self.operands.index(parameter.operand)]
+                maps.append(ctypes.c_void_p(place))
+        return found
 
 
 def placed(parameters: Sequence[Parameter], addresses: Mapping[str, int]) -> list[Arg]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import deep_gemm
-from deep_gemm.params import align
+from deep_gemm.spec import align
 from deep_gemm.testing import Guarded, Operand, guarded, guarded_copy, random_operands
 
 # On a machine without a GPU these tests are skipped, but their bodies can be run against the reference (without the

@@ -16,7 +16,7 @@ from deep_gemm.layout import (
     get_tma_aligned_size,
     transform_sf_into_required_layout,
 )
-from deep_gemm.params import align
+from deep_gemm.spec import align
 from deep_gemm.testing import guarded
 from deep_gemm.validate import tma_ready_scales
 

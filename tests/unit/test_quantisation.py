@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deep_gemm import InvalidInputError
 from deep_gemm import quantisation as q
-from deep_gemm.params import ceil_div
+from deep_gemm.spec import ceil_div
 
 Cast = Callable[[torch.Tensor, bool, int], tuple[torch.Tensor, torch.Tensor]]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_gemm import InvalidInputError, UnsupportedError, validate
-from deep_gemm.params import align, ceil_div
+from deep_gemm.spec import align, ceil_div
 from deep_gemm.testing import guarded
 
 E4M3 = torch.float8_e4m3fn

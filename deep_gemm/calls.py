@@ -1,0 +1,360 @@
+"""What a call does, for any operation: look it up, else check it, choose and launch kernels, and remember that.
+
+A warm call is one look-up by everything that a launch depends on, and the launch itself. A call that differs from an
+earlier one only in addresses is a replay: the earlier launch, patched. The second identical call gets its own launch
+record.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import arch, constant, engine, options
+from .errors import UnsupportedError
+from .jit.driver.launch import Launch
+from .jit.driver.tensor_map import ADDRESS_ALIGNMENT
+from .kernels.base import Strides
+from .log import warn_once
+from .settings import settings
+from .spec import Spec
+
+MAX_REMEMBERED = 8192
+"""Launch records kept of one operation, about a kilobyte each, and nine where scales are transposed: past it all are
+dropped, since what repeats is soon back."""
+
+Places: TypeAlias = Sequence[int]
+"""Addresses of the operands, in the operation's order."""
+
+_raw_stream = engine.raw_stream
+_is_grad_enabled = torch.is_grad_enabled
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+class Operands(Protocol):
+    """What an operation's check returns: the tensors of one call."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By operand, in the operation's order."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of all of them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a call. ``operands`` says which operand of the call, or which scratch memory, is what the kernel
+    calls by another name."""
+
+    spec: Spec
+    strides: Strides
+    operands: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The launches of a call in order, and the scratch memory that they share: shape and dtype by name."""
+
+    steps: tuple[Step, ...]
+    scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+
+class Operation(ABC):
+    """One operation: what its arguments are, and what they mean."""
+
+    name: str
+    parameters: tuple[str, ...]
+    """Arguments of the public function, in order."""
+    operands: Mapping[str, str]
+    """Tensors by the names that kernels and messages use: an argument, or ``"a[0]"`` for a part of a pair."""
+    output: str
+    """The operand that is written."""
+    unused: tuple[str, ...] = ()
+    """Arguments that must be None, and tensors if they are not."""
+    weights: tuple[str, ...] = ()
+    """Operands that callers may promise to be constant (`declare_constant`)."""
+
+    @abstractmethod
+    def check(self, *arguments: Any) -> Any:
+        """The operands, checked; None where there is nothing to do. Raises InvalidInputError, UnsupportedError."""
+
+    @abstractmethod
+    def work(self, x: Any, device: int) -> Work:
+        """What computes it on CUDA device ``device``."""
+
+    @abstractmethod
+    def reference(self, x: Any) -> None:
+        """The same in plain torch, on any device."""
+
+
+class Calls:
+    """What is remembered of one operation's calls."""
+
+    every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        names = list(operation.operands)
+        self._count, self._output = len(names), names.index(operation.output)
+        self._weights = tuple(names.index(name) for name in operation.weights)
+        # By everything that a launch depends on: addresses, shapes, strides, dtypes, stream. None where it came once,
+        # and was a replay.
+        self.warm: dict[Any, Callable[[], object] | None] = {}
+        # The same by all but addresses, and by whether weights were promised to be constant.
+        self.replays: dict[Any, Replay] = {}
+        self.every.add(self)
+
+    def forget(self) -> None:
+        """Put new dictionaries in the old ones' place, so that what a call in progress will remember is lost with the
+        old ones. No lock: a storage may be freed, and a promise end, at any moment."""
+        self.warm, self.replays = {}, {}
+
+    def first(self, key: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
+        """A call that is not warm. ``key`` is None if none could be made, and ``tensors`` is empty then."""
+        warm, replays = self.warm, self.replays  # before anything is decided: see `forget`
+        if key is not None and key not in warm and self._replay(replays, key, tensors):
+            _remember(warm, key, None)
+            return
+        x = self.operation.check(*arguments)
+        if x is None:
+            return
+        if x.device.type == "cpu":
+            self.operation.reference(x)
+            return
+        device, current = x.device.index, _current_device()
+        with torch.cuda.device(device):
+            if not _has_kernels(device):
+                self.operation.reference(x)
+                return
+            replay = self._prepare(x, device)
+            call = replay.record()
+            call()
+        if key is None:
+            return
+        # The common case, the tensors' device being the current one, needs no guard.
+        _remember(warm, key, call if current == device else functools.partial(_on_device, device, call))
+        kind = (replay.constant, key[self._count :])
+        # Where one is there already, addresses came again, or are aligned in another way, as others may be from now on.
+        if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
+            _remember(replays, kind, replay)
+
+    def _replay(self, replays: dict[Any, Replay], key: Any, tensors: tuple[Tensor, ...]) -> bool:
+        """Make the call of ``key`` as one that differs in addresses was made; False if there was none that fits."""
+        promised = all(constant.is_constant(tensors[index]) for index in self._weights)
+        replay = replays.get((promised, key[self._count :]))
+        if replay is None:
+            return False
+        for tensor in tensors:
+            if tensor.get_device() != replay.device:
+                return False
+        at = key[: self._count]
+        if not replay.fits(at):
+            return False
+        replay(at)
+        return True
+
+    def _prepare(self, x: Operands, device: int) -> Replay:
+        """The launches of a call on the current stream of ``device``."""
+        work = self.operation.work(x, device)
+        promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
+        # The last first: it is the operation itself, so that an error names its sizes.
+        plans = [engine.plan(step.spec, device) for step in reversed(work.steps)][::-1]
+        return Replay(work, plans, x.tensors, self._output, _raw_stream(device), promised)
+
+
+class Replay:
+    """A call's launches, for operands elsewhere of the same sizes, strides and dtypes. Holds addresses and sizes only,
+    never the caller's tensors."""
+
+    def __init__(
+        self,
+        work: Work,
+        plans: Sequence[engine.Plan],
+        tensors: Mapping[str, Tensor],
+        output: int,
+        stream: int,
+        constant: bool,
+    ) -> None:
+        self.constant, self.device = constant, plans[0].device
+        self._work, self._plans, self._stream = work, plans, stream
+        self._names = (*tensors, *work.scratch)
+        ranges = [byte_range(tensor) for tensor in tensors.values()]
+        self._first = tuple(start for start, _ in ranges)
+        sizes = tuple(end - start for start, end in ranges)
+        self.fits = functools.partial(_fits(len(sizes), output), self._first, sizes)
+        """Whether operands at these addresses have memory, are aligned as the first ones were, and the output shares
+        no memory with the others."""
+        self._launches: list[tuple[Launch, tuple[int, ...] | None]] | None = None
+
+    def record(self) -> Callable[[], None]:
+        """The call at the first addresses: a launch record of its own, where nothing about it varies."""
+        if len(self._plans) == 1 and not self._work.scratch:
+            return self._launch(0, dict(zip(self._names, self._first, strict=True)))
+        return functools.partial(self, self._first)
+
+    def __call__(self, at: Places) -> None:
+        """Make the call on operands at addresses that fit. Raises DriverError."""
+        scratch = self._scratch()  # given back when all launches are under way
+        if scratch:
+            at = (*at, *(room.data_ptr() for room in scratch))
+        if self._launches is None:  # two threads may come here at once: either's records will do
+            self._launches = self._patched(at)
+        for launch, picks in self._launches:
+            launch.at(at if picks is None else [at[index] for index in picks])
+
+    def _scratch(self) -> list[Tensor]:
+        if not self._work.scratch:
+            return []
+        device = f"cuda:{self.device}"
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._work.scratch.values()]
+
+    def _patched(self, at: Places) -> list[tuple[Launch, tuple[int, ...] | None]]:
+        """Launch records, and which of the addresses each takes in which order: None for all as they come."""
+        places = dict(zip(self._names, at, strict=True))
+        found: list[tuple[Launch, tuple[int, ...] | None]] = []
+        for index, step in enumerate(self._work.steps):
+            picks = tuple(self._names.index(name) for name in step.operands.values())
+            found.append((self._launch(index, places), None if picks == tuple(range(len(places))) else picks))
+        return found
+
+    def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
+        plan, step = self._plans[index], self._work.steps[index]
+        addresses = {name: places[place] for name, place in step.operands.items()}
+        return engine.launch(plan, step.strides, addresses, self._stream, self.constant)
+
+
+def entry(operation: Operation) -> Callable[..., None]:
+    """The function behind an operation's public one: all its arguments by position, none with a default.
+
+    It is written out for the operation's operands, as dataclasses write ``__init__``: each call goes through it, and a
+    loop over operands would take two microseconds more.
+    """
+    source = _source(operation)
+    namespace: dict[str, Any] = {
+        "calls": Calls(operation),
+        "raw_stream": _raw_stream,
+        "is_grad_enabled": _is_grad_enabled,
+        "current_device": _current_device,
+    }
+    exec(compile(source, f"<deep_gemm entry of {operation.name}>", "exec"), namespace)
+    found: Callable[..., None] = namespace["entry"]
+    return found
+
+
+def _source(operation: Operation) -> str:
+    pairs = sorted({argument.partition("[")[0] for argument in operation.operands.values() if "[" in argument})
+    tensors = [argument.replace("[", "_").rstrip("]") for argument in operation.operands.values()]
+    output = operation.operands[operation.output]
+    options = [
+        name for name in operation.parameters if name not in (*pairs, *operation.operands.values(), *operation.unused)
+    ]
+    key = [
+        *(f"{name}.data_ptr()" for name in tensors),
+        *(f"{name}.shape" for name in tensors),
+        *(f"{name}.stride()" for name in tensors),
+        *(f"{name}.dtype" for name in tensors),
+        f"{output}.requires_grad and is_grad_enabled()",
+        *(f"{name} is None" for name in operation.unused),
+        *options,
+        "device",
+        "raw_stream(device) if device >= 0 else None",
+        "current_device() if device >= 0 else None",
+    ]
+    lines = [
+        f"def entry({', '.join(operation.parameters)}):",
+        "    try:",
+        *(f"        {name}_0, {name}_1 = {name}" for name in pairs),
+        f"        device = {output}.get_device()",
+        f"        key = ({', '.join(key)})",
+        "        call = calls.warm.get(key)",
+        "    except (TypeError, ValueError, AttributeError, RuntimeError):",
+        # Something is wrong with the arguments, or has no memory that could be looked at: the check says which.
+        f"        calls.first(None, ({', '.join(operation.parameters)},), ())",
+        "        return",
+        "    if call is not None:",
+        "        call()",
+        "    else:",
+        # An iterator stood for a pair, and is used up: the check says so.
+        *(f"        key = key if isinstance({name}, (tuple, list)) else None" for name in pairs),
+        f"        calls.first(key, ({', '.join(operation.parameters)},), ({', '.join(tensors)},))",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def _fits(count: int, output: int) -> Callable[[Places, Places, Places], bool]:
+    """`Replay.fits` for so many operands, written out: each replay comes here, and a loop takes 1 us longer."""
+    at, first, size = ([f"{letter}{index}" for index in range(count)] for letter in "pfs")
+    moved = " | ".join(f"({p} ^ {f})" for p, f in zip(at, first, strict=True))
+    d = at[output]
+    apart = [f"(end <= {at[i]} or {at[i]} + {size[i]} <= {d})" for i in range(count) if i != output]
+    source = "\n".join(
+        [
+            "def fits(first, sizes, at):",
+            f"    {', '.join(at)} = at",
+            f"    {', '.join(first)} = first",
+            f"    if ({moved}) % {ADDRESS_ALIGNMENT} or not ({' and '.join(at)}):",
+            "        return False",
+            f"    {', '.join(size)} = sizes",
+            f"    end = {d} + {size[output]}",
+            f"    return {' and '.join(apart) or 'True'}",
+        ]
+    )
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<deep_gemm fits of {count} operands>", "exec"), namespace)
+    found: Callable[[Places, Places, Places], bool] = namespace["fits"]
+    return found
+
+
+def byte_range(x: Tensor) -> tuple[int, int]:
+    """The first address of ``x`` and the one past its last element; equal when it is empty."""
+    start = x.data_ptr()
+    if x.numel() == 0:
+        return start, start
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return start, start + span * x.element_size()
+
+
+def _has_kernels(device: int) -> bool:
+    """Whether there are kernels for a GPU. Raises UnsupportedError if not, unless DG_FALLBACK allows torch instead."""
+    try:
+        arch.for_device(device)
+    except UnsupportedError as error:
+        if settings.fallback != "torch":
+            raise
+        warn_once("fallback", f"DG_FALLBACK=torch: running the reference implementation, which is slow. {error}")
+        return False
+    return True
+
+
+def _on_device(device: int, call: Callable[[], object]) -> None:
+    """Make a call with its device current, whatever the caller's is."""
+    with torch.cuda.device(device):
+        call()
+
+
+def _remember(known: dict[Any, Any], key: Any, what: Any) -> None:
+    if len(known) >= MAX_REMEMBERED:
+        known.clear()
+    known[key] = what
+
+
+def forget_all() -> None:
+    """Forget the calls of all operations."""
+    for calls in list(Calls.every):
+        calls.forget()
+
+
+options.on_change(forget_all)
+constant.on_change(forget_all)
+os.register_at_fork(after_in_child=forget_all)  # a thread of the parent may have held a record's lock

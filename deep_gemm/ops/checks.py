@@ -1,0 +1,211 @@
+"""Checks that operations share: the only code that looks at a tensor's rank, strides, device and memory.
+
+They run when a combination of tensors is first seen, never on the warm path, so they spend their time on saying exactly
+what is wrong: `InvalidInputError` for what the caller can put right, `UnsupportedError` for what this version cannot
+do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import byte_range
+from ..errors import InvalidInputError, UnsupportedError
+from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
+
+TMA_BYTES = ADDRESS_ALIGNMENT
+"""The Tensor Memory Accelerator wants base addresses and row strides that are multiples of this many bytes."""
+
+MAX_SIZE = 2**31 - 1
+"""Kernels count rows and columns in 32-bit signed integers (offsets are 64 bits wide)."""
+
+
+def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
+    """A recipe as a tuple of ``length`` positive integers, or an error that names the argument."""
+    if (
+        not isinstance(recipe, Sequence)
+        or len(recipe) != length
+        or any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in recipe)
+    ):
+        meaning = "(gran_m, gran_n, gran_k)" if length == 3 else "(gran_mn, gran_k)"
+        raise InvalidInputError(f"{name} must be {length} positive integers {meaning}, but it is {recipe!r}.")
+    return tuple(recipe)
+
+
+def check_compiled_dims(compiled_dims: Any) -> str:
+    """The dimensions to bake into the kernel, in the order m, n, k."""
+    if not isinstance(compiled_dims, str) or set(compiled_dims) - set("mnk"):
+        raise InvalidInputError(
+            f"compiled_dims must be a string of the letters m, n and k, such as 'nk' or '', but it is "
+            f"{compiled_dims!r}."
+        )
+    return "".join(letter for letter in "mnk" if letter in compiled_dims)
+
+
+def tma_readable(x: Tensor) -> bool:
+    """Whether TMA can read x (mn, columns) as it lies: mn contiguous, aligned base, aligned column stride."""
+    rows, columns = x.shape
+    if x.numel() == 0:
+        return True
+    if x.data_ptr() % TMA_BYTES or (rows > 1 and x.stride(0) != 1):
+        return False
+    return columns <= 1 or (x.stride(1) >= rows and x.stride(1) * x.element_size() % TMA_BYTES == 0)
+
+
+def tma_writable(d: Tensor) -> bool:
+    """Whether TMA can write d and nothing else: aligned base and rows, and rows of whole 16-byte units, since it writes
+    units whole (seen on an H200: with N = 2436, eight bytes past the end of each row were lost)."""
+    rows, columns = d.shape
+    size = d.element_size()
+    aligned = d.data_ptr() % TMA_BYTES == 0 and (rows <= 1 or d.stride(0) * size % TMA_BYTES == 0)
+    return aligned and columns * size % TMA_BYTES == 0
+
+
+def pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(operand, (tuple, list)):
+        raise InvalidInputError(
+            f"{name} must be a pair (tensor, scales), but it is {kind_of(operand)}. An FP8 operand comes with its "
+            "scales; per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
+        )
+    if len(operand) != 2:
+        raise InvalidInputError(f"{name} must be a pair (tensor, scales), but it has {len(operand)} elements.")
+    return operand[0], operand[1]
+
+
+def is_fake(tensors: Iterable[Any]) -> bool:
+    """Whether one of them is a fake tensor, as `torch.compile` traces with: it has a shape, and no data to look at."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and any(isinstance(tensor, module.FakeTensor) for tensor in tensors)
+
+
+def check_plain(name: str, tensor: Any, dims: int = 2) -> None:
+    """Refuse what is no ordinary tensor of ``dims`` dimensions."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(tensor)}.")
+    if tensor.is_quantized:
+        raise InvalidInputError(
+            f"{name} is a quantised tensor ({tensor.dtype}). Pass a plain tensor, and scales beside it."
+        )
+    if tensor.layout != torch.strided:
+        raise InvalidInputError(f"{name} has the layout {tensor.layout}. Pass a dense tensor (.to_dense()).")
+    if tensor.device.type == "meta":
+        raise InvalidInputError(f"{name} is a meta tensor, which has a shape and no data. Materialise it first.")
+    if tensor.dim() != dims:
+        raise InvalidInputError(f"{name} must have {dims} dimensions, but it has {tensor.dim()}: {shape_of(tensor)}.")
+
+
+def check_memory(named: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that have elements and no memory for them: a kernel would read address 0, and every later CUDA
+    call of the process would fail."""
+    for name, tensor in named.items():
+        if tensor.numel() == 0:
+            continue
+        try:
+            address, has = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        except RuntimeError:  # also NotImplementedError
+            raise InvalidInputError(
+                f"{name} is a {type(tensor).__name__} without memory of its own, as tensors are inside torch.func.vmap "
+                "and other transforms. Call the function outside of the transform, on plain tensors."
+            ) from None
+        size = tensor.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needs = (tensor.storage_offset() + last + 1) * size
+        if address == 0 or has < needs:
+            raise InvalidInputError(
+                f"{name} has no memory: it needs {needs} bytes, and its storage has {has if address else 0}. The "
+                "storage was freed or resized, as FSDP does between uses, or the tensor only wraps others, as a "
+                "DTensor does. Gather the weights first, or pass the local tensor."
+            )
+
+
+def check_devices(named: Mapping[str, Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in named.values()}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())
+        raise InvalidInputError(f"all tensors must be on one device, but they are: {places}.")
+    device = devices.pop()
+    if device.type not in ("cuda", "cpu"):
+        raise UnsupportedError(f"tensors on '{device.type}' devices are not supported: use CUDA, or the CPU reference.")
+    return device
+
+
+def check_output_gradient(name: str, tensor: Tensor) -> None:
+    """Refuse an output that autograd follows. Inputs may require grad: nothing is recorded of them."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidInputError(
+            f"{name} requires grad, but this function writes into it and records nothing for autograd. "
+            "Call it under torch.no_grad(), or pass a detached tensor."
+        )
+
+
+def check_sizes(name: str, x: Tensor) -> None:
+    """Refuse dimensions that kernels cannot count."""
+    if max(x.shape) > MAX_SIZE:
+        raise UnsupportedError(
+            f"{name} is {shape_of(x)}: a dimension above {MAX_SIZE} is not supported. Split the call."
+        )
+
+
+def check_row_major(name: str, d: Tensor) -> None:
+    """Refuse an output that is not row-major, or whose rows overlap."""
+    rows, columns = d.shape
+    if columns > 1 and d.stride(1) != 1:
+        raise InvalidInputError(
+            f"{name} must be row-major (stride 1 along its last dimension), but it is {shape_of(d)} with strides "
+            f"{d.stride()}. Pass a row-major tensor and copy afterwards, or swap the operands to get the transpose."
+        )
+    if rows > 1 and d.stride(0) < columns:
+        raise InvalidInputError(
+            f"the rows of {name} overlap in memory: it is {shape_of(d)} with strides {d.stride()}, so rows would "
+            "overwrite each other. Pass a tensor with rows of its own."
+        )
+
+
+def check_no_overlap(name: str, d: Tensor, inputs: Mapping[str, Tensor]) -> None:
+    """Refuse an output, row-major, that shares an element with an input. Columns of one buffer that lie between each
+    other's are apart."""
+    start, end = byte_range(d)
+    for other, tensor in inputs.items():
+        other_start, other_end = byte_range(tensor)
+        if start < other_end and other_start < end and _share_bytes(d, tensor):
+            raise InvalidInputError(
+                f"{name} and {other} share memory: {name} spans the addresses {start:#x} to {end:#x} and {other} "
+                f"{other_start:#x} to {other_end:#x}. Results would be written over data still to be read; pass a "
+                f"{name} of its own."
+            )
+
+
+def _share_bytes(d: Tensor, x: Tensor) -> bool:
+    """Whether a row of ``d`` (rows, columns), whose rows are contiguous, has a byte of an element of ``x`` in it.
+
+    Elements of ``x`` that lie side by side make a run; runs are looked at one by one, against all rows at once.
+    """
+    size, dims = x.element_size(), sorted(zip(x.stride(), x.shape, strict=True))
+    run = size
+    while dims and (dims[0][1] == 1 or dims[0][0] * size == run):
+        run *= dims.pop(0)[1]
+    base, rows = x.data_ptr() - d.data_ptr(), d.shape[0]
+    width, step = d.shape[1] * d.element_size(), max(1, d.stride(0) * d.element_size())
+    for at in itertools.product(*(range(count) for _, count in dims)):
+        begin = base + sum(index * stride * size for index, (stride, _) in zip(at, dims, strict=True))
+        # Rows that begin before the run ends, and end after it begins.
+        first, last = (begin - width) // step + 1, (begin + run - 1) // step
+        if max(first, 0) <= min(last, rows - 1):
+            return True
+    return False
+
+
+def shape_of(x: Tensor) -> tuple[int, ...]:
+    """For messages."""
+    return tuple(x.shape)
+
+
+def kind_of(value: Any) -> str:
+    """For messages."""
+    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"

@@ -1,0 +1,92 @@
+"""What is asked of a kernel, completely, and without pointers.
+
+Everything here is a frozen dataclass of plain values: hashable, printable, and JSON-serialisable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+SCALE_BLOCK = 128
+"""Elements of K (and, for 128x128 scales, of N) that share one scale factor."""
+
+Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
+Major: TypeAlias = Literal["k", "mn"]
+Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
+Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k"]
+Accumulate: TypeAlias = Literal["none", "in place", "from c"]
+
+
+def ceil_div(x: int, y: int) -> int:
+    """The smallest integer that is not below ``x / y``."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """``x`` rounded up to a multiple of ``y``."""
+    return ceil_div(x, y) * y
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One of A, B and D. ``major`` is the dimension that is contiguous in memory: K or the other one (N for D).
+    ``aligned``: the Tensor Memory Accelerator can address it (16-byte aligned base, row stride and, to write, rows)."""
+
+    dtype: Dtype
+    major: Major = "k"
+    scaling: Scaling = "none"
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """``D[m, n] = A[m, k] @ B[n, k]^T``, once, for each of ``batch``, or for each of ``groups``.
+
+    ``accumulate`` says what is added to: nothing, D as it is, or another tensor C. ``compiled_dims`` is the subset of
+    ``"mnk"`` that the caller wants baked into the binary. ``num_sms`` is how many SMs the launch may use, and
+    ``whole_gpu`` whether these are all: if not, two CTAs must not share one, since the GPU would spread them over
+    others. ``block_multiple`` restricts (block_m, block_n).
+    """
+
+    m: int
+    n: int
+    k: int
+    a: Operand
+    b: Operand
+    d: Operand
+    num_sms: int
+    whole_gpu: bool = True
+    block_multiple: tuple[int, int] = (1, 1)
+    compiled_dims: str = ""
+    batch: int = 1
+    groups: int = 1
+    grouping: Grouping = "none"
+    accumulate: Accumulate = "none"
+    epilogue: str = "none"
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two operations each."""
+        return 2 * self.m * self.n * self.k * self.batch
+
+    def __str__(self) -> str:
+        scales = [x.scaling for x in (self.a, self.b) if x.scaling != "none"]
+        scaled = f" with scales {' and '.join(scales)}" if scales else ""
+        return f"M={self.m}, N={self.n}, K={self.k}, {self.a.dtype} x {self.b.dtype} -> {self.d.dtype}{scaled}"
+
+
+@dataclass(frozen=True)
+class TransposeSpec:
+    """``batch`` float32 matrices of ``rows`` x ``columns``, of any strides, to be written columns first, each column
+    padded to a multiple of four floats."""
+
+    rows: int
+    columns: int
+    batch: int = 1
+
+    def __str__(self) -> str:
+        return f"transposing {self.batch} x {self.rows} x {self.columns} scales"
+
+
+Spec: TypeAlias = GemmSpec | TransposeSpec
