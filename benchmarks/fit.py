@@ -17,7 +17,7 @@ from deep_gemm import arch as archs
 from deep_gemm.benchmarks.survey import LAUNCH_MODES, name_of, spec_of
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
-from deep_gemm.select import legal as legal_configs
+from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Calibration
 from deep_gemm.select.model import features, parts
 from deep_gemm.select.power import BLOCK_K, Power, draws
@@ -125,7 +125,7 @@ class Data:
         weight: list[float] = []
         for row in rows:
             asked = spec_of(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
-            legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in legal_configs(asked, spec)}
+            legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
             names = [name for name in row["times"] if name in legal]
             if len(names) < 2:
                 continue
@@ -289,7 +289,7 @@ def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Pow
         if row["mode"] != "steady":
             continue
         asked = spec_of(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
-        legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in legal_configs(asked, spec)}
+        legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
         for name in row["times"].keys() & legal.keys():
             config = legal[name]
             drawn.append([part / row["times"][name] for part in draws(asked, config, features(asked, config))])

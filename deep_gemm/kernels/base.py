@@ -106,6 +106,10 @@ class Kernel(ABC, Generic[ConfigT]):
         """Whether ``config``, which is legal, can run ``spec``, however slowly."""
         return True
 
+    def worthwhile(self, spec: Spec, config: ConfigT) -> bool:
+        """Whether the model must be asked about ``config``; False where another is known to be better."""
+        return True
+
     def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
         """The identity of the binary that computes ``spec`` with ``config``."""
         return KernelParams(kernel=self.name, arch=arch.name, config=config)

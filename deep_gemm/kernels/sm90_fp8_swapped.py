@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
 from ..params import KernelParams, SwappedConfig
-from ..spec import align, ceil_div
+from ..spec import GemmSpec, Spec, align, ceil_div
 from .fp8 import BARRIER_BYTES, FP8Kernel
 from .fp8_features import Counts
 
@@ -117,6 +117,10 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
             "scales_held": scales_held(c),
             "scales_ahead": scales_ahead(c),
         }
+
+    def worthwhile(self, spec: Spec, config: SwappedConfig) -> bool:
+        """The smallest tile that holds all tokens: weights are read once, and more tokens are better off upright."""
+        return isinstance(spec, GemmSpec) and config.block_m == min((x for x in TOKENS if x >= spec.m), default=0)
 
     @property
     def has_output_map(self) -> bool:
