@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from deep_gemm.aot.workload import GemmShape, model_layers
 from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, REFERENCE_NK
 from deep_gemm.params import KernelParams
-from deep_gemm.workload import GemmShape, model_layers
 
 Row = dict[str, Any]
 KernelAt = Callable[[int, int], Callable[[int], KernelParams]]
@@ -19,9 +19,10 @@ LAST_M = 16384
 
 def kernel_at(n: int, k: int) -> Callable[[int], KernelParams]:
     """The kernel that a call of M x n x k runs, on a whole sm_90a GPU, as a function of M; sizes at run time."""
-    from deep_gemm import ahead, arch
+    from deep_gemm import arch
+    from deep_gemm.aot import build
 
-    return lambda m: ahead.kernel_of(GemmShape(m, n, k), arch.SM90)
+    return lambda m: build.kernel_of(GemmShape(m, n, k), arch.SM90)
 
 
 def specialised(params: KernelParams, n: int, k: int) -> KernelParams:

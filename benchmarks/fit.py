@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks.survey import LAUNCH_MODES, name_of, problem
 from deep_gemm.params import SCALE_BLOCK, FP8Config
 from deep_gemm.select import candidates
@@ -21,7 +22,6 @@ from deep_gemm.select.calibration import Calibration
 from deep_gemm.select.features import Features, features
 from deep_gemm.select.model import parts
 from deep_gemm.select.power import Power, draws
-from deep_gemm.workload import GemmShape
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "clock_ghz": (1.5, 1.98),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks.shapes import STEADY_MIN_M
-from deep_gemm.workload import GemmShape
 
 GRAPH_MAX_M = 128
 """Graphs of many launches are about decoding; with more tokens the launch no longer matters."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, floor, timing
 from deep_gemm.benchmarks.modes import FLOOR_MAX_M, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
-from deep_gemm.workload import GemmShape
 
 MAX_SETS = 256
 OTHERS = ("tensorwise", "blockwise", backends.DEEPGEMM)

@@ -14,13 +14,13 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import timing
 from deep_gemm.benchmarks.modes import meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.jit import Builder
 from deep_gemm.params import FP8Config, GemmProblem
 from deep_gemm.testing.bench import FLUSH_BYTES
-from deep_gemm.workload import GemmShape
 
 LAUNCH_MODES = ("flush", "promised", "unpromised")
 MODES = (*LAUNCH_MODES, "steady")

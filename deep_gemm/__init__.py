@@ -68,7 +68,7 @@ from deep_gemm.unsupported import (
 
 if TYPE_CHECKING:
     from deep_gemm import testing
-    from deep_gemm.ahead import precompile
+    from deep_gemm.aot.build import precompile
 
 __version__ = "0.1.0"
 
@@ -127,7 +127,7 @@ __all__ = [
     "utils",
 ]
 
-_LATE = {"precompile": ("deep_gemm.ahead", "precompile"), "testing": ("deep_gemm.testing", "")}
+_LATE = {"precompile": ("deep_gemm.aot.build", "precompile"), "testing": ("deep_gemm.testing", "")}
 """What a caller of kernels does not need, a fifth of the import: (module, attribute), imported when first asked for."""
 
 

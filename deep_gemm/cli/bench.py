@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
+from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 from deep_gemm.benchmarks import costs, run, shapes
 from deep_gemm.benchmarks.summary import GEMM_MODES, summary
 from deep_gemm.cli.console import console, table
-from deep_gemm.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 
 MODES = (*GEMM_MODES, *costs.MODES)
 

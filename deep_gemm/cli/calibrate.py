@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deep_gemm import arch
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import shapes, survey
 from deep_gemm.cli.console import console
 from deep_gemm.select import calibration
-from deep_gemm.workload import GemmShape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks.shapes import demo
 from deep_gemm.cli.console import console, duration, size, table
-from deep_gemm.workload import GemmShape
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,7 +121,7 @@ def _print_check(out: Console, share: float, difference: float) -> None:
 def _print_kernels(out: Console) -> None:
     """Build the kernels of the demo's shapes, which after a run are there already, and show what they use."""
     from deep_gemm import engine, kernels
-    from deep_gemm.ahead import choose
+    from deep_gemm.aot.build import choose
 
     rows, built = [], []
     for params, shapes in choose(demo(), ARCH).kernels.items():

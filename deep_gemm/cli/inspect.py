@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from deep_gemm import ahead, engine, kernels, select
 from deep_gemm import arch as archs
+from deep_gemm import engine, kernels, select
+from deep_gemm.aot import build
+from deep_gemm.aot.workload import GemmShape, parse_shape
 from deep_gemm.cli.console import console, duration, size, table
 from deep_gemm.params import GemmConfig, SmallConfig, SwappedConfig
-from deep_gemm.workload import GemmShape, parse_shape
 
 
 @click.command("inspect")
@@ -40,7 +41,7 @@ def command(shape: str, arch: str, num_sms: int | None, top: int, with_sass: boo
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
     """All that inspect says, as plain data."""
     spec = archs.get(arch)
-    problem = ahead.problem(shape, spec, num_sms)
+    problem = build.problem(shape, spec, num_sms)
     ranked = select.rank(problem, spec)
     params = engine.kernel_params(problem, ranked[0].config, spec)
     binary = engine.build(params)

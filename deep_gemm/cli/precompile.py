@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from deep_gemm import ahead, select, shard, workload
+from deep_gemm import select
+from deep_gemm.aot import build, shard, workload
 from deep_gemm.cli.console import console, duration, size, table
 
 
@@ -18,7 +19,7 @@ from deep_gemm.cli.console import console, duration, size, table
 @click.option("--tp", default=1, show_default=True, help="Tensor-parallel GPUs, for a config.json.")
 @click.option("--ep", default=1, show_default=True, help="Expert-parallel GPUs, for a config.json.")
 @click.option("--m", "m_text", metavar="SIZES", help="M where none is given: 1,2,64-4096:64. [all up to --max-m]")
-@click.option("--max-m", type=click.IntRange(1), default=ahead.MAX_M, show_default=True, help="Every M up to this.")
+@click.option("--max-m", type=click.IntRange(1), default=build.MAX_M, show_default=True, help="Every M up to this.")
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1), help="SMs that calls may use. [all]")
 @click.option("--shard", "shard_text", metavar="I/N", help="Part I of N, from 0: each task of a Slurm array one. [all]")
@@ -65,10 +66,10 @@ def command(
     with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task("", total=None, name="")
 
-        def progress(outcome: ahead.Outcome, done: int, total: int) -> None:
+        def progress(outcome: build.Outcome, done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, name=outcome.name)
 
-        summary = ahead.precompile(shapes, arch=arch, num_sms=num_sms, shard=part, jobs=jobs, progress=progress)
+        summary = build.precompile(shapes, arch=arch, num_sms=num_sms, shard=part, jobs=jobs, progress=progress)
 
     rows = []
     for outcome in sorted(summary.outcomes, key=lambda outcome: outcome.name):
@@ -100,5 +101,5 @@ def command(
             )
         raise SystemExit(1)
     if pack is not None:
-        held = ahead.pack(summary, pack)
+        held = build.pack(summary, pack)
         out.print(f"{pack}: {len(held)} kernels, {size(pack.stat().st_size)}", markup=False)

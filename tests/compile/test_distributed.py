@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ranks import Job, Ranks
 
-from deep_gemm.workload import GemmShape
+from deep_gemm.aot.workload import GemmShape
 
 SIZE = 4
 SHAPES = [GemmShape(m, n, 512) for m in (1, 64) for n in (576, 4096)]

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from deep_gemm import arch
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import fit, survey
 from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
@@ -34,7 +35,6 @@ from deep_gemm.select.calibration import (
 from deep_gemm.select.features import Features, features
 from deep_gemm.select.model import estimate, parts
 from deep_gemm.select.power import Power
-from deep_gemm.workload import GemmShape
 
 MANY = default().many_tokens
 SHAPES = [

@@ -34,11 +34,11 @@ LAYERS: list[tuple[str, ...]] = [
         "deep_gemm.utils",
         "deep_gemm.validate",
     ),
-    ("deep_gemm.shard", "deep_gemm.workload"),
-    ("deep_gemm.ahead",),
+    ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
+    ("deep_gemm.aot.build",),
     # `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
-    ("deep_gemm.distributed", "deep_gemm.exchange"),
+    ("deep_gemm.aot",),
     ("deep_gemm.benchmarks",),
     ("deep_gemm.cli", "deep_gemm.__main__"),
 ]

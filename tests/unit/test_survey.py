@@ -12,11 +12,11 @@ import torch
 from click.testing import CliRunner
 
 from deep_gemm import select
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import survey
 from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
 from deep_gemm.select.calibration import KINDS, kind_of
-from deep_gemm.workload import GemmShape
 
 
 def test_quality_is_best_over_selected() -> None:

@@ -17,14 +17,14 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
-from deep_gemm import shard as shards
+from deep_gemm.aot import shard as shards
+from deep_gemm.aot.workload import GemmShape, shapes_of
 from deep_gemm.errors import DeepGemmError, InvalidInputError
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.log import log, say
 from deep_gemm.params import GemmProblem, KernelParams
-from deep_gemm.workload import GemmShape, shapes_of
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ def precompile(
 
     Args:
         what: a model's Hugging Face configuration, or a file of it, or shapes in any form that
-            `deep_gemm.workload.shapes_of` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
+            `deep_gemm.aot.workload.shapes_of` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
         tp: tensor-parallel GPUs of a model.
-        ep: expert-parallel GPUs of a model; see `deep_gemm.workload.model_layers`.
+        ep: expert-parallel GPUs of a model; see `deep_gemm.aot.workload.model_layers`.
         max_m: where `what` does not say M, every M from 1 to this.
         arch: the target, such as "sm_90a". No GPU need be present.
         num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
