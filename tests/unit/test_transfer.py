@@ -12,6 +12,7 @@ from jit_fakes import FakeCompiler, builder, cubin_of
 from pack_kernels import make, packed, sources, user
 
 from deep_gemm import engine
+from deep_gemm.aot import build
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError
@@ -242,7 +243,7 @@ def test_precompile_writes_a_pack_of_all_or_none(
     assert packs.problems(out) == []
     for params in chosen:
         request = engine.build_request(params)
-        key = build.source_key(request)
+        key = made.source_key(request)
         assert found.source(key).decode() == request.source
         assert found.kernels[key].meta == json.loads(json.dumps(request.meta))
     # From disk and from memory it is the same pack.
@@ -251,4 +252,4 @@ def test_precompile_writes_a_pack_of_all_or_none(
     assert out.read_bytes() == before
     assert run("cache", "pack", tmp_path / "b.dgpack").exit_code == 0
     assert (tmp_path / "b.dgpack").read_bytes() == before
-    assert packed(build.build(request), request).cubin == found.cubin(key)
+    assert packed(made.build(request), request).cubin == found.cubin(key)
