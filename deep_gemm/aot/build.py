@@ -18,13 +18,17 @@ from typing import Any
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
 from deep_gemm.aot import shard as shards
-from deep_gemm.aot.workload import GemmShape, shapes_of
-from deep_gemm.errors import DeepGemmError, InvalidInputError
+from deep_gemm.aot import workload
+from deep_gemm.aot.inputs import MAX_SIZE, whole
+from deep_gemm.aot.layers import Plan
+from deep_gemm.aot.workload import MAX_M, GemmShape
+from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
+from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
-from deep_gemm.log import log, say
-from deep_gemm.params import GemmProblem, KernelParams
+from deep_gemm.log import counted, log, say
+from deep_gemm.params import GemmProblem, KernelParams, align
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,21 @@ class Outcome:
     error: DeepGemmError | None = None
 
 
-@dataclass(frozen=True)
+LAYERS = ("compiled", "disk", "pack", "memory", "adopted")
+
+
+@dataclass(frozen=True, repr=False)
 class Summary:
     """All outcomes and how long it took, in seconds."""
 
     outcomes: tuple[Outcome, ...]
     seconds: float
+
+    def __repr__(self) -> str:
+        # A line: the outcomes of a model are hundreds, and each has a kernel's parameters and resources.
+        counts = [f"{count} from {name}" for name in LAYERS[1:] if (count := self.count(name))]
+        told = ", ".join([f"{self.count('compiled')} compiled", *counts, f"{len(self.failed)} failed"])
+        return f"<Summary: {counted(len(self.outcomes), 'kernel')}, {told}, {self.seconds:.1f} s>"
 
     @property
     def failed(self) -> list[Outcome]:
@@ -59,9 +72,6 @@ class Summary:
 
 
 Progress = Callable[[Outcome, int, int], None]
-
-MAX_M = 16384
-"""Up to so many tokens kernels are prepared for, where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +123,25 @@ def problem(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) 
     )
 
 
+K_MULTIPLE = 16
+"""Rows of FP8 are read in pieces of 16 bytes."""
+
+
+def refusal(n: int, k: int) -> str:
+    """Why a call of such weights is refused whatever M is; "" if it is not."""
+    if k % K_MULTIPLE:
+        return (
+            f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
+            f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."
+        )
+    return f"a dimension above {MAX_SIZE} is not supported." if max(n, k) > MAX_SIZE else ""
+
+
 def kernel_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> KernelParams:
     """The kernel that such a call runs, by the path that a call takes: problem, ranking, parameters. Raises
-    UnsupportedError."""
+    UnsupportedError, and InvalidInputError for a shape that every call refuses."""
+    if why := refusal(shape.n, shape.k):
+        raise InvalidInputError(f"{shape} cannot be served: {why}")
     asked = problem(shape, spec, num_sms)
     return engine.kernel_params(asked, select.rank(asked, spec)[0].config, spec)
 
@@ -154,6 +180,7 @@ def precompile(
     executor: Executor | None = None,
     jobs: int | None = None,
     progress: Progress | bool | None = None,
+    allow_partial: bool = False,
 ) -> Summary:
     """Build every kernel that `what` can ask for into the cache: calls of these products compile nothing afterwards.
 
@@ -161,10 +188,10 @@ def precompile(
     multiples of 16 bytes wherever N allows it. A failure is an outcome; the others go on.
 
     Args:
-        what: a model's Hugging Face configuration, or a file of it, or shapes in any form that
-            `deep_gemm.aot.workload.shapes_of` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
+        what: a model's checkpoint or Hugging Face configuration, a file of it, or shapes in any form that
+            `deep_gemm.aot.workload.plan` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
         tp: tensor-parallel GPUs of a model.
-        ep: expert-parallel GPUs of a model; see `deep_gemm.aot.workload.model_layers`.
+        ep: expert-parallel GPUs of a model, among which its routed experts are shared.
         max_m: where `what` does not say M, every M from 1 to this.
         arch: the target, such as "sm_90a". No GPU need be present.
         num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
@@ -176,12 +203,26 @@ def precompile(
         jobs: threads that build at once in this process; the CPUs that it may use if None.
         progress: called as `progress(outcome, done, total)` after each kernel, from this thread; True prints a line
             now and then.
+        allow_partial: build what is understood of a workload of which the rest is not, or cannot be served. Else that
+            is an UnsupportedError, and nothing is built: a call would compile while serving.
 
-    Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for a workload that cannot
-    be understood; UnsupportedError for one with groups.
+    Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for a workload that is
+    wrong; UnsupportedError for one with groups, or that is not understood as a whole.
     """
+    work = choose(shapes_for(what, tp, ep, max_m, allow_partial), arch, num_sms)
+    return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
+
+
+def run(
+    work: Work,
+    *,
+    shard: tuple[int, int] | None = None,
+    executor: Executor | None = None,
+    jobs: int | None = None,
+    progress: Progress | bool | None = None,
+) -> Summary:
+    """Build what was chosen; arguments and errors are those of `precompile`."""
     start = time.perf_counter()
-    work = choose(shapes_for(what, tp, ep, max_m), arch, num_sms)
     if shard is not None:
         index, count = shard
         dealt = {params: work.kernels[params] for params in shards.deal(work.kernels, index, count)}
@@ -191,12 +232,27 @@ def precompile(
     return report.summary(start)
 
 
-def shapes_for(what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M) -> list[GemmShape]:
+def plan(what: Any, tp: int = 1, ep: int = 1) -> Plan:
+    """The layers of a workload as `workload.plan` finds them, with those that every call refuses among the problems."""
+    found = workload.plan(what, tp, ep)
+    layers, problems = [], list(found.problems)
+    for layer in found.layers:
+        why_not = layer.why_not or refusal(layer.n, layer.k)
+        if why_not != layer.why_not:
+            problems.append(f"{f'{layer.name}: ' if layer.name else ''}{layer.n} x {layer.k}: {why_not}")
+        layers.append(replace(layer, why_not=why_not))
+    return Plan(tuple(layers), tuple(problems))
+
+
+def shapes_for(what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M, allow_partial: bool = False) -> list[GemmShape]:
     """The shapes of a workload; where it does not say M, one for all numbers of tokens up to `max_m` that are ranked as
     one. Raises as `precompile` does."""
-    if max_m < 1:
-        raise InvalidInputError(f"max_m must be at least 1, but it is {max_m}.")
-    return shapes_of(what, select.representatives(max_m), tp, ep)
+    found = plan(what, tp, ep)
+    if found.problems and not allow_partial:
+        raise UnsupportedError(
+            f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."
+        )
+    return workload.shapes(found.layers, select.representatives(whole(max_m, "max_m")))
 
 
 def printed(every: float = 2.0) -> Progress:
@@ -220,8 +276,8 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
     """
     if summary.failed:
         raise InvalidInputError(
-            f"summary has {len(summary.failed)} kernels that failed, so {path} was not written: a pack that lacks some "
-            f"would look like a whole one. The first is {summary.failed[0].name}: {summary.failed[0].error}"
+            f"summary has {counted(len(summary.failed), 'kernel')} that failed, so {path} was not written: a pack that "
+            f"lacks some would look like a whole one. The first is {summary.failed[0].name}: {summary.failed[0].error}"
         )
     contents = [
         packed(outcome.binary, engine.build_request(outcome.params))
@@ -234,6 +290,16 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
         return write_pack(path, contents)
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"path: the pack {path} cannot be written: {error}.") from error
+
+
+def unstored(summary: Summary) -> list[Outcome]:
+    """Those that no later process will find: neither a pack has them nor the cache directory."""
+    built = [outcome for outcome in summary.outcomes if outcome.binary is not None and outcome.binary.layer != "pack"]
+    return [outcome for outcome in built if outcome.binary is not None and not _is_stored(outcome.binary)]
+
+
+def _is_stored(binary: Binary) -> bool:
+    return binary.source_path is not None and Path(binary.source_path).with_name(META).is_file()
 
 
 def build(params: KernelParams) -> Outcome:
@@ -264,7 +330,10 @@ def build_all(
     lost = _build_elsewhere(list(work), report, executor)
     if lost:
         reason = next(iter(lost.values()))
-        log.warning(f"{len(lost)} kernels are built here, not by workers: {type(reason).__name__}: {reason}")
+        verb = "is" if len(lost) == 1 else "are"
+        log.warning(
+            f"{counted(len(lost), 'kernel')} {verb} built here, not by workers: {type(reason).__name__}: {reason}"
+        )
         build_all(lost, report, jobs=jobs)
 
 

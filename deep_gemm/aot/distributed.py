@@ -18,9 +18,10 @@ from deep_gemm import engine
 from deep_gemm.aot import build, shard
 from deep_gemm.aot.build import Outcome, Progress, Report, Summary
 from deep_gemm.aot.exchange import Exchange, StoreError
+from deep_gemm.aot.workload import MAX_M
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.builder import BuildRequest, default_builder
-from deep_gemm.log import log
+from deep_gemm.log import counted, log
 from deep_gemm.params import KernelParams
 
 
@@ -29,27 +30,28 @@ def precompile(
     *,
     tp: int = 1,
     ep: int = 1,
-    max_m: int = build.MAX_M,
+    max_m: int = MAX_M,
     arch: str = "sm_90a",
     num_sms: int | None = None,
     store: dist.Store | None = None,
     timeout: float = 300.0,
     jobs: int | None = None,
     progress: Progress | bool | None = None,
+    allow_partial: bool = False,
 ) -> Summary:
     """Build every kernel that `what` can ask for, shared out over the ranks of the default process group.
 
     Every rank calls it. Each builds what it draws from a common queue and gives the bytes to the others through the
     store: that takes no collective, no NCCL and no common disk, and ranks with a common cache directory find them
     there. In the summary "compiled" is what this rank compiled, and "adopted" what it took from others. Without a
-    process group, or in one of a single rank, it is `build.precompile`.
+    process group, or in one of a single rank, it is `deep_gemm.precompile`.
 
     Nothing depends on another rank: what has not come within `timeout`, arrives damaged or does not fit is compiled
     here, and a warning says so. Ranks that list other kernels than the rank that came first warn, and share with their
     likes. Bytes are checked, not signed: who can write to the store can give kernels to the ranks.
 
     Args:
-        what, tp, ep, max_m, arch, num_sms, progress: as for `build.precompile`.
+        what, tp, ep, max_m, arch, num_sms, progress, allow_partial: as for `deep_gemm.precompile`.
         store: where kernels are exchanged; that of the default process group if None.
         timeout: seconds from now that this rank waits for others, in all. The process that holds the store must answer.
         jobs: threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
@@ -69,10 +71,18 @@ def precompile(
     size = dist.get_world_size() if grouped else 1
     if size == 1:
         return build.precompile(
-            what, tp=tp, ep=ep, max_m=max_m, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress
+            what,
+            tp=tp,
+            ep=ep,
+            max_m=max_m,
+            arch=arch,
+            num_sms=num_sms,
+            jobs=jobs,
+            progress=progress,
+            allow_partial=allow_partial,
         )
     store = _default_store() if store is None else store
-    work = build.choose(build.shapes_for(what, tp, ep, max_m), arch, num_sms)
+    work = build.choose(build.shapes_for(what, tp, ep, max_m, allow_partial), arch, num_sms)
     report = Report(work, progress)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}
@@ -145,8 +155,11 @@ def _take_rest(
         if binary is not None:
             report.add(Outcome(binary.name, (), params, binary))
     if late:
+        verb = "is" if len(late) == 1 else "are"
         names = ", ".join(late[:4]) + (", ..." if len(late) > 4 else "")
-        log.warning(f"{len(late)} kernels did not come from other ranks in time and are built here: {names}")
+        log.warning(
+            f"{counted(len(late), 'kernel')} did not come from other ranks in time, and {verb} built here: {names}"
+        )
 
 
 def _default_store() -> Any:

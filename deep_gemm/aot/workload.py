@@ -1,22 +1,42 @@
-"""Which GEMMs somebody is going to run on one GPU: from a list, a file, or a model's Hugging Face `config.json`.
+"""Which GEMMs somebody is going to run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint.
 
 Pure functions of plain data: no torch, no GPU.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deep_gemm.aot import checkpoint, inputs, model
+from deep_gemm.aot.inputs import parse_sizes, shown
+from deep_gemm.aot.layers import GROUPED, Layer, Plan
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
+__all__ = [
+    "DEFAULT_M",
+    "MAX_M",
+    "GemmShape",
+    "Layer",
+    "Plan",
+    "load",
+    "model_layers",
+    "parse",
+    "parse_shape",
+    "parse_sizes",
+    "plan",
+    "shapes",
+    "shapes_of",
+]
+
 DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Sizes of M that meet the selector's choices from decode to prefill; M itself is never part of a kernel's identity."""
+"""Sizes of M from decode to prefill that meet the selector's choices; M itself is no part of a kernel's identity."""
+
+MAX_M = 16384
+"""Up to this M kernels are prepared where nothing else is said."""
 
 
 @dataclass(frozen=True, order=True)
@@ -42,237 +62,115 @@ class GemmShape:
         return f"{self.m} x {self.n} x {self.k}"
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer's weight, n x k, on one GPU."""
-
-    name: str
-    n: int
-    k: int
-
-
 def shapes(layers: Iterable[Layer], ms: Sequence[int]) -> list[GemmShape]:
-    """Every layer at every M."""
-    return [GemmShape(m, layer.n, layer.k, layer.name) for layer in layers for m in ms]
+    """Every layer that can be served, at its own sizes of M where it has some, else at every M of `ms`."""
+    return [GemmShape(m, x.n, x.k, x.name) for x in layers if not x.why_not for m in (x.ms or ms)]
 
 
-def parse_sizes(text: str) -> list[int]:
-    """Sizes such as "1,2,64-512:64": numbers, and ranges with an optional step, both ends included.
-
-    Raises InvalidInputError for anything else, and for sizes below 1.
-    """
-    sizes: list[int] = []
-    for part in text.split(","):
-        bounds, _, step = part.strip().partition(":")
-        low, dash, high = bounds.partition("-")
-        try:
-            first, last, stride = int(low), int(high if dash else low), int(step or 1)
-        except ValueError:
-            first, last, stride = 0, 0, 0
-        if first < 1 or last < first or stride < 1:
-            raise InvalidInputError(f"Sizes must look like 1,2,64-512:64 with numbers from 1, but it is {text!r}.")
-        sizes += range(first, last + 1, stride)
-    return list(dict.fromkeys(sizes))
+def parse(text: str) -> Layer:
+    """ "64x7168x2048" is M x N x K, "7168x2048" N x K. Raises InvalidInputError."""
+    *m, n, k = inputs.parse_dimensions(text)
+    return Layer("", n, k, ms=tuple(m))
 
 
 def parse_shape(text: str, ms: Sequence[int] = DEFAULT_M) -> list[GemmShape]:
-    """ "64x7168x2048" is M x N x K; "7168x2048" is N x K at every M of `ms`."""
-    try:
-        sizes = [int(part) for part in text.lower().replace(",", "x").split("x")]
-    except ValueError:
-        sizes = []
-    if len(sizes) == 2:
-        n, k = sizes
-        return shapes([Layer("", n, k)], ms)
-    if len(sizes) == 3:
-        m, n, k = sizes
-        return [GemmShape(m, n, k)]
-    raise InvalidInputError(f"A shape must look like MxNxK or NxK, such as 64x7168x2048, but it is {text!r}.")
+    """The same as shapes, N x K at every M of `ms`."""
+    return shapes([parse(text)], ms)
 
 
 def load(path: Path, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
-    """The shapes that a JSON or YAML file asks for.
-
-    A list of entries `{"n": ..., "k": ..., "m": number or list, "name": ...}`, or `{"m": [...], "shapes": [entries]}`,
-    or a model's `config.json`, which is known by its `hidden_size`. Entries without `m` take the file's, else `ms`.
-    `tp` and `ep` are as in `model_layers`.
-    """
-    return _described(_read(path), str(path), ms, tp, ep)
+    """The shapes that a file asks for, as `plan` reads it."""
+    return shapes(plan(path, tp, ep).layers, ms)
 
 
 def shapes_of(what: Any, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
-    """The shapes of a workload however it is given: the path of a file (see `load`) or what such a file holds; one
-    shape or many: a `GemmShape`, a `Layer`, texts such as "7168x2048" (see `parse_shape`), (n, k), or (n, k, groups).
+    """The shapes of a workload however it is given, as `plan` takes it; where M is not said, each of `ms`."""
+    return shapes(plan(what, tp, ep).layers, ms)
 
-    Where M is not said it is each of `ms`. Raises InvalidInputError for anything else, and UnsupportedError for more
-    than one group.
+
+def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[Layer]:
+    """The layers of a model's Hugging Face configuration that can be served. Raises InvalidInputError."""
+    return [layer for layer in model.plan(config, tp, ep).layers if not layer.why_not]
+
+
+def plan(what: Any, tp: int = 1, ep: int = 1) -> Plan:
+    """The layers of a workload however it is given, and what of it is not understood.
+
+    `what` is one of these, or a list of them:
+    - a shape: a `GemmShape`, a `Layer`, "64x7168x2048" (M x N x K), "7168x2048" (N x K), (n, k), or (n, k, groups);
+    - a model's Hugging Face configuration, or the path of its `config.json`;
+    - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
+      formats and scales are then those of its tensors; only headers are read;
+    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ...}` or `{"m": [...], "shapes": [entries]}`,
+      or the path of a JSON or YAML file that holds one.
+
+    `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. Raises
+    InvalidInputError for anything else, and UnsupportedError for a shape of more than one group.
     """
     if isinstance(what, Mapping):
-        return _described(what, "the description", ms, tp, ep)
-    if isinstance(what, str) and _SHAPE.fullmatch(what):
-        return parse_shape(what, ms)
+        return _described(what, "the description", tp, ep)
+    if isinstance(what, str) and inputs.is_shape(what):
+        return Plan((parse(what),))
     if isinstance(what, str | os.PathLike):
-        return load(Path(what), ms, tp, ep)
+        return _file(Path(what), tp, ep)
     if isinstance(what, GemmShape):
-        return [what]
+        ms = (inputs.whole(what.m, f"m of {shown(what)}"),)
+        return Plan((_layer(what.source, what.n, what.k, ms, shown(what)),))
     if isinstance(what, Layer):
-        return shapes([what], ms)
-    if isinstance(what, Iterable):
+        return Plan((what if what.why_not else _checked(what),))
+    if isinstance(what, Iterable) and not isinstance(what, bytes | bytearray):
         items = list(what)
         if isinstance(what, tuple) and 2 <= len(items) <= 3 and all(isinstance(item, int) for item in items):
-            return _entry(dict(zip(("n", "k", "groups"), items, strict=False)), str(what), ms)
-        return [shape for item in items for shape in shapes_of(item, ms, tp, ep)]
+            return Plan((_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), ()),))
+        return Plan.join([plan(item, tp, ep) for item in items])
     raise InvalidInputError(
-        f"what must be a file, a model's description, or shapes such as (n, k) or 7168x2048, but it is {what!r}."
+        "what must be a file, a checkpoint's directory, a model's description, or shapes such as (n, k) or 7168x2048, "
+        f"but it is {shown(what)}."
     )
 
 
-_SHAPE = re.compile(r"\d+[xX,]\d+([xX,]\d+)?")
+def _file(path: Path, tp: int, ep: int) -> Plan:
+    if checkpoint.is_checkpoint(path):
+        return checkpoint.plan(path, tp, ep)
+    if path.is_dir():
+        config = path / "config.json"
+        if not config.is_file():
+            raise InvalidInputError(f"{path} must hold *.safetensors or a config.json, but it holds neither.")
+        path = config
+    return _described(inputs.read_file(path), str(path), tp, ep)
 
 
-def _described(data: Any, where: str, ms: Sequence[int], tp: int, ep: int) -> list[GemmShape]:
-    if isinstance(data, Mapping) and ("hidden_size" in data or "text_config" in data):
-        return shapes(model_layers(data, tp, ep), ms)
+def _described(data: Any, where: str, tp: int, ep: int) -> Plan:
+    if isinstance(data, Mapping) and model.is_config(data):
+        return model.plan(data, tp, ep)
+    ms: tuple[int, ...] = ()
     if isinstance(data, Mapping) and "shapes" in data:
-        ms = _sizes(data.get("m", list(ms)), f"m in {where}")
+        ms = tuple(inputs.sizes(data["m"], f"m in {where}")) if data.get("m") is not None else ()
         data = data["shapes"]
     if not isinstance(data, list):
         raise InvalidInputError(
             f"{where} must hold a list of shapes, an object with `shapes`, or a model's config with `hidden_size`, "
             f"but it holds {type(data).__name__}."
         )
-    return [shape for index, entry in enumerate(data) for shape in _entry(entry, f"shape {index} of {where}", ms)]
+    return Plan(tuple(_entry(entry, f"shape {index} of {where}", ms) for index, entry in enumerate(data)))
 
 
-def _entry(entry: Any, where: str, ms: Sequence[int]) -> list[GemmShape]:
+def _entry(entry: Any, where: str, ms: tuple[int, ...]) -> Layer:
     if not isinstance(entry, Mapping) or not {"n", "k"} <= set(entry):
-        raise InvalidInputError(f"{where} must be an object with n and k (and m if wanted), but it is {entry!r}.")
-    (n,), (k,) = _sizes(entry["n"], f"n of {where}"), _sizes(entry["k"], f"k of {where}")
-    (groups,) = _sizes(entry.get("groups", 1), f"groups of {where}")
+        raise InvalidInputError(f"{where} must be an object with n and k (and m if wanted), but it is {shown(entry)}.")
+    groups = inputs.whole(entry.get("groups", 1), f"groups of {where}")
     if groups > 1:
-        raise UnsupportedError(
-            f"{where} has {groups} groups, and there are no grouped kernels yet: leave it out, or give one group."
-        )
-    return shapes([Layer(str(entry.get("name", "")), n, k)], _sizes(entry.get("m", list(ms)), f"m of {where}"))
+        raise UnsupportedError(f"{where} has {groups} groups: {GROUPED} Leave it out, or give one group.")
+    name = entry.get("name", "")
+    if not isinstance(name, str):
+        raise InvalidInputError(f"name of {where} must be text, but it is {shown(name)}.")
+    own = tuple(inputs.sizes(entry["m"], f"m of {where}")) if entry.get("m") is not None else ms
+    return _layer(name, entry["n"], entry["k"], own, where)
 
 
-def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[Layer]:
-    """The dense linear layers of a model on one of its GPUs, from its Hugging Face configuration.
-
-    `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and what every GPU needs
-    whole stays whole. Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts,
-    which must divide evenly: these are grouped products, for which there are no kernels yet, and not among the layers.
-    """
-    if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
-    for name, degree in (("tp", tp), ("ep", ep)):
-        if degree < 1:
-            raise InvalidInputError(f"{name} must be at least 1, but it is {degree}.")
-    layers = _latent_attention(config, tp) if config.get("kv_lora_rank") else _attention(config, tp)
-    hidden = _get(config, "hidden_size")
-    experts = routed_experts(config)
-    if experts % ep:
-        raise InvalidInputError(f"ep must divide the model's {experts} routed experts, but it is {ep}.")
-    if ep > 1 and not experts:
-        raise InvalidInputError(f"ep must be 1 for a model without routed experts, but it is {ep}.")
-    if not experts or config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
-        layers += _mlp("mlp", hidden, _get(config, "intermediate_size"), tp)
-    if experts:
-        shared = config.get("shared_expert_intermediate_size") or (
-            (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
-        )
-        if shared:
-            layers += _mlp("shared_expert", hidden, shared, tp)
-    return list(dict.fromkeys(layers))
+def _layer(name: str, n: Any, k: Any, ms: tuple[int, ...], where: str) -> Layer:
+    return Layer(name, inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms)
 
 
-def left_out(what: Any) -> str | None:
-    """What of a workload (as for `shapes_of`) is not among its shapes, as a sentence; None if nothing is."""
-    if isinstance(what, str | os.PathLike) and not (isinstance(what, str) and _SHAPE.fullmatch(what)):
-        what = _read(Path(what))
-    if not isinstance(what, Mapping):
-        return None
-    inner = what.get("text_config")
-    experts = routed_experts(inner if "hidden_size" not in what and isinstance(inner, Mapping) else what)
-    if not experts:
-        return None
-    return f"The model's {experts} routed experts are grouped products, for which there are no kernels yet."
-
-
-def routed_experts(config: Mapping[str, Any]) -> int:
-    """How many experts a model routes tokens to; 0 for a dense one."""
-    for name in ("n_routed_experts", "num_experts", "num_local_experts"):
-        if config.get(name):
-            return _get(config, name)
-    return 0
-
-
-def _attention(config: Mapping[str, Any], tp: int) -> list[Layer]:
-    hidden, heads = _get(config, "hidden_size"), _get(config, "num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or hidden // heads
-    # Fewer key-value heads than GPUs: each GPU holds a copy of one.
-    own_kv = _split(kv_heads, tp, "num_key_value_heads") if kv_heads >= tp else 1
-    own = _split(heads, tp, "num_attention_heads")
-    return [Layer("qkv_proj", (own + 2 * own_kv) * size, hidden), Layer("o_proj", hidden, own * size)]
-
-
-def _latent_attention(config: Mapping[str, Any], tp: int) -> list[Layer]:
-    """Multi-head latent attention (DeepSeek, Kimi): keys and values are expanded from a low-rank latent."""
-    hidden, rank, rope = (_get(config, name) for name in ("hidden_size", "kv_lora_rank", "qk_rope_head_dim"))
-    nope, value = _get(config, "qk_nope_head_dim"), _get(config, "v_head_dim")
-    heads = _split(_get(config, "num_attention_heads"), tp, "num_attention_heads")
-    q_rank = config.get("q_lora_rank")
-    if q_rank:
-        layers = [Layer("qkv_a_proj", q_rank + rank + rope, hidden), Layer("kv_a_proj", rank + rope, hidden)]
-        layers.append(Layer("q_b_proj", heads * (nope + rope), q_rank))
-    else:
-        layers = [Layer("kv_a_proj", rank + rope, hidden), Layer("q_proj", heads * (nope + rope), hidden)]
-    return [*layers, Layer("kv_b_proj", heads * (nope + value), rank), Layer("o_proj", hidden, heads * value)]
-
-
-def _mlp(name: str, hidden: int, intermediate: int, tp: int) -> list[Layer]:
-    own = _split(intermediate, tp, f"{name}'s intermediate size")
-    return [Layer(f"{name}.gate_up_proj", 2 * own, hidden), Layer(f"{name}.down_proj", hidden, own)]
-
-
-def _get(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise InvalidInputError(f"The model's config must have {name} as a positive number, but it has {value!r}.")
-    return value
-
-
-def _split(size: int, tp: int, what: str) -> int:
-    if size % tp:
-        raise InvalidInputError(f"{what} must be a multiple of tp, but it is {size} and tp is {tp}.")
-    return size // tp
-
-
-def _sizes(value: Any, where: str) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in values):
-        raise InvalidInputError(f"{where} must be a positive number or a list of them, but it is {value!r}.")
-    return values
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path} cannot be read: {error}") from error
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InvalidInputError(f"{path} is not JSON: {error}") from error
-    try:
-        import yaml
-    except ImportError as error:
-        raise InvalidInputError(
-            f"{path} is YAML, and pyyaml is not installed: pip install 'deep-gemm-jit[cli]'"
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidInputError(f"{path} is not YAML: {error}") from error
+def _checked(layer: Layer) -> Layer:
+    return _layer(layer.name, layer.n, layer.k, layer.ms, shown(layer))

@@ -117,6 +117,6 @@ def test_ranks_that_die(tmp_path: Path) -> None:
         for answer in left:
             assert 2.0 <= answer["seconds"] < 10
             (message,) = answer["warnings"]
-            assert message.startswith("1 kernels did not come from other ranks in time and are built here: ")
+            assert message.startswith("1 kernel did not come from other ranks in time, and is built here: ")
     finally:
         ranks.stop()

@@ -34,6 +34,9 @@ LAYERS: list[tuple[str, ...]] = [
         "deep_gemm.utils",
         "deep_gemm.validate",
     ),
+    ("deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
+    ("deep_gemm.aot.model",),
+    ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
     ("deep_gemm.aot.build",),
     # `from deep_gemm import X` of a public name.

@@ -231,7 +231,7 @@ def test_precompile_writes_a_pack_of_all_or_none(
     assert result.exit_code == 1
     assert "was not written" in result.output
     assert not out.exists()
-    with pytest.raises(InvalidInputError, match="1 kernels that failed"):
+    with pytest.raises(InvalidInputError, match="1 kernel that failed"):
         build.pack(build.precompile([GemmShape(4096, 7168, 2048), GemmShape(64, 576, 7168)]), out)
     with pytest.raises(InvalidInputError, match="no kernels"):
         build.pack(build.precompile([]), out)
