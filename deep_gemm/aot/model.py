@@ -61,7 +61,14 @@ GATED_QUERIES = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe
 ATTENTION = {"full_attention": "full", "sliding_attention": "full", "chunked_attention": "full"}
 ATTENTION |= {"linear_attention": "linear", "attention": "full"}
 
-OTHER_PARTS = ("vision_config", "audio_config", "encoder", "thinker_config", "talker_config")
+OTHER_PARTS = {
+    "vision_config": ("visual", "vision_tower", "vision_model"),
+    "audio_config": ("audio_tower", "audio_model"),
+    "encoder": ("encoder",),
+    "thinker_config": ("thinker",),
+    "talker_config": ("talker",),
+}
+"""Descriptions of other parts than the language model, and the modules that these are."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,9 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> Plan:
     check_experts(known, ep)
     form = format_of(text.get("quantization_config") or config.get("quantization_config"))
     problems = list(form.problems)
-    problems += [f"{name} of the model's config is not looked at." for name in outside if not form.leaves_out(name)]
+    problems += [
+        f"{name} of the model's config is not looked at." for name in outside if not form.names_any(OTHER_PARTS[name])
+    ]
     kinds, strange = _attention_kinds(text, known)
     problems += [f"Layers of the type {shown(word)} are not known: no kernel is prepared for them." for word in strange]
     modules = _modules(text, known, kinds, str(kind))

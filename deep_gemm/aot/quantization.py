@@ -4,7 +4,7 @@ out."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,13 @@ class Format:
 
     def leaves_out(self, name: str) -> bool:
         """Whether the module of this dotted name stays as it is: an entry names it, or a module that it is in."""
-        parts = name.removesuffix("_config").split(".")
+        parts = name.split(".")
         spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
         return any(span in self.names for span in spans) or any(found.match(name) for found in self.patterns)
+
+    def names_any(self, modules: Collection[str]) -> bool:
+        """Whether an entry names one of these modules, or something in it."""
+        return any(part in modules for name in self.names for part in name.split("."))
 
 
 def format_of(config: Any) -> Format:
