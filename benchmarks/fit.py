@@ -15,7 +15,8 @@ from torch import Tensor
 
 from deep_gemm import arch as archs
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks.survey import LAUNCH_MODES, name_of, problem
+from deep_gemm.benchmarks.modes import LAUNCH_MODES
+from deep_gemm.benchmarks.survey import name_of, problem
 from deep_gemm.params import SCALE_BLOCK, FP8Config
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Calibration
@@ -118,7 +119,7 @@ class Data:
     held_out: Tensor
     """By shape."""
     mode: Tensor
-    """By shape: index in ``survey.LAUNCH_MODES``."""
+    """By shape: index in ``modes.LAUNCH_MODES``."""
     weight: Tensor
     """By shape: a row's "weight", or 1. Only climbs go by it."""
 
@@ -175,7 +176,7 @@ class Data:
     ) -> Tensor:
         """Time lost by the choices on ``shapes`` (a mask; all if it is None), large losses counted more, and a little
         of how wrong the estimates are where they matter. ``hidden`` are the us that a launch takes less in each of
-        ``survey.LAUNCH_MODES`` than alone, which is what the model estimates; none if it is None."""
+        ``modes.LAUNCH_MODES`` than alone, which is what the model estimates; none if it is None."""
         shapes = torch.ones_like(self.held_out) if shapes is None else shapes
         hidden = torch.zeros(len(LAUNCH_MODES), dtype=torch.float64) if hidden is None else hidden
         us = self._estimates(constants)

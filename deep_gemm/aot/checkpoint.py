@@ -75,7 +75,7 @@ def header(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 2 <= length <= MAX_HEADER_BYTES else b""
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise InvalidInputError(f"{path} cannot be read: {error}.") from error
     if len(text) < 2 or len(text) != length:
         raise InvalidInputError(f"{path} is no safetensors file, or is cut: its header should have {length} bytes.")

@@ -21,10 +21,10 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, soft_wrap=True, markup=False, width=200)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table of text cells."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], gap: int = 2) -> Table:
+    """A table of text cells, with `gap` spaces between columns."""
     out = Table(title=Text(title) if title else None, title_justify="left", box=None, pad_edge=False)
-    out.padding = (0, 2, 0, 0)
+    out.padding = (0, gap, 0, 0)
     for column in columns:
         out.add_column(Text(column), overflow="fold")
     for row in rows:

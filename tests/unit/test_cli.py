@@ -99,10 +99,10 @@ def test_cache_info_and_clear(cache_dir: Path) -> None:
     address, disk = Address("sm_90a", "13.0", "any", "some_kernel", "0" * 64), DiskCache(cache_dir)
     disk.reserve(address, "source")
     disk.put(address, b"cubin", {})
-    assert "1 kernels" in run("cache", "info").output
+    assert "1 kernel," in run("cache", "info").output
     assert run("cache", "clear", input="n\n").exit_code == 1
     assert disk.get(address) is not None
-    assert "1 kernels deleted" in run("cache", "clear", "--yes").output
+    assert "1 kernel deleted" in run("cache", "clear", "--yes").output
     assert disk.get(address) is None
 
 
