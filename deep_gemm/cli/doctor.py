@@ -22,6 +22,7 @@ from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.find import find_all
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.log import counted
 from deep_gemm.settings import settings
 
 DISTRIBUTION = "deep-gemm-jit"
@@ -148,7 +149,9 @@ def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     packed = sum(pack["kernels"] for pack in report["packs"])
     if packed:
-        notes.append(f"No compiler is needed, and none is looked for, for the {packed} kernels that packs hold.")
+        notes.append(
+            f"No compiler is needed, and none is looked for, for the {counted(packed, 'kernel')} that packs hold."
+        )
     notes += [f"The pack {pack['path']} is not used: {pack['problem']}." for pack in report["packs"] if pack["problem"]]
     if not any(compiler["chosen"] for compiler in report["compilers"]):
         (notes if packed else problems).append(
@@ -172,30 +175,30 @@ def _print(report: dict[str, Any]) -> None:
     out = console()
     package = report["package"]
     versions = ", ".join(f"{name} {version}" for name, version in package["versions"].items())
-    out.print(f"package    {package['path']} ({versions})", markup=False)
+    out.print(f"package    {package['path']} ({versions})")
     out.print(f"driver     {'CUDA ' + report['driver_cuda'] if report['driver_cuda'] else 'none'}")
     for gpu in report["gpus"]:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
         out.print(f"GPU {gpu['index']}      {text}: {gpu['arch'] or 'no kernels'}")
-    out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)", markup=False)
+    out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)")
     cache = report["cache"]
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"
-        out.print(f"cache      {cache['root']}: {state}, {cache.get('entries', 0)} kernels", markup=False)
+        out.print(f"cache      {cache['root']}: {state}, {counted(cache.get('entries', 0), 'kernel')}")
     for pack in report["packs"]:
-        state = pack["problem"] or f"{pack['kernels']} kernels, {size(pack['bytes'])}"
-        out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}", markup=False)
+        state = pack["problem"] or f"{counted(pack['kernels'], 'kernel')}, {size(pack['bytes'])}"
+        out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}")
     for entry in report["settings"]:
-        out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})", markup=False)
+        out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})")
     rows = [
         ["->" if c["chosen"] else "", c["kind"], c["version"], "yes" if c["usable"] else "no", c["path"], c["why"]]
         for c in report["compilers"]
     ]
     out.print(table("\ncompilers", ["", "kind", "version", "usable", "path", "why"], rows))
     for note in report["notes"]:
-        out.print(f"note: {note}", markup=False)
+        out.print(f"note: {note}")
     for problem in report["problems"]:
-        out.print(f"problem: {problem}", markup=False)
+        out.print(f"problem: {problem}")
     if not report["problems"]:
         compiles = any(compiler["chosen"] for compiler in report["compilers"])
         runs = " And run." if any(gpu["arch"] for gpu in report["gpus"]) else ""

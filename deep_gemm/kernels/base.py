@@ -42,7 +42,9 @@ class Argument:
         """``value`` as the launch record takes it."""
         if self.ctype.endswith("*"):
             return Pointer(self.operand or self.name)
-        if isinstance(value, (Map, bytes)):
+        if isinstance(value, Map):
+            return value
+        if isinstance(value, bytes):
             return value
         if isinstance(value, tuple):
             return ("u32s", value)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, breakdown, census, costs, phases, timing
 from deep_gemm.errors import CompileError, DeepGemmError
 from deep_gemm.jit.builder import BuildRequest
@@ -16,7 +17,6 @@ from deep_gemm.jit.compilers.base import Compiled
 from deep_gemm.jit.resources import Resources
 from deep_gemm.kernels import registry
 from deep_gemm.params import KernelParams
-from deep_gemm.workload import GemmShape
 
 
 @pytest.fixture
@@ -246,10 +246,10 @@ def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:
 
 def test_kernel_counts_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks the selector as a call does."""
-    from deep_gemm import ahead
-    from deep_gemm.workload import GemmShape
+    from deep_gemm.aot import build
+    from deep_gemm.aot.workload import GemmShape
 
-    (wanted,) = (p for p in ahead.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales")
+    (wanted,) = (p for p in build.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales")
     assert census.kernel_at(576, 7168)(48) == wanted
     assert census.specialised(wanted, 576, 7168).shape == (0, 576, 7168)
 
