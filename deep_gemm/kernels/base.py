@@ -18,7 +18,7 @@ ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 """Of each operand by name, in elements, outermost dimension first."""
 
-Value: TypeAlias = int | tuple[int, ...] | Map | bytes | None
+Value: TypeAlias = int | list[int] | Map | bytes | None
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,10 @@ class Argument:
         """``value`` as the launch record takes it."""
         if self.ctype.endswith("*"):
             return Pointer(self.operand or self.name)
-        if isinstance(value, Map):
+        if isinstance(value, (Map, bytes)):
             return value
-        if isinstance(value, bytes):
-            return value
-        if isinstance(value, tuple):
-            return ("u32s", value)
+        if isinstance(value, list):
+            return ("u32s", tuple(value))
         if value is None:
             raise TypeError(f"a launch gives no value for the argument {self.name}")
         return (self.ctype, value)

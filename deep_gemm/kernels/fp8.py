@@ -177,7 +177,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "last_rows": rows,
             "last_columns": columns,
             "early_stages": _early_stages(config, m, k) if constant and pdl else 0,
-            "raster": order.arguments,
+            "raster": list(order.arguments),
             "leave_first": _evict_first(spec, order, large_d=self.stores_by_tma(params)),
             "scale_b_stride_n": stride_sfb[0],
             "scale_b_stride_k": stride_sfb[1],
