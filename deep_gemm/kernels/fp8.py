@@ -87,18 +87,14 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         producer, consumer = self.registers(config)
         return {
             "block_m": config.block_m,
-            "block_n": config.block_n,
             "num_stages": config.num_stages,
             "num_consumers": config.num_consumers,
             "num_threads": config.num_threads,
             "cluster_k": config.cluster_k,
-            "num_partials": config.num_partials,
-            "turns": turns(config),
             "producer_registers": producer,
             "consumer_registers": consumer,
             **{f"shape_{letter}": size for letter, size in zip("mnk", params.shape, strict=True)},
             "tma_store": params.store == "tma",
-            "mma_name": "Mma",
             "mma_n": self.mma_n(config),
             "shared_bytes": self.shared_bytes(params),
         }
