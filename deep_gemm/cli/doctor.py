@@ -98,7 +98,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _compilers() -> list[dict[str, Any]]:
     try:
-        return [asdict(found) for found in find_all()]
+        return [asdict(found) for found in find_all(tried=True)]
     except SettingError:  # named among the problems
         return []
 

@@ -110,7 +110,9 @@ class Nvrtc(Compiler):
         start = time.perf_counter()
         program = ctypes.c_void_p()
         text = source.encode("utf-8", "surrogatepass")  # as the key does
-        status = library.nvrtcCreateProgram(ctypes.byref(program), text, os.fsencode(source_path), 0, None, None)
+        # With line information, a quotation mark in the name ends it too early in PTX.
+        shown = os.path.basename(source_path) if '"' in source_path else source_path
+        status = library.nvrtcCreateProgram(ctypes.byref(program), text, os.fsencode(shown), 0, None, None)
         self._check(status, "nvrtcCreateProgram", source_path, options)
         try:
             if hasattr(library, "nvrtcSetFlowCallback"):  # since 12.8
@@ -125,7 +127,8 @@ class Nvrtc(Compiler):
                     source_path=source_path,
                     options=options,
                 )
-            cubin = in_bursts(self._get(program, "CUBIN", source_path, options), name)
+            made = self._checked(self._get(program, "CUBIN", source_path, options), log, source_path, options)
+            cubin = in_bursts(made, name)
             ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from compilers import fake_nvcc as nvcc
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit import disassembler
@@ -118,19 +119,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     find.forget()
 
 
-def nvcc(path: Path, version: str = "13.0.88", body: str = "exit 3") -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    release = version.rpartition(".")[0]
-    path.write_text(
-        "#!/bin/sh\n"
-        'if [ "$1" = --version ]; then\n'
-        f'echo "Cuda compilation tools, release {release}, V{version}"\n'
-        f'echo "Build cuda_{release}.r{release}/compiler.1_0"; exit 0; fi\n{body}\n'
-    )
-    path.chmod(0o755)
-    return str(path)
-
-
 def nvrtc(machine: Path, version: str, build_id: bytes = b"\x09" * 20) -> str:
     """An NVRTC in a toolkit that CUDA_HOME names."""
     folder = machine / "toolkit" / "lib64"
@@ -237,22 +225,23 @@ def test_a_loaded_nvrtc_comes_first(machine: Path, monkeypatch: pytest.MonkeyPat
     assert why(loaded) == "this process has loaded it already"
 
 
+COMPILES = f"""\
+while [ $# -gt 1 ]; do [ "$1" = -o ] && output=$2; shift; done
+echo "flags:$NVCC_APPEND_FLAGS:$NVCC_PREPEND_FLAGS" >&2
+printf "\\177ELF" > "$output"
+cat >&2 <<'EOF'
+{NVCC_LOG}{NVCC_LOG.replace("'k'", "'trial'")}EOF
+"""
+
+
 def test_nvcc_without_a_host_compiler_gives_way(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_which = find.shutil.which
     monkeypatch.setattr(find.shutil, "which", lambda tool: None if tool == "gcc" else real_which(tool))
     path = nvcc(machine / "bin" / "nvcc", body='echo "gcc: not found" >&2; exit 1')
-    assert "needs a host C++ compiler such as g++ (gcc: not found)" in why(path)
-    nvcc(machine / "bin" / "nvcc", body="exit 0  # knows of another host compiler")
+    assert "one-line kernel (gcc: not found); it needs a host C++ compiler such as g++" in why(path)
+    nvcc(machine / "bin" / "nvcc", body=f"{COMPILES}# it knows of another host compiler")
+    find.forget()
     assert choose().kind == "nvcc"
-
-
-COMPILES = f"""\
-while [ $# -gt 1 ]; do [ "$1" = -o ] && output=$2; shift; done
-echo "flags:$NVCC_APPEND_FLAGS:$NVCC_PREPEND_FLAGS" >&2
-printf cubin > "$output"
-cat >&2 <<'EOF'
-{NVCC_LOG}EOF
-"""
 
 
 def test_nvcc_compiles_without_hidden_flags(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +253,7 @@ def test_nvcc_compiles_without_hidden_flags(machine: Path, monkeypatch: pytest.M
     flags = compiler.flags("sm_90a")
     assert flags[:3] == ("-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3")
     done = compiler.compile("k", "int x;\n", str(source), flags, machine)
-    assert (done.cubin, done.resources.registers) == (b"cubin", 168)
+    assert (done.cubin, done.resources.registers) == (b"\x7fELF", 168)
     assert "flags::\n" in done.log
     assert done.options == (*flags, f"-I{machine}")
     with pytest.raises(CompileError, match="reported no entry function 'missing'"):
