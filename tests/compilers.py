@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -29,4 +30,14 @@ def fake_nvcc(path: Path, version: str = "13.0.88", body: str = "exit 3") -> str
         f'echo "Build cuda_{release}.r{release}/compiler.1_0"; exit 0; fi\n{body}\n'
     )
     path.chmod(0o755)
+    return str(path)
+
+
+def fake_library(path: Path, build_id: bytes, padding: int = 0) -> str:
+    """A file with an ELF header and one note, which is all that anybody looks at."""
+    note = struct.pack("<III", 4, len(build_id), 3) + b"GNU\0" + build_id
+    header = b"\x7fELF\x02\x01\x01" + bytes(25) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 1)
+    program = struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(note), len(note), 4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.ljust(64, b"\0") + program + note + bytes(padding))
     return str(path)

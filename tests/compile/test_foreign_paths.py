@@ -105,3 +105,13 @@ def test_without_a_plain_directory_nvcc_is_not_run(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(process, "is_plain", lambda path: False)
     with pytest.raises(CompileError, match="characters that mean something to a shell"):
         Builder(tmp_path / "root", nvcc, tmp_path).build(request(source=SOURCE))
+
+
+def test_the_command_line_prints_any_path(tmp_path: Path) -> None:
+    """Where standard output takes text only, as in most locales."""
+    root = os.fsencode(tmp_path) + b"/\xff\xc3\xbc"
+    environment = {**os.environb, b"DG_JIT_CACHE_DIR": root, b"PYTHONIOENCODING": b"utf-8:strict"}
+    command = [sys.executable, "-m", "deep_gemm", "cache", "verify"]
+    ran = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "/\\udcffü: 0 sound" in ran.stdout

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from compilers import fake_library as library
 from compilers import fake_nvcc as nvcc
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
@@ -67,16 +67,6 @@ def test_resources_survive_json() -> None:
     assert Resources.from_json(found.to_json()) == found
     with pytest.raises(KeyError):
         Resources.from_json({"registers": 1})
-
-
-def library(path: Path, build_id: bytes, padding: int = 0) -> str:
-    """A file with an ELF header and one note, which is all that anybody looks at."""
-    note = struct.pack("<III", 4, len(build_id), 3) + b"GNU\0" + build_id
-    header = b"\x7fELF\x02\x01\x01" + bytes(25) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 1)
-    program = struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(note), len(note), 4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(header.ljust(64, b"\0") + program + note + bytes(padding))
-    return str(path)
 
 
 def test_a_library_is_known_by_its_build_id(tmp_path: Path) -> None:
