@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +22,10 @@ from deep_gemm.settings import settings
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.[\d.]+$")
 _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)")
-_INSTALL = "Install NVRTC with `pip install nvidia-cuda-nvrtc-cu12`, or a CUDA toolkit of at least 12.3."
+_INSTALL = (
+    "Install NVRTC with `pip install nvidia-cuda-nvrtc-cu12` (for CUDA 13, `nvidia-cuda-nvrtc`), or a CUDA toolkit of "
+    "at least 12.3."
+)
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,7 @@ def _nvrtc_paths() -> list[tuple[str, bool]]:
         spec = None
     for root in (spec.submodule_search_locations or []) if spec else []:
         folders += [f"{root}/{name}/lib" for name in sorted(_listed(root), reverse=True)]
-    for home in _toolkits():
+    for home in (*_toolkits(), sys.prefix):  # the last for conda
         folders += [f"{home}/lib64", f"{home}/lib"]
     usual = _listed("/usr/lib")
     folders += [f"/usr/lib/{name}" for name in sorted(usual) if name.endswith("-linux-gnu")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -122,6 +123,19 @@ def test_doctor_tries_each_compiler(journal: Path) -> None:
     assert f"cannot compile a one-line kernel ({NO_CC1PLUS})" in first["why"]
     assert (second["kind"], second["usable"], second["chosen"]) == ("nvrtc", True, True)
     assert [found.usable for found in find_all()] == [False, True]
+
+
+def test_doctor_says_that_the_wheel_is_not_needed(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def without_the_wheel(name: str) -> str:
+        if name == "nvidia-cuda-nvrtc-cu12":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_the_wheel)
+    said = CliRunner().invoke(app, ["doctor"]).output
+    assert "nvidia-cuda-nvrtc-cu12 is not installed, nor needed: nvrtc 1" in said
 
 
 def test_a_host_compiler_that_the_real_nvcc_cannot_use(

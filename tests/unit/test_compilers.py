@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from compilers import fake_library as library
@@ -100,6 +101,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(find, "driver_release", lambda: None)
     monkeypatch.setattr(find, "_toolkits", lambda: [settings.cuda_home] if settings.cuda_home else [])
     monkeypatch.setattr(find, "_loaded", list)
+    monkeypatch.setattr(find.sys, "prefix", str(tmp_path / "no-prefix"))
     monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
@@ -222,6 +224,19 @@ printf "\\177ELF" > "$output"
 cat >&2 <<'EOF'
 {NVCC_LOG}{NVCC_LOG.replace("'k'", "'trial'")}EOF
 """
+
+
+@pytest.mark.parametrize("folder", ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "lib"])
+def test_nvrtc_is_found_wherever_a_wheel_or_conda_puts_it(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """As by torch for CUDA 13, without the wheel that this package asks for."""
+    path = library(machine / folder / "libnvrtc.so.13", b"\x0c" * 20)
+    (machine / folder / "libnvrtc-builtins.so.13.0").touch()
+    found = SimpleNamespace(submodule_search_locations=[str(machine / "nvidia")])
+    monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(find.sys, "prefix", str(machine))
+    assert (choose().path, choose().cuda_version) == (path, (13, 0))
 
 
 def test_nvcc_without_a_host_compiler_gives_way(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
