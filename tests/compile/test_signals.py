@@ -35,7 +35,7 @@ def nvrtc() -> Compiler:
 
 def end(seed: str, number: signal.Signals, **job: Any) -> tuple[int, str, float]:
     """Send a process the signal at a random moment. Its exit status, what it said, and how long that took."""
-    command = [sys.executable, str(WORKER), json.dumps({"parts": 60, **job})]
+    command = [sys.executable, str(WORKER), json.dumps({"parts": 400, **job})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "compiling\n"
@@ -54,10 +54,10 @@ def end(seed: str, number: signal.Signals, **job: Any) -> tuple[int, str, float]
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize(("handler", "expected"), [("default", ""), ("function", "handled\n")])
 def test_a_signal_ends_a_process_that_compiles(where: str, number: signal.Signals, handler: str, expected: str) -> None:
-    # NVRTC is in its front end for two seconds, where its own handlers ended most of these by status 4 or SIGSEGV.
+    # NVRTC is in its front end for ten seconds, where its own handlers ended most of these by status 4 or SIGSEGV.
     status, said, seconds = end(f"{where} {number} {handler}", number, handler=handler, where=where)
     assert (status, said) == (-number, expected)
-    assert seconds < 2  # the handler does not wait for the compilation
+    assert seconds < 5  # the handler does not wait for the compilation
 
 
 def test_an_exception_of_a_handler_ends_a_process_that_compiles() -> None:
@@ -67,26 +67,38 @@ def test_an_exception_of_a_handler_ends_a_process_that_compiles() -> None:
 
 
 def test_an_interrupted_compilation_is_cancelled(nvrtc: Compiler) -> None:
-    """Python waits for its thread at exit, so the rest of a compilation would delay the end of the process."""
+    """The interrupt comes at once, and at exit Python does not have to wait for the rest of the work."""
     assert isinstance(nvrtc, Nvrtc)
-    if not hasattr(nvrtc._open(), "nvrtcSetFlowCallback"):
+    library = nvrtc._open()
+    if not hasattr(library, "nvrtcSetFlowCallback"):
         pytest.skip("NVRTC before 12.8 cannot be told to stop")
+    began, statuses = threading.Event(), list[int]()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return self.compile if name == "nvrtcCompileProgram" else getattr(library, name)
+
+        def compile(self, *arguments: Any) -> int:
+            began.set()
+            statuses.append(library.nvrtcCompileProgram(*arguments))
+            return statuses[-1]
+
+    def interrupt() -> None:
+        began.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    own = Nvrtc(nvrtc.path, nvrtc.version)
+    own._library = Watched()  # type: ignore[assignment]
     golden = Path(__file__).parents[1] / "unit" / "golden" / "fp8_gemm_128x192_s4_p1_direct.cu"
-    arguments = (golden.stem, golden.read_text(), "kernel.cu", nvrtc.flags("sm_90a"), include_dir())
-    began = time.monotonic()
-    nvrtc.compile(*arguments)
-    whole = time.monotonic() - began
-    before = set(threading.enumerate())
-    timer = threading.Timer(whole / 10, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    began = time.monotonic()
+    flags, before = own.flags("sm_90a"), set(threading.enumerate())
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        nvrtc.compile(*arguments)
-    assert time.monotonic() - began < whole / 2
+        own.compile(golden.stem, golden.read_text(), "kernel.cu", flags, include_dir())
+    assert statuses == []
     for thread in set(threading.enumerate()) - before:
         thread.join()
-    assert time.monotonic() - began < 0.8 * whole
-    assert nvrtc.compile("k", slow_source(1), "kernel.cu", nvrtc.flags("sm_90a"), None).cubin
+    assert statuses == [16], "NVRTC_ERROR_CANCELLED"
+    assert own.compile("k", slow_source(1), "kernel.cu", flags, None).cubin
 
 
 # NVRTC up to 13.0 changes handlers in the first compilation of a process only, so each of these needs a new process.
