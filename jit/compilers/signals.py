@@ -1,12 +1,12 @@
 """Signals while NVRTC compiles: they do what they would do anywhere else in the process.
 
-NVRTC up to 13.0 replaces the handlers of SIGINT and SIGTERM, for the whole process, while its front end runs (0.06 s of
-each compilation). Its handler ends the process with exit status 4, hangs, or crashes; the program's own never runs.
+In the first compilation of a process, NVRTC up to 13.0 replaces the handlers of SIGINT and SIGTERM while its front end
+runs (0.06 s and more). Its handler ends the process with exit status 4, hangs, or crashes; the program's own never runs.
 Afterwards SIGINT is left with SA_RESTART. 13.1 and later touch no handler.
 
-Blocking the signals in the compiling thread does not help: the handlers are the process's, and other threads run them.
+Blocking the signals in the compiling thread does not help: handlers belong to the process, and other threads run them.
 Restoring the handlers from another thread leaves a moment in which NVRTC's are in place. So NVRTC is kept from setting
-them: its pointer to C's `signal` is replaced.
+them: its pointer to C's `signal` is replaced. Numbers are in the message of the commit that added this file.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def keep_handlers(library: ctypes.CDLL) -> None:
     """From now on, calls of `signal` inside `library` do nothing. Raises OSError or ValueError where that cannot be."""
     libc = ctypes.CDLL(None, use_errno=True)
     slot = _import_slot(libc, library, b"signal")
+    # With lazy binding it can be written to anyway.
     page = slot & -mmap.PAGESIZE
     if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE):
         raise OSError(ctypes.get_errno(), "mprotect failed")
@@ -86,6 +87,8 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
             thread.start()
         except RuntimeError:  # no more threads: a limit, or the interpreter is ending
             return work()
-        return future.result()
+        result = future.result()
+        thread.join()
+        return result
     finally:
         cancel()
