@@ -1,7 +1,7 @@
 """Signals while NVRTC compiles: they do what they would do anywhere else in the process.
 
 In the first compilation of a process, NVRTC up to 13.0 replaces the handlers of SIGINT and SIGTERM while its front end
-runs (0.06 s and more). Its handler ends the process with exit status 4, hangs, or crashes; the program's own never runs.
+runs (0.06 s and more). Its handler ends the process with exit status 4, hangs or crashes; the program's own is not run.
 Afterwards SIGINT is left with SA_RESTART. 13.1 and later touch no handler.
 
 Blocking the signals in the compiling thread does not help: handlers belong to the process, and other threads run them.
