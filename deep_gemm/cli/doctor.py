@@ -26,6 +26,7 @@ from deep_gemm.log import counted
 from deep_gemm.settings import settings
 
 DISTRIBUTION = "deep-gemm-jit"
+NVRTC = "nvidia-cuda-nvrtc-cu12"
 
 
 @click.command("doctor")
@@ -33,6 +34,7 @@ DISTRIBUTION = "deep-gemm-jit"
 def command(as_json: bool) -> None:
     """Say what was found: GPU, driver, compilers, cache, and what is used and why.
 
+    Each compiler compiles a one-line kernel; one that cannot is not used.
     Ends with status 1 if there are no kernels here: none can be compiled, and no pack holds any. A missing GPU is no
     problem for that.
     """
@@ -64,7 +66,7 @@ def examine() -> dict[str, Any]:
 
 def _package() -> dict[str, Any]:
     versions = {"python": platform.python_version()}
-    for name in (DISTRIBUTION, "torch", "cuda-bindings", "jinja2"):
+    for name in (DISTRIBUTION, "torch", "cuda-bindings", NVRTC, "jinja2"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -99,7 +101,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _compilers() -> list[dict[str, Any]]:
     try:
-        return [asdict(found) for found in find_all()]
+        return [asdict(found) for found in find_all(tried=True)]
     except SettingError:  # named among the problems
         return []
 
@@ -153,7 +155,10 @@ def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
             f"No compiler is needed, and none is looked for, for the {counted(packed, 'kernel')} that packs hold."
         )
     notes += [f"The pack {pack['path']} is not used: {pack['problem']}." for pack in report["packs"] if pack["problem"]]
-    if not any(compiler["chosen"] for compiler in report["compilers"]):
+    chosen = [compiler for compiler in report["compilers"] if compiler["chosen"]]
+    if chosen and report["package"]["versions"][NVRTC] == "not installed":
+        notes.append(f"{NVRTC} is not installed, nor needed: {chosen[0]['kind']} {chosen[0]['version']} compiles.")
+    if not chosen:
         (notes if packed else problems).append(
             "No compiler can be used: see the reasons above." + (" Other kernels cannot be built." if packed else "")
         )
