@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ def check_shape(row: Row, where: str) -> None:
         inputs.whole(row.get(name), f"{name} in {where}")
 
 
-def check_positive(value: Any, where: str) -> None:
-    """Raises InvalidInputError unless it is a finite number above 0."""
+def check_positive(value: Any, where: str, zero: bool = False) -> None:
+    """Raises InvalidInputError unless it is a finite number above 0, or 0 if that may be."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
-    if not known or not 0 < value <= 1e30 or not math.isfinite(value):
-        raise InvalidInputError(f"{where} must be a number above 0, but it is {inputs.shown(value)}.")
+    if not known or not 0 <= value <= 1e30 or (value == 0 and not zero):
+        above = "from 0" if zero else "above 0"
+        raise InvalidInputError(f"{where} must be a number {above}, but it is {inputs.shown(value)}.")

@@ -150,8 +150,8 @@ def _check(row: Row, where: str) -> None:
         return
     rows.check_shape(row, where)
     for name, value in row.items():
-        if name.startswith(("ratio_", "us", "tflops", "gbps", "floor_fraction")):
-            rows.check_positive(value, f"{name} in {where}")
+        if name.startswith(("ratio_", "us", "floor_fraction", "tflops", "gbps")):
+            rows.check_positive(value, f"{name} in {where}", zero=name in ("tflops", "gbps"))  # these are rounded
 
 
 def line(row: Row) -> str:

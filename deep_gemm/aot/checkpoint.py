@@ -151,7 +151,9 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
         base, _, last = name.rpartition(".")
         if _is_expert(name):
             if len(stored.shape) in (2, 3) and last not in SIDE and not last.startswith(("scale", "qzero")):
-                experts.setdefault(_short(base if last.endswith("weight") else name), set()).add(stored.shape[-2:])
+                experts.setdefault(_short(base if last.endswith("weight") else name), set()).add(
+                    (stored.shape[-2], stored.shape[-1])
+                )
             continue
         weight = _weight(base, last, stored, tensors)
         if weight is None:

@@ -225,7 +225,7 @@ def _attention_kinds(text: Mapping[str, Any], config: ModelConfig) -> tuple[dict
         if linear and count < every:
             types += ["full_attention"]
     found: dict[str, list[int]] = {}
-    strange = []
+    strange: list[Any] = []
     for index, name in enumerate(types):
         if isinstance(name, str) and name in ATTENTION:
             found.setdefault(ATTENTION[name], []).append(index)

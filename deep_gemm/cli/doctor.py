@@ -27,6 +27,8 @@ from deep_gemm.settings import settings
 
 DISTRIBUTION = "deep-gemm-jit"
 NVRTC = "nvidia-cuda-nvrtc-cu12"
+NVRTC_WHEEL = "/nvidia/cuda_nvrtc/lib/"
+"""Where it installs; those of CUDA 13 are under nvidia/cu13."""
 
 
 @click.command("doctor")
@@ -162,6 +164,7 @@ def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
         (notes if packed else problems).append(
             "No compiler can be used: see the reasons above." + (" Other kernels cannot be built." if packed else "")
         )
+    notes += _unneeded(report["compilers"])
     if not report["headers"]["files"]:
         problems.append(f"The device headers are missing from {report['headers']['path']}: install the package again.")
     if report["other_packages"]:
@@ -174,6 +177,16 @@ def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
         why = report["cache"]["problem"] or f"{report['cache']['root']} cannot be written to"
         notes.append(f"Kernels are kept in memory only, and compiled anew by each process: {why}.")
     return problems, notes
+
+
+def _unneeded(compilers: list[dict[str, Any]]) -> list[str]:
+    """That another NVRTC, such as that of a torch of CUDA 13, makes the one that we depend on superfluous."""
+    used = next((one for one in compilers if one["chosen"] and one["kind"] == "nvrtc"), None)
+    wheels = [one for one in compilers if one["kind"] == "nvrtc" and NVRTC_WHEEL in one["path"]]
+    if used is None or not wheels or used in wheels:
+        return []
+    wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB)"
+    return [f"NVRTC {used['version']} is used: the wheel {wheel} is not needed here, and may be uninstalled."]
 
 
 def _print(report: dict[str, Any]) -> None:
