@@ -1,8 +1,8 @@
 """Device headers for compute-sanitizer's racecheck, and races put into those, to see that it finds them.
 
 It does not always see that who arrives at an mbarrier has met others at a named barrier before, for whom it arrives
-too: where consumers exchange sums it reported the reads of exactly 127 of 128 threads. See benchmarks/README.md, also for what that of CUDA 13.0
-reports besides.
+too: where consumers exchange sums it reported the reads of exactly 127 of 128 threads. See benchmarks/README.md, also
+for what that of CUDA 13.0 reports besides.
 """
 
 from __future__ import annotations
