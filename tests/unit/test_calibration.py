@@ -18,6 +18,7 @@ from deep_gemm import arch
 from deep_gemm.benchmarks import fit, survey
 from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.kernels.features import Features
 from deep_gemm.params import SwappedConfig
 from deep_gemm.select import calibration, candidates
 from deep_gemm.select.calibration import (
@@ -31,8 +32,7 @@ from deep_gemm.select.calibration import (
     file_of,
     kind_of,
 )
-from deep_gemm.select.features import Features, features
-from deep_gemm.select.model import estimate, parts
+from deep_gemm.select.model import estimate, features, parts
 from deep_gemm.select.power import Power
 from deep_gemm.workload import GemmShape
 
@@ -50,7 +50,7 @@ def rows(calibration: Calibrations, kind: str = "") -> list[dict[str, Any]]:
     for shape in SHAPES:
         if kind and kind != kind_of(shape.m):
             continue
-        asked = survey.problem(shape, 132)
+        asked = survey.spec_of(shape, 132)
         configs = candidates(asked, arch.SM90)
         times = {
             survey.name_of(c, asked, arch.SM90): round(estimate(asked, c, calibration.of(shape.m)).total_us, 4)
@@ -109,7 +109,7 @@ def test_the_number_of_tokens_says_which_constants() -> None:
 
 
 def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
-    asked = survey.problem(SHAPES[-5], 132)
+    asked = survey.spec_of(SHAPES[-5], 132)
     configs = candidates(asked, arch.SM90)
     together = Features(*(np.array(column) for column in zip(*(features(asked, c) for c in configs), strict=True)))
     totals = parts(together, MANY, np.maximum)["total"]
@@ -118,7 +118,7 @@ def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
 
 
 def test_weights_that_several_tiles_ask_for_cost_again() -> None:
-    asked = survey.problem(GemmShape(200, 2112, 7168, "test"), 132)
+    asked = survey.spec_of(GemmShape(200, 2112, 7168, "test"), 132)
     dear = replace(MANY, again=1.0)
     seen = set()
     for config in candidates(asked, arch.SM90):
@@ -130,7 +130,7 @@ def test_weights_that_several_tiles_ask_for_cost_again() -> None:
 
 def test_wide_tiles_wait_longer_for_their_first_stage() -> None:
     """What all CTAs begin with comes from HBM before any of it is worked on."""
-    asked = survey.problem(GemmShape(128, 32768, 512, "test"), 132)
+    asked = survey.spec_of(GemmShape(128, 32768, 512, "test"), 132)
     alone = [c for c in candidates(asked, arch.SM90) if c.cluster_size == c.ctas_per_sm == 1 and not c.stream_k]
     lone = {
         (c.block_m, c.block_n, c.consumers_k): features(asked, c) for c in alone if not isinstance(c, SwappedConfig)
@@ -148,12 +148,12 @@ def test_wide_tiles_wait_longer_for_their_first_stage() -> None:
 def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clusters() -> None:
     # Where lines cost so much that nothing else of the way from L2 matters.
     dear = replace(MANY, line_cycles=1e6, hanging_cycles=2e6, crowded_cycles=1e-6)
-    whole = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
+    whole = survey.spec_of(GemmShape(4096, 4096, 512, "test"), 132)
     alone = {(c.block_m, c.block_n): c for c in candidates(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
     # Four blocks each, of which the last ends past K. Rows of 400 bytes: seven of eight begin at another multiple of 16
     # than lines, and four of them inside a sector.
     for k, inside, torn in ((448, 1 / 2, 0), (480, 3 / 4, 0), (400, 7 / 8, 1 / 2)):
-        other = survey.problem(GemmShape(4096, 4096, k, "test"), 132)
+        other = survey.spec_of(GemmShape(4096, 4096, k, "test"), 132)
         lines = 1 + (MANY.unaligned - 1) * inside + MANY.torn * torn
         for config in candidates(whole, arch.SM90):
             if config in candidates(other, arch.SM90):
@@ -167,7 +167,7 @@ def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clus
 
 def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_them() -> None:
     # 98 CTAs want all of A, in steps of eight rows; or 49 pairs of them; or 65 in each of two rows of tiles.
-    asked = {k: survey.problem(GemmShape(198, 12480, k, "test"), 132) for k in (144, 288, 160, 192, 256)}
+    asked = {k: survey.spec_of(GemmShape(198, 12480, k, "test"), 132) for k in (144, 288, 160, 192, 256)}
     lone = {
         (c.block_m, c.block_n, c.cluster_n): c
         for c in candidates(asked[144], arch.SM90)
@@ -182,7 +182,7 @@ def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_t
     assert math.isclose(crowded[288], 0.4 * 200 * 98 / 132 / 3)
     assert crowded[192] == crowded[256] == 0
     # More tiles than run at a time: 16 rows of 128, in 16 waves.
-    many = survey.problem(GemmShape(4096, 16384, 144, "test"), 132)
+    many = survey.spec_of(GemmShape(4096, 16384, 144, "test"), 132)
     assert math.isclose(features(many, every).crowded, 256 * 8 / 132 / 2)
     # Where it costs so much that nothing else of the way from L2 matters: two blocks.
     dear = estimate(asked[144], every, replace(MANY, crowded_cycles=1e6)).shared_us
@@ -190,7 +190,7 @@ def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_t
 
 
 def test_tiles_are_stored_while_the_next_are_multiplied() -> None:
-    asked = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
+    asked = survey.spec_of(GemmShape(4096, 4096, 512, "test"), 132)
     slow = replace(MANY, epilogue_us=100.0)
     waves = set()
     for config in candidates(asked, arch.SM90):
@@ -204,7 +204,7 @@ def test_tiles_are_stored_while_the_next_are_multiplied() -> None:
 
 
 def test_ctas_that_share_an_sm_share_its_way_out() -> None:
-    asked = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
+    asked = survey.spec_of(GemmShape(4096, 4096, 512, "test"), 132)
     slow = replace(MANY, epilogue_elements_per_us=MANY.epilogue_elements_per_us / 10)
     found = {}
     for c in candidates(asked, arch.SM90):
@@ -385,7 +385,7 @@ def test_constants_without_rows_are_kept(tmp_path: Path) -> None:
 
 def test_what_is_multiplied_in_two_parts_takes_longer() -> None:
     """A consumer of a 128 x 256 tile has more columns than fit one instruction, one of 256 x 128 twice the rows."""
-    asked = survey.problem(GemmShape(4096, 4096, 7168, "test"), 132)
+    asked = survey.spec_of(GemmShape(4096, 4096, 7168, "test"), 132)
     configs = {survey.name_of(c, asked, arch.SM90): c for c in candidates(asked, arch.SM90)}
     wide, tall = configs["fp8_gemm_128x256_s3_p1_tma"], configs["fp8_gemm_256x128_s3_p1_tma"]
     assert (features(asked, wide).in_parts, features(asked, tall).in_parts) == (1, 0)
