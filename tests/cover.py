@@ -5,43 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from golden_renders import make_params
+from golden_renders import FAMILIES, make_params
 
 from deep_gemm.arch import SM90
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_small, sm90_fp8_swapped
+from deep_gemm.kernels.sm90_fp8_swapped import scales_held
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
-
-FAMILIES = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
 
 Item = TypeVar("Item")
 
 
 def everything() -> list[KernelParams]:
-    """Each config of each family, and again with a D that TMA cannot store, where it has such a kernel."""
+    """Each config of the serving sets, and again with a D that TMA cannot store."""
     configs = [config for kernel in FAMILIES for config in kernel.configs(SM90)]
-    usual = [make_params(config) for config in configs]
-    return usual + [make_params(config, store="direct") for config in configs if not _narrow(config)]
+    return [make_params(config, store) for store in ("tma", "direct") for config in configs]
 
 
 def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     """What a kernel is one of: a tile, a cluster, a way to share K, and so on, each in its family."""
     config = params.config
     assert isinstance(config, FP8Config)
-    late = isinstance(config, SwappedConfig) and not sm90_fp8_swapped.scales_held(config)
+    swapped = isinstance(config, SwappedConfig)
+    persistent = getattr(config, "persistent", True)
     kinds: dict[str, Hashable] = {
         "tile": (config.block_m, config.block_n),
-        "cluster": (config.cluster_m, config.cluster_n, config.cluster_k),
-        "consumers": (config.num_consumers, config.consumers_k),
         # Sums that consumers of one CTA exchange go other ways than those between CTAs, and where there are both again.
-        "split": (config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k),
+        "split": (config.cluster_m, config.cluster_n, config.cluster_k, getattr(config, "consumers_k", 1)),
+        "consumers": config.num_consumers,
         "partials": config.num_partials,
         "CTAs on an SM": config.ctas_per_sm,
-        "persistent": config.persistent,
-        "stream K": (config.stream_k, config.block_n),
-        "extra tokens": config.extra_tokens,
-        "blocks of K in a stage": config.stage_blocks,
-        "scales of their own ring": late,
-        "store": (params.store, config.persistent, config.num_consumers),
+        "persistent": persistent,
+        "scales of their own ring": swapped and not scales_held(config),
+        "store": (params.store, persistent, config.num_consumers),
     }
     return frozenset((params.kernel, kind, value) for kind, value in kinds.items())
 
@@ -63,7 +57,3 @@ def cover(
         shown |= found
     order = {id(item): place for place, item in enumerate(items)}
     return sorted(chosen, key=lambda item: order.get(id(item), -1))
-
-
-def _narrow(config: FP8Config) -> bool:
-    return isinstance(config, SwappedConfig) and config.stage_blocks > 1

@@ -11,16 +11,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from deep_gemm import engine
+from deep_gemm import engine, kernels
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
-from deep_gemm.kernels import get as get_kernel
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch, slot_bytes
-from deep_gemm.kernels.stream_k import FLAG_BYTES
-from deep_gemm.params import KernelParams, align, ceil_div
+from deep_gemm.ops import fp8_dense
+from deep_gemm.params import KernelParams
 from deep_gemm.settings import settings
+from deep_gemm.spec import align, ceil_div
 from deep_gemm.testing import Operand
 
 COMPILING_THREADS = 16
@@ -44,7 +43,7 @@ def compiled(jobs: Iterable[tuple[Key, Builder, KernelParams]]) -> Iterator[dict
 
 def load(params: KernelParams, binary: Binary, device: int = 0) -> Function:
     """The kernel on a device."""
-    return load_function(binary.cubin, binary.name, device, get_kernel(params.kernel).shared_bytes(params))
+    return load_function(binary.cubin, binary.name, device, kernels.get(params.kernel).shared_bytes(params))
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Forced:
 
     launch: Launch
     scales: Tensor
-    workspace: Tensor
 
     def __call__(self) -> None:
         self.launch()
@@ -82,26 +80,9 @@ def force(
     rows, blocks = align(m, 4), ceil_div(k, 128)
     scales = torch.full((blocks, rows), float("nan"), device=sfa.device)
     scales[:, :m] = sfa.t()
-    geometry = Geometry(
-        m=m,
-        n=n,
-        k=k,
-        stride_a=k,
-        stride_b=k,
-        stride_d=d.stride(0),
-        stride_sfa=rows,
-        stride_sfb=(sfb.stride(0), sfb.stride(1)),
-    )
-    size = slot_bytes(params.config, geometry, num_sms)
-    workspace = torch.zeros(FLAG_BYTES + size if size else 0, dtype=torch.uint8, device=d.device)
-    at = Addresses(
-        a=x.data_ptr(),
-        sfa=scales.data_ptr(),
-        b=y.data_ptr(),
-        sfb=sfb.data_ptr(),
-        d=d.data_ptr(),
-        flags=workspace.data_ptr(),
-        slots=workspace.data_ptr() + FLAG_BYTES,
-    )
-    shape, parameters = launch(params, geometry, num_sms, pdl, constant_b)
-    return Forced(Launch(function, shape, stream, parameters, vars(at)), scales, workspace)
+    tensors = {"a": x, "sfa": scales, "b": y, "sfb": sfb, "d": d}
+    strides = {name: tensor.stride() for name, tensor in tensors.items()} | {"a": (k, 1), "sfa": (1, rows), "b": (k, 1)}
+    spec = fp8_dense.spec(m, n, k, num_sms=num_sms, aligned=params.store == "tma")
+    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    return Forced(Launch(function, made.shape, stream, made.parameters, addresses), scales)

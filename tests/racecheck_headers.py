@@ -1,9 +1,8 @@
 """Device headers for compute-sanitizer's racecheck, and races put into those, to see that it finds them.
 
 It does not always see that who arrives at an mbarrier has met others at a named barrier before, for whom it arrives
-too: where sums of other CTAs come through the ring's stages it reported the reads of exactly 31 lanes of 32, and where
-consumers exchange sums those of 127 of 128 threads. See benchmarks/README.md, also for what that of CUDA 13.0
-reports besides.
+too: where consumers exchange sums it reported the reads of exactly 127 of 128 threads. See benchmarks/README.md, also
+for what that of CUDA 13.0 reports besides.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Race:
 
 RACES = {
     "told-late": Race(  # a tile's column is told once consumers may ask for it
-        "128x16_s12_p2_tma",
+        "128x160_s5_p1_tma",
         "put_away.cuh",
         (
             ("    look_ahead();\n    bool owned = true;", "    bool owned = true;"),
@@ -61,7 +60,7 @@ RACES = {
         ),
     ),
     "told-early": Race(  # and where the column of the tile before still is
-        "128x32_s10_p2_tma",
+        "128x224_s3_p1_tma",
         "told.cuh",
         (
             (
@@ -71,19 +70,8 @@ RACES = {
         ),
     ),
     "exchange": Race(  # sums are sent to a slot whose last ones may not have been read
-        "64x96_s8_p2_k1x2_direct",
+        "swapped_16x64_s20_p2_k1x2_tma",
         "reduction.cuh",
         (("if (receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);", ""),),
-    ),
-    "stream": Race(  # the stage of another CTA's sums is let go before they are read
-        "128x128_s5_p2_stream_tma",
-        "stream.cuh",
-        (
-            (
-                "barrier_wait(barriers.full(at.stage), at.parity);",
-                "barrier_wait(barriers.full(at.stage), at.parity);\n        barriers.release(at.stage, thread % 32);",
-            ),
-            ("        barriers.release(at.stage, thread % 32);\n        at.advance();", "        at.advance();"),
-        ),
     ),
 }

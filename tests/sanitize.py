@@ -5,8 +5,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck
 
 Needs a GPU. The API errors are those of cuda-bindings, which asks the driver for functions that it lacks. Kernels are a
-cover: each tile, cluster, way to share K and so on of each family is in one of them (see `cover.py`), and all that deal
-out blocks of K among their cases. `--every 1` takes every config of every family, and a larger number one in so many.
+cover: each tile, cluster, way to share K and so on of each family's serving set is in one of them (see `cover.py`).
+`--every 1` takes every config of these sets, and a larger number one in so many.
 Each runs twice, alone, and then as a programmatic launch with weights promised constant right behind itself.
 
 `--racecheck` compiles headers that racecheck follows, and `--race NAME` such with a mistake, which it must report, in a
@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cover import FAMILIES, cover, everything, features
+from cover import cover, everything, features
 from forced import compiled, force, load, nvrtc
 from racecheck_headers import RACES, racecheck_headers
 
@@ -32,22 +32,16 @@ from deep_gemm import kernels
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels import sm90_fp8_swapped
-from deep_gemm.params import SCALE_BLOCK, FP8Config, KernelParams, SwappedConfig, ceil_div
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
 from deep_gemm.reference import exact_product
+from deep_gemm.spec import SCALE_BLOCK, ceil_div
 from deep_gemm.testing import calc_diff, random_operands
-
-DEALT_SMS = 4, 20
-"""Where blocks of K are dealt out: so few that a CTA does whole tiles too, and so many that a tile is in three or more
-CTAs. Elsewhere two clusters run."""
 
 
 def chosen(every: int) -> list[KernelParams]:
-    """A cover and the cases that deal out blocks of K, or with ``every`` one in so many of everything."""
+    """A cover, or with ``every`` one in so many of everything."""
     known = everything()
-    if every:
-        return known[::every]
-    dealt = {p for kernel in FAMILIES for p in kernel.cases() if not any(p.shape) and _config(p).stream_k}
-    return cover(known, features, first=[p for p in known if p in dealt])
+    return known[::every] if every else cover(known, features)
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
@@ -55,19 +49,13 @@ def named(found: list[KernelParams], part: str) -> list[KernelParams]:
     return [params for params in found if part in kernels.get(params.kernel).entry(params)]
 
 
-def sizes(config: FP8Config) -> tuple[int, int, int, tuple[int, ...]]:
-    """M, N, K, and numbers of SMs to run on, so few that a CTA that stays does several tiles. Where scales have a ring
-    of their own, K goes round it twice; tokens past the slices are in some tiles of each CTA, and some are missing."""
+def sizes(config: FP8Config) -> tuple[int, int, int, int]:
+    """M, N, K, and the number of SMs to run on, so few that a CTA that stays does several tiles. Where scales have a
+    ring of their own, K goes round it twice."""
     m, n, k = config.block_m + 70, 2 * config.block_n + 40, 896
-    if config.extra_tokens:
-        return 2 * config.block_m - 3, n, k, (2,)
-    if config.stream_k:
-        return m, 4 * config.block_n + 40, k, DEALT_SMS
-    if isinstance(config, SwappedConfig):
-        m = min(config.block_m, 150)
-        if not sm90_fp8_swapped.scales_held(config):
-            k = 2 * (config.num_stages + config.consumers_k) * config.cluster_k * SCALE_BLOCK
-    return m, n, k, (ceil_div(2 * config.cluster_size, config.ctas_per_sm),)
+    if isinstance(config, SwappedConfig) and not sm90_fp8_swapped.scales_held(config):
+        k = 2 * (config.num_stages + config.consumers_k) * config.cluster_k * SCALE_BLOCK
+    return m, n, k, ceil_div(2 * config.cluster_size, config.ctas_per_sm)
 
 
 def _config(params: KernelParams) -> FP8Config:
@@ -91,21 +79,19 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0
     for params, function in functions.items():
-        m, n, k, parts = sizes(_config(params))
+        m, n, k, num_sms = sizes(_config(params))
         a, b, _, _ = random_operands(m, n, k, "cuda")
-        exact = exact_product(*a, *b)
-        for num_sms in parts:
-            d, early = (torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-            runs = [
-                force(params, function, a, b, d, num_sms, stream),
-                force(params, function, a, b, early, num_sms, stream, pdl=True, constant_b=True),
-            ]
-            for run in runs:
-                run()
-            torch.cuda.synchronize()
-            if not float(calc_diff(d, exact)) < 1e-5 or not torch.equal(d, early):
-                wrong += 1
-                print(f"wrong on {num_sms} SMs: {params}")
+        d, early = (torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        runs = [
+            force(params, function, a, b, d, num_sms, stream),
+            force(params, function, a, b, early, num_sms, stream, pdl=True, constant_b=True),
+        ]
+        for run in runs:
+            run()
+        torch.cuda.synchronize()
+        if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
+            wrong += 1
+            print(f"wrong: {params}")
     print(f"{len(functions)} kernels, {wrong} wrong")
     sys.exit(wrong > 0 and not race)
 

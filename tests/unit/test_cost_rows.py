@@ -1,4 +1,4 @@
-"""Cost rows without a GPU: parts of a warm call, phases of a build, how many kernels there are."""
+"""Cost rows without a GPU: calls elsewhere, phases of a build, how many kernels there are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from deep_gemm.aot import build
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, breakdown, census, costs, phases, timing
-from deep_gemm.errors import CompileError, DeepGemmError
+from deep_gemm.benchmarks import backends, census, costs, phases
+from deep_gemm.errors import CompileError
 from deep_gemm.jit.builder import BuildRequest
 from deep_gemm.jit.compilers.base import Compiled
 from deep_gemm.jit.resources import Resources
@@ -23,36 +24,6 @@ from deep_gemm.params import KernelParams
 def operands() -> backends.Operands:
     a, b = (torch.zeros(rows, 128).to(torch.float8_e4m3fn) for rows in (4, 8))
     return backends.Operands(a, torch.ones(4, 1), b, torch.ones(1, 1), torch.empty(4, 8, dtype=torch.bfloat16))
-
-
-def test_the_warm_path_is_read_from_its_source(operands: backends.Operands) -> None:
-    path = breakdown.WarmPath()
-    for kind, read in (("addresses (data_ptr)", "data_ptr"), ("shapes", "shape"), ("strides", "stride")):
-        texts = path.reads[f"key: {kind}"]
-        assert len(texts) == 5
-        assert all(f".{read}" in text for text in texts)
-    assert sum(map(len, path.reads.values())) == len(path.elements)
-    arguments = {"a": (operands.a, operands.sfa), "b": (operands.b, operands.sfb), "d": operands.d}
-    key = path.key(arguments)
-    assert len(key) == len(path.elements)
-    assert {operands.a.data_ptr(), operands.sfb.data_ptr(), operands.d.data_ptr()} <= {
-        value for value in key if isinstance(value, int)
-    }
-    assert key == path.key(arguments)
-
-
-def test_parts_before_the_launch(operands: backends.Operands) -> None:
-    seen: dict[str, str] = {}
-
-    def fake(statement: str, names: dict[str, Any], scope: dict[str, Any]) -> float:
-        exec(statement, dict(scope), dict(names))  # each statement runs as it is given
-        seen[statement] = ""
-        return 0.25
-
-    found = breakdown.before_launch(operands, time_us=fake)
-    assert found["key: dtypes"] == found[breakdown.LOOKUP] == 0.25
-    assert breakdown.UNPACK in found
-    assert len(seen) == len(found)
 
 
 def test_each_call_elsewhere_has_new_places(operands: backends.Operands, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,84 +42,6 @@ def test_each_call_elsewhere_has_new_places(operands: backends.Operands, monkeyp
         assert [place - places[0] for place in places] == [0, 16, 32, 48, 64, 0]
     # More than are timed: the warm-up and the rounds of every pass through all calls.
     assert costs.PLACES > 6 * (20 + 200 * 20)
-
-
-def test_a_function_without_a_key_is_refused() -> None:
-    with pytest.raises(DeepGemmError, match="no tuple to `key`"):
-        breakdown.WarmPath(operands_of_nothing)
-
-
-def operands_of_nothing() -> None:
-    """A function to take apart."""
-
-
-def test_a_statement_is_timed_without_its_loop() -> None:
-    names = {"x": list(range(1000))}
-    short = breakdown.statement_us("pass", names, {}, calls=200, rounds=3)
-    long = breakdown.statement_us("sum(x)", names, {}, calls=200, rounds=3)
-    assert 0.0 <= short < 0.5 < long
-
-
-def test_parts_and_the_rest_add_up_to_the_whole() -> None:
-    rows = breakdown.rows(6.0, {"a": 1.0, "b": 4.5})
-    assert [(row["what"], row["us"], row["share"]) for row in rows] == [
-        ("a", 1.0, 0.167),
-        ("b", 4.5, 0.75),
-        (breakdown.REST, 0.5, 0.083),
-    ]
-    assert "75% of the call" in costs.line(rows[1] | {"mode": "host"})
-
-
-def test_the_launch_is_split_into_the_driver_and_us() -> None:
-    assert breakdown.launch_parts(record=3.5, driver=3.0, nothing=0.1) == {breakdown.LAUNCH: 2.9, breakdown.CHECK: 0.5}
-
-
-def test_parts_and_the_whole_are_timed_in_the_same_passes(
-    operands: backends.Operands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A host that is slower by half in all passes but the fourth: with it all is as if it had always been so.
-    passes: list[float] = []
-    whole = backends.ours(operands)
-
-    def before(x: backends.Operands) -> dict[str, float]:
-        assert x is operands
-        passes.append(1.0 if len(passes) == 3 else 1.5)
-        return {"key": passes[-1]}
-
-    def host(call: Callable[[], Any], rounds: int) -> float:
-        return {record: 4.0, record.call: 3.0, whole: 6.5}.get(call, 0.5) * passes[-1]
-
-    class Record(SimpleNamespace):
-        __hash__ = object.__hash__
-
-    record = Record(call=lambda: None)
-    monkeypatch.setattr(breakdown, "record_of", lambda x: record)
-    monkeypatch.setattr(breakdown, "before_launch", before)
-    monkeypatch.setattr(timing, "host", host)
-    monkeypatch.setattr(backends, "ours", lambda x: whole)
-    found = {row["what"]: row["us"] for row in costs.parts(operands)}
-    assert found == {"key": 1.0, breakdown.LAUNCH: 2.5, breakdown.CHECK: 1.0, breakdown.REST: 2.0}
-
-
-def test_the_record_of_a_call_is_found_by_its_key(operands: backends.Operands, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deep_gemm import dense
-
-    with pytest.raises(DeepGemmError, match="No launch record"):
-        breakdown.record_of(operands)
-    # The key under which the function itself looks, which on the CPU it never stores.
-    seen: list[Any] = []
-
-    class Known(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            seen.append(key)
-            return super().get(key, default)
-
-    monkeypatch.setattr(dense, "_warm", Known())
-    backends.ours(operands)()
-    (key,) = seen
-    record = SimpleNamespace(call=lambda: None)
-    dense._warm[key] = record
-    assert breakdown.record_of(operands) is record
 
 
 NVRTC_TABLE = """File name, phase name, metric, unit
@@ -244,14 +137,11 @@ def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:
     assert "2 with N and K compiled in" in costs.line(rows[0])
 
 
-def test_kernel_counts_of_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_counts_of_the_selector() -> None:
     """It asks the selector as a call does."""
-    from deep_gemm.aot import build
-    from deep_gemm.aot.workload import GemmShape
-
-    (wanted,) = (p for p in build.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales")
+    wanted = [p for p in build.choose([GemmShape(48, 576, 7168)]).kernels if p.kernel != "transpose_scales"]
     assert census.kernel_at(576, 7168)(48) == wanted
-    assert census.specialised(wanted, 576, 7168).shape == (0, 576, 7168)
+    assert census.specialised(wanted[0], 576, 7168).shape == (0, 576, 7168)
 
 
 def test_sizes_compiled_in_are_timed_beside_those_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from cover import FAMILIES, cover, everything, features
+from cover import cover, everything, features
+from golden_renders import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from sanitize import _config, chosen, sizes
 
+from deep_gemm import kernels
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.sm90_fp8_launch import num_ctas
-from deep_gemm.kernels.stream_k import stream
-from deep_gemm.params import SCALE_BLOCK, KernelParams, ceil_div
+from deep_gemm.params import KernelParams
+from deep_gemm.spec import SCALE_BLOCK, ceil_div
 
 EVERYTHING = everything()
 
@@ -28,54 +31,32 @@ def test_every_feature_of_every_family_is_seen(taken: list[KernelParams]) -> Non
 
 
 def test_few_kernels_do(taken: list[KernelParams]) -> None:
-    assert len(taken) == len(set(taken)) <= 130
+    assert len(taken) == len(set(taken)) <= 40
 
 
-def test_tiles_and_clusters_are_seen(taken: list[KernelParams]) -> None:
-    """Said once more, not by what `features` says."""
-    configs = {_config(params) for params in taken}
+def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> None:
+    """Said once more, not by what `features` says: CTAs along m, n and k, and consumers along K."""
+
+    def split(config: Any) -> tuple[int, ...]:
+        return config.cluster_m, config.cluster_n, config.cluster_k, getattr(config, "consumers_k", 1)
+
     for kernel in FAMILIES:
-        own = {config for config in configs if config in set(kernel.configs(SM90))}
-        every = set(kernel.configs(SM90))
-        assert {(c.block_m, c.block_n) for c in own} == {(c.block_m, c.block_n) for c in every}
-        clusters = {(c.cluster_m, c.cluster_n, c.cluster_k) for c in own}
-        assert clusters == {(c.cluster_m, c.cluster_n, c.cluster_k) for c in every}
+        every, own = list(kernel.configs(SM90)), [params.config for params in taken if params.kernel == kernel.name]
+        assert {config.tile for config in own} == {config.tile for config in every}
+        assert {split(config) for config in own} == {split(config) for config in every}
     assert {"tma", "direct"} == {params.store for params in taken}
 
 
-def test_sizes_suit_the_kernels(taken: list[KernelParams]) -> None:
-    for params in taken:
-        config = _config(params)
-        m, _, k, parts = sizes(config)
-        assert m > 0
-        assert k % SCALE_BLOCK == 0
-        assert config.cluster_size <= min(parts) * config.ctas_per_sm
-        assert max(parts) <= 32
-
-
-def test_a_cta_that_stays_does_several_tiles(taken: list[KernelParams]) -> None:
+def test_sizes_suit_the_kernels_and_ctas_that_stay_do_several_tiles(taken: list[KernelParams]) -> None:
     """So that what one tile leaves in shared memory meets the next one's writes."""
     for params in taken:
-        config = _config(params)
-        if not config.persistent or config.stream_k:
-            continue
-        m, n, _, (num_sms,) = sizes(config)
+        config, kernel = _config(params), kernels.get(params.kernel)
+        m, n, k, num_sms = sizes(config)
+        assert k % SCALE_BLOCK == 0
+        assert config.cluster_size <= num_sms * config.ctas_per_sm <= 32
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
-        assert num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
-
-
-def test_ctas_do_whole_tiles_and_pieces_of_any_number(taken: list[KernelParams]) -> None:
-    dealt = 0
-    for params in taken:
-        config = _config(params)
-        if config.stream_k:
-            m, n, k, parts = sizes(config)
-            few, many = (stream(config, m, n, k, num_sms) for num_sms in parts)
-            assert few.whole > 0, params
-            assert few.dealt > 0, params
-            assert many.donors > 1, params
-            dealt += 1
-    assert dealt > 5
+        if getattr(config, "persistent", True):
+            assert kernel.num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params  # type: ignore[attr-defined]
 
 
 def test_every_takes_all() -> None:

@@ -182,7 +182,7 @@ def test_with_everything_the_model_has_no_say(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
     monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
     shape = GemmShape(300, 2112, 1152)
-    asked = survey.problem(shape, SM90.num_sms)
+    asked = survey.spec_of(shape, SM90.num_sms)
     names = [survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)]
     ranked = [survey.name_of(choice.config, asked, SM90) for choice in select.rank(asked, SM90)]
     best = next(name for name in names if name not in ranked)

@@ -101,21 +101,27 @@ def test_another_result_is_said_and_fails(gpu: dict[str, Any], capsys: pytest.Ca
 def test_other_device_code_is_loaded_and_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else these headers would be timed against themselves."""
 
-    class Other:
+    class Made:
+        def __init__(self, cubin: bytes) -> None:
+            self.cubin = cubin
+
         def build(self, request: Any) -> Any:
-            return SimpleNamespace(cubin=b"another", name=request.name)
+            return SimpleNamespace(cubin=self.cubin, name="a kernel")
 
     monkeypatch.setattr(engine.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(engine, "load_function", lambda cubin, name, device, shared: (cubin, shared))
-    monkeypatch.setattr(engine, "_launch", lambda params, function, *rest: function)
-    monkeypatch.setattr(engine, "_load", lambda params, device, what: ((b"this", 0), None))
-    asked, config = versus.survey.problem(SHAPE, 132), find_config(block_m=128, block_n=128)
-    at: Any = "operands"
-    shared, before = config_shared_bytes(config, tma_store=True), dict(engine._functions)
-    other: Any = Other()
-    assert engine.forced_launch(asked, config, at, at, 0, 0, False, other) == (b"another", shared)
-    assert engine.forced_launch(asked, config, at, at, 0, 0) == (b"this", 0)
-    assert engine._functions == before
+    monkeypatch.setattr(engine, "build_request", lambda params: params)
+    monkeypatch.setattr(engine, "default_builder", lambda: Made(b"this"))
+    monkeypatch.setattr(engine, "_functions", {})
+    asked, config = versus.survey.spec_of(SHAPE, 132), find_config(block_m=128, block_n=128)
+    shared: Any = config_shared_bytes(config, tma_store=True)  # type: ignore[arg-type]
+    other: Any = Made(b"another")
+    assert engine.forced_plan(asked, config, 0, other).function == (b"another", shared)
+    assert engine._functions == {}
+    assert engine.forced_plan(asked, config, 0).function == (b"this", shared)
+    assert len(engine._functions) == 1
+    assert engine.forced_plan(asked, config, 0, other).function == (b"another", shared)
 
 
 def test_without_shapes_it_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
