@@ -100,7 +100,7 @@ def test_scales_to_transpose() -> None:
     sf = torch.rand(M, 7, device=DEVICE)
     sf.untyped_storage().resize_(0)
     if DEVICE == "cuda":
-        with pytest.raises(InvalidInputError, match="^sf has no memory"):
+        with pytest.raises(InvalidInputError, match=r"^sf has no memory"):
             deep_gemm.get_mn_major_tma_aligned_tensor(sf)
     still_works()
 
