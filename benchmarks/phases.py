@@ -48,7 +48,7 @@ def kernels() -> list[KernelParams]:
         ("sm90_fp8_gemm", 128, 128),
         ("sm90_fp8_gemm", 256, 128),
     ):
-        every = list(registry()[family].configs(arch.SM90))
+        every = registry()[family].legal(arch.SM90)
         config = min(
             every,
             key=lambda c: (abs(c.block_m - block_m) + abs(c.block_n - block_n), c.cluster_size, c.ctas_per_sm),

@@ -102,12 +102,14 @@ class Survey:
             yield row | common
 
     def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec) -> list[GemmConfig]:
+        """The selected one first: it is timed whatever the model thinks of those that calls do not choose among."""
         if self.everything:
             return select.legal(asked, spec)
+        selected = select.rank(asked, spec)[0].config
         ranked = select.order(asked, select.legal(asked, spec), calibration.default())
         limit = min(choice.estimate.total_us for choice in ranked) * self.within
-        near = (choice for choice in ranked[1:] if not self.within or choice.estimate.total_us <= limit)
-        return [choice.config for choice in (ranked[0], *near)]
+        near = (choice.config for choice in ranked if not self.within or choice.estimate.total_us <= limit)
+        return [selected, *(config for config in near if config != selected)]
 
     def _build(self, pairs: Iterable[tuple[GemmSpec, GemmConfig]], spec: archs.ArchSpec) -> None:
         wanted = {engine.kernel_params(asked, config, spec) for asked, config in pairs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 from typing import Any
@@ -37,7 +38,7 @@ def test_parts_are_disjoint_complete_and_even(chosen: set[KernelParams], count: 
 
 
 def area(params: KernelParams) -> int:
-    return params.config.block_m * params.config.block_n
+    return math.prod(params.config.tile)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
