@@ -58,7 +58,7 @@ def choose() -> Compiler:
     key = (settings.use_nvrtc, settings.nvcc, settings.cuda_home)
     compiler = _chosen.get(key)
     if compiler is None:
-        with _lock:
+        with _lock.lock:
             candidates = _search(stop_early=True)
         for candidate in candidates:
             if candidate.found.chosen and candidate.compiler is not None:
@@ -74,7 +74,7 @@ def choose() -> Compiler:
 
 def find_all() -> list[Found]:
     """Every compiler on this machine, NVCC first. Never raises."""
-    with _lock:
+    with _lock.lock:
         return [candidate.found for candidate in _search(stop_early=False)]
 
 
