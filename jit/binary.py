@@ -142,6 +142,11 @@ def check_same(binary: Binary, request: BuildRequest, identity: Mapping[str, str
                 f"{binary.name} cannot be adopted: its {what} is {getattr(binary, what)}, but {wanted} is wanted here: "
                 "both processes need the same version of deep_gemm, the same compiler and the same DG_* settings."
             )
+    try:
+        Resources.from_json(binary.resources.to_json())
+        seconds_from_json(dict(binary.seconds))
+    except ValueError as error:
+        raise InvalidInputError(f"{binary.name} cannot be adopted: its {error}.") from error
     if not binary.cubin:
         raise InvalidInputError(f"{binary.name} cannot be adopted: its cubin is empty.")
 

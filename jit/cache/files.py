@@ -55,6 +55,14 @@ def absolute(path: Path) -> Path:
         return path
 
 
+def resolved(path: Path) -> str:
+    """Where `path` leads, links followed, to tell whether two are the same; as it is where that cannot be told."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return str(path)
+
+
 def make_directories(path: Path, mode: int = 0o700) -> None:
     """Create a directory and its missing parents, all of exactly this mode whatever the umask. Those that are there
     stay as they are."""

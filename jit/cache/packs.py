@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import pack as packs
-from deep_gemm.jit.cache.files import absolute
+from deep_gemm.jit.cache.files import absolute, resolved
 from deep_gemm.jit.cache.pack import Kernel, Pack
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
@@ -72,7 +72,7 @@ class Packs:
         found: dict[str, Found] = {}
         for index in self._asked(self.setting):
             for one in index.found:
-                found.setdefault(os.path.realpath(one.path), one)
+                found.setdefault(resolved(one.path), one)
         return tuple(found.values())
 
     def get(self, source_key: str, name: str, arch: str, setting: Setting | None = None) -> tuple[Kernel, bytes] | None:
@@ -134,7 +134,7 @@ def _look(named: Iterator[tuple[Path, str]]) -> _Index:
     found: dict[str, Found] = {}
     for path, by in named:
         for one in _open_all(absolute(path), by):
-            found.setdefault(os.path.realpath(one.path), one)
+            found.setdefault(resolved(one.path), one)
     kernels: dict[str, list[tuple[Found, Kernel]]] = {}
     rendered: dict[str, list[tuple[Found, Kernel]]] = {}
     for one in found.values():

@@ -14,6 +14,7 @@ from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import Address, Entry
+from deep_gemm.jit.cache.files import resolved
 from deep_gemm.jit.cache.maintenance import _address, _times_kept
 from deep_gemm.jit.cache.pack import Kernel, Packable, packable
 from deep_gemm.jit.cache.root import root_problem
@@ -71,7 +72,7 @@ def join(sources: Sequence[Path], out: Path, trust: bool, progress: Progress | N
 
 def merge(sources: Sequence[Path], disk: DiskCache, trust: bool, progress: Progress | None = None) -> list[Item]:
     """Copy what cache directories and packs hold into `disk`. Sound entries that it has already are kept."""
-    others = [path for path in sources if os.path.realpath(path) != os.path.realpath(disk.root)]
+    others = [path for path in sources if resolved(path) != resolved(disk.root)]
     report = [one if isinstance(one, Item) else _copy(one, disk) for one in _all(others, trust, progress)]
     return report + [Item(str(disk.root), "", "same", "it is the target itself")] * (len(others) < len(sources))
 
