@@ -110,7 +110,7 @@ def test_the_filelock_that_is_installed_follows_no_link(tmp_path: Path) -> None:
 
 @pytest.fixture
 def storm() -> Iterator[None]:
-    """KeyboardInterrupt in the main thread, every 50 us, from `signal.setitimer` on."""
+    """KeyboardInterrupt in the main thread at each SIGALRM."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -128,17 +128,18 @@ def under_interrupts(action: Any, seconds: float) -> int:
         try:
             # Another moment each time: a little longer than the call takes, or a little shorter.
             signal.setitimer(signal.ITIMER_REAL, 20e-6 + (interrupts % 97) * 1e-6)
-            while True:
+            for _ in range(50):  # one that comes where Python ignores it, as in __del__, ends nothing
                 action()
         except KeyboardInterrupt:
             interrupts += 1
     return interrupts
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_over_memory_hits_leave_no_lock_taken(root: Path, storm: None) -> None:
     build = builder(root)
     build.build(request())
-    assert under_interrupts(lambda: build.build(request()), 1.5) > 100
+    assert under_interrupts(lambda: build.build(request()), 1.0) > 100
     signal.setitimer(signal.ITIMER_REAL, 0)
     done = threading.Event()
 
@@ -151,6 +152,7 @@ def test_interrupts_over_memory_hits_leave_no_lock_taken(root: Path, storm: None
     assert done.wait(10), "the next build waits for a lock that nobody will release"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_over_every_layer_leave_no_lock_taken(root: Path, storm: None) -> None:
     """Compiling, loading from disk, and waiting for a key that another thread compiles."""
     compiler = FakeCompiler()
@@ -161,7 +163,7 @@ def test_interrupts_over_every_layer_leave_no_lock_taken(root: Path, storm: None
         turn = next(turns)
         builds[turn % 50].build(request(source=f"int body{turn % 7};\n"))
 
-    assert under_interrupts(next_one, 1.5) > 100
+    assert under_interrupts(next_one, 1.0) > 100
     signal.setitimer(signal.ITIMER_REAL, 0)
     done = threading.Event()
 
