@@ -19,7 +19,7 @@ COUNT ?= 20
 FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit.py unit/test_cache_maintenance.py \
 	unit/test_cache_publish.py \
 	unit/test_builder.py unit/test_fork.py compile/test_builder_processes.py compile/test_builder_faults.py \
-	compile/test_builder_compilers.py
+	compile/test_builder_compilers.py unit/test_cache_whole.py unit/test_cache_owners.py unit/test_cache_locks.py
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)
 
