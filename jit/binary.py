@@ -84,7 +84,7 @@ def decode(data: bytes) -> Binary:
         header = json.loads(head)
         if not isinstance(header, dict):
             raise ValueError("it is no object")
-        texts = {name: header.get(name) for name in _TEXTS}
+        texts: dict[str, Any] = {name: header.get(name) for name in _TEXTS}
         for name, text in texts.items():
             if not isinstance(text, str) or not _TEXT.fullmatch(text):
                 raise ValueError(f"its {name} is {shown(text)}")

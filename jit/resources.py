@@ -50,14 +50,14 @@ class Resources:
         """Raises ValueError for anything that `to_json` did not write."""
         if not isinstance(data, dict):
             raise ValueError(f"resources must be an object, but it is {shown(data)}")
-        numbers = [data.get(name) for name in _NUMBERS]
+        numbers: list[Any] = [data.get(name) for name in _NUMBERS]
         for name, number in zip(_NUMBERS, numbers, strict=True):
             if type(number) is not int or not 0 <= number <= _MOST:
                 raise ValueError(f"{name} must be a whole number from 0 to {_MOST}, but it is {shown(number)}")
         lines = data.get("warnings")
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"warnings must be a list of text, but it is {shown(lines)}")
-        return cls(*numbers, warnings=tuple(lines))  # type: ignore[arg-type]
+        return cls(*numbers, tuple(lines))
 
 
 _NUMBERS = ("registers", "shared_static", "stack", "spill_stores", "spill_loads", "barriers")

@@ -81,11 +81,11 @@ class Kernel:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Kernel:
         """Raises ValueError for what `to_json` did not write."""
-        texts = {name: data.get(name) for name in _TEXTS}
+        texts: dict[str, Any] = {name: data.get(name) for name in _TEXTS}
         for name, pattern in _TEXTS.items():
             if not isinstance(texts[name], str) or not pattern.fullmatch(texts[name]):
                 raise ValueError(f"{name} of a kernel is {shown(texts[name])}")
-        sizes = {name: data.get(name) for name in _SIZES}
+        sizes: dict[str, Any] = {name: data.get(name) for name in _SIZES}
         for name, value in sizes.items():
             if type(value) is not int or not 0 <= value <= _MAX_FILE:
                 raise ValueError(f"{name} of {texts['name']} is {shown(value)}")
