@@ -57,7 +57,7 @@ class Resources:
         lines = data.get("warnings")
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"warnings must be a list of text, but it is {shown(lines)}")
-        return cls(*numbers, tuple(lines))
+        return cls(*numbers, warnings=tuple(lines))  # type: ignore[misc]
 
 
 _NUMBERS = ("registers", "shared_static", "stack", "spill_stores", "spill_loads", "barriers")
