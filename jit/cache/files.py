@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,12 +39,12 @@ class Content(NamedTuple):
 def danger(status: os.stat_result, path: str | Path) -> str | None:
     """Why somebody else could have written what has this status: a sentence that says what to do. None if only its
     owner can write to it, and the owner is this user or root."""
-    if (status.st_uid == 0 or status.st_uid == os.geteuid()) and not status.st_mode & 0o022:
-        return None
     if status.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to user {status.st_uid}, not to you (user {os.geteuid()}) or root; use another"
-    mode = stat.S_IMODE(status.st_mode)
-    return f"other users can write to {path} (mode {mode:04o}); run `chmod go-w` on it"
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        return f"other users can write to {path} (mode {mode:04o}); run `chmod go-w` on it"
+    return None
 
 
 def absolute(path: Path) -> Path:
@@ -87,14 +87,9 @@ def _make_directory(path: str | Path, mode: int, directory: int | None = None) -
         os.chmod(path, (made & 0o7000) | mode, dir_fd=directory)
 
 
-def read(
-    name: str | Path,
-    limit: int,
-    directory: int | None = None,
-    refuse: Callable[[os.stat_result, str | Path], str | None] | None = None,
-) -> Content:
-    """A regular file: a path, or a name in the open `directory`. Raises OSError, ValueError if it is no regular file
-    or is larger than `limit` bytes, and UnsafeError with what `refuse` says of its status."""
+def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
+    """A regular file: a path, or a name in the open `directory`. Raises OSError, and ValueError if it is no regular
+    file or is larger than `limit` bytes."""
     # O_NONBLOCK: a FIFO in place of the file must not block us.
     descriptor = os.open(name, _FILE | os.O_NOFOLLOW, dir_fd=directory)
     try:
@@ -103,8 +98,6 @@ def read(
             raise ValueError(f"{name} is not a regular file")
         if status.st_size > limit:
             raise ValueError(f"{name} has {status.st_size} bytes, more than {limit}")
-        if refuse is not None and (problem := refuse(status, name)) is not None:
-            raise UnsafeError(problem)
         # One byte more than there should be, so that one call both reads all and sees the end. Not `limit`: memory is
         # taken for as much as is asked for.
         data = os.read(descriptor, status.st_size + 1)
@@ -187,7 +180,10 @@ class Folder:
 
     def read(self, name: str, limit: int) -> Content:
         """A regular file. Raises OSError, UnsafeError included, and ValueError."""
-        return read(name, limit, self.fd, None if self.trust else danger)
+        found = read(name, limit, self.fd)
+        if not self.trust and (problem := danger(found.status, f"{self.path}/{name}")) is not None:
+            raise UnsafeError(problem)
+        return found
 
     def publish(self, name: str, content: bytes, temporary: Folder) -> None:
         """Write `content` to a private file in `temporary`, sync it, and rename it to `name`, whole or not at all."""

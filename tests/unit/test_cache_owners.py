@@ -97,12 +97,16 @@ def test_a_directory_of_another_user_is_not_used(root: Path, entry: Path, name: 
 
 @pytest.mark.parametrize("change", ["mode", "owner"])
 @pytest.mark.parametrize("name", ["kernel.cubin", "kernel.json", "kernel.cu"])
-def test_a_file_that_others_can_write_is_replaced(root: Path, entry: Path, name: str, change: str) -> None:
+def test_a_file_that_others_can_write_is_replaced(
+    root: Path, entry: Path, name: str, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if change == "owner" and os.geteuid() != 0:
         pytest.skip("only root can make files of another user")
     (entry / name).chmod(0o666) if change == "mode" else given_away(entry / name)
     assert builder(root).lookup(request()) is None
     assert builder(root).build(request()).layer == "compiled"
+    (warning,) = [record.message for record in caplog.records]
+    assert str(entry / name) in warning
     assert stat.S_IMODE((entry / name).stat().st_mode) == 0o600
     assert builder(root).build(request()).layer == "disk"
 
