@@ -190,8 +190,8 @@ class DiskCache:
                     path = self.lock_path(f"{address.arch}-{address.key}.lock")
                     taken = path is not None and closing.enter_context(held(path, limit))
                 except TimeoutError:
-                    message = f"Another process has been compiling {address.name} for {limit:g} s; compiling it too."
-                    warn_once(f"cache-lock:{address.key}", message)
+                    message = f"Another process has been compiling {address.name} for {limit:g} s"
+                    warn_once(f"cache-lock:{address.key}", f"{message}; compiling it here too.")
                 except OSError as error:
                     log.debug("no lock in %s: %s", self.root, error)
             yield taken
