@@ -160,7 +160,7 @@ class DiskCache:
             if not self._swept:
                 self._swept = True
                 temporary.sweep()
-            with root.below(address.parts(), create=True) as folder:
+            with root.made_below(address.parts()) as folder:
                 if entries.CUBIN in contents:
                     # Never an old description beside a new cubin.
                     folder.unlink(entries.META)

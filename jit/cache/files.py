@@ -170,12 +170,24 @@ class Folder:
             _make_directory(name, 0o700, self.fd)
         return self.child(name)
 
-    def below(self, parts: Iterable[str], create: bool = False) -> Folder:
-        """The directory that `parts` lead to; each level is opened and checked as `child` does, or `made`."""
-        folder = Folder(os.dup(self.fd), self.path, self.trust)
+    def below(self, parts: Iterable[str]) -> Folder:
+        """The directory that `parts` lead to; each level is opened and checked as `child` does."""
+        descriptor, path = os.dup(self.fd), self.path
+        for part in parts:
+            path = f"{path}/{part}"
+            try:
+                deeper = _open_directory(part, descriptor, path, self.trust)
+            finally:
+                os.close(descriptor)
+            descriptor = deeper
+        return Folder(descriptor, path, self.trust)
+
+    def made_below(self, parts: Iterable[str]) -> Folder:
+        """As `below`, and each level as `made` does."""
+        folder = self.below(())
         for part in parts:
             with folder:
-                folder = folder.made(part) if create else folder.child(part)
+                folder = folder.made(part)
         return folder
 
     def read(self, name: str, limit: int) -> Content:
