@@ -83,8 +83,10 @@ def _make_directory(path: str | Path, mode: int, directory: int | None = None) -
     os.mkdir(path, mode, dir_fd=directory)
     made = os.stat(path, dir_fd=directory, follow_symlinks=False).st_mode
     if made & 0o777 != mode and stat.S_ISDIR(made):
-        # The set-group-ID bit comes from the parent and is its owner's wish.
-        os.chmod(path, (made & 0o7000) | mode, dir_fd=directory)
+        # The set-group-ID bit comes from the parent and is its owner's wish. Where a filesystem has fixed modes, what
+        # they are decides later whether the directory is used.
+        with contextlib.suppress(OSError):
+            os.chmod(path, (made & 0o7000) | mode, dir_fd=directory)
 
 
 def read(name: str | Path, limit: int, directory: int | None = None) -> Content:

@@ -260,6 +260,25 @@ def test_a_parent_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "theirs" / "new").stat().st_mode) == 0o2700
 
 
+@pytest.mark.parametrize(("fixed", "stored"), [(0o755, 1), (0o777, 0)])
+def test_a_filesystem_with_fixed_modes(root: Path, fixed: int, stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another system's: mkdir cannot set a mode, and chmod fails. It is used where its modes are safe."""
+    mkdir, chmod = os.mkdir, os.chmod
+
+    def unlike(path: Any, mode: int = 0, *, dir_fd: int | None = None) -> None:
+        mkdir(path, dir_fd=dir_fd)
+        chmod(path, fixed, dir_fd=dir_fd)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", unlike)
+        patch.setattr(os, "chmod", refused)
+        assert builder(root).build(request()).layer == "compiled"
+    assert len(list(root.rglob("kernel.json"))) == stored
+
+
 def test_a_pack_is_written_where_others_can_read_it_and_not_write(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
