@@ -22,7 +22,8 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 	unit/test_cache_publish.py \
 	unit/test_builder.py unit/test_fork.py unit/test_process.py compile/test_builder_processes.py \
 	compile/test_builder_faults.py compile/test_builder_compilers.py compile/test_signals.py \
-	compile/test_next_compiler.py compile/test_foreign_paths.py
+	compile/test_next_compiler.py compile/test_foreign_paths.py unit/test_cache_whole.py unit/test_cache_owners.py \
+	unit/test_cache_locks.py
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 

@@ -184,7 +184,7 @@ class Settings:
     trust_cache_dir = _flag(
         "DG_JIT_TRUST_CACHE_DIR",
         "Use the cache directory even if other users can write to it or own it, or if it is a symbolic link; and packs "
-        "that anybody can write to.",
+        "of which the same is true.",
     )
     precompiled = _paths(
         "DG_JIT_PRECOMPILED",

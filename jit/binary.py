@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +13,7 @@ from typing import Any
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
 from deep_gemm.jit.cache.pack import ARCH, NAME, Kernel, Packable, packable
-from deep_gemm.jit.resources import Resources
-from deep_gemm.log import warn_once
+from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,15 @@ class Binary:
 
     def encode(self) -> bytes:
         """A checksum, JSON and the cubin, for `decode` in another process. The source's path stays behind."""
-        header = {name: getattr(self, name) for name in _TEXTS}
+        header = {name: getattr(self, name) for name in (*_TEXTS, "layer")}
         header |= {"resources": self.resources.to_json(), "seconds": dict(self.seconds)}
         content = json.dumps(header, allow_nan=False).encode() + b"\n" + self.cubin
         return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 
-_TEXTS = ("name", "key", "arch", "layer", "compiler", "source_key", "cuda")
+_TEXTS = ("name", "key", "arch", "compiler", "source_key", "cuda")
+_TEXT = re.compile(r"[ -~]{1,200}")
+LAYERS = ("memory", "pack", "disk", "compiled", "adopted")
 
 
 def decode(data: bytes) -> Binary:
@@ -80,12 +82,19 @@ def decode(data: bytes) -> Binary:
     head, _, cubin = content.partition(b"\n")
     try:
         header = json.loads(head)
-        texts = {name: str(header[name]) for name in _TEXTS}
-        seconds = {str(name): float(value) for name, value in header["seconds"].items()}
-        resources = Resources.from_json(header["resources"])
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its description is not one of this version ({error!r})") from error
-    return Binary(**texts, cubin=cubin, resources=resources, source_path=None, seconds=seconds)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
+        texts: dict[str, Any] = {name: header.get(name) for name in _TEXTS}
+        for name, text in texts.items():
+            if not isinstance(text, str) or not _TEXT.fullmatch(text):
+                raise ValueError(f"its {name} is {shown(text)}")
+        seconds, resources = seconds_from_json(header.get("seconds")), Resources.from_json(header.get("resources"))
+        layer = header.get("layer")
+        if layer not in LAYERS:
+            raise ValueError(f"its layer is {shown(layer)}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its description is not one of this version ({error})") from error
+    return Binary(**texts, layer=layer, cubin=cubin, resources=resources, source_path=None, seconds=seconds)
 
 
 def of_kernel(kernel: Kernel, cubin: bytes, start: float) -> Binary:
@@ -106,41 +115,38 @@ def of_kernel(kernel: Kernel, cubin: bytes, start: float) -> Binary:
     )
 
 
-def of_entry(address: Address, source_key: str, entry: Entry, start: float) -> Binary | None:
-    """An entry of the disk cache; None, with a warning, for one that lacks a field. `start` as for `of_kernel`."""
-    try:
-        resources = Resources.from_json(entry.meta["resources"])
-        seconds = {str(name): float(value) for name, value in entry.meta["seconds"].items()}
-        compiler = str(entry.meta["compiler"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = f"The cached kernel {entry.directory} lacks a field ({error!r}); it will be compiled again."
-        warn_once(f"cache-entry:{entry.directory}", message)
-        return None
-    seconds["lookup"] = time.perf_counter() - start
+def of_entry(address: Address, source_key: str, entry: Entry, start: float) -> Binary:
+    """An entry of the disk cache; `start` as for `of_kernel`."""
+    seconds = {**entry.seconds, "lookup": time.perf_counter() - start}
     source = f"{entry.directory}/{SOURCE}"
     return Binary(
         address.name,
         address.key,
         address.arch,
         entry.cubin,
-        resources,
+        entry.resources,
         source,
         "disk",
-        compiler,
+        entry.compiler,
         seconds,
         source_key,
         address.cuda,
     )
 
 
-def check_same(binary: Binary, request: BuildRequest, key: str) -> None:
-    """Raises InvalidInputError unless `binary` is what `request` would be built as here, under `key`."""
-    for what, wanted in {"name": request.name, "arch": request.arch, "key": key}.items():
+def check_same(binary: Binary, request: BuildRequest, identity: Mapping[str, str]) -> None:
+    """Raises InvalidInputError unless `binary` is what `request` would be built as here, with these fields."""
+    for what, wanted in {"name": request.name, "arch": request.arch, **identity}.items():
         if getattr(binary, what) != wanted:
             raise InvalidInputError(
                 f"{binary.name} cannot be adopted: its {what} is {getattr(binary, what)}, but {wanted} is wanted here: "
                 "both processes need the same version of deep_gemm, the same compiler and the same DG_* settings."
             )
+    try:
+        Resources.from_json(binary.resources.to_json())
+        seconds_from_json(dict(binary.seconds))
+    except ValueError as error:
+        raise InvalidInputError(f"{binary.name} cannot be adopted: its {error}.") from error
     if not binary.cubin:
         raise InvalidInputError(f"{binary.name} cannot be adopted: its cubin is empty.")
 

@@ -15,6 +15,7 @@ from deep_gemm.jit.binary import Binary, BuildRequest, check_same, of_entry, of_
 from deep_gemm.jit.cache import limit, sources
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META, Address
+from deep_gemm.jit.cache.files import absolute
 from deep_gemm.jit.cache.memory import MemoryCache
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
@@ -72,9 +73,9 @@ class Builder:
         lock_limit: float = 60.0,
         packs: Packs | None = None,
     ) -> None:
-        self._root = root.absolute() if root is not None else None
+        self._root = absolute(root) if root is not None else None
         self._compiler = compiler
-        self._include_dir = include_dir.absolute() if include_dir is not None else None
+        self._include_dir = absolute(include_dir) if include_dir is not None else None
         self.lock_limit = lock_limit
         self.packs = packs or Packs(None if compiler is None else ())
         self._memory: MemoryCache[Binary] = MemoryCache()
@@ -93,7 +94,7 @@ class Builder:
         "corrupted" one; misses with an "unusable" directory; "lock_timeout": compiled here after waiting in vain for
         another process. "evictions": entries that this process removed to keep DG_JIT_CACHE_LIMIT.
         """
-        with self._lock:
+        with self._lock.lock:
             self._own_counts()
             return dict(self._counts)
 
@@ -107,7 +108,7 @@ class Builder:
         key = (root, settings.trust_cache_dir)
         known = self._disks.get(key)
         if known is None:
-            with self._lock:
+            with self._lock.lock:
                 known = self._disks.setdefault(key, DiskCache(*key))
         return known
 
@@ -169,7 +170,7 @@ class Builder:
         return self._checked(binary)
 
     def _build(self, plan: _Plan) -> Binary:
-        with self._thread_lock(plan.memory_key):
+        with self._thread_lock(plan.memory_key).lock:
             return self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
 
     def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
@@ -179,11 +180,12 @@ class Builder:
         DG_JIT_PTXAS_CHECK refuses. No problem of the cache raises.
         """
         plan = self._plan(request)
-        check_same(binary, request, plan.key)
+        wanted = {"key": plan.key, "source_key": plan.source_key, "cuda": plan.addresses[0].cuda}
+        check_same(binary, request, {**wanted, "compiler": plan.compiler.identity})
         found = self._from_memory(plan)
         if found is None:
             allowed = settings.cache_limit
-            with self._thread_lock(plan.memory_key):
+            with self._thread_lock(plan.memory_key).lock:
                 with self._disk_lock(plan):
                     found = self._from_memory(plan) or self._from_disk(plan) or self._keep(plan, binary)
                 self._evict(plan, found, allowed)
@@ -232,11 +234,10 @@ class Builder:
             return None
         for address in plan.addresses:
             entry = plan.disk.get(address)
-            binary = of_entry(address, plan.source_key, entry, plan.start) if entry else None
-            if binary is not None:
+            if entry is not None:
                 self._count("disk")
                 sources.put(plan.disk, plan.request.render_key, plan.request.source)
-                return self._memory.put(plan.memory_key, binary)
+                return self._memory.put(plan.memory_key, of_entry(address, plan.source_key, entry, plan.start))
         return None
 
     def _compile_once(self, plan: _Plan) -> Binary:
@@ -339,7 +340,8 @@ class Builder:
             self._count("unstored")
             return
         try:
-            published = plan.disk.put(plan.addresses[0], compiled.cubin, meta, _dumps(compiled))
+            source = plan.request.source.encode()
+            published = plan.disk.put(plan.addresses[0], source, compiled.cubin, meta, _dumps(compiled))
         except (TypeError, ValueError) as error:
             raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
         if published is None:
@@ -355,16 +357,13 @@ class Builder:
             )
         return binary
 
-    @contextlib.contextmanager
-    def _thread_lock(self, key: tuple[str, str]) -> Iterator[None]:
-        with self._lock:
-            lock = self._busy.setdefault(key, ForkLock())
+    def _thread_lock(self, key: tuple[str, str]) -> ForkLock:
         # It stays in `_busy` (some hundred bytes a key): removing it could let a new thread in beside one that waits.
-        with lock:
-            yield
+        with self._lock.lock:
+            return self._busy.setdefault(key, ForkLock())
 
     def _count(self, what: str, seconds: float = 0.0, amount: int = 1) -> None:
-        with self._lock:
+        with self._lock.lock:
             self._own_counts()
             self._counts[what] += amount
             self._counts["compile_seconds"] += seconds

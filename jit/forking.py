@@ -8,24 +8,19 @@ import weakref
 
 
 class ForkLock:
-    """`threading.Lock` as a context manager, replaced in a child after fork: the thread of the parent that held it
-    does not exist there, so nobody would ever release it."""
+    """A `threading.Lock` that a forked child finds free: `with fork_lock.lock:`.
+
+    The thread of the parent that held it does not exist in the child, so nobody would ever release it: the child gets a
+    new one. The lock itself stands in the `with` statement, since no signal can interrupt what C does there. A method
+    written in Python could be interrupted when the lock was taken and the block had not begun.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         _all.add(self)
 
-    def __enter__(self) -> ForkLock:
-        self._lock.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Unlocked only in a child that was forked by the thread inside the `with` block.
-        if self._lock.locked():
-            self._lock.release()
-
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
 
 class ForkWaits:

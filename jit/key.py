@@ -20,7 +20,7 @@ from pathlib import Path
 
 # Raise it when the meaning of an entry changes, or what is done to a cubin (bursts.py), so that two versions of the
 # package can share a root.
-SCHEMA = 3
+SCHEMA = 4
 
 # From the "#" on, which is searched for at memory's speed; what stands before it on its line is looked at afterwards.
 _INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,13 +46,44 @@ class Resources:
         return {**asdict(self), "warnings": list(self.warnings)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Resources:
-        """Raises KeyError, TypeError or ValueError for anything that `to_json` did not write."""
-        numbers = {
-            name: int(data[name])
-            for name in ("registers", "shared_static", "stack", "spill_stores", "spill_loads", "barriers")
-        }
-        return cls(**numbers, warnings=tuple(str(line) for line in data["warnings"]))
+    def from_json(cls, data: object) -> Resources:
+        """Raises ValueError for anything that `to_json` did not write."""
+        if not isinstance(data, dict):
+            raise ValueError(f"resources must be an object, but it is {shown(data)}")
+        numbers: list[Any] = [data.get(name) for name in _NUMBERS]
+        for name, number in zip(_NUMBERS, numbers, strict=True):
+            if type(number) is not int or not 0 <= number <= _MOST:
+                raise ValueError(f"{name} must be a whole number from 0 to {_MOST}, but it is {shown(number)}")
+        lines = data.get("warnings")
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise ValueError(f"warnings must be a list of text, but it is {shown(lines)}")
+        return cls(*numbers, warnings=tuple(lines))  # type: ignore[misc]
+
+
+_NUMBERS = ("registers", "shared_static", "stack", "spill_stores", "spill_loads", "barriers")
+_MOST = (1 << 31) - 1
+# Of a stored duration: a century. It is only ever shown or added up.
+_LONGEST = 100 * 365 * 86400.0
+
+
+def seconds_from_json(data: object) -> dict[str, float]:
+    """The durations of a kernel's steps, as they were stored. Raises ValueError for anything else."""
+    if not isinstance(data, dict):
+        raise ValueError(f"seconds must be an object, but it is {shown(data)}")
+    for name, value in data.items():
+        # No OverflowError: Python compares an int of any size with a float.
+        if type(value) not in (int, float) or not 0 <= value <= _LONGEST:
+            raise ValueError(f"seconds[{shown(name)}] must be a number from 0 on, but it is {shown(value)}")
+    return {str(name): float(value) for name, value in data.items()}
+
+
+def shown(value: object) -> str:
+    """A value from outside for a message: at most 80 characters, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
+        text = f"too large a {type(value).__name__} to show"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def parse_ptxas(log: str, name: str) -> Resources | None:

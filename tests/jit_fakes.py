@@ -82,5 +82,13 @@ def builder(root: Path, compiler: Compiler | None = None, **options: Any) -> Bui
     return Builder(root=root, compiler=compiler or FakeCompiler(), **options)
 
 
+# The fields that every entry on disk must have, for tests that write one without a builder.
+DESCRIBED = {
+    "compiler": "fake 1.0 build 7",
+    "resources": Resources(168, 1024, 0, 0, 0, 3).to_json(),
+    "seconds": {"compile": 0.5},
+}
+
+
 def compilations(journal: Path) -> list[str]:
     return journal.read_text().split("\n")[:-1] if journal.exists() else []

@@ -37,6 +37,15 @@ def _told() -> Iterator[None]:
         raise StoreError(f"{type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def _understood() -> Iterator[None]:
+    """Around taking apart what another rank has written: text of this module's form, or it is as good as no store."""
+    try:
+        yield
+    except ValueError as error:
+        raise StoreError(f"it holds a value that no rank of this version writes ({error})") from error
+
+
 class Exchange:
     """The kernels of one call on every rank, by their place in `keys`, which identify them.
 
@@ -52,9 +61,11 @@ class Exchange:
             call = store.add(f"deep_gemm/ahead/calls/{rank}", 1)
             self._call = dist.PrefixStore(f"deep_gemm/ahead/{call}", store)
             self._set: Any = dist.PrefixStore(digest, self._call)
-            first, _, theirs = self._call.compare_set("first", "", f"{rank} {digest}").decode().partition(" ")
+            came = self._call.compare_set("first", "", f"{rank} {digest}")
         self._digest = digest
-        self.first_rank = int(first)
+        with _understood():
+            first, _, theirs = came.decode().partition(" ")
+            self.first_rank = int(first)
         self.agreed = theirs == digest
         """Whether the rank that came first lists the same kernels."""
 
@@ -113,8 +124,11 @@ class Exchange:
             if self._call.add("done", 1) < self._size:
                 return
             for number in range(1, self._call.add("sets", 0) + 1):
-                digest, length = self._call.get(f"sets/{number}").decode().split()
-                self._clear(dist.PrefixStore(digest, self._call), int(length))
+                value = self._call.get(f"sets/{number}")
+                with _understood():
+                    digest, length = value.decode().split()
+                    places = int(length)
+                self._clear(dist.PrefixStore(digest, self._call), places)
                 self._call.delete_key(f"sets/{number}")
             for key in ("sets", "first", "done"):
                 self._call.delete_key(key)

@@ -13,6 +13,7 @@ from deep_gemm.cli.console import Size, console, size, table
 from deep_gemm.jit.cache import maintenance, transfer
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.jit.cache.files import absolute
 from deep_gemm.jit.cache.root import default_root, root_problem
 from deep_gemm.jit.info import cache_info
 from deep_gemm.log import counted
@@ -144,7 +145,7 @@ def _verify_packs(paths: tuple[Path, ...], as_json: bool) -> None:
             for problem in problems:
                 click.echo(f"corrupted: {name}: {problem}")
             if not problems:
-                opened = packs.read(Path(name))
+                opened = packs.read(Path(name), trust=True)
                 click.echo(f"{name}: {counted(len(opened.kernels), 'kernel')}, {size(opened.cubin_bytes)}, all sound")
     if any(found.values()):
         raise SystemExit(1)
@@ -164,7 +165,7 @@ def pack(out: Path, source: Path | None, arch: str, name: str, as_json: bool) ->
     Of kernels that differ in their compiler alone, the newest compiler's is taken. Exits with 1 if an entry was
     unsound, or nothing was found to write.
     """
-    disk = DiskCache(source.absolute(), settings.trust_cache_dir) if source is not None else _disk()
+    disk = DiskCache(absolute(source), settings.trust_cache_dir) if source is not None else _disk()
     problem = root_problem(disk.root, disk.trust)
     if problem is not None:
         raise click.ClickException(problem)

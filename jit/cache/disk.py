@@ -6,30 +6,32 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deep_gemm.jit.cache import entry as entries
-from deep_gemm.jit.cache import files
 from deep_gemm.jit.cache.entry import Address, Entry
-from deep_gemm.jit.cache.locks import not_inherited
-from deep_gemm.jit.cache.root import root_problem
+from deep_gemm.jit.cache.files import Folder, UnsafeError, make_directories
+from deep_gemm.jit.cache.locks import held, locking_works
+from deep_gemm.jit.cache.root import open_root, root_problem
 from deep_gemm.log import log, warn_once
+
+T = TypeVar("T")
 
 # A network filesystem may answer these once, for a file that another machine has just replaced.
 _TRANSIENT = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
-_TEMPORARY, _LOCKS = "tmp", "locks"
-_RENDERED = "rendered"  # see `sources`
+TEMPORARY, LOCKS = "tmp", "locks"
+RENDERED = "rendered"  # see `sources`
 # Its first line is the number of entries when `limit` last looked; each publication since then has added a dot.
-_TALLY = "limit.tally"
+TALLY = "limit.tally"
 
 
 class DiskCache:
     """Entries under `root`. No method raises for a problem of the filesystem: it warns once and goes on without.
 
-    `trust` accepts a root that is a symbolic link, or that others own or can write to.
+    Every directory, the root first, is opened and checked at each use, and all that follows goes through what was
+    opened. `trust` accepts a root that is a symbolic link, and directories and files that others own or can write to.
     """
 
     def __init__(self, root: Path, trust: bool = False) -> None:
@@ -37,13 +39,33 @@ class DiskCache:
         self.trust = trust
         self._text = str(root)
         self._swept = False
+        self._locking: bool | None = None
+        # Render keys whose sources are known to be stored, so that they are looked at once in a process.
+        self.rendered: set[str] = set()
 
     def usable(self) -> bool:
         """Whether the root may be used; if not, says why, once."""
         problem = root_problem(self._text, self.trust)
         if problem is not None:
-            warn_once(f"cache-root:{self.root}", f"Kernels are kept in memory only: {problem}.")
+            self._refuse(problem)
         return problem is None
+
+    def _refuse(self, problem: object) -> None:
+        warn_once(f"cache-root:{self.root}", f"Kernels are kept in memory only: {problem}.")
+
+    def open(self, create: bool = False) -> Folder:
+        """The root. Raises FileNotFoundError if there is none, and UnsafeError, which is warned of, if it must not be
+        used."""
+        try:
+            return open_root(self._text, self.trust)
+        except UnsafeError as error:
+            self._refuse(error)
+            raise
+        except FileNotFoundError:
+            if not create:
+                raise
+        make_directories(self.root)
+        return open_root(self._text, self.trust)
 
     def directory(self, address: Address) -> Path:
         return self.root.joinpath(*address.parts())
@@ -55,51 +77,65 @@ class DiskCache:
 
     def get(self, address: Address) -> Entry | None:
         """The entry, verified, or None. One that is there but bad is warned of, once."""
-        if not self.usable():
-            return None
-        path = self.path(*address.parts())
         for attempt in (1, 2):
             try:
-                found = self._read(address, path)
-                files.note_use(f"{path}/{entries.META}", found.described)
-                return found
+                return self._read(address, used=True)
             except FileNotFoundError:
                 return None
             except (OSError, ValueError) as error:
                 # Seen between two renames of a writer, an entry can look wrong once; a bad one stays wrong.
                 if attempt == 2:
-                    message = f"The cached kernel {path} is not valid ({error}); it will be compiled again."
-                    warn_once(f"cache-entry:{path}", message)
+                    self._warn(address, error)
         return None
 
-    def _read(self, address: Address, path: str) -> Entry:
-        directory = files.open_directory(path)
-        try:
-            return entries.read(address, directory, path)
-        finally:
-            os.close(directory)
+    def _warn(self, address: Address, error: Exception) -> None:
+        if isinstance(error, UnsafeError):
+            # Often the same for many entries: what is wrong is a directory above them. Of the root it was said.
+            if root_problem(self._text, self.trust) is None:
+                warn_once(f"cache-unsafe:{error}", f"Cached kernels are not used: {error}.")
+            return
+        path = self.path(*address.parts())
+        warn_once(f"cache-entry:{path}", f"The cached kernel {path} is not valid ({error}); it will be compiled again.")
+
+    def _read(self, address: Address, used: bool = False) -> Entry:
+        """The verified entry; `used` notes that it was. Raises OSError, FileNotFoundError and UnsafeError included, and
+        ValueError."""
+        with self.open() as root, root.below(address.parts()) as folder:
+            found = entries.read(address, folder)
+            if used:
+                folder.note_use(entries.META, found.described)
+            return found
 
     def reserve(self, address: Address, source: str) -> Path | None:
         """Store the source and return its path, before there is an entry: compilers and their messages refer to it."""
-        return self._write(address, {entries.SOURCE: source.encode()})
+        stored = self._write(address, {entries.SOURCE: source.encode()})
+        return stored / entries.SOURCE if stored else None
 
     def put(
-        self, address: Address, cubin: bytes, meta: Mapping[str, Any], extras: Mapping[str, bytes] | None = None
+        self,
+        address: Address,
+        source: bytes,
+        cubin: bytes,
+        meta: Mapping[str, Any],
+        extras: Mapping[str, bytes] | None = None,
     ) -> Path | None:
-        """Publish an entry whose source is stored already; returns its directory, or None if that failed.
+        """Publish an entry; returns its directory, or None if that failed.
 
         `meta` must be plain JSON (TypeError, ValueError). `extras` are further files, PTX for one.
         """
         # The description goes last: it is what makes the files an entry.
-        contents = {**(extras or {}), entries.CUBIN: cubin, entries.META: entries.encode(address, cubin, meta)}
-        stored = self._write(address, contents)
-        return stored.parent if stored else None
+        meta_bytes = entries.encode(address, source, cubin, meta)
+        contents = {entries.SOURCE: source, **(extras or {}), entries.CUBIN: cubin, entries.META: meta_bytes}
+        return self._write(address, contents)
 
     def _write(self, address: Address, contents: Mapping[str, bytes]) -> Path | None:
         if not self.usable():
             return None
         try:
             return self._retry(lambda: self._write_files(address, contents), address)
+        except UnsafeError as error:
+            self._warn(address, error)
+            return None
         except OSError as error:
             message = (
                 f"Kernels cannot be stored in {self.root} ({error}) and are kept in memory only. Set DG_JIT_CACHE_DIR "
@@ -108,48 +144,37 @@ class DiskCache:
             warn_once(f"cache-write:{self.root}", message)
             return None
 
-    def _retry(self, action: Callable[[], Path], address: Address) -> Path:
+    def _retry(self, action: Callable[[], T], address: Address) -> T:
         try:
             return action()
         except OSError as error:
-            if error.errno not in _TRANSIENT:
+            if error.errno not in _TRANSIENT and not isinstance(error, UnsafeError):
                 raise
-            # A file where a directory belongs, the reverse, or an eviction meanwhile: make room and try once more.
+            # A file where a directory belongs, the reverse, an entry's directory that others can write to, or an
+            # eviction meanwhile: make room and try once more.
             self._discard(address)
             return action()
 
     def _write_files(self, address: Address, contents: Mapping[str, bytes]) -> Path:
-        temporary = self._prepare(_TEMPORARY)
-        if not self._swept:
-            self._swept = True
-            files.sweep(temporary)
-        path = self.root
-        for part in address.parts():
-            path = path / part
-            files.make_directory(path)
-        if entries.CUBIN in contents:
-            # Never an old description beside a new cubin.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path / entries.META)
-        for name, content in contents.items():
-            files.publish(temporary, path / name, content)
-        files.sync_directory(path)
-        return path / next(iter(contents))
-
-    def _prepare(self, name: str) -> Path:
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        if not os.path.isdir(self.root):
-            files.make_directory(self.root)
-        folder = self.root / name
-        files.make_directory(folder)
-        return folder
+        with self.open(create=True) as root, root.made(TEMPORARY) as temporary:
+            if not self._swept:
+                self._swept = True
+                temporary.sweep()
+            with root.made_below(address.parts()) as folder:
+                if entries.CUBIN in contents:
+                    # Never an old description beside a new cubin.
+                    folder.unlink(entries.META)
+                for name, content in contents.items():
+                    # The source is there already, as a rule: a compiler had to read it.
+                    if name != entries.SOURCE or not _holds(folder, name, content):
+                        folder.publish(name, content, temporary)
+                folder.sync()
+        return self.directory(address)
 
     def _discard(self, address: Address) -> None:
-        path = self.directory(address)
-        aside = self.root / _TEMPORARY / f"old-{os.getpid()}-{secrets.token_hex(8)}"
-        with contextlib.suppress(OSError):
-            os.rename(path, aside)
-            _remove(aside)
+        *above, name = address.parts()
+        with contextlib.suppress(OSError), self.open() as root, root.below(above) as folder:
+            move_aside(root, folder, name)
 
     @contextlib.contextmanager
     def lock(self, address: Address, limit: float) -> Iterator[bool]:
@@ -158,26 +183,28 @@ class DiskCache:
 
         The operating system drops the lock of a process that dies.
         """
-        import filelock
+        with contextlib.ExitStack() as closing:
+            taken = False
+            if self.usable():
+                try:
+                    path = self.lock_path(f"{address.arch}-{address.key}.lock")
+                    taken = path is not None and closing.enter_context(held(path, limit))
+                except TimeoutError:
+                    message = f"Another process has been compiling {address.name} for {limit:g} s"
+                    warn_once(f"cache-lock:{address.key}", f"{message}; compiling it here too.")
+                except OSError as error:
+                    log.debug("no lock in %s: %s", self.root, error)
+            yield taken
 
-        held, closing = None, contextlib.ExitStack()
-        if self.usable():
-            try:
-                path = self._prepare(_LOCKS) / f"{address.arch}-{address.key}.lock"
-                closing.enter_context(not_inherited(path))
-                held = filelock.FileLock(path, timeout=limit, mode=0o600).acquire(poll_interval=0.01)
-            except filelock.Timeout:
-                message = f"Another process has been compiling {address.name} for {limit:g} s; compiling it here too."
-                warn_once(f"cache-lock:{address.key}", message)
-            except (OSError, NotImplementedError, RuntimeError) as error:
-                log.debug("no lock in %s: %s", self.root, error)
-        try:
-            yield held is not None
-        finally:
-            if held is not None:
-                with contextlib.suppress(OSError, RuntimeError):
-                    held.lock.release()
-            closing.close()
+    def lock_path(self, name: str) -> Path | None:
+        """Where a lock of this name is, its directory opened and checked; None where the filesystem has no locks.
+        Raises OSError. From here on it is a path: a lock holds nothing that is read, and links are not followed."""
+        with self.open(create=True) as root, root.made(LOCKS) as folder:
+            if self._locking is None:
+                self._locking = locking_works(folder)
+                if not self._locking:
+                    log.debug("the filesystem of %s has no locks: processes do not wait for each other", self.root)
+        return self.root / LOCKS / name if self._locking else None
 
     def walk(self) -> Iterator[tuple[Path, tuple[str, str, str]]]:
         """(directory, (arch, cuda, driver)) of whatever has the shape of an entry."""
@@ -193,7 +220,7 @@ class DiskCache:
         groups: dict[tuple[str, str, str], list[int]] = {}
         for path, where in self.walk() if problem is None else ():
             count, size = groups.setdefault(where, [0, 0])
-            groups[where] = [count + os.path.isfile(path / entries.META), size + _size(path)]
+            groups[where] = [count + os.path.isfile(path / entries.META), size + size_of(path)]
         return {
             "root": str(self.root),
             "problem": problem,
@@ -210,25 +237,52 @@ class DiskCache:
     def clear(self) -> dict[str, int]:
         """Delete all entries, and only what is ours; returns how many entries and bytes went, and what failed."""
         counts = {"entries": 0, "bytes": 0, "failed": 0}
-        if not self.usable():
-            return counts
-        for path, _ in list(self.walk()):
-            complete, size = os.path.isfile(path / entries.META), _size(path)
-            _remove(path)
-            if os.path.lexists(path):
-                counts["failed"] += 1
-            else:
-                counts["entries"] += complete
-                counts["bytes"] += size
-        for level in (3, 2, 1):
-            for folder in self.root.glob("sm_*" + "/*" * (level - 1)):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-        with contextlib.suppress(OSError):
-            os.unlink(self.root / _TALLY)
-        _remove(self.root / _RENDERED)
-        files.sweep(self.root / _TEMPORARY)
+        try:
+            with self.open() as root:
+                self._clear(root, counts)
+        except OSError as error:
+            log.debug("%s is not cleared: %s", self.root, error)
         return counts
+
+    def _clear(self, root: Folder, counts: dict[str, int]) -> None:
+        for path, _ in list(self.walk()):
+            complete, size = os.path.isfile(path / entries.META), size_of(path)
+            *above, name = path.relative_to(self.root).parts
+            gone = False
+            with contextlib.suppress(OSError), root.below(above) as folder:
+                gone = folder.remove(name)
+            counts["failed"] += not gone
+            counts["entries"] += gone and complete
+            counts["bytes"] += size if gone else 0
+        for level in (3, 2, 1):
+            for empty in self.root.glob("sm_*" + "/*" * (level - 1)):
+                *above, name = empty.relative_to(self.root).parts
+                with contextlib.suppress(OSError), root.below(above) as folder:
+                    os.rmdir(name, dir_fd=folder.fd)
+        root.unlink(TALLY)
+        self.forget_rendered(root)
+        with contextlib.suppress(OSError), root.child(TEMPORARY) as temporary:
+            temporary.sweep()
+
+    def forget_rendered(self, root: Folder) -> None:
+        """Delete the rendered sources. They come back with the next kernel from disk."""
+        root.remove(RENDERED)
+        self.rendered.clear()
+
+
+def move_aside(root: Folder, folder: Folder, name: str) -> None:
+    """Delete the directory `name` of `folder`, moved away by one rename first, so that readers see all or nothing of
+    it. Raises OSError if it cannot be moved."""
+    aside = f"old-{os.getpid()}-{secrets.token_hex(8)}"
+    with root.made(TEMPORARY) as temporary:
+        os.rename(name, aside, src_dir_fd=folder.fd, dst_dir_fd=temporary.fd)
+        temporary.remove(aside)
+
+
+def _holds(folder: Folder, name: str, content: bytes) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return folder.read(name, len(content)).data == content
+    return False
 
 
 def _directories(folder: Path, prefix: str) -> list[Path]:
@@ -241,7 +295,8 @@ def _directories(folder: Path, prefix: str) -> list[Path]:
         return []
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """The bytes of the files in a directory."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(path) as found:
         for item in found:
@@ -255,11 +310,3 @@ def _writable(root: Path) -> bool:
     while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()

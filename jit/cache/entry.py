@@ -1,7 +1,7 @@
 """One kernel on disk: kernel.cu, kernel.cubin and kernel.json, and how they prove that they belong together.
 
-kernel.json is written last and begins with a checksum over the rest of its bytes and over the cubin: without it there
-is no entry, and with it the entry is whole.
+kernel.json is written last. It begins with a checksum over the rest of its bytes, which hold the key, over the source
+and over the cubin. Without kernel.json there is no entry, and with it the entry is whole.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from deep_gemm.jit.cache import files
+from deep_gemm.jit.cache.files import Folder
+from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 
 SOURCE, CUBIN, META = "kernel.cu", "kernel.cubin", "kernel.json"
-FORMAT = 2
-_MAX_META = 1 << 24
+FORMAT = 3
+MAX_META = 1 << 24
+_MAX_SOURCE = 1 << 26
 _MAX_CUBIN = 1 << 30
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{64})",\n')
@@ -43,41 +45,43 @@ class Address:
         return self.arch, f"cuda-{self.cuda}", f"driver-{self.driver}", f"{self.name}-{self.key}"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """`described` is the status of kernel.json from just before it was read."""
+class Entry(NamedTuple):
+    """A kernel whose files were found whole. `meta` is all of kernel.json but the checksum; of its fields, those that
+    a build uses are checked and given with their types. `described` is the status of kernel.json from just before it
+    was read."""
 
+    source: bytes
     cubin: bytes
     meta: Mapping[str, Any]
+    compiler: str
+    resources: Resources
+    seconds: Mapping[str, float]
     directory: str
     described: os.stat_result
 
 
-def encode(address: Address, cubin: bytes, meta: Mapping[str, Any]) -> bytes:
+def encode(address: Address, source: bytes, cubin: bytes, meta: Mapping[str, Any]) -> bytes:
     """The content of kernel.json. Raises TypeError or ValueError if `meta` is not plain JSON."""
     body = {**meta, "format": FORMAT, "name": address.name, "key": address.key, "arch": address.arch}
     body["cubin_bytes"] = len(cubin)
     body.pop("checksum", None)
     rest = (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode().removeprefix(b"{\n")
-    return b'{\n "checksum": "%b",\n%b' % (_checksum(rest, cubin).encode(), rest)
+    return b'{\n "checksum": "%b",\n%b' % (_checksum(rest, source, cubin).encode(), rest)
 
 
-def read(address: Address, directory: int, path: str) -> Entry:
+def read(address: Address, folder: Folder) -> Entry:
     """The verified entry. Raises FileNotFoundError if there is none, OSError or ValueError if there is a bad one."""
     try:
-        return _verified(address, directory, path)
+        return _verified(address, folder)
     except RecursionError as error:  # from reading JSON, or from a message
         raise ValueError(f"{META} is nested too deeply") from error
 
 
-def _verified(address: Address, directory: int, path: str) -> Entry:
-    text, described = files.read(META, _MAX_META, directory)
-    try:
-        cubin = files.read(CUBIN, _MAX_CUBIN, directory).data
-    except FileNotFoundError as error:
-        raise ValueError(f"{CUBIN} is missing") from error
+def _verified(address: Address, folder: Folder) -> Entry:
+    text, described = folder.read(META, MAX_META)
+    source, cubin = _part(folder, SOURCE, _MAX_SOURCE), _part(folder, CUBIN, _MAX_CUBIN)
     head = _HEAD.match(text)
-    sound = head is not None and cubin and head[1].decode() == _checksum(text[head.end() :], cubin)
+    sound = head is not None and cubin and head[1].decode() == _checksum(text[head.end() :], source, cubin)
     try:
         body = json.loads(text)
     except ValueError as error:
@@ -87,16 +91,28 @@ def _verified(address: Address, directory: int, path: str) -> Entry:
     expected = {"format": FORMAT, "name": address.name, "key": address.key, "arch": address.arch}
     for field, value in expected.items():
         if body.get(field) != value:
-            raise ValueError(f"its {field} is {body.get(field)!r}, not {value!r}")
+            raise ValueError(f"its {field} is {shown(body.get(field))}, not {value!r}")
     # Last, since what is of another key or format is better said so than as a checksum.
     if not sound:
         raise ValueError("its checksum does not match")
     del body["checksum"]
-    return Entry(cubin, body, path, described)
+    resources, seconds = Resources.from_json(body.get("resources")), seconds_from_json(body.get("seconds"))
+    compiler = body.get("compiler")
+    if not isinstance(compiler, str):
+        raise ValueError(f"compiler must be text, but it is {shown(compiler)}")
+    return Entry(source, cubin, body, compiler, resources, seconds, folder.path, described)
 
 
-def _checksum(rest: bytes, cubin: bytes) -> str:
-    digest = hashlib.sha256(rest)
-    digest.update(b"\0")
+def _part(folder: Folder, name: str, limit: int) -> bytes:
+    try:
+        return folder.read(name, limit).data
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} is missing") from error
+
+
+def _checksum(rest: bytes, source: bytes, cubin: bytes) -> str:
+    # The cubin last and by itself: it is ten times as long as the others. Each part's length before it, so that no
+    # byte can move from one part to the next.
+    digest = hashlib.sha256(b"%d %d\0" % (len(rest), len(source)) + rest + source)
     digest.update(cubin)
     return digest.hexdigest()

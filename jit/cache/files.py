@@ -1,34 +1,32 @@
-"""Files as the disk cache needs them: private, never through a symbolic link, published by one rename."""
+"""Files and directories as the cache needs them: private, opened once, never through a link, published by one rename.
+
+A path can lead elsewhere from one call to the next, where others can write to a directory on the way. So a directory is
+opened once, what was opened is checked, and all that is done in it goes through that descriptor.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-import shutil
 import stat
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _STALE_SECONDS = 3600.0
 _CHUNK = 1 << 20
 
 
-def make_directory(path: Path, mode: int = 0o700) -> None:
-    """Create one directory level; something else of that name, a symbolic link included, is replaced."""
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            os.unlink(path)
-            os.mkdir(path, mode)
+class UnsafeError(OSError):
+    """What was opened could hold code of somebody else. The text is a sentence: why, and what to do."""
 
 
-def open_directory(path: str | Path) -> int:
-    """A descriptor that later reads go through, so that they all see one directory, whatever is renamed meanwhile."""
-    return os.open(path, _DIRECTORY | os.O_NOFOLLOW)
+class LinkError(UnsafeError):
+    """A link, or a file, is where a directory should be."""
 
 
 class Content(NamedTuple):
@@ -38,11 +36,64 @@ class Content(NamedTuple):
     status: os.stat_result
 
 
+def danger(status: os.stat_result, path: str | Path) -> str | None:
+    """Why somebody else could have written what has this status: a sentence that says what to do. None if only its
+    owner can write to it, and the owner is this user or root."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to user {status.st_uid}, not to you (user {os.geteuid()}) or root; use another"
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        return f"other users can write to {path} (mode {mode:04o}); run `chmod go-w` on it"
+    return None
+
+
+def absolute(path: Path) -> Path:
+    """`path` made absolute; as it is where the working directory was deleted: nothing is found there, as it should."""
+    try:
+        return path.absolute()
+    except OSError:
+        return path
+
+
+def resolved(path: Path) -> str:
+    """Where `path` leads, links followed, to tell whether two are the same; as it is where that cannot be told."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return str(path)
+
+
+def make_directories(path: Path, mode: int = 0o700) -> None:
+    """Create a directory and its missing parents, all of exactly this mode whatever the umask. Those that are there
+    stay as they are."""
+    try:
+        _make_directory(path, mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_directories(path.parent, mode)
+        with contextlib.suppress(FileExistsError):  # made by another process meanwhile
+            _make_directory(path, mode)
+
+
+def _make_directory(path: str | Path, mode: int, directory: int | None = None) -> None:
+    os.mkdir(path, mode, dir_fd=directory)
+    made = os.stat(path, dir_fd=directory, follow_symlinks=False).st_mode
+    if made & 0o777 != mode and stat.S_ISDIR(made):
+        # The set-group-ID bit comes from the parent and is its owner's wish. Where a filesystem has fixed modes, what
+        # they are decides later whether the directory is used.
+        with contextlib.suppress(OSError):
+            os.chmod(path, (made & 0o7000) | mode, dir_fd=directory)
+
+
 def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
     """A regular file: a path, or a name in the open `directory`. Raises OSError, and ValueError if it is no regular
     file or is larger than `limit` bytes."""
     # O_NONBLOCK: a FIFO in place of the file must not block us.
-    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+    descriptor = os.open(name, _FILE | os.O_NOFOLLOW, dir_fd=directory)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -59,53 +110,172 @@ def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
         os.close(descriptor)
 
 
-def publish(temporary: Path, target: Path, content: bytes) -> None:
-    """Write `content` to a private file in `temporary`, sync it, and rename it to `target`, whole or not at all."""
-    scratch = temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+def open_file(path: Path) -> int:
+    """A regular file for reading, links followed. Raises OSError, and ValueError if it is no regular file."""
+    descriptor = os.open(path, _FILE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return descriptor
+
+
+def _open_directory(name: str | Path, above: int | None, path: str | Path, trust: bool, flags: int = _DIRECTORY) -> int:
     try:
-        descriptor = os.open(scratch, flags, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        os.rename(scratch, target)
-    except BaseException:
+        descriptor = os.open(name, flags, dir_fd=above)
+    except NotADirectoryError as error:  # so says Linux of a link, too
+        raise LinkError(f"{path} is a link or a file, where a directory of the cache belongs") from error
+    if not trust and (problem := danger(os.fstat(descriptor), path)) is not None:
+        os.close(descriptor)
+        raise UnsafeError(problem)
+    return descriptor
+
+
+class Folder:
+    """An open directory, to be used in a `with` block. Names are of what lies directly in it.
+
+    Unless `trust`, it and all that is read from it must belong to this user or root, and nobody else may be able to
+    write to it: UnsafeError. `path` is for messages.
+    """
+
+    __slots__ = ("fd", "path", "trust")
+
+    def __init__(self, descriptor: int, path: str, trust: bool) -> None:
+        """Takes over the descriptor of a directory that was checked."""
+        self.fd, self.path, self.trust = descriptor, path, trust
+
+    @classmethod
+    def open(cls, path: str | Path, trust: bool) -> Folder:
+        """The directory at `path`. Trust includes a link in its place. Raises OSError."""
+        flags = _DIRECTORY & ~os.O_NOFOLLOW if trust else _DIRECTORY
+        return cls(_open_directory(path, None, path, trust, flags), str(path), trust)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def child(self, name: str) -> Folder:
+        """A directory in this one. Raises FileNotFoundError, LinkError, UnsafeError or another OSError."""
+        path = f"{self.path}/{name}"
+        return Folder(_open_directory(name, self.fd, path, self.trust), path, self.trust)
+
+    def made(self, name: str) -> Folder:
+        """A directory in this one, created if need be. A link or a file in its place is replaced."""
+        try:
+            return self.child(name)
+        except FileNotFoundError:
+            pass
+        except LinkError:
+            os.unlink(name, dir_fd=self.fd)
+        with contextlib.suppress(FileExistsError):  # made by another process meanwhile
+            _make_directory(name, 0o700, self.fd)
+        return self.child(name)
+
+    def below(self, parts: Iterable[str]) -> Folder:
+        """The directory that `parts` lead to; each level is opened and checked as `child` does."""
+        descriptor, path = os.dup(self.fd), self.path
+        for part in parts:
+            path = f"{path}/{part}"
+            try:
+                deeper = _open_directory(part, descriptor, path, self.trust)
+            finally:
+                os.close(descriptor)
+            descriptor = deeper
+        return Folder(descriptor, path, self.trust)
+
+    def made_below(self, parts: Iterable[str]) -> Folder:
+        """As `below`, and each level as `made` does."""
+        folder = self.below(())
+        for part in parts:
+            with folder:
+                folder = folder.made(part)
+        return folder
+
+    def read(self, name: str, limit: int) -> Content:
+        """A regular file. Raises OSError, UnsafeError included, and ValueError."""
+        found = read(name, limit, self.fd)
+        if not self.trust and (problem := danger(found.status, f"{self.path}/{name}")) is not None:
+            raise UnsafeError(problem)
+        return found
+
+    def publish(self, name: str, content: bytes, temporary: Folder) -> None:
+        """Write `content` to a private file in `temporary`, sync it, and rename it to `name`, whole or not at all."""
+        scratch = f"{os.getpid()}-{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(scratch, flags, 0o600, dir_fd=temporary.fd)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            os.rename(scratch, name, src_dir_fd=temporary.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            temporary.unlink(scratch)
+            raise
+
+    def sync(self) -> None:
+        """Make renames into this directory durable, where the filesystem can."""
         with contextlib.suppress(OSError):
-            os.unlink(scratch)
-        raise
+            os.fsync(self.fd)
+
+    def unlink(self, name: str) -> bool:
+        """Delete a file or a link, if it can be; whether nothing of that name is there now."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self.fd)
+        return not self.has(name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of that name, a link that leads nowhere included."""
+        try:
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def remove(self, name: str) -> bool:
+        """Delete a file, or a directory with all that is in it, as far as that can be done; nothing that a link leads
+        to. Whether nothing of that name is there now."""
+        with contextlib.suppress(OSError, RecursionError):
+            try:
+                os.unlink(name, dir_fd=self.fd)
+            except IsADirectoryError:
+                with Folder(_open_directory(name, self.fd, name, True), name, True) as inner:
+                    for item in os.listdir(inner.fd):
+                        inner.remove(item)
+                os.rmdir(name, dir_fd=self.fd)
+        return not self.has(name)
+
+    def note_use(self, name: str, status: os.stat_result) -> None:
+        """Set the access time of a file, if it is older than an hour in `status`. Reading alone sets it once a day
+        where the filesystem is mounted with relatime, and never with noatime: what is used daily would look unused."""
+        now = time.time_ns()
+        if now - status.st_atime_ns > _STALE_SECONDS * 1e9:
+            with contextlib.suppress(OSError):
+                os.utime(name, ns=(now, status.st_mtime_ns), dir_fd=self.fd, follow_symlinks=False)
+
+    def sweep(self, older_than: float = _STALE_SECONDS, prefix: str = "") -> int:
+        """Delete what killed processes of this user left here: files, and directories with all that is in them.
+        What is of the future (the clock went back) is left alone."""
+        removed, now = 0, time.time()
+        with contextlib.suppress(OSError), os.scandir(self.fd) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    stale = now - status.st_mtime > older_than and status.st_uid == os.geteuid()
+                    if stale and entry.name.startswith(prefix):
+                        removed += self.remove(entry.name)
+        return removed
+
+
+def sweep(folder: Path, older_than: float = _STALE_SECONDS, prefix: str = "") -> int:
+    """`Folder.sweep` of the directory at this path, such as TMPDIR."""
+    with contextlib.suppress(OSError), Folder.open(folder, trust=True) as opened:
+        return opened.sweep(older_than, prefix)
+    return 0
 
 
 def sync_directory(path: Path) -> None:
     """Make renames inside `path` durable, where the filesystem can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, _DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def note_use(path: str, status: os.stat_result) -> None:
-    """Set the access time of the file `path`, if it is older than an hour in `status`. Reading alone sets it once a day
-    where the filesystem is mounted with relatime, and never with noatime: what is used daily would look unused."""
-    now = time.time_ns()
-    if now - status.st_atime_ns > _STALE_SECONDS * 1e9:
-        with contextlib.suppress(OSError):
-            os.utime(path, ns=(now, status.st_mtime_ns), follow_symlinks=False)
-
-
-def sweep(temporary: Path, older_than: float = _STALE_SECONDS, prefix: str = "") -> int:
-    """Delete what killed processes of this user left in `temporary`: files, and directories with all that is in them.
-    What is of the future (the clock went back) is left alone."""
-    removed = 0
-    now = time.time()
-    with contextlib.suppress(OSError), os.scandir(temporary) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                stale = now - status.st_mtime > older_than and status.st_uid == os.geteuid()
-                if stale and entry.name.startswith(prefix):
-                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-                    removed += 1
-    return removed
+    with contextlib.suppress(OSError), Folder.open(path, trust=True) as opened:
+        opened.sync()

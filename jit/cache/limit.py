@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from io import FileIO
 from pathlib import Path
 
-from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.disk import _TALLY, _TEMPORARY, DiskCache
+from deep_gemm.jit.cache.disk import TALLY, TEMPORARY, DiskCache
+from deep_gemm.jit.cache.files import Folder, UnsafeError
 from deep_gemm.jit.cache.maintenance import prune
 from deep_gemm.log import log, warn_once
 
@@ -28,10 +29,13 @@ def keep(disk: DiskCache, limit: int, written: Path) -> int:
     filesystem: it warns once.
     """
     try:
-        if not disk.usable() or not _due(disk.root):
-            return 0
-        removed = prune(disk, max_bytes=int(limit * _TARGET), spare=written)
-        _start_again(disk.root, sum(1 for _ in disk.walk()))
+        with disk.open() as root:
+            if not _due(root):
+                return 0
+            removed = prune(disk, max_bytes=int(limit * _TARGET), spare=written)
+            _start_again(root, sum(1 for _ in disk.walk()))
+    except (FileNotFoundError, UnsafeError):  # there is nothing, or it was said why it is not used
+        return 0
     except (OSError, RuntimeError, ValueError) as error:
         message = f"The cache {disk.root} cannot be kept within its limit of {limit} bytes: {error}."
         warn_once(f"cache-limit:{disk.root}", message)
@@ -42,12 +46,11 @@ def keep(disk: DiskCache, limit: int, written: Path) -> int:
     return evicted
 
 
-def _due(root: Path) -> bool:
+def _due(root: Folder) -> bool:
     """Whether enough was published for another scan. Counts this publication."""
     entries = 0
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     # Without a tally it is due: a full disk has no place for one, and needs the scan most.
-    with contextlib.suppress(OSError), os.fdopen(os.open(root / _TALLY, flags, 0o600), "r+b", buffering=0) as tally:
+    with contextlib.suppress(OSError), _tally(root) as tally:
         first, newline, dots = (tally.read(2 * _MOST_BETWEEN) or b"").partition(b"\n")
         entries = int(first) if newline and first.isdigit() else 0
         if len(dots) + 1 < min(entries // _SCANS, _MOST_BETWEEN):
@@ -59,6 +62,11 @@ def _due(root: Path) -> bool:
     return True
 
 
-def _start_again(root: Path, entries: int) -> None:
-    with contextlib.suppress(OSError):
-        files.publish(root / _TEMPORARY, root / _TALLY, b"%d\n" % entries)
+def _tally(root: Folder) -> FileIO:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return FileIO(os.open(TALLY, flags, 0o600, dir_fd=root.fd), "r+")
+
+
+def _start_again(root: Folder, entries: int) -> None:
+    with contextlib.suppress(OSError), root.made(TEMPORARY) as temporary:
+        root.publish(TALLY, b"%d\n" % entries, temporary)

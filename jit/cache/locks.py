@@ -1,14 +1,59 @@
-"""A lock between processes that dies with who took it, though a forked child inherits its descriptor."""
+"""Locks between processes. The system drops the lock of a process that dies, though a forked child inherits its
+descriptor."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from deep_gemm.jit.cache.files import Folder
+
 _taken: list[str] = []
+
+
+def locking_works(folder: Folder) -> bool:
+    """Whether the filesystem has locks that die with their process. Raises OSError where no file can be created.
+
+    Asked before filelock is: where flock fails, some of its versions wait as if somebody held the lock, and others
+    create a file that a killed process leaves behind.
+    """
+    name = f"probe-{os.getpid()}-{secrets.token_hex(8)}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder.fd)
+    try:
+        folder.unlink(name)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def held(path: Path, limit: float) -> Iterator[bool]:
+    """Hold the lock file `path` while the block runs. Raises TimeoutError if another process holds it for `limit`
+    seconds, and OSError where there are no locks."""
+    import filelock
+
+    lock = filelock.FileLock(path, timeout=limit, mode=0o600)
+    with not_inherited(path):
+        try:
+            lock.acquire(poll_interval=0.01)
+        except filelock.Timeout as error:
+            raise TimeoutError(f"{path} is held") from error
+        except (NotImplementedError, RuntimeError) as error:
+            raise OSError(str(error)) from error
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError, RuntimeError):
+                lock.release()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import entry as entries
-from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.disk import _LOCKS, _RENDERED, _TEMPORARY, DiskCache, _remove, _size
+from deep_gemm.jit.cache.disk import LOCKS, TEMPORARY, DiskCache, move_aside, size_of
 from deep_gemm.jit.cache.entry import Address
+from deep_gemm.jit.cache.locks import held
 
 # Nothing younger is a leftover: a compiler may still be at work on it. Writers sweep after the same time.
 LEFTOVER_SECONDS = 3600.0
-_LARGEST_META = 1 << 24
 
 Progress = Callable[[int, int], None]
 
@@ -96,7 +94,7 @@ def delete_bad(disk: DiskCache, checked: list[Checked]) -> list[Removal]:
             path, where = walked[item.path]
             done = _delete_entry(disk, path, where, lambda again: again.state in ("corrupted", "leftover"))
         else:
-            done = _delete_leftover(disk.root / item.path)
+            done = _delete_leftover(disk, *item.path.split("/"))
         removed.append(Removal(item.path, item.reason, item.size, done))
     return removed
 
@@ -143,8 +141,8 @@ def prune(
         done = not dry_run and _delete_entry(disk, path, where, _unused_since(item.last_use), _glance)
         removed.append(Removal(item.path, reasons[item.path], item.size, done))
     if any(removal.done for removal in removed):
-        # They come back with the next kernel from disk.
-        _remove(disk.root / _RENDERED)
+        with contextlib.suppress(OSError), disk.open() as root:
+            disk.forget_rendered(root)
     return removed
 
 
@@ -166,7 +164,7 @@ def _counted(items: list[Any], progress: Progress | None) -> Iterator[Any]:
 
 def _glance(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selectable | None = None) -> Checked:
     """What can be said without reading: "in use", "leftover", or "sound" for what has a description."""
-    size, used = _size(path), _last_use(path)
+    size, used = size_of(path), _last_use(path)
     state, reason = "sound", ""
     if not os.path.lexists(path / entries.META):
         young = time.time() - used <= LEFTOVER_SECONDS
@@ -191,14 +189,14 @@ def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selec
         return "foreign", "its name is none that this version gives"
     for attempt in (1, 2):
         try:
-            disk._read(address, str(path))
+            disk._read(address)
             break
         except FileNotFoundError:
             return "in use", "it was replaced or removed meanwhile"
         except (OSError, ValueError, RecursionError) as error:
             # As for loading: between two renames of a writer, an entry can look wrong once.
             if attempt == 2:
-                other = _other_format(path)
+                other = _other_format(disk, path)
                 if other is not None:
                     return "foreign", f"its format is {other}, not {entries.FORMAT}"
                 return "corrupted", str(error)
@@ -206,14 +204,11 @@ def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selec
     return ("sound", "") if problem is None else ("foreign", problem)
 
 
-def _other_format(path: Path) -> int | None:
+def _other_format(disk: DiskCache, path: Path) -> int | None:
     """The format of another version of this package, whose entries are not ours to judge."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        directory = files.open_directory(path)
-        try:
-            body = json.loads(files.read(entries.META, _LARGEST_META, directory).data)
-        finally:
-            os.close(directory)
+    with contextlib.suppress(OSError, ValueError, RecursionError), disk.open() as root:
+        with root.below(path.relative_to(disk.root).parts) as folder:
+            body = json.loads(folder.read(entries.META, entries.MAX_META).data)
         found = body.get("format") if isinstance(body, dict) else None
         if type(found) is int and found != entries.FORMAT:
             return found
@@ -260,13 +255,13 @@ def _times_kept(path: Path) -> Iterator[None]:
 
 def _leftovers(root: Path) -> Iterator[Checked]:
     """Temporary files of killed writers, and locks that nobody has taken for long."""
-    for folder, reason in ((_TEMPORARY, "a temporary file of a killed writer"), (_LOCKS, "a lock not taken for long")):
+    for folder, reason in ((TEMPORARY, "a temporary file of a killed writer"), (LOCKS, "a lock not taken for long")):
         for path in _children(root / folder):
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 # A time in the future (the clock went back) makes it young, not old.
                 if time.time() - status.st_mtime > LEFTOVER_SECONDS:
-                    size = _size(path) if path.is_dir() and not path.is_symlink() else status.st_size
+                    size = size_of(path) if path.is_dir() and not path.is_symlink() else status.st_size
                     yield Checked(f"{folder}/{path.name}", "leftover", reason, size, status.st_mtime)
 
 
@@ -278,12 +273,13 @@ def _children(folder: Path) -> list[Path]:
         return []
 
 
-def _delete_leftover(path: Path) -> bool:
-    if path.parent.name == _LOCKS:
-        with _held(path) as held:
-            return held and _unlinked(path)
-    _remove(path)
-    return not os.path.lexists(path)
+def _delete_leftover(disk: DiskCache, folder: str, name: str) -> bool:
+    with contextlib.ExitStack() as closing, contextlib.suppress(OSError):
+        opened = closing.enter_context(closing.enter_context(disk.open()).child(folder))
+        if folder == LOCKS:
+            closing.enter_context(_held(disk, name))
+        return opened.remove(name)
+    return False
 
 
 def _delete_entry(
@@ -294,46 +290,35 @@ def _delete_entry(
     look: Callable[[DiskCache, Path, tuple[str, str, str], Selectable | None], Checked] = _check,
 ) -> bool:
     """Under the entry's lock, and if `still` agrees: moved aside by one rename, so that readers see all or nothing."""
-    key = path.name.rpartition("-")[2]
-    lock = disk.root / _LOCKS / f"{where[0]}-{key}.lock"
-    with _held(lock) as held:
-        if not held or not still(look(disk, path, where, None)):
+    *above, name = path.relative_to(disk.root).parts
+    lock = f"{where[0]}-{name.rpartition('-')[2]}.lock"
+    with contextlib.suppress(OSError), disk.open() as root, _held(disk, lock):
+        if not still(look(disk, path, where, None)):
             return False
-        aside = disk.root / _TEMPORARY / f"old-{os.getpid()}-{secrets.token_hex(8)}"
+        done = True
         try:
-            files.make_directory(aside.parent)
-            os.rename(path, aside)
+            with root.below(above) as folder:
+                move_aside(root, folder, name)
         except OSError:
-            if not os.path.lexists(path):
-                # Somebody else removed it, and counts it; a lock without an entry is of no use.
-                _unlinked(lock)
-            return False
-        _remove(aside)
-        # Whoever waits for this lock goes on with a file that has no name any more: at worst two compile.
-        _unlinked(lock)
-        return True
-
-
-def _unlinked(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-    return not os.path.lexists(path)
+            if os.path.lexists(path):
+                return False
+            # Somebody else removed it, and counts it.
+            done = False
+        # A lock without an entry is of no use. Whoever waits for it goes on with a file that has no name any more: at
+        # worst two compile.
+        with contextlib.suppress(OSError), root.child(LOCKS) as locks:
+            locks.unlink(lock)
+        return done
+    return False
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[bool]:
-    """The lock that compiling takes, without waiting: whether it is held by us now."""
-    import filelock
-
-    lock = filelock.FileLock(path, timeout=0, mode=0o600)
-    held = False
-    with contextlib.suppress(filelock.Timeout, OSError, NotImplementedError, RuntimeError):
-        files.make_directory(path.parent)
-        lock.acquire()
-        held = True
-    try:
-        yield held
-    finally:
-        if held:
-            with contextlib.suppress(OSError, RuntimeError):
-                lock.release()
+def _held(disk: DiskCache, name: str) -> Iterator[None]:
+    """The lock that compiling takes, held while the block runs. Raises OSError at once where another process holds it.
+    Where the filesystem has no locks nothing is held: a removal by one rename harms nobody who reads or compiles."""
+    path = disk.lock_path(name)
+    if path is None:
+        yield
+        return
+    with held(path, 0.0):
+        yield

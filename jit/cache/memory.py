@@ -22,11 +22,11 @@ class MemoryCache(Generic[T]):
 
     def put(self, key: Hashable, value: T) -> T:
         """Keep `value` unless there is one already; returns the one that is kept."""
-        with self._lock:
+        with self._lock.lock:
             return self._entries.setdefault(key, value)
 
     def clear(self) -> int:
-        with self._lock:
+        with self._lock.lock:
             count = len(self._entries)
             self._entries.clear()
             return count

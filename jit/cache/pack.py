@@ -27,7 +27,7 @@ from typing import Any
 from deep_gemm.jit.cache import files
 from deep_gemm.jit.cache.archive import BLOCK, ended, header, padded
 from deep_gemm.jit.key import SCHEMA
-from deep_gemm.jit.resources import Resources
+from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 
 SUFFIX = ".dgpack"
 FORMAT = 1
@@ -80,21 +80,20 @@ class Kernel:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Kernel:
-        """Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for what `to_json` did not write."""
-        texts = {name: data[name] for name in _TEXTS}
+        """Raises ValueError for what `to_json` did not write."""
+        texts: dict[str, Any] = {name: data.get(name) for name in _TEXTS}
         for name, pattern in _TEXTS.items():
             if not isinstance(texts[name], str) or not pattern.fullmatch(texts[name]):
-                raise ValueError(f"{name} of a kernel is {str(texts[name])[:80]!r}")
-        sizes = {name: data[name] for name in _SIZES}
+                raise ValueError(f"{name} of a kernel is {shown(texts[name])}")
+        sizes: dict[str, Any] = {name: data.get(name) for name in _SIZES}
         for name, value in sizes.items():
             if type(value) is not int or not 0 <= value <= _MAX_FILE:
-                raise ValueError(f"{name} of {texts['name']} is {str(value)[:80]!r}")
-        if not isinstance(data["meta"], dict):
+                raise ValueError(f"{name} of {texts['name']} is {shown(value)}")
+        meta = data.get("meta")
+        if not isinstance(meta, dict):
             raise ValueError(f"meta of {texts['name']} is no object")
-        seconds = {str(name): float(value) for name, value in data["seconds"].items()}
-        return cls(
-            **texts, **sizes, resources=Resources.from_json(data["resources"]), seconds=seconds, meta=data["meta"]
-        )
+        resources, seconds = Resources.from_json(data.get("resources")), seconds_from_json(data.get("seconds"))
+        return cls(**texts, **sizes, resources=resources, seconds=seconds, meta=meta)
 
 
 _TEXTS = {
@@ -156,7 +155,7 @@ def packable(
         if not cubin:
             raise ValueError("its cubin is empty")
         kernel = Kernel.from_json(json.loads(json.dumps(kernel.to_json(), allow_nan=False)))
-    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"{name} cannot be described as JSON: {error!r}") from error
     return Packable(kernel, cubin, source)
 
@@ -195,7 +194,8 @@ class Pack:
 
     def _member(self, name: str, offset: int, size: int, sha256: str) -> bytes:
         # Opened anew each time: a descriptor that is kept may be another file's, in a child that closed all it had.
-        descriptor = _open(self.path)
+        # Of whom it is does not matter here: the SHA-256 is of a manifest that was.
+        descriptor = files.open_file(self.path)
         try:
             first, content = os.pread(descriptor, BLOCK, offset), os.pread(descriptor, size, offset + BLOCK)
         finally:
@@ -207,14 +207,19 @@ class Pack:
         return content
 
 
-def read(path: Path) -> Pack:
-    """The pack at `path`. Raises OSError or ValueError, whose text is the reason, if there is none or it is not whole.
+def read(path: Path, trust: bool = False) -> Pack:
+    """The pack at `path`. Raises OSError or ValueError, whose text is the reason, if there is none or it is not whole;
+    and, unless `trust`, if somebody other than this user and root could have written it, since a cubin is code.
 
     Of the kernels, where they lie is known then, and that none is missing; their bytes are read when they are used.
     """
-    descriptor = _open(path)
+    descriptor = files.open_file(path)
     try:
-        total = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
+        problem = None if trust else _danger(status, path)
+        if problem is not None:
+            raise files.UnsafeError(problem)
+        total = status.st_size
         text, start = _manifest(descriptor, total)
     finally:
         os.close(descriptor)
@@ -222,14 +227,16 @@ def read(path: Path) -> Pack:
         body = json.loads(text)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             found = body.get("format") if isinstance(body, dict) else None
-            raise ValueError(f"its format is {str(found)[:80]}, and this version reads {FORMAT}")
+            raise ValueError(f"its format is {shown(found)}, and this version reads {FORMAT}")
         if body.get("schema") != SCHEMA:
-            raise ValueError(f"its keys are of schema {str(body.get('schema'))[:80]}, and those here are of {SCHEMA}")
-        version = str(body["version"])
+            raise ValueError(f"its keys are of schema {shown(body.get('schema'))}, and those here are of {SCHEMA}")
+        version = body["version"]
+        if not isinstance(version, str):
+            raise ValueError(f"its version is {shown(version)}")
         listed = [Kernel.from_json(item) for item in body["kernels"]]
     except RecursionError as error:
         raise ValueError(f"{MANIFEST} is nested too deeply") from error
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} lacks a field or has a wrong one ({error!r})") from error
     kernels = {kernel.source_key: kernel for kernel in listed}
     if len(kernels) != len(listed):
@@ -246,8 +253,8 @@ def read(path: Path) -> Pack:
 def problems(path: Path) -> list[str]:
     """What is wrong with any byte of the pack at `path`, as sentences; empty if it is whole."""
     try:
-        pack = read(path)
-        descriptor = _open(path)
+        pack = read(path, trust=True)
+        descriptor = files.open_file(path)
     except (OSError, ValueError) as error:
         return [str(error)]
     found = []
@@ -289,7 +296,8 @@ def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
     if len(text) > _MAX_MANIFEST:
         raise ValueError(f"{len(listed)} kernels are too many for one pack: write several")
     digest = hashlib.sha256(text).hexdigest()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # Made to be read by others, like the pack.
+    files.make_directories(path.parent, 0o755)
     descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -369,10 +377,13 @@ def _sums(digest: str) -> bytes:
     return f"{digest}  {MANIFEST}\n".encode()
 
 
-def _open(path: Path) -> int:
-    # O_NONBLOCK: a FIFO in place of the file must not block us.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("it is not a regular file")
-    return descriptor
+def _danger(status: os.stat_result, path: Path) -> str | None:
+    """Why the pack that has this status must not be used, or None."""
+    problem = files.danger(status, path)
+    # Where it is a link, both the link and the file could be put elsewhere.
+    for folder in dict.fromkeys((os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path)))):
+        mode = os.stat(folder).st_mode
+        if problem is None and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            problem = f"any user can replace it, since any can write to {folder}; run `chmod o-w` on that"
+    advice = "or set DG_JIT_TRUST_CACHE_DIR=1 if you trust everybody on this machine"
+    return None if problem is None else f"{problem}, {advice}"

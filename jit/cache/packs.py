@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import pack as packs
+from deep_gemm.jit.cache.files import absolute, resolved
 from deep_gemm.jit.cache.pack import Kernel, Pack
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
@@ -72,7 +72,7 @@ class Packs:
         found: dict[str, Found] = {}
         for index in self._asked(self.setting):
             for one in index.found:
-                found.setdefault(os.path.realpath(one.path), one)
+                found.setdefault(resolved(one.path), one)
         return tuple(found.values())
 
     def get(self, source_key: str, name: str, arch: str, setting: Setting | None = None) -> tuple[Kernel, bytes] | None:
@@ -118,7 +118,7 @@ class Packs:
     def _index(self, key: tuple[object, ...], named: Callable[[], Iterator[tuple[Path, str]]]) -> _Index:
         index = self._indices.get(key)
         if index is None:
-            with self._lock:
+            with self._lock.lock:
                 index = self._indices.get(key)
                 if index is None:
                     index = self._indices[key] = _look(named())
@@ -133,8 +133,8 @@ def _warn(found: Found, kernel: Kernel, error: Exception) -> None:
 def _look(named: Iterator[tuple[Path, str]]) -> _Index:
     found: dict[str, Found] = {}
     for path, by in named:
-        for one in _open_all(Path(os.path.abspath(path)), by):
-            found.setdefault(os.path.realpath(one.path), one)
+        for one in _open_all(absolute(path), by):
+            found.setdefault(resolved(one.path), one)
     kernels: dict[str, list[tuple[Found, Kernel]]] = {}
     rendered: dict[str, list[tuple[Found, Kernel]]] = {}
     for one in found.values():
@@ -158,32 +158,10 @@ def _open_all(path: Path, by: str) -> Iterator[Found]:
         yield Found(path, by, problem=str(error))
         return
     for file in files:
-        problem = danger(file, settings.trust_cache_dir)
-        if problem is not None:
-            yield Found(file, by, problem=problem)
-            continue
         try:
-            yield Found(file, by, packs.read(file))
+            yield Found(file, by, packs.read(file, settings.trust_cache_dir))
         except (OSError, ValueError) as error:
             yield Found(file, by, problem=str(error).rstrip("."))
-
-
-def danger(path: Path, trust: bool) -> str | None:
-    """Why a pack must not be used: a cubin is code, and here anybody could change it. None if that is not so."""
-    if trust:
-        return None
-    advice = "or set DG_JIT_TRUST_CACHE_DIR=1 if you trust everybody on this machine"
-    try:
-        if os.stat(path).st_mode & stat.S_IWOTH:
-            return f"any user can write to it; run `chmod o-w` on it, {advice}"
-        # Where it is a link, both the link and the file could be put elsewhere.
-        for folder in dict.fromkeys((os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path)))):
-            mode = os.stat(folder).st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                return f"any user can replace it, since any can write to {folder}; run `chmod o-w` on that, {advice}"
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def _announced() -> Iterator[tuple[Path, str]]:

@@ -1,18 +1,17 @@
 """Rendered sources on disk, by what they are rendered from: they save a process Jinja and its templates.
 
-Nothing depends on them: whatever is wrong with one, the source is rendered. Each file is a line with the SHA-256 of the
-rest, and the source.
+Nothing depends on them: whatever is wrong with one, the source is rendered, and then stored anew. Each file is a line
+with a SHA-256 over its key and its source, and the source.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 
-from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.disk import _RENDERED, _TEMPORARY, DiskCache
+from deep_gemm.jit.cache.disk import RENDERED, TEMPORARY, DiskCache
+from deep_gemm.jit.cache.files import Folder
 
 _KEY = re.compile(r"[0-9a-f]{40}")
 _LARGEST = 1 << 24
@@ -20,22 +19,41 @@ _LARGEST = 1 << 24
 
 def get(disk: DiskCache, render_key: str) -> str | None:
     """The source that is rendered from what `render_key` stands for, verified, or None."""
-    if not _KEY.fullmatch(render_key) or not disk.usable():
+    if not _KEY.fullmatch(render_key):
         return None
-    with contextlib.suppress(OSError, ValueError):
-        digest, _, content = files.read(disk.path(_RENDERED, render_key), _LARGEST).data.partition(b"\n")
-        if hashlib.sha256(content).hexdigest().encode() == digest:
+    with contextlib.suppress(OSError, ValueError), disk.open() as root, root.child(RENDERED) as folder:
+        content = _read(folder, render_key)
+        if content is not None:
+            disk.rendered.add(render_key)
             return content.decode()
     return None
 
 
 def put(disk: DiskCache, render_key: str, source: str) -> None:
-    """Keep a source. One that is known stays."""
-    if not _KEY.fullmatch(render_key) or os.path.lexists(disk.path(_RENDERED, render_key)) or not disk.usable():
+    """Keep a source. A sound one stays; anything else of its name is replaced."""
+    if render_key in disk.rendered or not _KEY.fullmatch(render_key):
         return
-    content = source.encode()
-    with contextlib.suppress(OSError):
-        for folder in (_TEMPORARY, _RENDERED):
-            files.make_directory(disk.root / folder)
-        line = hashlib.sha256(content).hexdigest().encode() + b"\n"
-        files.publish(disk.root / _TEMPORARY, disk.root / _RENDERED / render_key, line + content)
+    # Once in a process, whether it succeeds or not: it costs less to render a source than to try again and again.
+    disk.rendered.add(render_key)
+    with contextlib.suppress(OSError, ValueError), disk.open(create=True) as root, root.made(RENDERED) as folder:
+        with contextlib.suppress(OSError, ValueError):
+            if _read(folder, render_key) is not None:
+                return
+        content = source.encode()
+        with root.made(TEMPORARY) as temporary:
+            line = _digest(render_key, content) + b"\n"
+            with contextlib.suppress(IsADirectoryError):
+                folder.publish(render_key, line + content, temporary)
+                return
+            folder.remove(render_key)
+            folder.publish(render_key, line + content, temporary)
+
+
+def _read(folder: Folder, render_key: str) -> bytes | None:
+    digest, _, content = folder.read(render_key, _LARGEST).data.partition(b"\n")
+    return content if digest == _digest(render_key, content) else None
+
+
+def _digest(render_key: str, content: bytes) -> bytes:
+    # With the key: a file that was copied over another is no source of that key.
+    return hashlib.sha256(f"{render_key}\n".encode() + content).hexdigest().encode()

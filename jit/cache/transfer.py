@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import entry as entries
-from deep_gemm.jit.cache import files
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import Address, Entry
+from deep_gemm.jit.cache.files import resolved
 from deep_gemm.jit.cache.maintenance import _address, _times_kept
-from deep_gemm.jit.cache.pack import Packable, packable
-from deep_gemm.jit.cache.packs import danger
+from deep_gemm.jit.cache.pack import Kernel, Packable, packable
 from deep_gemm.jit.cache.root import root_problem
-from deep_gemm.jit.resources import Resources
 
 Progress = Callable[[int, int], None]
-_MAX_SOURCE = 1 << 26
 STATES = ("taken", "same", "older", "conflict", "left", "unsound", "failed")
 
 
@@ -76,7 +72,7 @@ def join(sources: Sequence[Path], out: Path, trust: bool, progress: Progress | N
 
 def merge(sources: Sequence[Path], disk: DiskCache, trust: bool, progress: Progress | None = None) -> list[Item]:
     """Copy what cache directories and packs hold into `disk`. Sound entries that it has already are kept."""
-    others = [path for path in sources if os.path.realpath(path) != os.path.realpath(disk.root)]
+    others = [path for path in sources if resolved(path) != resolved(disk.root)]
     report = [one if isinstance(one, Item) else _copy(one, disk) for one in _all(others, trust, progress)]
     return report + [Item(str(disk.root), "", "same", "it is the target itself")] * (len(others) < len(sources))
 
@@ -111,7 +107,7 @@ def _entries(disk: DiskCache, progress: Progress | None) -> Iterator[_Stored | I
 
 def _read(disk: DiskCache, address: Address, path: Path) -> _Stored | Item:
     try:
-        entry = disk._read(address, str(path))
+        entry = disk._read(address)
     except (OSError, ValueError, RecursionError) as error:
         return Item(str(path), address.name, "unsound", str(error))
     try:
@@ -127,11 +123,6 @@ def _of_entry(address: Address, entry: Entry) -> Packable:
         raise ValueError(
             "an earlier version stored it, without a source key; remove it and compile it again to pack it"
         )
-    directory = files.open_directory(entry.directory)
-    try:
-        source = files.read(entries.SOURCE, _MAX_SOURCE, directory).data
-    finally:
-        os.close(directory)
     try:
         return packable(
             name=address.name,
@@ -139,11 +130,11 @@ def _of_entry(address: Address, entry: Entry) -> Packable:
             source_key=meta["source_key"],
             key=address.key,
             cuda=address.cuda,
-            compiler=meta["compiler"],
+            compiler=entry.compiler,
             cubin=entry.cubin,
-            source=source,
-            resources=Resources.from_json(meta["resources"]),
-            seconds=meta["seconds"],
+            source=entry.source,
+            resources=entry.resources,
+            seconds=entry.seconds,
             meta=meta["meta"],
             render_key=meta.get("render_key", ""),
         )
@@ -153,10 +144,7 @@ def _of_entry(address: Address, entry: Entry) -> Packable:
 
 def _packed(path: Path, trust: bool, progress: Progress | None) -> Iterator[_Stored | Item]:
     try:
-        problem = danger(path, trust)
-        if problem is not None:
-            raise ValueError(problem)
-        pack = packs.read(path)
+        pack = packs.read(path, trust)
     except (OSError, ValueError) as error:
         yield Item(str(path), "", "unsound", str(error))
         return
@@ -213,22 +201,25 @@ def _beside(other: tuple[Packable, str], taken: tuple[Packable, str]) -> Item:
 
 def _copy(one: _Stored, disk: DiskCache) -> Item:
     there = disk.get(one.address)
-    cubin = one.item.cubin if one.item is not None else one.entry.cubin if one.entry is not None else b""
+    if one.entry is not None:
+        source, cubin, meta = one.entry.source, one.entry.cubin, one.entry.meta
+    else:
+        assert one.item is not None
+        source, cubin, meta = one.item.source, one.item.cubin, _meta(one.item.kernel)
     if there is not None:
         same = there.cubin == cubin
         reason = "" if same else f"{there.directory} has other bytes under the same key and is kept"
         return Item(one.origin, one.address.name, "same" if same else "conflict", reason)
-    source = one.item.source if one.item is not None else b""
-    meta = one.entry.meta if one.entry is not None else _meta(one)
-    stored = disk.reserve(one.address, source.decode("utf-8", "replace"))
-    if stored is None or disk.put(one.address, cubin, meta) is None:
+    try:
+        stored = disk.put(one.address, source, cubin, meta)
+    except (TypeError, ValueError, RecursionError) as error:  # such as 1e999, which JSON has no way to write
+        return Item(one.origin, one.address.name, "unsound", f"its description is not plain JSON ({error})")
+    if stored is None:
         return Item(one.origin, one.address.name, "failed", f"it could not be written to {disk.root}")
     return Item(one.origin, one.address.name, "taken")
 
 
-def _meta(one: _Stored) -> dict[str, Any]:
-    assert one.item is not None
-    kernel = one.item.kernel
+def _meta(kernel: Kernel) -> dict[str, Any]:
     return {
         "compiler": kernel.compiler,
         "source_key": kernel.source_key,
@@ -239,5 +230,5 @@ def _meta(one: _Stored) -> dict[str, Any]:
         "seconds": dict(kernel.seconds),
         "created": time.time(),
         "log": "",
-        "meta": json.loads(json.dumps(dict(kernel.meta))),
+        "meta": dict(kernel.meta),
     }

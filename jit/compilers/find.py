@@ -66,7 +66,7 @@ def choose() -> Compiler:
     key = (settings.use_nvrtc, settings.nvcc, settings.cuda_home)
     compiler = _chosen.get(key)
     if compiler is None:
-        with _lock:
+        with _lock.lock:
             candidates = _search(stop_early=True)
         for candidate in candidates:
             if candidate.found.chosen and candidate.compiler is not None:
@@ -83,13 +83,13 @@ def choose() -> Compiler:
 def find_all(tried: bool = False) -> list[Found]:
     """Every compiler on this machine, NVCC first. Never raises. With `tried`, each one has compiled a one-line kernel,
     or is not usable: that takes a second or two."""
-    with _lock:
+    with _lock.lock:
         candidates = _search(stop_early=False)
     if tried:
         for candidate in candidates:
             if candidate.compiler is not None:
                 _try(candidate.compiler)
-        with _lock:
+        with _lock.lock:
             candidates = _search(stop_early=False)
     return [candidate.found for candidate in candidates]
 
@@ -112,7 +112,7 @@ def pass_by(compiler: Compiler) -> bool:
 
 
 def _try(compiler: Compiler) -> str | None:
-    with _trial:
+    with _trial.lock:
         key = (compiler.path, compiler.identity)
         if key not in _tried:
             _tried[key] = compiler.problem()

@@ -140,7 +140,7 @@ class Nvrtc(Compiler):
         return Compiled(cubin, ptx and ptx.rstrip("\0"), log, resources, seconds, tuple(options))
 
     def _open(self) -> ctypes.CDLL:
-        with self._lock:
+        with self._lock.lock:
             if self._library is None:
                 try:
                     _load_builtins(self.path, self.version)

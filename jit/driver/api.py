@@ -119,7 +119,7 @@ def initialise() -> None:
             status=3,
             name="CUDA_ERROR_NOT_INITIALIZED",
         )
-    with _lock:
+    with _lock.lock:
         call("cuInit", 0)
         _initialised_in = os.getpid()
 

@@ -150,6 +150,26 @@ def test_a_root_that_belongs_to_another_user_is_not_used(tmp_path: Path, start: 
     assert sorted(theirs.iterdir()) == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make an image's cache and be another user after it")
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_root_that_root_made_is_read_by_others(tmp_path: Path, start: Start, readable: bool) -> None:
+    """As in an image: root compiles while it is built, and a service of another user runs in it."""
+    root = tmp_path / "root"
+    builder(root).build(request(source=BODY))
+    open_parents(tmp_path)
+    (tmp_path / "journal").touch()
+    (tmp_path / "journal").chmod(0o666)
+    if readable:
+        subprocess.run(["chmod", "-R", "go+rX", root], check=True)
+    before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    answer = result(start(uid=54321, keys=2))
+    assert (sorted(answer["layers"]), answer["wrong"]) == (["compiled", "disk" if readable else "compiled"], 0)
+    assert answer["stats"]["unstored"] == (1 if readable else 2)
+    (warning,) = said(tmp_path)
+    assert ("cannot be stored" if readable else "`chmod -R go+rX`") in warning
+    assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+
+
 def test_a_linked_root_is_not_used(tmp_path: Path, start: Start) -> None:
     (tmp_path / "aim").mkdir(mode=0o700)
     (tmp_path / "root").symlink_to(tmp_path / "aim")

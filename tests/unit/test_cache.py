@@ -76,6 +76,9 @@ def replace_by_fifo(path: Path) -> None:
 
 
 DAMAGE: list[tuple[str, str, Callable[[Path], None]]] = [
+    ("other source", "kernel.cu", lambda path: path.write_text("int other;\n") and None),
+    ("no source", "kernel.cu", Path.unlink),
+    ("linked source", "kernel.cu", replace_by_link),
     ("empty cubin", "kernel.cubin", truncate(0)),
     ("cut cubin", "kernel.cubin", truncate(100)),
     ("cut cubin by one", "kernel.cubin", truncate(len(CUBIN) - 1)),
@@ -139,7 +142,7 @@ def test_every_flipped_bit_is_noticed(root: Path, entry: Path) -> None:
     good = cache.get(address)
     assert good is not None
     survivors = 0
-    for name in ("kernel.cubin", "kernel.json"):
+    for name in ("kernel.cu", "kernel.cubin", "kernel.json"):
         content = (entry / name).read_bytes()
         for at in range(0, len(content), 7):
             flipped = bytearray(content)
@@ -160,10 +163,11 @@ def test_every_flipped_bit_is_noticed(root: Path, entry: Path) -> None:
 def test_every_truncation_is_noticed(root: Path, entry: Path) -> None:
     address = address_of(entry)
     cache = DiskCache(root)
-    for name in ("kernel.cubin", "kernel.json"):
+    for name in ("kernel.cu", "kernel.cubin", "kernel.json"):
         content = (entry / name).read_bytes()
         # The last byte of the description is its newline.
-        for length in (*range(64), *range(64, len(content) - 1, 31), len(content) - 2):
+        last = len(content) - 1 - (name == "kernel.json")
+        for length in (*range(min(64, last)), *range(64, last, 31), last):
             (entry / name).write_bytes(content[:length])
             assert cache.get(address) is None, (name, length)
         (entry / name).write_bytes(content)
@@ -251,8 +255,12 @@ def test_a_dangling_root_is_refused_even_if_trusted(tmp_path: Path, caplog: pyte
 def test_a_root_of_another_user_is_refused(
     root: Path, entry: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: os.stat(root).st_uid + 1)
-    memory_only(root, caplog, "belongs to user")
+    # Root's would be as good as one's own.
+    if os.geteuid() == 0:
+        os.chown(root, 54321, 54321)
+    me = os.stat(root).st_uid + 1
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    memory_only(root, caplog, f"belongs to user {me - 1}, not to you (user {me})")
 
 
 def test_a_root_that_is_a_file_is_refused(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -273,7 +281,7 @@ def test_a_full_or_broken_filesystem_means_memory_only(
 
 
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EEXIST])
-@pytest.mark.parametrize("call", ["rename", "mkdir", "open", "fsync", "lstat"])
+@pytest.mark.parametrize("call", ["rename", "mkdir", "open", "fsync", "unlink"])
 @pytest.mark.parametrize("nth", [1, 2, 5])
 def test_injected_errors_never_fail_a_build(
     root: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, nth: int
@@ -283,7 +291,7 @@ def test_injected_errors_never_fail_a_build(
 
     def flaky(path: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal count
-        if call == "fsync" or str(path).startswith(str(root)) or options.get("dir_fd") is not None:
+        if call == "fsync" or str(path).startswith(str(root)) or any(fd is not None for fd in options.values()):
             count += 1
             if count == nth:
                 raise OSError(code, os.strerror(code), str(path))
@@ -338,8 +346,8 @@ def test_a_clock_that_goes_back_breaks_nothing(root: Path, entry: Path, monkeypa
 
 def test_a_failed_write_leaves_no_temporary(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        files.publish(tmp_path, tmp_path / "target", b"x")
+    with files.Folder.open(tmp_path, trust=True) as folder, pytest.raises(OSError, match="directory"):
+        folder.publish("target", b"x", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 

@@ -7,18 +7,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+from jit_fakes import DESCRIBED
 
 from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache.disk import DiskCache
-from deep_gemm.jit.cache.entry import CUBIN, META, Address
+from deep_gemm.jit.cache.entry import CUBIN, META, SOURCE, Address
 from deep_gemm.log import reset_warnings
 
 VARIANTS = 10_000
+NAMES = (SOURCE, CUBIN, META)
 CHUNKS = 10
 ADDRESS = Address("sm_90a", "12.9", "any", "k", "0" * 40)
 OTHER = Address("sm_90a", "12.9", "any", "k", "1" * 40)
 CONTENT = b"\x7fELF" + bytes(range(256)) * 2
-NOTES = {"resources": {"registers": 168, "spills": 0}, "seconds": {"compile": 1.5}, "log": "a log, \u00e4"}
+NOTES = {**DESCRIBED, "log": "a log, \u00e4"}
+SOURCE_TEXT = "int body1;  // which is as long as a line\n"
 
 
 def flip(draw: random.Random, data: bytes, other: bytes) -> bytes:
@@ -86,9 +89,8 @@ def stored(tmp_path: Path) -> tuple[DiskCache, dict[str, bytes], dict[str, bytes
     disk = DiskCache(tmp_path / "root")
     found = []
     for address, content in ((ADDRESS, CONTENT), (OTHER, CONTENT[::-1])):
-        disk.reserve(address, "source")
-        disk.put(address, content, NOTES)
-        found.append({name: (disk.directory(address) / name).read_bytes() for name in (CUBIN, META)})
+        disk.put(address, SOURCE_TEXT.encode() + content[-1:], content, NOTES)
+        found.append({name: (disk.directory(address) / name).read_bytes() for name in NAMES})
     shutil.rmtree(disk.directory(OTHER))
     reset_warnings()
     return disk, found[0], found[1]
@@ -99,16 +101,18 @@ def variant(draw: random.Random, good: dict[str, bytes], other: dict[str, bytes]
     if draw.random() < 0.03:
         return draw.choice(
             (
-                {CUBIN: good[META], META: good[CUBIN]},
-                {CUBIN: other[CUBIN], META: good[META]},
-                {CUBIN: good[CUBIN], META: other[META]},
+                {**good, CUBIN: good[META], META: good[CUBIN]},
+                {**good, CUBIN: other[CUBIN]},
+                {**good, META: other[META]},
+                {**good, SOURCE: other[SOURCE]},
                 other,
-                {CUBIN: good[CUBIN]},
-                {META: good[META]},
+                {name: good[name] for name in (SOURCE, CUBIN)},
+                {name: good[name] for name in (SOURCE, META)},
+                {name: good[name] for name in (CUBIN, META)},
             )
         )
     files = dict(good)
-    for name in draw.choice(((CUBIN,), (META,), (META,), (CUBIN, META))):
+    for name in draw.choice(((CUBIN,), (SOURCE,), (META,), (META,), (CUBIN, META))):
         files[name] = draw.choice(CHANGES)(draw, good[name], other[name])
     return files
 
@@ -128,7 +132,7 @@ def test_no_corrupted_variant_is_loaded_or_raises(
         if files == good:
             continue
         corrupted += 1
-        for name in (CUBIN, META):
+        for name in NAMES:
             # A new file: some filesystems write to the medium at once when one is cut to nothing and written again.
             (folder / name).unlink(missing_ok=True)
             if name in files:
@@ -138,7 +142,7 @@ def test_no_corrupted_variant_is_loaded_or_raises(
             # White space between tokens of the description, or a number written otherwise, says the same. Nothing
             # else may be accepted, and of the cubin not one bit.
             assert (loaded.cubin, loaded.meta) == (CONTENT, whole.meta), files
-            assert files[CUBIN] == good[CUBIN], files
+            assert (files[CUBIN], files[SOURCE]) == (good[CUBIN], good[SOURCE]), files
 
 
 def test_no_depth_of_nesting_raises(stored: tuple[DiskCache, dict[str, bytes], dict[str, bytes]]) -> None:

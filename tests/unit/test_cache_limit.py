@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jit_fakes import FakeCompiler, builder, cubin_of, request
+from jit_fakes import DESCRIBED, FakeCompiler, builder, cubin_of, request
 
 from deep_gemm import cache_info
 from deep_gemm.errors import CompileError, SettingError
@@ -114,7 +114,7 @@ def test_use_is_noted_once_an_hour_without_the_filesystem(root: Path, monkeypatc
     age(folder(root, "int body;\n"), hours=2)
     noted.clear()
     builder(root).build(request())
-    assert noted == [str(folder(root, "int body;\n") / "kernel.json")]
+    assert noted == ["kernel.json"]
 
 
 def test_what_is_locked_or_being_written_stays(root: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_tally_that_claims_too_much_delays_a_thousand_at_most(root: Path, monk
 def put(disk: DiskCache, number: int) -> Path:
     address = Address("sm_90a", "12.9", "any", "k", f"{number:040d}")
     disk.reserve(address, "source")
-    disk.put(address, b"x" * 1000, {"log": "x"})
+    disk.put(address, b"source", b"x" * 1000, DESCRIBED)
     return disk.directory(address)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import filelock
 import pytest
 from click.testing import CliRunner, Result
+from jit_fakes import DESCRIBED
 
 from deep_gemm.cli.cache import command
 from deep_gemm.jit.cache import maintenance
@@ -33,7 +34,7 @@ def add(disk: DiskCache, digit: int, days: float = 0.0, cuda: str = "12.9", driv
     """One entry of 1000 bytes and some, last used `days` ago."""
     address = Address("sm_90a", cuda, driver, "k", str(digit) * 40)
     disk.reserve(address, "source")
-    disk.put(address, bytes([digit]) * 1000, {"log": "x"})
+    disk.put(address, b"source", bytes([digit]) * 1000, DESCRIBED)
     return age(disk.directory(address), days * DAY)
 
 
@@ -220,7 +221,7 @@ def test_readers_and_writers_during_prune_and_verify(disk: DiskCache) -> None:
                 if entry is None:
                     # Without the lock, a write may meet two removals and give up (None): a miss, and no fault.
                     DiskCache(disk.root).reserve(address, "source")
-                    DiskCache(disk.root).put(address, bytes([1]) * 1000, {"log": "x"})
+                    DiskCache(disk.root).put(address, b"source", bytes([1]) * 1000, DESCRIBED)
                 elif entry.cubin != bytes([1]) * 1000:
                     problems.append("wrong bytes")
         except Exception as error:

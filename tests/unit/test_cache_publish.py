@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jit_fakes import FakeCompiler, builder, cubin_of, request
@@ -26,12 +25,12 @@ def test_each_file_is_whole_and_synced_before_it_has_its_name(root: Path, monkey
         synced[status.st_ino] = status.st_size
         fsync(descriptor)
 
-    def note_rename(source: Any, target: Any) -> None:
-        status = os.stat(source)
-        assert Path(source).parent == root / "tmp"
+    def note_rename(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        status = os.stat(source, dir_fd=src_dir_fd)
+        assert os.path.samestat(os.fstat(src_dir_fd), os.stat(root / "tmp"))
         assert synced[status.st_ino] == status.st_size > 0
-        rename(source, target)
-        named.append(Path(target).name)
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        named.append(target)
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "rename", note_rename)
@@ -69,8 +68,8 @@ def test_nobody_waits_to_see_what_a_winner_published(root: Path, monkeypatch: py
     """The lock was waited for, its holder has published, and the filesystem does not show it yet."""
     builder(root).build(request())
 
-    def lagging(self: DiskCache, address: object, path: Path) -> None:
-        raise FileNotFoundError(path)
+    def lagging(self: DiskCache, address: object, used: bool = False) -> None:
+        raise FileNotFoundError(address)
 
     monkeypatch.setattr(DiskCache, "_read", lagging)
     looked: list[object] = []

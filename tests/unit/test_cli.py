@@ -11,6 +11,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from jit_fakes import DESCRIBED
 
 from deep_gemm import cli, engine
 from deep_gemm.cli.app import COMMANDS, app
@@ -98,7 +99,7 @@ def test_cache_info_and_clear(cache_dir: Path) -> None:
 
     address, disk = Address("sm_90a", "13.0", "any", "some_kernel", "0" * 64), DiskCache(cache_dir)
     disk.reserve(address, "source")
-    disk.put(address, b"cubin", {})
+    disk.put(address, b"source", b"cubin", DESCRIBED)
     assert "1 kernel," in run("cache", "info").output
     assert run("cache", "clear", input="n\n").exit_code == 1
     assert disk.get(address) is not None

@@ -66,7 +66,7 @@ def test_resources_survive_json() -> None:
     found = parse_ptxas(NVCC_LOG, "k")
     assert found is not None
     assert Resources.from_json(found.to_json()) == found
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="shared_static must be a whole number"):
         Resources.from_json({"registers": 1})
 
 

@@ -125,6 +125,20 @@ def test_damage_is_refused_in_words(client: Client, key: str, value: bytes, word
         second.fetch(0)
 
 
+@pytest.mark.parametrize("value", [b"\xff\xfe", b"one abc", b"1" * 5000 + b" abc"])
+def test_what_no_rank_writes_is_as_good_as_no_store(value: bytes) -> None:
+    """It is no reason to end a precompilation: StoreError means that this rank builds by itself."""
+    store = dist.HashStore()
+    store.set("deep_gemm/ahead/1/first", value)
+    with pytest.raises(StoreError, match="no rank of this version writes"):
+        Exchange(store, 0, 1, KEYS)
+    exchange = Exchange(store, 0, 1, KEYS)
+    exchange.draw()
+    exchange._call.set("sets/1", value)
+    with pytest.raises(StoreError, match="no rank of this version writes"):
+        exchange.close()
+
+
 def test_the_last_to_close_deletes_everything() -> None:
     store = dist.HashStore()
     before = store.num_keys()

@@ -204,7 +204,7 @@ def test_a_pack_that_anybody_can_change_is_refused(tmp_path: Path, caplog: pytes
     assert layer_of() == "pack"
     pack.chmod(0o666)
     assert layer_of() == "compiled"
-    assert "any user can write to it" in messages(caplog)[-1]
+    assert "other users can write to" in messages(caplog)[-1]
     assert layer_of(trust_cache_dir=True) == "pack"
     pack.chmod(0o644)
     folder.chmod(0o777)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import re
 import sys
@@ -190,6 +191,17 @@ def bootstrap() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize(
+    ("version", "new"),
+    [("3.12.0", False), ("3.20.0", False), ("3.2.1", False), ("3.20.1", True), ("3.25.2", True), ("4.3.1", True)],
+)
+def test_an_old_filelock_counts_as_missing(version: str, new: bool) -> None:
+    """One before 3.20.1 follows a link in place of a lock, and is part of many an installation that is shared."""
+    (ways,) = [ways for requirement, ways in bootstrap().BASE.items() if requirement.startswith("filelock")]
+    patterns = [way.removeprefix("file:") for way in ways]
+    assert any(fnmatch.fnmatch(f"filelock-{version}.dist-info", pattern) for pattern in patterns) == new
 
 
 def listed(name: str) -> set[str]:

@@ -99,7 +99,7 @@ def test_unsound_and_old_entries_are_not_packed(cache_dir: Path, tmp_path: Path)
     address = Address(*where, "k1", path.name.partition("-")[2])
     old = disk.get(address)
     assert old is not None
-    disk.put(address, old.cubin, {name: value for name, value in old.meta.items() if name != "source_key"})
+    disk.put(address, old.source, old.cubin, {name: value for name, value in old.meta.items() if name != "source_key"})
     found = report("cache", "pack", tmp_path / "a.dgpack", status=1)
     assert (found["taken"], found["unsound"], found["left"]) == (1, 1, 1)
     assert "without a source key" in found["left:"]
@@ -133,7 +133,7 @@ def test_merge_keeps_what_is_sound_and_replaces_what_is_not(cache_dir: Path, tmp
     address = Address(*where, "k0", path.name.partition("-")[2])
     old = disk.get(address)
     assert old is not None
-    disk.put(address, b"other bytes", old.meta)
+    disk.put(address, old.source, b"other bytes", old.meta)
     (entry(cache_dir, "k1") / "kernel.cubin").write_bytes(b"")
     found = report("cache", "merge", pack)
     assert (found["conflict"], found["taken"]) == (1, 1)
