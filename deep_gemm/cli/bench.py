@@ -11,7 +11,7 @@ from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse_shape, parse_size
 from deep_gemm.benchmarks import shapes
 from deep_gemm.benchmarks.modes import COST_MODES
 from deep_gemm.benchmarks.summary import GEMM_MODES, summary
-from deep_gemm.cli.console import console, table
+from deep_gemm.cli.console import Number, console, table
 
 MODES = (*GEMM_MODES, *COST_MODES)
 
@@ -26,7 +26,7 @@ MODES = (*GEMM_MODES, *COST_MODES)
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of --random.")
 @click.option("--against", multiple=True, type=click.Choice(["tensorwise", "blockwise"]), help="cuBLASLt [both].")
-@click.option("--seconds", type=click.FloatRange(0), default=math.inf, help="Begin no new measurement after this long.")
+@click.option("--seconds", type=Number(), default=math.inf, help="Begin no new measurement after this long.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append JSON rows to this file, each once measured.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
 @click.option(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from deep_gemm.cli.console import Size, console, size, table
+from deep_gemm.cli.console import Number, Size, console, size, table
 from deep_gemm.jit.cache import maintenance, transfer
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
@@ -224,9 +224,7 @@ def _tell_transfer(report: list[transfer.Item], target: Path, as_json: bool) -> 
 
 @command.command("prune")
 @click.option("--max-bytes", type=Size(), help="Remove until no more than this is stored: 2GiB, 500M, 0.")
-@click.option(
-    "--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Remove what was not used for so long."
-)
+@click.option("--older-than", type=Number(), metavar="DAYS", help="Remove what was not used for so long.")
 @click.option("--unused-versions", is_flag=True, help="Remove what no compiler or driver of this machine can use.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune(max_bytes: int | None, older_than: float | None, unused_versions: bool, dry_run: bool) -> None:

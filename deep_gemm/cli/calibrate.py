@@ -14,13 +14,13 @@ from deep_gemm import arch
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import shapes
 from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
-from deep_gemm.cli.console import console
+from deep_gemm.cli.console import Number, console
 from deep_gemm.select import calibration
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-COUNT, TOKENS, SECONDS = click.IntRange(0, 10_000), click.IntRange(1, 1 << 20), click.FloatRange(0)
+COUNT, TOKENS, SECONDS = click.IntRange(0, 10_000), click.IntRange(1, 1 << 20), Number()
 CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
 
@@ -64,14 +64,14 @@ def command(context: click.Context, seconds: float) -> None:
 @click.option("--mode", "modes", multiple=True, type=click.Choice(SURVEY_MODES), help="How to time; repeatable. [all]")
 @click.option(
     "--within",
-    type=click.FloatRange(0),
+    type=Number(),
     default=WITHIN,
     show_default=True,
     help="Time configs that the model takes for at most so many times as long as the best; 0: all.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0),
+    type=Number(),
     default=900.0,
     show_default=True,
     help="Begin no new measurement after this long.",

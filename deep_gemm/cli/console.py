@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,22 @@ class Size(click.ParamType):
             return Settings.cache_limit.convert(value, "it") or 0
         except SettingError:
             self.fail(f"{value!r} is no size: 2GiB, 500M and 0 are, and a number of bytes.", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number from 0; nan, which compares with nothing, is none."""
+
+    name = "NUMBER"
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """A float, or a usage error."""
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return found
 
 
 def duration(us: float) -> str:

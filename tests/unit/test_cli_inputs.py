@@ -217,6 +217,17 @@ def test_a_size_that_is_none(text: str) -> None:
     assert "--max-bytes" in refused("cache", "prune", "--max-bytes", text)
 
 
+@pytest.mark.parametrize("text", ["nan", "-1", "x", LONG + "x"])
+@pytest.mark.parametrize(
+    "command",
+    [("cache", "prune", "--older-than"), ("bench", "--seconds"), ("calibrate", "--seconds"),
+     ("calibrate", "survey", "--output", "x", "--within")],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_number_that_is_none(command: Sequence[str], text: str) -> None:
+    assert run(*command, text).exit_code == 2
+
+
 @pytest.mark.parametrize("name", ["[/b]", "[red]x"])
 def test_paths_are_text_and_not_markup(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / name
