@@ -35,11 +35,12 @@ COLUMNS = ("render_ms", "preprocess_ms", "frontend_ms", "optimiser_ms", "ptxas_m
 def kernels() -> list[KernelParams]:
     """Four kernels from small to large: the smallest tile of swapped operands, a tile for decoding, 128 x 128 and the
     largest, each the plainest of its size."""
-    from deep_gemm import ahead, arch, engine
+    from deep_gemm import arch, engine
+    from deep_gemm.aot import build
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.kernels import registry
-    from deep_gemm.workload import GemmShape
 
-    asked = ahead.spec_of(GemmShape(4096, 7168, 2048), arch.SM90)
+    asked = build.spec_of(GemmShape(4096, 7168, 2048), arch.SM90)
     found = []
     for family, block_m, block_n in (
         ("sm90_fp8_swapped", 1, 1),

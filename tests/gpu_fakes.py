@@ -3,49 +3,91 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from deep_gemm import constant, dense
+from deep_gemm import arch, calls, constant, engine, options
+from deep_gemm.ops import fp8_dense
+from deep_gemm.spec import Spec, TransposeSpec
+
+CPU = -1
+"""`Tensor.get_device` of the CPU, which stands for the GPU."""
+
+
+class Launched(NamedTuple):
+    """One launch: "gemm" or "transpose", where its operands were, and whether weights were constant in it."""
+
+    kernel: str
+    at: dict[str, int]
+    constant: bool
+
+
+class FakeLaunch:
+    """A launch record that notes its launches."""
+
+    def __init__(self, gpu: FakeGpu, kernel: str, at: Mapping[str, int], constant: bool) -> None:
+        self.gpu, self.kernel, self.first, self.constant = gpu, kernel, dict(at), constant
+
+    def __call__(self) -> None:
+        self.gpu.launched.append(Launched(self.kernel, self.first, self.constant))
+
+    def at(self, addresses: Sequence[int]) -> None:
+        at = dict(zip(self.first, addresses, strict=True))
+        self.gpu.launched.append(Launched(self.kernel, at, self.constant))
 
 
 class FakeGpu:
-    """The path of CUDA tensors, taken by tensors on the CPU: each launch notes whether B was constant in it."""
+    """The path of CUDA tensors, taken by tensors on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.launched: list[bool] = []
+        self.launched: list[Launched] = []
         self.prepared = 0
-        validate = dense.validate_fp8_gemm
-        monkeypatch.setattr(dense, "_warm", {})
-        monkeypatch.setattr(dense, "_moved", {})
+        """Launch records that were made."""
+        self.calls: calls.Calls = fp8_dense.call.__globals__["calls"]  # type: ignore[attr-defined]
+        self.calls.forget()
+        check = fp8_dense.FP8GemmNT.check
+
+        def checked(*args: Any) -> Any:
+            x = check(*args)
+            return None if x is None else replace(x, device=torch.device("cuda", 0))
+
+        monkeypatch.setattr(fp8_dense.FP8GemmNT, "check", checked)
         monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
-        monkeypatch.setattr(dense, "_current_device", lambda: 0)
-        monkeypatch.setattr(dense, "_raw_stream", lambda device: 7)
+        monkeypatch.setattr(calls, "_current_device", lambda: 0)
+        monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
+        monkeypatch.setattr(calls.Replay, "_scratch", self.scratch)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(dense.arch, "for_device", lambda device: dense.arch.SM90)
-        monkeypatch.setattr(dense.options, "num_sms_for", lambda device: 132)
-        monkeypatch.setattr(dense.options, "whole_gpu", lambda device: True)
-        monkeypatch.setattr(dense.engine, "plan", lambda problem, device: None)
-        monkeypatch.setattr(dense.engine, "transpose_moving", lambda *args: lambda addresses: None)
-        monkeypatch.setattr(dense.engine, "fp8_gemm_launch", self.launch)
-        monkeypatch.setattr(dense.engine, "fp8_gemm_moving", self.moving)
-        monkeypatch.setattr(
-            dense, "validate_fp8_gemm", lambda *args: replace(validate(*args), device=torch.device("cuda", 0))
-        )
+        monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
+        monkeypatch.setattr(options, "num_sms_for", lambda device: 132)
+        monkeypatch.setattr(options, "whole_gpu", lambda device: True)
+        monkeypatch.setattr(engine, "plan", lambda spec, device: SimpleNamespace(spec=spec, device=CPU))
+        monkeypatch.setattr(engine, "launch", self.launch)
 
-    def launch(self, *args: Any, constant_b: bool = False) -> Callable[[], None]:
+    def launch(
+        self, plan: Any, strides: Any, addresses: Mapping[str, int], stream: int, constant: bool = False
+    ) -> FakeLaunch:
         self.prepared += 1
-        return lambda: self.launched.append(constant_b)
+        spec: Spec = plan.spec
+        kernel = "transpose" if isinstance(spec, TransposeSpec) else "gemm"
+        return FakeLaunch(self, kernel, addresses, constant)
 
-    def moving(self, *args: Any, constant_b: bool = False) -> Callable[[Mapping[str, int]], None]:
-        self.prepared += 1
-        return lambda addresses: self.launched.append(constant_b)
+    @staticmethod
+    def scratch(replay: Any) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in replay._work.scratch.values()]
+
+    @property
+    def constants(self) -> list[bool]:
+        """Of each GEMM that was launched, whether weights were constant."""
+        return [launched.constant for launched in self.launched if launched.kernel == "gemm"]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return FakeGpu(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = FakeGpu(monkeypatch)
+    yield made
+    made.calls.forget()

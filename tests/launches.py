@@ -1,8 +1,7 @@
-"""Launches of the FP8 GEMM for any geometry, without a driver: what would be passed to it."""
+"""Launches of the FP8 GEMMs for any geometry, without a driver: what would be passed to it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,19 +10,49 @@ from unittest import mock
 from golden_renders import PLAIN, SWAPPED, make_params
 from hypothesis import strategies as st
 
-from deep_gemm import arch
-from deep_gemm.engine import build_request
+from deep_gemm import kernels, ops
+from deep_gemm.arch import SM90
 from deep_gemm.jit.driver.launch import Arg, LaunchShape, placed
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
-from deep_gemm.kernels.columns import segments
-from deep_gemm.kernels.sm90_fp8_launch import Addresses, Geometry, launch
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, align, ceil_div
+from deep_gemm.kernels.base import LaunchPlan, Strides
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, UprightConfig
+from deep_gemm.spec import GemmSpec, align, ceil_div
 
-UNSWAPPED: list[FP8Config] = list(PLAIN.configs(arch.SM90))
-CONFIGS: list[FP8Config] = [*UNSWAPPED, *SWAPPED.configs(arch.SM90)]
-AT = Addresses(a=0x1000, sfa=0x2000, b=0x3000, sfb=0x4004, d=0x5000)
+UPRIGHT: list[UprightConfig] = list(PLAIN.legal(SM90))
+CONFIGS: list[FP8Config] = [*UPRIGHT, *SWAPPED.legal(SM90)]
+AT = {"a": 0x1000, "sfa": 0x2000, "b": 0x3000, "sfb": 0x4004, "d": 0x5000}
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 9000), st.sampled_from([1 << 17, (1 << 20) + 1]))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes and strides, in elements; strides of 0 are those of dense operands."""
+
+    m: int
+    n: int
+    k: int
+    stride_a: int = 0
+    stride_b: int = 0
+    stride_d: int = 0
+    stride_sfa: int = 0
+    stride_sfb: tuple[int, int] = (0, 0)
+
+    @property
+    def strides(self) -> Strides:
+        """As a launch takes them."""
+        return {
+            "a": (self.stride_a or self.k, 1),
+            "sfa": (1, self.stride_sfa or align(self.m, 4)),
+            "b": (self.stride_b or self.k, 1),
+            "sfb": self.stride_sfb if any(self.stride_sfb) else (ceil_div(self.k, 128), 1),
+            "d": (self.stride_d or align(self.n, 8), 1),
+        }
+
+    def spec(self, params: KernelParams, num_sms: int = 132) -> GemmSpec:
+        """What is asked for where ``params`` compute it."""
+        made = ops.spec(self.m, self.n, self.k, num_sms)
+        return replace(made, d=replace(made.d, aligned=params.store == "tma"))
 
 
 @st.composite
@@ -43,35 +72,32 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 
 PARAMS = st.builds(
-    make_params, st.one_of(*map(st.sampled_from, (UNSWAPPED, CONFIGS))), st.sampled_from(["", "", "direct"])
+    make_params, st.one_of(*map(st.sampled_from, (UPRIGHT, CONFIGS))), st.sampled_from(["tma", "tma", "direct"])
 )
 
 
+def is_persistent(config: FP8Config) -> bool:
+    return not isinstance(config, UprightConfig) or config.persistent
+
+
 def suited(g: Geometry, params: KernelParams) -> Geometry:
-    """``g``, with whole blocks of K where a stage holds several of them, and whole pieces of eight columns where CTAs
-    of one tile copy them."""
-    config = fp8(params)
-    if not config.persistent and params.store == "tma":
-        g = replace(g, n=align(g.n, 8))
-    if config.stage_blocks == 1:
-        return g
-    k = align(g.k, 128)
-    return replace(g, k=k, stride_a=k + g.stride_a - g.k, stride_b=k + g.stride_b - g.k)
+    """``g``, with whole pieces of eight columns where CTAs of one tile copy them."""
+    return g if is_persistent(fp8(params)) or params.store == "direct" else replace(g, n=align(g.n, 8))
 
 
 def maps_output(params: KernelParams) -> bool:
     """Whether a launch makes a tensor map of D: where a warp brings tiles there by TMA."""
     config = fp8(params)
-    return params.store == "tma" and config.persistent and not isinstance(config, SwappedConfig)
+    return params.store == "tma" and is_persistent(config) and not isinstance(config, SwappedConfig)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A launch, and the tensor maps that it made: (spec, address) by their place among the arguments."""
+    """A launch, and the tensor maps that it made, (spec, address), by the parameters' names."""
 
     shape: LaunchShape
-    args: list[Arg]
-    maps: dict[int, tuple[TensorMapSpec, int]]
+    args: dict[str, Arg]
+    maps: dict[str, tuple[TensorMapSpec, int]]
 
 
 @contextmanager
@@ -87,19 +113,20 @@ def encoder() -> Iterator[list[tuple[TensorMapSpec, int]]]:
         yield made
 
 
-def launch_at(
-    params: KernelParams, geometry: Geometry, at: Addresses, num_sms: int, pdl: bool, constant_b: bool = False
-) -> tuple[LaunchShape, list[Arg]]:
-    """Launch shape and arguments with operands there."""
-    shape, parameters = launch(params, geometry, num_sms, pdl, constant_b)
-    return shape, placed(parameters, vars(at))
+def plan_of(
+    params: KernelParams, g: Geometry, num_sms: int = 132, pdl: bool = False, constant: bool = False
+) -> LaunchPlan:
+    return kernels.get(params.kernel).launch(params, g.spec(params, num_sms), g.strides, pdl, constant)
 
 
-def record(params: KernelParams, geometry: Geometry, num_sms: int = 132, pdl: bool = False) -> Recorded:
+def record(
+    params: KernelParams, g: Geometry, num_sms: int = 132, pdl: bool = False, constant: bool = False
+) -> Recorded:
+    plan = plan_of(params, g, num_sms, pdl, constant)
     with encoder() as made:
-        shape, args = launch_at(params, geometry, AT, num_sms, pdl)
-    places = {index: arg[0] - 1 for index, arg in enumerate(args) if isinstance(arg, bytes) and arg[0]}
-    return Recorded(shape, args, {index: made[which] for index, which in places.items()})
+        args = dict(zip(parameter_names(params), placed(plan.parameters, AT), strict=True))
+    places = {name: arg[0] - 1 for name, arg in args.items() if isinstance(arg, bytes) and arg[0]}
+    return Recorded(plan.shape, args, {name: made[which] for name, which in places.items()})
 
 
 def fp8(params: KernelParams) -> FP8Config:
@@ -107,28 +134,10 @@ def fp8(params: KernelParams) -> FP8Config:
     return params.config
 
 
-def parameters(params: KernelParams) -> list[tuple[str, str]]:
-    """(type, name) of the kernel's parameters, from its source."""
-    request = build_request(params)
-    found = re.search(rf"{request.name}\(([^)]*)\)", request.source)
-    assert found is not None
-    return [tuple(part.strip().rsplit(" ", 1)) for part in found.group(1).replace("\n", " ").split(",")]  # type: ignore[misc]
-
-
 def parameter_names(params: KernelParams) -> list[str]:
-    config = params.config
-    parts = len(segments(config.block_n)) if isinstance(config, FP8Config) else 1
-    extra = isinstance(config, FP8Config) and config.block_m % 64 > 0
-    key = params.kernel, getattr(config, "stream_k", False), extra, parts
-    names = NAMES.get(key)
-    if names is None:
-        names = NAMES[key] = [name for _, name in parameters(params)]
-    return names
+    return [argument.name for argument in kernels.get(params.kernel).arguments(params)]
 
 
-NAMES: dict[tuple[str, bool, bool, int], list[str]] = {}
-
-
-def map_places(params: KernelParams) -> dict[str, int]:
-    """Where the tensor maps are among the arguments."""
-    return {name: place for place, name in enumerate(parameter_names(params)) if name.startswith("map_")}
+def map_names(params: KernelParams) -> set[str]:
+    """The parameters that are tensor maps."""
+    return {name for name in parameter_names(params) if name.startswith("map_")}

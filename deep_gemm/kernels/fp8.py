@@ -38,8 +38,10 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         for name, operand, scaling in (("A", spec.a, "1x128"), ("B", spec.b, "128x128")):
             if (operand.dtype, operand.major, operand.scaling) != ("e4m3", "k", scaling):
                 return f"{name} must be K-major e4m3 with {scaling} scales, not {_words(operand)}"
-        if spec.d.dtype != "bf16":
-            return f"D must be bf16, not {spec.d.dtype}"
+            if not operand.aligned:
+                return f"{name} must begin and step by 16 bytes, as TMA reads it"
+        if (spec.d.dtype, spec.d.major, spec.d.scaling) != ("bf16", "mn", "none"):
+            return f"D must be row-major (MN-major) bf16 without scales, not {_words(spec.d)}"
         if spec.batch != 1 or spec.grouping != "none":
             return "it computes one product, without batch or groups"
         if spec.accumulate != "none" or spec.epilogue != "none":
@@ -87,18 +89,14 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         producer, consumer = self.registers(config)
         return {
             "block_m": config.block_m,
-            "block_n": config.block_n,
             "num_stages": config.num_stages,
             "num_consumers": config.num_consumers,
             "num_threads": config.num_threads,
             "cluster_k": config.cluster_k,
-            "num_partials": config.num_partials,
-            "turns": turns(config),
             "producer_registers": producer,
             "consumer_registers": consumer,
             **{f"shape_{letter}": size for letter, size in zip("mnk", params.shape, strict=True)},
             "tma_store": params.store == "tma",
-            "mma_name": "Mma",
             "mma_n": self.mma_n(config),
             "shared_bytes": self.shared_bytes(params),
         }
@@ -177,7 +175,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "last_rows": rows,
             "last_columns": columns,
             "early_stages": _early_stages(config, m, k) if constant and pdl else 0,
-            "raster": order.arguments,
+            "raster": list(order.arguments),
             "leave_first": _evict_first(spec, order, large_d=self.stores_by_tma(params)),
             "scale_b_stride_n": stride_sfb[0],
             "scale_b_stride_k": stride_sfb[1],
@@ -199,7 +197,8 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
 
 def _words(operand: Operand) -> str:
     major = "K-major" if operand.major == "k" else "MN-major"
-    return f"{major} {operand.dtype} with {operand.scaling} scales"
+    scales = "without scales" if operand.scaling == "none" else f"with {operand.scaling} scales"
+    return f"{major} {operand.dtype} {scales}"
 
 
 def turns(config: FP8Config) -> int:

@@ -92,10 +92,14 @@ def check_plain(name: str, tensor: Any, dims: int = 2) -> None:
         raise InvalidInputError(
             f"{name} is a quantised tensor ({tensor.dtype}). Pass a plain tensor, and scales beside it."
         )
+    if tensor.is_nested:
+        raise InvalidInputError(f"{name} is a nested tensor. Pass a dense tensor, with padding where rows differ.")
     if tensor.layout != torch.strided:
         raise InvalidInputError(f"{name} has the layout {tensor.layout}. Pass a dense tensor (.to_dense()).")
     if tensor.device.type == "meta":
         raise InvalidInputError(f"{name} is a meta tensor, which has a shape and no data. Materialise it first.")
+    if tensor.is_neg():
+        raise InvalidInputError(f"{name} is a view whose sign is applied when it is read. Call .resolve_neg() on it.")
     if tensor.dim() != dims:
         raise InvalidInputError(f"{name} must have {dims} dimensions, but it has {tensor.dim()}: {shape_of(tensor)}.")
 

@@ -15,11 +15,14 @@ import torch
 from click.testing import CliRunner
 
 from deep_gemm import arch
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import fit, survey
+from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
 from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.params import SwappedConfig
-from deep_gemm.select import calibration, candidates
+from deep_gemm.kernels.features import Features
+from deep_gemm.params import UprightConfig
+from deep_gemm.select import calibration, candidates, legal
 from deep_gemm.select.calibration import (
     BATCH_TOKENS,
     FEW_TOKENS,
@@ -31,10 +34,8 @@ from deep_gemm.select.calibration import (
     file_of,
     kind_of,
 )
-from deep_gemm.select.features import Features, features
-from deep_gemm.select.model import estimate, parts
+from deep_gemm.select.model import estimate, features, parts
 from deep_gemm.select.power import Power
-from deep_gemm.workload import GemmShape
 
 MANY = default().many_tokens
 SHAPES = [
@@ -50,7 +51,7 @@ def rows(calibration: Calibrations, kind: str = "") -> list[dict[str, Any]]:
     for shape in SHAPES:
         if kind and kind != kind_of(shape.m):
             continue
-        asked = survey.problem(shape, 132)
+        asked = survey.spec_of(shape, 132)
         configs = candidates(asked, arch.SM90)
         times = {
             survey.name_of(c, asked, arch.SM90): round(estimate(asked, c, calibration.of(shape.m)).total_us, 4)
@@ -109,7 +110,7 @@ def test_the_number_of_tokens_says_which_constants() -> None:
 
 
 def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
-    asked = survey.problem(SHAPES[-5], 132)
+    asked = survey.spec_of(SHAPES[-5], 132)
     configs = candidates(asked, arch.SM90)
     together = Features(*(np.array(column) for column in zip(*(features(asked, c) for c in configs), strict=True)))
     totals = parts(together, MANY, np.maximum)["total"]
@@ -118,10 +119,10 @@ def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
 
 
 def test_weights_that_several_tiles_ask_for_cost_again() -> None:
-    asked = survey.problem(GemmShape(200, 2112, 7168, "test"), 132)
+    asked = survey.spec_of(GemmShape(200, 2112, 7168, "test"), 132)
     dear = replace(MANY, again=1.0)
     seen = set()
-    for config in candidates(asked, arch.SM90):
+    for config in legal(asked, arch.SM90):
         several = config.block_m * config.cluster_m < asked.m
         seen.add(several)
         assert (estimate(asked, config, dear).hbm_us > estimate(asked, config, MANY).hbm_us) == several, config
@@ -130,14 +131,12 @@ def test_weights_that_several_tiles_ask_for_cost_again() -> None:
 
 def test_wide_tiles_wait_longer_for_their_first_stage() -> None:
     """What all CTAs begin with comes from HBM before any of it is worked on."""
-    asked = survey.problem(GemmShape(128, 32768, 512, "test"), 132)
-    alone = [c for c in candidates(asked, arch.SM90) if c.cluster_size == c.ctas_per_sm == 1 and not c.stream_k]
-    lone = {
-        (c.block_m, c.block_n, c.consumers_k): features(asked, c) for c in alone if not isinstance(c, SwappedConfig)
-    }
+    asked = survey.spec_of(GemmShape(128, 32768, 512, "test"), 132)
+    alone = [c for c in legal(asked, arch.SM90) if c.cluster_size == c.ctas_per_sm == 1]
+    lone = {(c.block_m, c.block_n): features(asked, c) for c in alone if isinstance(c, UprightConfig)}
     # 128 CTAs with 256 rows of B each, 132 with 64: all have the same rows of A.
-    assert lone[128, 256, 1].first == 128 * (128 * 256 + 128)
-    assert lone[128, 64, 1].first == 128 * (132 * 64 + 128)
+    assert lone[128, 256].first == 128 * (128 * 256 + 128)
+    assert lone[128, 64].first == 128 * (132 * 64 + 128)
     assert {x.first + x.traffic for x in lone.values()} == {128 * 512 + 32768 * 512 + 2 * 128 * 32768}
     slow = replace(MANY, start_gb_per_s=MANY.start_gb_per_s / 2)
     for x in lone.values():
@@ -148,18 +147,18 @@ def test_wide_tiles_wait_longer_for_their_first_stage() -> None:
 def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clusters() -> None:
     # Where lines cost so much that nothing else of the way from L2 matters.
     dear = replace(MANY, line_cycles=1e6, hanging_cycles=2e6, crowded_cycles=1e-6)
-    whole = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
-    alone = {(c.block_m, c.block_n): c for c in candidates(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
+    whole = survey.spec_of(GemmShape(4096, 4096, 512, "test"), 132)
+    alone = {(c.block_m, c.block_n): c for c in legal(whole, arch.SM90) if c.cluster_size * c.ctas_per_sm == 1}
     # Four blocks each, of which the last ends past K. Rows of 400 bytes: seven of eight begin at another multiple of 16
     # than lines, and four of them inside a sector.
     for k, inside, torn in ((448, 1 / 2, 0), (480, 3 / 4, 0), (400, 7 / 8, 1 / 2)):
-        other = survey.problem(GemmShape(4096, 4096, k, "test"), 132)
+        other = survey.spec_of(GemmShape(4096, 4096, k, "test"), 132)
         lines = 1 + (MANY.unaligned - 1) * inside + MANY.torn * torn
-        for config in candidates(whole, arch.SM90):
-            if config in candidates(other, arch.SM90):
+        for config in legal(whole, arch.SM90):
+            if config in legal(other, arch.SM90):
                 once, more = (estimate(asked, config, dear).shared_us for asked in (whole, other))
-                assert math.isclose(more / once, lines + 2 * config.cluster_k / 4, rel_tol=1e-5), config
-    pair = next(c for c in candidates(whole, arch.SM90) if c.cluster_m == 2)
+                assert math.isclose(more / once, lines + 2 * min(config.cluster_k, 4) / 4, rel_tol=1e-5), config
+    pair = next(c for c in legal(whole, arch.SM90) if c.cluster_m == 2)
     single = alone[pair.block_m, pair.block_n]
     asked = (features(whole, c).asked for c in (pair, single))
     assert tuple(asked) == (pair.block_m + pair.block_n / 2, pair.block_m + pair.block_n)
@@ -167,11 +166,9 @@ def test_rows_that_begin_inside_lines_are_asked_for_twice_but_less_often_by_clus
 
 def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_them() -> None:
     # 98 CTAs want all of A, in steps of eight rows; or 49 pairs of them; or 65 in each of two rows of tiles.
-    asked = {k: survey.problem(GemmShape(198, 12480, k, "test"), 132) for k in (144, 288, 160, 192, 256)}
+    asked = {k: survey.spec_of(GemmShape(198, 12480, k, "test"), 132) for k in (144, 288, 160, 192, 256)}
     lone = {
-        (c.block_m, c.block_n, c.cluster_n): c
-        for c in candidates(asked[144], arch.SM90)
-        if c.cluster_m * c.k_shares == 1
+        (c.block_m, c.block_n, c.cluster_n): c for c in legal(asked[144], arch.SM90) if c.cluster_m * c.k_shares == 1
     }
     every, pairs, halves = (lone[key] for key in ((256, 128, 1), (256, 128, 2), (128, 192, 1)))
     crowded = {k: features(problem, every).crowded for k, problem in asked.items()}
@@ -182,7 +179,7 @@ def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_t
     assert math.isclose(crowded[288], 0.4 * 200 * 98 / 132 / 3)
     assert crowded[192] == crowded[256] == 0
     # More tiles than run at a time: 16 rows of 128, in 16 waves.
-    many = survey.problem(GemmShape(4096, 16384, 144, "test"), 132)
+    many = survey.spec_of(GemmShape(4096, 16384, 144, "test"), 132)
     assert math.isclose(features(many, every).crowded, 256 * 8 / 132 / 2)
     # Where it costs so much that nothing else of the way from L2 matters: two blocks.
     dear = estimate(asked[144], every, replace(MANY, crowded_cycles=1e6)).shared_us
@@ -190,12 +187,10 @@ def test_rows_that_begin_inside_sectors_crowd_the_l2_less_where_clusters_share_t
 
 
 def test_tiles_are_stored_while_the_next_are_multiplied() -> None:
-    asked = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
+    asked = survey.spec_of(GemmShape(4096, 4096, 512, "test"), 132)
     slow = replace(MANY, epilogue_us=100.0)
     waves = set()
-    for config in candidates(asked, arch.SM90):
-        if config.stream_k:
-            continue
+    for config in legal(asked, arch.SM90):
         more, less = (estimate(asked, config, c) for c in (slow, MANY))
         seen = (more.epilogue_us - less.epilogue_us) / (100 - MANY.epilogue_us)
         assert math.isclose(seen, 1 + (less.waves - 1) * (1 - MANY.epilogue_hidden), rel_tol=1e-6), config
@@ -204,11 +199,11 @@ def test_tiles_are_stored_while_the_next_are_multiplied() -> None:
 
 
 def test_ctas_that_share_an_sm_share_its_way_out() -> None:
-    asked = survey.problem(GemmShape(4096, 4096, 512, "test"), 132)
+    asked = survey.spec_of(GemmShape(4096, 4096, 512, "test"), 132)
     slow = replace(MANY, epilogue_elements_per_us=MANY.epilogue_elements_per_us / 10)
     found = {}
-    for c in candidates(asked, arch.SM90):
-        if (c.block_m, c.block_n, c.cluster_size, c.consumers_k) == (64, 64, 1, 1) and not c.stream_k:
+    for c in legal(asked, arch.SM90):
+        if isinstance(c, UprightConfig) and (c.block_m, c.block_n, c.cluster_size) == (64, 64, 1):
             x = features(asked, c)
             stored = parts(x, slow)["epilogue"] - parts(x, MANY)["epilogue"]
             found[c.ctas_per_sm] = stored / (1 + (x.waves - 1) * (1 - MANY.epilogue_hidden))
@@ -255,7 +250,7 @@ def test_launches_that_overlap_are_shorter_and_no_less_right() -> None:
     alone = rows(default(), "many_tokens")
     hidden = {"flush": 0.0, "promised": 3.0, "unpromised": 2.0}
     for index, row in enumerate(alone):
-        row["mode"] = survey.LAUNCH_MODES[index % 3]
+        row["mode"] = LAUNCH_MODES[index % 3]
         row["times"] = {name: us - hidden[row["mode"]] for name, us in row["times"].items()}
     data = fit.Data.of(alone, arch.SM90)
     right, least = (data.loss(MANY, hidden=torch.tensor(us)) for us in ([0.0, 3.0, 2.0], [0.0, 0.0, 0.0]))
@@ -316,7 +311,7 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     assert result.exit_code == 0, result.output
     shapes, modes, within, seconds, _ = asked
     assert shapes == surveyed(160, seed=1, public=True, min_m=1, max_m=8192)
-    assert (modes, within, seconds) == (survey.MODES, survey.WITHIN, 7.0)
+    assert (modes, within, seconds) == (SURVEY_MODES, WITHIN, 7.0)
     assert json.loads(names["a model"].read_text())["fit"]["many_tokens"]["shapes"] == 90
 
 
@@ -385,8 +380,8 @@ def test_constants_without_rows_are_kept(tmp_path: Path) -> None:
 
 def test_what_is_multiplied_in_two_parts_takes_longer() -> None:
     """A consumer of a 128 x 256 tile has more columns than fit one instruction, one of 256 x 128 twice the rows."""
-    asked = survey.problem(GemmShape(4096, 4096, 7168, "test"), 132)
-    configs = {survey.name_of(c, asked, arch.SM90): c for c in candidates(asked, arch.SM90)}
+    asked = survey.spec_of(GemmShape(4096, 4096, 7168, "test"), 132)
+    configs = {survey.name_of(c, asked, arch.SM90): c for c in legal(asked, arch.SM90)}
     wide, tall = configs["fp8_gemm_128x256_s3_p1_tma"], configs["fp8_gemm_256x128_s3_p1_tma"]
     assert (features(asked, wide).in_parts, features(asked, tall).in_parts) == (1, 0)
     dear = replace(MANY, parts_cycles=10 * MANY.parts_cycles)

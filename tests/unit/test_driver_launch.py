@@ -1,20 +1,30 @@
-"""Launch records, by reading the memory that the driver would read."""
+"""Launch records, as they are packed and patched, by reading the memory that the driver would read."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import struct
 import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from cuda.bindings import driver as bindings
 from driver_fakes import OK, FakeDriver
+from golden_renders import make_params
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from launches import AT, CONFIGS, Geometry, geometries, plan_of, suited
 
 from deep_gemm.errors import DriverError, InvalidInputError
-from deep_gemm.jit.driver.launch import Launch, LaunchShape
+from deep_gemm.jit.driver import api
+from deep_gemm.jit.driver.launch import Launch, LaunchShape, Map, Parameter, Pointer, placed
 from deep_gemm.jit.driver.module import Function
+from deep_gemm.jit.driver.tensor_map import SIZE, TensorMapSpec
 
 
 def attributes_of(config: Any) -> list[tuple[int, bytes]]:
@@ -173,3 +183,159 @@ def test_bad_arguments_are_refused(driver: FakeDriver, function: Function, argum
 def test_bad_shapes_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"launch needs positive sizes|multiple of the cluster"):
         LaunchShape(**{"grid": (2, 1, 1), "block": 128, "dynamic_shared": 0, **fields})
+
+
+class Maps:
+    """Descriptors that anybody can read: the address, and a digest of all the rest."""
+
+    def __init__(self) -> None:
+        self.replaced: list[int] = []
+        self.status = 0
+
+    def encode(self, spec: TensorMapSpec, address: int) -> bytes:
+        rest = hashlib.sha256(repr(spec).encode()).digest()
+        return address.to_bytes(8, "little") + (rest * 4)[: SIZE - 8]
+
+    def replace(self, place: ctypes.c_void_p, address: ctypes.c_void_p) -> int:
+        assert place.value is not None
+        assert place.value % 64 == 0
+        self.replaced.append(address.value or 0)
+        if self.status == 0:
+            ctypes.c_uint64.from_address(place.value).value = address.value or 0
+        return self.status
+
+
+@pytest.fixture
+def maps(driver: FakeDriver) -> Iterator[Maps]:
+    fake = Maps()
+    functions: dict[str, Callable[..., int]] = {"cuTensorMapReplaceAddress": fake.replace}
+    with (
+        mock.patch.object(TensorMapSpec, "encode", lambda spec, address: fake.encode(spec, address)),
+        mock.patch.object(api, "library_function", functions.__getitem__),
+    ):
+        yield fake
+
+
+def values(parameters: Sequence[Parameter], pointers: int) -> list[bytes]:
+    """The arguments as the driver would read them."""
+    sizes = [
+        SIZE if isinstance(p, (Map, bytes)) else 8 if isinstance(p, Pointer) else len(packed(p)) for p in parameters
+    ]
+    places = (ctypes.c_uint64 * len(sizes)).from_address(pointers)
+    return [ctypes.string_at(place, size) for place, size in zip(places, sizes, strict=True)]
+
+
+def packed(argument: Any) -> bytes:
+    kind, value = argument
+    if kind == "u32s":
+        return b"".join(number.to_bytes(4, "little") for number in value)
+    return int(value).to_bytes({"u32": 4, "i32": 4, "ptr": 8, "i64": 8}[kind], "little", signed=kind[0] == "i")
+
+
+def wanted(parameters: Sequence[Parameter], addresses: Mapping[str, int]) -> list[bytes]:
+    found = placed(parameters, addresses)
+    return [argument if isinstance(argument, bytes) else packed(argument) for argument in found]
+
+
+SHAPE = LaunchShape((1, 1, 1), 128, 0)
+SPEC = TensorMapSpec("u8", (128, 64), (128,), (128, 64), 128)
+ADDRESSES = st.fixed_dictionaries({name: st.integers(1, 1 << 44).map(lambda n: n * 16) for name in AT})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(CONFIGS), geometries(), st.lists(ADDRESSES, min_size=1))
+def test_a_patched_launch_is_a_new_one(
+    maps: Maps, driver: FakeDriver, function: Function, config: Any, g: Geometry, moves: list[dict[str, int]]
+) -> None:
+    params = make_params(config)
+    plan = plan_of(params, suited(g, params), pdl=True)
+    launch = Launch(function, plan.shape, 7, plan.parameters, AT)
+    assert launch.operands == tuple(AT)
+    for addresses in moves:
+        launch.at([addresses[name] for name in launch.operands])
+        pointers = driver.calls[-1][1][2]
+        assert values(plan.parameters, pointers) == wanted(plan.parameters, addresses)
+
+
+PARAMETERS: list[Parameter] = [("u32", 5), Pointer("a"), Map(SPEC, "a"), Map(SPEC, "b"), Pointer("d"), Map(SPEC, "a")]
+FIRST = {"a": 0x100, "b": 0x200, "d": 0x300}
+
+
+def test_only_what_moved_is_written(maps: Maps, driver: FakeDriver, function: Function) -> None:
+    launch = Launch(function, SHAPE, 0, PARAMETERS, FIRST)
+    for addresses, replaced in (
+        (FIRST, []),
+        (FIRST | {"d": 0x310}, []),
+        (FIRST | {"a": 0x400}, [0x400, 0x400]),
+        (FIRST | {"a": 0x400, "b": 0x400}, [0x400]),
+        (FIRST, [0x100, 0x100, 0x200]),
+    ):
+        maps.replaced.clear()
+        launch.at(list(addresses.values()))
+        assert maps.replaced == replaced
+        assert values(PARAMETERS, driver.calls[-1][1][2]) == wanted(PARAMETERS, addresses)
+    assert driver.names().count("cuLaunchKernelEx") == 5
+
+
+def test_a_map_that_could_not_be_moved_is_moved_by_the_next_call(
+    maps: Maps, driver: FakeDriver, function: Function
+) -> None:
+    launch = Launch(function, SHAPE, 0, PARAMETERS, FIRST)
+    there = FIRST | {"a": 0x400}
+    maps.status = 1
+    with pytest.raises(DriverError, match="cuTensorMapReplaceAddress for k at 0x400 failed"):
+        launch.at(list(there.values()))
+    assert "cuLaunchKernelEx" not in driver.names()
+    maps.status = 0
+    for addresses in (there, FIRST, there):
+        launch.at(list(addresses.values()))
+        assert values(PARAMETERS, driver.calls[-1][1][2]) == wanted(PARAMETERS, addresses)
+
+
+@pytest.mark.parametrize("address", [0, 0x108, -16])
+def test_an_address_that_no_map_can_have_is_refused(
+    maps: Maps, driver: FakeDriver, function: Function, address: int
+) -> None:
+    launch = Launch(function, SHAPE, 0, PARAMETERS, FIRST)
+    with pytest.raises(InvalidInputError, match="Tensor map of a: the address must be a multiple of 16"):
+        launch.at(list((FIRST | {"a": address}).values()))
+    launch.at(list(FIRST.values()))
+    assert values(PARAMETERS, driver.calls[-1][1][2]) == wanted(PARAMETERS, FIRST)
+
+
+def test_threads_take_turns(maps: Maps, driver: FakeDriver, function: Function) -> None:
+    launch = Launch(function, SHAPE, 0, PARAMETERS, FIRST)
+    places = [{"a": 0x1000 * i, "b": 0x1000 * i + 0x100, "d": 0x1000 * i + 0x200} for i in range(1, 9)]
+    expected = [wanted(PARAMETERS, at) for at in places]
+    seen = []
+
+    def look(_: Any, __: Any, pointers: int, ___: Any) -> tuple[Any, ...]:
+        time.sleep(0.001)
+        seen.append(values(PARAMETERS, pointers))
+        return (OK,)
+
+    driver.answers["cuLaunchKernelEx"] = look
+    threads = [threading.Thread(target=lambda at=at: [launch.at(list(at.values())) for _ in range(5)]) for at in places]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 40
+    assert all(seen.count(one) == 5 for one in expected)
+
+
+def test_a_thread_without_a_context_moves_maps_in_its_own(maps: Maps, driver: FakeDriver, function: Function) -> None:
+    replace = maps.replace
+
+    def picky(place: ctypes.c_void_p, address: ctypes.c_void_p) -> int:
+        return replace(place, address) if driver.current == 1000 else 201
+
+    with mock.patch.object(api, "library_function", {"cuTensorMapReplaceAddress": picky}.__getitem__):
+        launch = Launch(function, SHAPE, 0, PARAMETERS, FIRST)
+        launch.at(list((FIRST | {"b": 0x800}).values()))
+    assert values(PARAMETERS, driver.calls[-1][1][2]) == wanted(PARAMETERS, FIRST | {"b": 0x800})
+
+
+def test_an_operand_without_an_address_is_named(maps: Maps, driver: FakeDriver, function: Function) -> None:
+    with pytest.raises(InvalidInputError, match="address of operand 'b'"):
+        Launch(function, SHAPE, 0, PARAMETERS, {"a": 0x100, "d": 0x300})

@@ -14,16 +14,15 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import arch
+from deep_gemm import arch, ops
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import fit, survey
 from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.params import GemmProblem
 from deep_gemm.select import candidates, rank
 from deep_gemm.select.calibration import Calibrations, default, file_of
-from deep_gemm.select.features import features
+from deep_gemm.select.model import features
 from deep_gemm.select.power import Power, sustained_us
-from deep_gemm.workload import GemmShape
 
 SM90 = arch.SM90
 
@@ -32,7 +31,6 @@ POWER = Power(
     read_row=5.0,
     filled_row=30.0,
     asked_row=2.0,
-    dealt_us=9.0,
     stored_per_us=2e6,
     launch_us=3.0,
 )
@@ -41,19 +39,19 @@ POWER = Power(
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 100), st.integers(1, 20000), st.integers(1, 200))
 def test_twice_the_work_draws_twice_as_much(rows: int, n: int, blocks: int) -> None:
-    """But for what there is once, whatever K: a launch, D, and sums that are given away."""
-    problem = GemmProblem(m=256 * rows, n=n, k=128 * blocks, num_sms=132)
+    """But for what there is once, whatever K: a launch, and D."""
+    problem = ops.spec(m=256 * rows, n=n, k=128 * blocks, num_sms=132)
     double = replace(problem, k=2 * problem.k)
     power = default().power
     for config in candidates(problem, SM90)[::7]:
-        at_once = power.launch_us + problem.m * n / power.stored_per_us + config.stream_k * power.dealt_us
+        at_once = power.launch_us + problem.m * n / power.stored_per_us
         once, twice = (sustained_us(p, config, features(p, config), power) - at_once for p in (problem, double))
         assert twice == pytest.approx(2 * once)
         assert once >= problem.m * problem.n * problem.k / power.products_per_us * (1 - 1e-9)
 
 
 def test_multicast_draws_less_and_padding_more() -> None:
-    problem = GemmProblem(m=4096, n=8192, k=4096, num_sms=132)
+    problem = ops.spec(m=4096, n=8192, k=4096, num_sms=132)
     power = default().power
 
     def drawn(cluster_n: int, m: int = 4096) -> float:
@@ -61,7 +59,7 @@ def test_multicast_draws_less_and_padding_more() -> None:
         config = next(
             c
             for c in candidates(asked, SM90)
-            if (c.block_m, c.block_n, c.cluster_m, c.cluster_n, c.stream_k) == (256, 128, 1, cluster_n, False)
+            if (c.block_m, c.block_n, c.cluster_m, c.cluster_n) == (256, 128, 1, cluster_n)
         )
         return sustained_us(asked, config, features(asked, config), power)
 
@@ -77,7 +75,7 @@ def back_to_back(power: Power, pairs: int = 12) -> list[dict[str, Any]]:
     """Rows of a GPU that draws what ``power`` says."""
     out = []
     for m, n, k in ((4096, 7168, 2048), (1000, 8192, 8192), (8192, 2112, 7168)):
-        asked = survey.problem(GemmShape(m, n, k, "test"), 132)
+        asked = survey.spec_of(GemmShape(m, n, k, "test"), 132)
         configs = [choice.config for choice in rank(asked, arch.SM90)][: 5 * pairs : 5]
         times = {
             survey.name_of(c, asked, arch.SM90): sustained_us(asked, c, features(asked, c), power) for c in configs
@@ -135,7 +133,7 @@ def judged(file: str, mode: str, least: float, most: float = math.inf) -> dict[t
     of so many FLOP."""
     found = {}
     for row in survey.load([RESULTS / file]):
-        asked = survey.problem(GemmShape(row["m"], row["n"], row["k"], "test"), 132)
+        asked = survey.spec_of(GemmShape(row["m"], row["n"], row["k"], "test"), 132)
         if row["mode"] != mode or not least <= asked.flops < most:
             continue
         names = [survey.name_of(choice.config, asked, SM90) for choice in rank(asked, SM90)]
@@ -170,7 +168,7 @@ def test_small_launches_of_many_tokens_are_chosen_for_what_follows_them() -> Non
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"read_row": 1.0}, default().power.to_json() | {"dealt_us": 0.0}], ids=["few", "zero"]
+    "wrong", [{"read_row": 1.0}, default().power.to_json() | {"launch_us": 0.0}], ids=["few", "zero"]
 )
 def test_other_constants_of_power_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInputError, match="positive numbers named products_per_us"):

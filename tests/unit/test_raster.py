@@ -14,7 +14,7 @@ from rasters import located, quotient
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.raster import KEPT_BYTES, Raster, _read, divisor, raster
 from deep_gemm.kernels.sm90_fp8_gemm import KERNEL
-from deep_gemm.params import FP8Config
+from deep_gemm.params import UprightConfig
 
 NUMBERS = st.one_of(st.integers(0, 1 << 12), st.integers(0, (1 << 31) - 1))
 
@@ -51,13 +51,12 @@ def test_bands_and_groups_hold_every_tile_once_m_first(rows: int, columns: int, 
     assert found == expected
 
 
-def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)) -> FP8Config:
+def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)) -> UprightConfig:
     return next(
         c
-        for c in KERNEL.configs(SM90)
-        if (c.block_m, c.block_n, c.ctas_per_sm, c.consumers_k) == (block_m, block_n, 1, 1)
+        for c in KERNEL.legal(SM90)
+        if (c.block_m, c.block_n, c.ctas_per_sm) == (block_m, block_n, 1)
         and (c.cluster_m, c.cluster_n, c.cluster_k) == cluster
-        and not c.stream_k
     )
 
 
@@ -68,23 +67,21 @@ def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("config", "m", "members", "height"),
+    ("config", "m", "height"),
     [
-        (chosen(128, 128), 128, 1, 1),
-        (chosen(128, 128), 512, 1, 4),
-        (chosen(192, 96), 1000, 1, 6),  # all rows: rather than four, and two
-        (chosen(128, 128), 4096, 1, 4),
-        (chosen(128, 128, (2, 1, 1)), 4096, 1, 2),  # CTAs of a cluster are neighbours already
-        (chosen(128, 128), 4096, 2, 2),
-        (chosen(128, 128), 4096, 8, 1),
+        (chosen(128, 128), 128, 1),
+        (chosen(128, 128), 512, 4),
+        (chosen(256, 96), 1300, 6),  # all rows: rather than four, and two
+        (chosen(128, 128), 4096, 4),
+        (chosen(128, 128, (2, 1, 1)), 4096, 2),  # CTAs of a cluster are neighbours already
     ],
 )
-def test_neighbours_want_few_distinct_operands(config: FP8Config, m: int, members: int, height: int) -> None:
-    order = raster(config, m, 40960, 16384, 132, members)  # too many waves to count what each reads
+def test_neighbours_want_few_distinct_operands(config: UprightConfig, m: int, height: int) -> None:
+    order = raster(config, m, 40960, 16384, 132)  # too many waves to count what each reads
     assert order.height == height
     # 16 neighbours, about as many as share a way to L2, want 8 or 9 tiles of operands where there are rows enough.
-    if order.rows * config.cluster_m * members >= 4 and (config.block_m, config.block_n) == (128, 128) and members < 8:
-        each = config.cluster_m * members
+    if order.rows * config.cluster_m >= 4 and (config.block_m, config.block_n) == (128, 128):
+        each = config.cluster_m
         for index in range(0, order.rows * order.columns - 16 // each, 16 // each):
             rows, columns = wanted(order, index, 16 // each)
             assert rows * each + columns <= 13
@@ -100,10 +97,10 @@ def test_where_an_operand_stays_the_other_is_gone_through_once(
     """In strips as narrow as 16 neighbours want fewest bytes of operands."""
     config = replace(chosen(128, 128), block_m=block_m, block_n=block_n)
     down = raster(config, 2000, 24000, 4096, 132)
-    assert (down.band, down.height, down.b_leaves) == (wide, 1, False)
+    assert (down.band, down.height, down.evict_b) == (wide, 1, False)
     assert all(sorted(wanted(down, at, 16)) <= [wide, 16 // wide + 1] for at in range(0, 16 * (down.rows // 4), 16))
     across = raster(config, 24000, 2000, 4096, 132)
-    assert (across.band, across.height, across.b_leaves) == (across.columns, high, False)
+    assert (across.band, across.height, across.evict_b) == (across.columns, high, False)
     rows = [located(across.arguments, index)[0] for index in range(across.rows * across.columns)]
     assert all(after // high >= before // high for before, after in itertools.pairwise(rows))
 
@@ -184,25 +181,17 @@ def test_one_wave_is_walked_as_neighbours_want_it() -> None:
     assert (order.rows * order.columns, order.band, order.height) == (128, 16, 4)
 
 
-def test_stream_k_deals_out_bands() -> None:
-    """Of equal width: what is dealt out makes no waves that could be counted."""
-    streams = next(c for c in KERNEL.configs(SM90) if c.stream_k and (c.block_m, c.block_n) == (128, 128))
-    assert raster(streams, 2000, 24000, 4096, 132, 2) == raster(streams, 2000, 24000, 40960, 132, 2)
-    order = raster(streams, 4096, 7168, 16384, 132)
-    assert (order.rows, order.columns, order.band, order.height) == (32, 56, 12, 4)
-
-
 @pytest.mark.parametrize("config", [chosen(128, 192, (1, 2, 1)), chosen(128, 128, (2, 1, 1))])
-def test_clusters_are_neighbours_already(config: FP8Config) -> None:
+def test_clusters_are_neighbours_already(config: UprightConfig) -> None:
     order = raster(config, 4000, 24000, 4096, 132)
     across = config.cluster_n * config.block_n * order.band
     assert (order.height, across) == (1, 768 if config.cluster_n > 1 else 512)
 
 
 @settings(max_examples=300, deadline=None)
-@given(*(st.integers(1, 40000) for _ in range(3)), st.sampled_from([(128, 128), (256, 128), (192, 96)]))
+@given(*(st.integers(1, 40000) for _ in range(3)), st.sampled_from([(128, 128), (256, 128), (256, 96)]))
 def test_what_leaves_is_what_does_not_fit_beside_what_stays(m: int, n: int, k: int, block: tuple[int, int]) -> None:
     order = raster(chosen(*block), m, n, k, 132)
-    if order.b_leaves:
+    if order.evict_b:
         assert m <= n
         assert m * k <= KEPT_BYTES < (m + n) * k

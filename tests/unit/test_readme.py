@@ -70,8 +70,8 @@ def test_a_recorded_row_reaches_the_tables(tmp_path: Path) -> None:
 
 
 def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks.run import append, make_row
-    from deep_gemm.workload import GemmShape
 
     origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
     us = {"ours": 5.0, "ours_unpromised": 6.0, "tensorwise": 9.0, "blockwise": 15.0}
@@ -88,8 +88,8 @@ def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:
 
 
 def test_deepgemm_has_a_column_and_a_sentence_where_it_was_timed(tmp_path: Path) -> None:
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks.run import append, make_row
-    from deep_gemm.workload import GemmShape
 
     origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
     origin["deepgemm"] = "2.5"
@@ -120,8 +120,8 @@ def test_the_selector_is_judged_by_what_was_looked_at() -> None:
 
 
 def test_costs_have_a_table_each(tmp_path: Path) -> None:
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks.run import append, make_row
-    from deep_gemm.workload import GemmShape
 
     origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
     append(tmp_path / "reference.jsonl", make_row(GemmShape(1, 128, 128), "flush", {"ours": 5.0}, {}) | origin)

@@ -19,8 +19,7 @@ from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_small, sm
 from deep_gemm.params import FP8Config, GemmProblem, SmallConfig, SwappedConfig, ceil_div
 from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
 from deep_gemm.select.calibration import default, kind_of
-from deep_gemm.select.features import features
-from deep_gemm.select.model import costs, estimate
+from deep_gemm.select.model import costs, estimate, features
 
 SM90 = arch.SM90
 KERNELS = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)

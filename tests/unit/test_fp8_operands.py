@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from deep_gemm import InvalidInputError, UnsupportedError, validate
+import deep_gemm
+from deep_gemm import InvalidInputError, UnsupportedError
+from deep_gemm.ops.fp8_dense import FP8GemmNT
 from deep_gemm.spec import align, ceil_div
 from deep_gemm.testing import guarded
 
 E4M3 = torch.float8_e4m3fn
 M, N, K = 20, 200, 272
+check = FP8GemmNT().check
 
 
 def arguments(m: int = M, n: int = N, k: int = K) -> dict[str, Any]:
@@ -71,19 +70,13 @@ def sharing(name: str) -> dict[str, Any]:
 
 def test_a_right_call() -> None:
     args = arguments()
-    operands = validate.fp8_gemm(**args)
-    assert (operands.m, operands.n, operands.k) == (M, N, K)
-    assert operands.a is args["a"][0]
-    assert operands.sfa is args["a"][1]
-    assert operands.b is args["b"][0]
-    assert operands.sfb is args["b"][1]
-    assert operands.d is args["d"]
-    assert operands.device == torch.device("cpu")
-    assert operands.compiled_dims == "nk"
-    assert operands.d_tma
-    assert not operands.sfa_ready
-    with pytest.raises(FrozenInstanceError):
-        operands.m = 1  # type: ignore[misc]
+    x = check(**args)
+    assert x is not None
+    assert (x.m, x.n, x.k) == (M, N, K)
+    given = (*args["a"], *args["b"], args["d"])
+    assert all(mine is theirs for mine, theirs in zip(x.tensors.values(), given, strict=True))
+    assert list(x.tensors) == ["a", "sfa", "b", "sfb", "d"]
+    assert (x.device, x.compiled_dims) == (torch.device("cpu"), "")
 
 
 @pytest.mark.parametrize(
@@ -96,29 +89,39 @@ def test_a_right_call() -> None:
         {"disable_ue8m0_cast": True},
         {"c": None},
         {"compiled_dims": ""},
+        {"compiled_dims": None},
         {"compiled_dims": "mnk"},
     ],
     ids=str,
 )
 def test_options_that_change_nothing(options: dict[str, Any]) -> None:
-    assert validate.fp8_gemm(**arguments(), **options).m == M
+    assert check(**arguments(), **options) is not None
 
 
 def test_compiled_dims_are_put_in_order() -> None:
-    assert validate.fp8_gemm(**arguments(), compiled_dims="kkn").compiled_dims == "nk"
+    x = check(**arguments(), compiled_dims="kkn")
+    assert x is not None
+    assert x.compiled_dims == "nk"
 
 
 def test_lists_are_pairs_too() -> None:
     args = arguments()
-    validate.fp8_gemm(list(args["a"]), list(args["b"]), args["d"])
+    check(list(args["a"]), list(args["b"]), args["d"])
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(0, N, K), (M, N, 0), (0, 1, 0), (1, 1, 16), (1, N, K), (M, 1, K), (3, 129, 144)]
-)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 16), (1, N, K), (M, 1, K), (3, 129, 144)])
 def test_sizes_at_the_edges(m: int, n: int, k: int) -> None:
-    operands = validate.fp8_gemm(**arguments(m, n, k))
-    assert (operands.m, operands.n, operands.k) == (m, n, k)
+    x = check(**arguments(m, n, k))
+    assert x is not None
+    assert (x.m, x.n, x.k) == (m, n, k)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, N, K), (M, N, 0), (0, 1, 0)])
+def test_there_is_nothing_to_launch_without_rows_or_without_k(m: int, n: int, k: int) -> None:
+    args = arguments(m, n, k)
+    args["d"].fill_(float("nan"))
+    assert check(**args) is None
+    assert not args["d"].any()
 
 
 RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
@@ -132,8 +135,8 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "d off alignment": lambda: with_d(bf16(M, N, offset=2)),
     "d of one column, any stride": lambda: arguments(n=1) | {"d": torch.zeros(M, 5, dtype=torch.bfloat16)[:, 2:3]},
     "d of one row, any stride": lambda: arguments(m=1) | {"d": torch.zeros(2, N + 1, dtype=torch.bfloat16)[1:, :N]},
-    "d requires grad under no_grad": lambda: with_d(torch.zeros(M, N, dtype=torch.bfloat16, requires_grad=True)),
     "d beside a in one allocation": lambda: beside(),
+    "d and scales in columns of one buffer": lambda: interleaved(),
 }
 
 
@@ -143,10 +146,39 @@ def beside() -> dict[str, Any]:
     return with_a(a) | {"d": memory[M * K :].view(torch.bfloat16).view(M, N)}
 
 
+def interleaved() -> dict[str, Any]:
+    buffer = torch.zeros(M, 128, dtype=torch.float32)  # rows of 512 bytes: 400 of d, and the scales of a
+    return with_sfa(buffer[:, 101:104]) | {"d": buffer.view(torch.bfloat16)[:, :N]}
+
+
 @pytest.mark.parametrize("case", RIGHT)
 def test_unusual_but_right(case: str) -> None:
+    assert check(**RIGHT[case]()) is not None
+
+
+@pytest.mark.parametrize("name", ["a", "sfa", "b", "sfb"])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_inputs_may_require_grad(name: str, leaf: bool) -> None:
+    """As weights of a module do inside of an autograd.Function. Nothing is recorded of them."""
+    args = arguments()
+    pair = list(args[name[-1]])
+    at = int(name.startswith("sf"))
+    pair[at] = torch.nn.Parameter(pair[at])
+    if not leaf:
+        pair[at] = pair[at].view_as(pair[at])
+    assert pair[at].requires_grad
+    args[name[-1]] = tuple(pair)
+    deep_gemm.fp8_gemm_nt(**args)
+    assert not args["d"].requires_grad
+
+
+def test_only_an_output_that_requires_grad_is_refused() -> None:
+    d = torch.zeros(M, N, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(InvalidInputError, match=r"d requires grad.*no_grad.*detached"):
+        deep_gemm.fp8_gemm_nt(**with_d(d))
     with torch.no_grad():
-        validate.fp8_gemm(**RIGHT[case]())
+        deep_gemm.fp8_gemm_nt(**with_d(d))
+    deep_gemm.fp8_gemm_nt(**with_d(d.detach()))
 
 
 INVALID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -192,8 +224,18 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "d is meta": (lambda: with_d(torch.zeros(M, N, dtype=torch.bfloat16, device="meta")), "d is a meta tensor"),
     "scales are sparse": (lambda: with_sfa(torch.ones(M, 3).to_sparse()), "the scales of a has the layout .*dense"),
     "d requires grad": (lambda: with_d(torch.zeros(M, N, dtype=torch.bfloat16, requires_grad=True)), "d requires grad"),
-    "a requires grad": (lambda: with_a(fp8(M, K).requires_grad_()), "a requires grad.*no_grad"),
-    "scales require grad": (lambda: with_sfb(torch.ones(2, 3, requires_grad=True)), "scales of b requires grad"),
+    "scales are quantised": (
+        lambda: with_sfa(torch.quantize_per_tensor(torch.ones(M, 3), 1.0, 0, torch.qint8)),
+        "the scales of a is a quantised tensor",
+    ),
+    "scales are nested": (
+        lambda: with_sfa(torch.nested.nested_tensor([torch.ones(3)] * M)),
+        "the scales of a is a nested tensor",
+    ),
+    "scales are negated": (
+        lambda: with_sfa(torch._neg_view(torch.ones(M, 3))),
+        "the scales of a is a view.*resolve_neg",
+    ),
     "half a recipe pair": (lambda: arguments() | {"recipe_a": (1, 128)}, "recipe_a is given and recipe_b is not"),
     "other half": (lambda: arguments() | {"recipe_b": (128, 128)}, "recipe_b is given and recipe_a is not"),
     "both kinds of recipe": (
@@ -204,7 +246,7 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a recipe of floats": (lambda: arguments() | {"recipe": (1.0, 128, 128)}, "recipe must be 3 positive integers"),
     "recipe is a number": (lambda: arguments() | {"recipe": 128}, "recipe must be 3 positive integers"),
     "compiled_dims": (lambda: arguments() | {"compiled_dims": "nx"}, "compiled_dims must be .*'nx'"),
-    "compiled_dims is None": (lambda: arguments() | {"compiled_dims": None}, "compiled_dims must be .*None"),
+    "compiled_dims is a number": (lambda: arguments() | {"compiled_dims": 3}, "compiled_dims must be .*3"),
     "disable_ue8m0_cast": (lambda: arguments() | {"disable_ue8m0_cast": 1}, "disable_ue8m0_cast must be True or False"),
 }
 
@@ -213,21 +255,11 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_what_the_caller_can_put_right(case: str) -> None:
     make, words = INVALID[case]
     with pytest.raises(InvalidInputError, match=words) as caught:
-        validate.fp8_gemm(**make())
+        check(**make())
     # Clients of libraries like this one catch either.
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, RuntimeError)
-    validate.fp8_gemm(**arguments())
-
-
-def test_no_two_mistakes_share_a_sentence() -> None:
-    """Apart from the argument's name: the words for each rule are its own."""
-    sentences: dict[str, str] = {}
-    for case in ("a is bfloat16", "a is M-major", "a starts off", "rows of a overlap", "k differs", "a is meta"):
-        with pytest.raises(InvalidInputError) as caught:
-            validate.fp8_gemm(**INVALID[case][0]())
-        sentences[case] = str(caught.value)
-    assert len(set(sentences.values())) == len(sentences)
+    check(**arguments())
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -246,7 +278,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_what_this_version_cannot_do(case: str) -> None:
     make, words = UNSUPPORTED[case]
     with pytest.raises(UnsupportedError, match=words) as caught:
-        validate.fp8_gemm(**make())
+        check(**make())
     assert isinstance(caught.value, RuntimeError)
 
 
@@ -259,77 +291,121 @@ def test_mixed_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     args = with_sfb(torch.ones(2, 3).as_subclass(Elsewhere))
     with pytest.raises(InvalidInputError, match=r"one device.*a on cpu.*the scales of b on cuda:1.*d on cpu"):
-        validate.fp8_gemm(**args)
+        check(**args)
 
 
-@pytest.mark.parametrize(
-    ("stride", "offset", "ready"), [(N, 0, True), (N + 8, 0, True), (N + 4, 0, False), (N, 2, False), (N, 16, True)]
-)
-def test_whether_tma_can_write_d(stride: int, offset: int, ready: bool) -> None:
-    assert validate.fp8_gemm(**with_d(bf16(M, N, stride, offset))).d_tma is ready
+class Wrapper(torch.Tensor):
+    """A tensor with a shape that only wraps another, as a DTensor does."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)  # type: ignore[attr-defined]
+        made.inner = x
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a wrapper")
 
 
-def test_tma_does_not_write_rows_that_end_inside_a_16_byte_unit() -> None:
-    args = arguments(M, 156)
-    args["d"] = bf16(M, 156, 160)
-    assert not validate.fp8_gemm(**args).d_tma
+LABELS = {"a": "a", "sfa": "the scales of a", "b": "b", "sfb": "the scales of b", "d": "d"}
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides", "offset", "ready"),
-    [
-        ((20, 3), (1, 20), 0, True),
-        ((20, 3), (1, 24), 0, True),
-        ((18, 3), (1, 20), 0, True),
-        ((20, 3), (1, 22), 0, False),
-        ((20, 3), (1, 20), 8, False),
-        ((20, 3), (1, 20), 16, True),
-        ((20, 3), (3, 1), 0, False),
-        ((20, 3), (2, 40), 0, False),
-        ((20, 3), (1, 16), 0, False),
-        ((20, 3), (1, 0), 0, False),
-        ((20, 3), (0, 0), 0, False),
-        ((20, 1), (1, 1), 0, True),
-        ((20, 1), (3, 1), 0, False),
-        ((1, 3), (3, 1), 0, False),
-        ((1, 3), (77, 4), 0, True),
-        ((1, 1), (9, 9), 0, True),
-        ((0, 3), (3, 1), 0, True),
-        ((20, 0), (1, 1), 0, True),
-    ],
-)
-def test_whether_tma_can_read_the_scales(
-    shape: tuple[int, int], strides: tuple[int, int], offset: int, ready: bool
+def tensors_of(args: dict[str, Any]) -> dict[str, torch.Tensor]:
+    (a, sfa), (b, sfb) = args["a"], args["b"]
+    return {"a": a, "sfa": sfa, "b": b, "sfb": sfb, "d": args["d"]}
+
+
+def call(x: dict[str, torch.Tensor], **options: Any) -> None:
+    deep_gemm.fp8_gemm_nt((x["a"], x["sfa"]), (x["b"], x["sfb"]), x["d"], **options)
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
+    return x
+
+
+def short_view(x: torch.Tensor) -> torch.Tensor:
+    """The end of a storage that was cut behind its first byte."""
+    whole = torch.cat([x.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)])
+    part = whole[x.numel() * x.element_size() :].view(x.dtype).view(x.shape)
+    whole.untyped_storage().resize_(whole.numel() - 1)
+    return part
+
+
+@pytest.mark.parametrize("name", LABELS)
+@pytest.mark.parametrize("without", [freed, halved, short_view, Wrapper])
+def test_a_tensor_without_memory_is_named_and_the_next_call_works(
+    name: str, without: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    sf = guarded(shape, torch.float32, "cpu", strides, offset).tensor
-    assert validate.tma_ready_scales(sf) is ready
+    """On a GPU the kernel would read or write address 0, and every later CUDA call of the process fail."""
+    x = tensors_of(arguments())
+    x[name] = without(x[name])
+    with pytest.raises(InvalidInputError, match=rf"^{LABELS[name]} has no memory: it needs \d+ bytes"):
+        call(x)
+    call(tensors_of(arguments()))
 
 
-@settings(deadline=None)
-@given(
-    m=st.integers(0, 40),
-    n=st.integers(1, 300),
-    k=st.integers(0, 20).map(lambda x: 16 * x),
-    pad_a=st.integers(0, 3),
-    pad_d=st.integers(0, 9),
-    offset_d=st.integers(0, 9),
-)
-def test_flags_say_what_they_promise(m: int, n: int, k: int, pad_a: int, pad_d: int, offset_d: int) -> None:
-    args = arguments(m, n, k)
-    args["a"] = (fp8(m, k, k + 16 * pad_a), args["a"][1])
-    args["d"] = bf16(m, n, n + pad_d, 2 * offset_d)
-    operands = validate.fp8_gemm(**args)
-    rows_aligned = m <= 1 or operands.d.stride(0) * 2 % 16 == 0
-    assert operands.d_tma == (operands.d.data_ptr() % 16 == 0 and rows_aligned and n * 2 % 16 == 0)
+@pytest.mark.parametrize("name", LABELS)
+def test_a_transform_is_refused_in_words(name: str) -> None:
+    """vmap's tensors have a shape without its batch, and no address."""
+    x = tensors_of(arguments())
+    stacked = torch.stack([x[name].view(torch.uint8)] * 2).view(x[name].dtype)
+
+    def one(part: torch.Tensor) -> torch.Tensor:
+        call(x | {name: part})
+        return part
+
+    with pytest.raises(InvalidInputError, match=rf"^{LABELS[name]} is a Tensor without memory.*vmap"):
+        torch.func.vmap(one)(stacked)
+    call(x)
 
 
-def test_it_is_cheap() -> None:
-    args = arguments()
-    best = min(timed(lambda: validate.fp8_gemm(**args)) for _ in range(50))
-    assert best < 200e-6, f"{best * 1e6:.0f} us"
+def test_the_gradient_transform_is_refused_in_words() -> None:
+    x = tensors_of(arguments())
+
+    def loss(scales: torch.Tensor) -> torch.Tensor:
+        call(x | {"sfa": scales})
+        return scales.sum()
+
+    with pytest.raises(InvalidInputError, match=r"^the scales of a is a Tensor without memory"):
+        torch.func.grad(loss)(x["sfa"])
 
 
-def timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_are_checked_and_not_touched(device: str) -> None:
+    """torch.compile traces with them, all at once or weights of a module only."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = tensors_of(arguments())
+        fake = {name: torch.empty_like(tensor, device=device) for name, tensor in fake.items()}
+        call(fake)
+        with pytest.raises(InvalidInputError, match="agree in K"):
+            call(fake | {"a": torch.empty(M, 256, dtype=E4M3, device=device)})
+    call(fake)
+    if device == "cpu":
+        for name in LABELS:
+            call(tensors_of(arguments()) | {name: fake[name]})
+
+
+@pytest.mark.parametrize(("m", "k"), [(0, K), (M, 0)])
+def test_tensors_without_elements_need_no_memory(m: int, k: int) -> None:
+    x = tensors_of(arguments(m, N, k))
+    for name in ("a", "sfa"):
+        x[name].untyped_storage().resize_(0)
+    call(x)
+
+
+def test_no_k_writes_zeros_and_not_into_what_has_no_memory() -> None:
+    x = tensors_of(arguments(k=0))
+    freed(x["d"])
+    with pytest.raises(InvalidInputError, match=r"^d has no memory"):
+        call(x)
