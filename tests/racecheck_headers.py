@@ -52,15 +52,15 @@ class Race:
 
 RACES = {
     "told-late": Race(  # a tile's column is told once consumers may ask for it
-        "128x160_s5_p1_tma",
+        "128x144_s5_p1_tma",
         "put_away.cuh",
         (
-            ("    look_ahead();\n    bool owned = true;", "    bool owned = true;"),
-            ("      Areas::free_all();\n", "      Areas::free_all();\n      look_ahead();\n"),
+            ("    look_ahead();\n    if (lane == 0) tma", "    if (lane == 0) tma"),
+            ("    Areas::free_all();\n", "    Areas::free_all();\n    look_ahead();\n"),
         ),
     ),
     "told-early": Race(  # and where the column of the tile before still is
-        "128x224_s3_p1_tma",
+        "128x256_s3_p1_tma",
         "told.cuh",
         (
             (

@@ -37,4 +37,4 @@ def test_two_consumers_are_told_their_next_tile(tmp_path: Path, config: FP8Confi
 
 def test_one_looks_for_it_itself(tmp_path: Path) -> None:
     """So that it is seen what the others do not do."""
-    assert divisions_between_products(tmp_path, find_config(block_m=64, block_n=128))
+    assert divisions_between_products(tmp_path, find_config(block_m=64, block_n=64))

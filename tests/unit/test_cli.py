@@ -169,7 +169,7 @@ def test_inspect(cache_dir: Path) -> None:
     result = run("inspect", "64x576x7168", "--json", "--top", "3")
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
-    assert report["problem"]["m"] == 64
+    assert report["spec"]["m"] == 64
     assert len(report["configs"]) == 3
     totals = [entry["estimate"]["total_us"] for entry in report["configs"]]
     assert totals == sorted(totals)
