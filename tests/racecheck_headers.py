@@ -65,7 +65,8 @@ RACES = {
         (
             (
                 '"r"(ahead.column) : "memory");\n',
-                '"r"(ahead.column) : "memory");\n    if (speaks) store_shared_pair(place ^ 8, 0.0f, 0.0f);\n',
+                '"r"(ahead.column) : "memory");\n'
+                '    if (speaks) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8), "r"(0) : "memory");\n',
             ),
         ),
     ),
