@@ -202,15 +202,15 @@ MUTATIONS = [
     Mutation(
         "store the first share's columns for all",
         "fp8_gemm.cuh",
-        "if (owner == rank_k()) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);",
+        "Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);",
         "if (owner == rank_k()) Store::stage_all(area, sum, 0, warp, lane);",
         ("split",),
     ),
     Mutation(
         "take the scale of the token beside",
         "promotion.cuh",
-        "load_shared_pair(address + i * 16, factors.token[i], factors.token[i + 1]);",
-        "load_shared_pair(address + i * 16, factors.token[i + 1], factors.token[i]);",
+        "factors.token[i], factors.token[i + 1]);",
+        "factors.token[i + 1], factors.token[i]);",
         SWAPPED_KERNELS,
     ),
     Mutation(
