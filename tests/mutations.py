@@ -203,7 +203,7 @@ MUTATIONS = [
         "store the first share's columns for all",
         "fp8_gemm.cuh",
         "Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);",
-        "if (owner == rank_k()) Store::stage_all(area, sum, 0, warp, lane);",
+        "Store::stage_all(area, sum, 0, warp, lane);",
         ("split",),
     ),
     Mutation(
