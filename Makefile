@@ -6,22 +6,25 @@
 # make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
-# BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, tests can run side
-# by side: BOOTSTRAP_ARGS=--xdist PYTEST_ARGS="-n 2 --dist loadfile".
+# BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, test files run side
+# by side, one on each core and four at most; PARALLEL= runs them one after the other.
 
 PYTHON ?= python3
 VENV ?= .venv
 INSTALL ?= editable
 PYTEST_ARGS ?=
 BOOTSTRAP_ARGS ?=
+PARALLEL ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,-n auto --maxprocesses 4 --dist loadfile)
+XDIST := $(if $(PARALLEL),--xdist)
 BUDGET ?= 600
 COUNT ?= 20
 FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit.py unit/test_cache_maintenance.py \
 	unit/test_cache_publish.py \
-	unit/test_builder.py unit/test_fork.py compile/test_builder_processes.py compile/test_builder_faults.py \
-	compile/test_builder_compilers.py
+	unit/test_builder.py unit/test_fork.py unit/test_process.py compile/test_builder_processes.py \
+	compile/test_builder_faults.py compile/test_builder_compilers.py compile/test_signals.py \
+	compile/test_next_compiler.py compile/test_foreign_paths.py
 RUN := $(abspath $(VENV))/bin/python
-STAMP := $(VENV)/.installed-$(INSTALL)
+STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 
 .PHONY: demo test bench faults sanitize lint readme clean FORCE
 
@@ -30,7 +33,7 @@ demo: $(STAMP)
 	cd tests && $(RUN) -m deep_gemm demo
 
 test: $(STAMP)
-	cd tests && $(RUN) -m pytest unit compile gpu $(PYTEST_ARGS)
+	cd tests && $(RUN) -m pytest unit compile gpu $(PARALLEL) $(PYTEST_ARGS)
 
 faults: $(STAMP)
 	cd tests && for run in $$(seq $(COUNT)); do \
@@ -71,13 +74,13 @@ readme: $(STAMP)
 	$(RUN) -m deep_gemm.benchmarks.readme
 
 # An editable install is made once; a wheel is built anew each time, since it must hold the sources of now.
-$(VENV)/.installed-editable: pyproject.toml constraints.txt .ci/bootstrap.py
-	$(PYTHON) .ci/bootstrap.py --venv $(VENV) $(BOOTSTRAP_ARGS)
+$(VENV)/.installed-editable$(XDIST): pyproject.toml constraints.txt .ci/bootstrap.py
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) $(XDIST) $(BOOTSTRAP_ARGS)
 	rm -f $(VENV)/.installed-*
 	touch $@
 
-$(VENV)/.installed-wheel: FORCE
-	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode wheel $(BOOTSTRAP_ARGS)
+$(VENV)/.installed-wheel$(XDIST): FORCE
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode wheel $(XDIST) $(BOOTSTRAP_ARGS)
 	rm -f $(VENV)/.installed-*
 
 clean:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deep_gemm.workload import GemmShape
+    from deep_gemm.aot.workload import GemmShape
 
 Call = Callable[[], Any]
 

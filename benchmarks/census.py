@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from deep_gemm.aot.workload import GemmShape, model_layers
 from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, REFERENCE_NK
 from deep_gemm.params import KernelParams
-from deep_gemm.workload import GemmShape, model_layers
 
 Row = dict[str, Any]
-KernelAt = Callable[[int, int], Callable[[int], KernelParams]]
+KernelAt = Callable[[int, int], Callable[[int], list[KernelParams]]]
 Known = dict[tuple[int, int], set[KernelParams]]
 
 LAST_M = 16384
 
 
-def kernel_at(n: int, k: int) -> Callable[[int], KernelParams]:
-    """The kernel that a call of M x n x k runs, on a whole sm_90a GPU, as a function of M; sizes at run time."""
-    from deep_gemm import ahead, arch
+def kernel_at(n: int, k: int) -> Callable[[int], list[KernelParams]]:
+    """The kernels that a call of M x n x k may run, on a whole sm_90a GPU, as a function of M; sizes at run time."""
+    from deep_gemm import arch
+    from deep_gemm.aot import build
 
-    return lambda m: ahead.kernel_of(GemmShape(m, n, k), arch.SM90)
+    return lambda m: build.kernels_of(GemmShape(m, n, k), arch.SM90)
 
 
 def specialised(params: KernelParams, n: int, k: int) -> KernelParams:
@@ -42,7 +44,7 @@ def count(pairs: Iterable[tuple[int, int]], at: KernelAt = kernel_at, known: Kno
     known = {} if known is None else known
     for n, k in dict.fromkeys(pairs):
         if (n, k) not in known:
-            known[n, k] = set(map(at(n, k), representatives(LAST_M)))
+            known[n, k] = set(itertools.chain.from_iterable(map(at(n, k), representatives(LAST_M))))
         general |= known[n, k]
         special |= {specialised(params, n, k) for params in known[n, k]}
     return {"kernels": len(general), "kernels_nk": len(special)}

@@ -56,7 +56,8 @@ def draw(rows: Sequence[Row], path: Path, mode: str) -> None:
         axes[0].legend(title="N x K", fontsize="small", ncols=2)
     axes[-1].set_xlabel("M")
     first = chosen[0]
-    figure.suptitle(f"FP8 1x128 / 128x128, bf16 out, {mode} mode, {first['device']}, {first['date']}")
+    measured = f"{first.get('device', 'unknown device')}, {first.get('date', 'no date')}"
+    figure.suptitle(f"FP8 1x128 / 128x128, bf16 out, {mode} mode, {measured}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

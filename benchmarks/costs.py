@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, census, phases, timing
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import REFERENCE_NK, demo
 from deep_gemm.errors import DeepGemmError
-from deep_gemm.workload import GemmShape
 
 if TYPE_CHECKING:
     from deep_gemm.params import KernelParams
@@ -149,7 +149,7 @@ def cold() -> Iterator[Row]:
         return {"mode": "cold", "what": what, "us": round(seconds * 1e6, 1)} | common
 
     yield row("import deep_gemm, on top of torch", import_seconds())
-    from deep_gemm.ahead import choose
+    from deep_gemm.aot.build import choose
     from deep_gemm.jit.compilers.find import find_all
 
     kinds = dict.fromkeys(found.kind for found in find_all() if found.usable)
@@ -189,9 +189,9 @@ print(json.dumps(deep_gemm.cache_info()["statistics"]["hits"]))
 
 def warm_start_kernels() -> list[KernelParams]:
     """Fifty kernels of DeepSeek-V3's dense layers."""
-    from deep_gemm.ahead import choose
+    from deep_gemm.aot.build import choose
+    from deep_gemm.aot.workload import DEFAULT_M, model_layers, shapes
     from deep_gemm.benchmarks.shapes import DEEPSEEK_V3
-    from deep_gemm.workload import DEFAULT_M, model_layers, shapes
 
     return list(choose(shapes(model_layers(DEEPSEEK_V3), DEFAULT_M)).kernels)[:WARM_STARTED]
 
@@ -199,15 +199,15 @@ def warm_start_kernels() -> list[KernelParams]:
 def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:
     """How long a fresh process with a CUDA context takes to find, verify and load fifty kernels, median over processes:
     from disk, the search for a compiler included, and from a pack."""
-    from deep_gemm import ahead
+    from deep_gemm.aot import build
     from deep_gemm.settings import child_environment, settings
 
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as nowhere:
         pack = Path(root, "kernels.dgpack")
         with settings.override(cache_dir=Path(root, "cache"), use_nvrtc=True):
-            outcomes: list[ahead.Outcome] = []
-            ahead.build_all(warm_start_kernels(), outcomes.append)
-            ahead.pack(ahead.Summary(tuple(outcomes), 0.0), pack)
+            outcomes: list[build.Outcome] = []
+            build.build_all(warm_start_kernels(), outcomes.append)
+            build.pack(build.Summary(tuple(outcomes), 0.0), pack)
         common = {**child_environment("DG_JIT_PRECOMPILED"), "DG_JIT_USE_NVRTC": "1", "DG_JIT_FORBID_COMPILE": "1"}
         layers = {
             "disk": {"DG_JIT_CACHE_DIR": str(Path(root, "cache"))},
@@ -228,8 +228,9 @@ def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:
 
 
 def import_seconds(repeats: int = 5) -> float:
-    """Median over fresh processes of the time that `import deep_gemm` adds to one that has torch."""
-    code = "import time, torch; t = time.perf_counter(); import deep_gemm; print(time.perf_counter() - t)"
+    """Median over fresh processes of what importing deep_gemm and its products adds to one that has torch."""
+    code = "import time, torch; t = time.perf_counter(); from deep_gemm import fp8_gemm_nt; "
+    code += "print(time.perf_counter() - t)"
     times = []
     for _ in range(repeats):
         # Not from this directory: what is measured is what is installed.

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
-from deep_gemm.benchmarks.survey import LAUNCH_MODES, name_of, spec_of
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks.modes import LAUNCH_MODES
+from deep_gemm.benchmarks.survey import name_of, spec_of
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
-from deep_gemm.select import legal as legal_configs
+from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Calibration
 from deep_gemm.select.model import features, parts
 from deep_gemm.select.power import BLOCK_K, Power, draws
-from deep_gemm.workload import GemmShape
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "clock_ghz": (1.5, 1.98),
@@ -109,7 +110,7 @@ class Data:
     held_out: Tensor
     """By shape."""
     mode: Tensor
-    """By shape: index in ``survey.LAUNCH_MODES``."""
+    """By shape: index in ``modes.LAUNCH_MODES``."""
     weight: Tensor
     """By shape: a row's "weight", or 1. Only climbs go by it."""
 
@@ -125,7 +126,7 @@ class Data:
         weight: list[float] = []
         for row in rows:
             asked = spec_of(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
-            legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in legal_configs(asked, spec)}
+            legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
             names = [name for name in row["times"] if name in legal]
             if len(names) < 2:
                 continue
@@ -166,7 +167,7 @@ class Data:
     ) -> Tensor:
         """Time lost by the choices on ``shapes`` (a mask; all if it is None), large losses counted more, and a little
         of how wrong the estimates are where they matter. ``hidden`` are the us that a launch takes less in each of
-        ``survey.LAUNCH_MODES`` than alone, which is what the model estimates; none if it is None."""
+        ``modes.LAUNCH_MODES`` than alone, which is what the model estimates; none if it is None."""
         shapes = torch.ones_like(self.held_out) if shapes is None else shapes
         hidden = torch.zeros(len(LAUNCH_MODES), dtype=torch.float64) if hidden is None else hidden
         us = self._estimates(constants)
@@ -289,7 +290,7 @@ def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Pow
         if row["mode"] != "steady":
             continue
         asked = spec_of(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
-        legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in legal_configs(asked, spec)}
+        legal: dict[str, GemmConfig] = {name_of(c, asked, spec): c for c in candidates(asked, spec)}
         for name in row["times"].keys() & legal.keys():
             config = legal[name]
             drawn.append([part / row["times"][name] for part in draws(asked, config, features(asked, config))])

@@ -1,9 +1,18 @@
-"""Which shapes a way of timing is about."""
+"""The names of ways of timing, and which shapes each is about."""
 
 from __future__ import annotations
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks.shapes import STEADY_MIN_M
-from deep_gemm.workload import GemmShape
+
+LAUNCH_MODES = ("flush", "promised", "unpromised")
+SURVEY_MODES = (*LAUNCH_MODES, "steady")
+COST_MODES = ("host", "cold", "compile", "dims", "kernels")
+"""What surveys and `costs` can time."""
+
+WITHIN = 1.35
+"""In 99% of 680 rows that an H200 was surveyed for with this, the model took the best config for at most 1.27 times as
+long as the one that it chose."""
 
 GRAPH_MAX_M = 128
 """Graphs of many launches are about decoding; with more tokens the launch no longer matters."""

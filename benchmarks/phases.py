@@ -35,11 +35,12 @@ COLUMNS = ("render_ms", "preprocess_ms", "frontend_ms", "optimiser_ms", "ptxas_m
 def kernels() -> list[KernelParams]:
     """Four kernels from small to large: the smallest tile of swapped operands, a tile for decoding, 128 x 128 and the
     largest, each the plainest of its size."""
-    from deep_gemm import ahead, arch, engine
+    from deep_gemm import arch, engine
+    from deep_gemm.aot import build
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.kernels import registry
-    from deep_gemm.workload import GemmShape
 
-    asked = ahead.spec_of(GemmShape(4096, 7168, 2048), arch.SM90)
+    asked = build.spec_of(GemmShape(4096, 7168, 2048), arch.SM90)
     found = []
     for family, block_m, block_n in (
         ("sm90_fp8_swapped", 1, 1),
@@ -47,7 +48,7 @@ def kernels() -> list[KernelParams]:
         ("sm90_fp8_gemm", 128, 128),
         ("sm90_fp8_gemm", 256, 128),
     ):
-        every = list(registry()[family].configs(arch.SM90))
+        every = registry()[family].legal(arch.SM90)
         config = min(
             every,
             key=lambda c: (abs(c.block_m - block_m) + abs(c.block_n - block_n), c.cluster_size, c.ctas_per_sm),

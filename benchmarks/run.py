@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.benchmarks import backends, floor, timing
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks import backends, floor, rows, timing
 from deep_gemm.benchmarks.modes import FLOOR_MAX_M, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
-from deep_gemm.workload import GemmShape
+from deep_gemm.benchmarks.summary import GEMM_MODES
 
 MAX_SETS = 256
 OTHERS = ("tensorwise", "blockwise", backends.DEEPGEMM)
@@ -45,7 +46,7 @@ class Run:
         """Measure and return the rows. What the time did not suffice for is listed in `left_out`."""
         start = time.monotonic()
         common = environment() | self.known
-        rows: list[Row] = []
+        measured: list[Row] = []
         asked = [(shape, mode, why_not(shape, mode)) for mode in self.modes for shape in self.shapes]
         work = [(shape, mode) for shape, mode, reason in asked if reason is None]
         for (mode, reason), count in Counter((mode, reason) for _, mode, reason in asked if reason).items():
@@ -55,11 +56,11 @@ class Run:
                 self.left_out += [f"{shape} {mode}" for shape, mode in work[index:]]
                 break
             row = measure(shape, mode, self.names) | common
-            rows.append(row)
+            measured.append(row)
             if self.output is not None:
                 append(self.output, row)
             self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
-        return rows
+        return measured
 
 
 def measure(shape: GemmShape, mode: str, names: Sequence[str] = Run.names) -> Row:
@@ -139,8 +140,18 @@ def append(path: Path, row: Row) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a results file."""
-    return [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
+    """The rows of a results file. Raises InvalidInputError for what is none."""
+    return rows.read(path, _check)
+
+
+def _check(row: Row, where: str) -> None:
+    """What means and charts need of a row of a GEMM."""
+    if row["mode"] not in GEMM_MODES:
+        return
+    rows.check_shape(row, where)
+    for name, value in row.items():
+        if name.startswith(("ratio_", "us", "floor_fraction", "tflops", "gbps")):
+            rows.check_positive(value, f"{name} in {where}", zero=name in ("tflops", "gbps"))  # these are rounded
 
 
 def line(row: Row) -> str:

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import shapes, survey
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.run import append
-from deep_gemm.workload import GemmShape
 
 SEED, COUNT = 76, 63
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from deep_gemm.workload import GemmShape
+from deep_gemm.aot.workload import GemmShape
 
 REFERENCE_NK = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 """The seven N x K that results are summarised over: the linear layers of DeepSeek-V3 on one GPU."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks.modes import FLOOR_MAX_M, meets_power_limit
-from deep_gemm.workload import GemmShape
 
 Row = dict[str, Any]
 

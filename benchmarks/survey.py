@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -14,18 +13,19 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, ops, options, select
-from deep_gemm.benchmarks import timing
-from deep_gemm.benchmarks.modes import meets_power_limit, why_not
+from deep_gemm.aot.inputs import shown
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks import rows, timing
+from deep_gemm.benchmarks.modes import SURVEY_MODES, meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import Builder
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing.bench import FLUSH_BYTES
-from deep_gemm.workload import GemmShape
 
-LAUNCH_MODES = ("flush", "promised", "unpromised")
-MODES = (*LAUNCH_MODES, "steady")
+MODES = SURVEY_MODES
 """Cold single calls; graphs of many with and without the promise of constant weights, of few tokens; and back to back,
 of what power limits then."""
 STEADY_CONFIGS = 10
@@ -34,10 +34,6 @@ STEADY_SETS = 4
 """Of weights and outputs, which are taken in turns then."""
 FLUSH_REPEATS = ((100.0, 20), (1000.0, 8), (float("inf"), 4))
 """Up to so many us, so many single calls: long ones vary less, and heat the GPU."""
-
-WITHIN = 1.35
-"""In 99% of 680 rows that an H200 was surveyed for with this, the model took the best config for at most 1.27 times as
-long as the one that it chose."""
 
 CONTENDING = 1.06
 """Configs within so much of the least time are timed again: the least of many noisy times is lucky."""
@@ -106,12 +102,14 @@ class Survey:
             yield row | common
 
     def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec) -> list[GemmConfig]:
+        """The selected one first: it is timed whatever the model thinks of those that calls do not choose among."""
         if self.everything:
             return select.legal(asked, spec)
+        selected = select.rank(asked, spec)[0].config
         ranked = select.order(asked, select.legal(asked, spec), calibration.default())
         limit = min(choice.estimate.total_us for choice in ranked) * self.within
-        near = (choice for choice in ranked[1:] if not self.within or choice.estimate.total_us <= limit)
-        return [choice.config for choice in (ranked[0], *near)]
+        near = (choice.config for choice in ranked if not self.within or choice.estimate.total_us <= limit)
+        return [selected, *(config for config in near if config != selected)]
 
     def _build(self, pairs: Iterable[tuple[GemmSpec, GemmConfig]], spec: archs.ArchSpec) -> None:
         wanted = {engine.kernel_params(asked, config, spec) for asked, config in pairs}
@@ -301,5 +299,17 @@ def line(row: Row) -> str:
 
 
 def load(paths: Iterable[Path]) -> list[Row]:
-    """The rows of survey files."""
-    return [json.loads(text) for path in paths for text in path.read_text().splitlines() if text.strip()]
+    """The rows of survey files. Raises InvalidInputError for what is none."""
+    return [row for path in paths for row in rows.read(path, _check)]
+
+
+def _check(row: Row, where: str) -> None:
+    rows.check_shape(row, where)
+    times = row.get("times")
+    if not isinstance(times, dict) or not times:
+        raise InvalidInputError(f"times in {where} must be an object of configs and us, but it is {shown(times)}.")
+    for name, value in times.items():
+        rows.check_positive(value, f"the time of {shown(name)} in {where}")
+    selected = row.get("selected")
+    if not isinstance(selected, str) or selected not in times:
+        raise InvalidInputError(f"selected in {where} must be one of its times, but it is {shown(selected)}.")

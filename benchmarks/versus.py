@@ -19,6 +19,7 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, options, select
+from deep_gemm.aot.workload import GemmShape, parse_shape
 from deep_gemm.benchmarks import survey
 from deep_gemm.benchmarks.modes import why_not
 from deep_gemm.benchmarks.summary import geometric_mean
@@ -26,7 +27,6 @@ from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder
 from deep_gemm.params import GemmConfig
 from deep_gemm.spec import GemmSpec
-from deep_gemm.workload import GemmShape, parse_shape
 
 OTHERS, THESE = "others", "these"
 TURNS = 4

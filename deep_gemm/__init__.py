@@ -3,22 +3,11 @@
 Importing this package touches no GPU, disk, environment variable or compiler, so a process may fork afterwards.
 """
 
+from __future__ import annotations
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from deep_gemm import utils
-from deep_gemm.constant import declare_constant, retract_constant
-from deep_gemm.dense import (
-    fp8_fp4_gemm_nn,
-    fp8_fp4_gemm_nt,
-    fp8_fp4_gemm_tn,
-    fp8_fp4_gemm_tt,
-    fp8_gemm_nn,
-    fp8_gemm_nt,
-    fp8_gemm_tn,
-    fp8_gemm_tt,
-)
-from deep_gemm.engine import debug_info, dump_debug_info
 from deep_gemm.errors import (
     CompileError,
     CompilerNotFoundError,
@@ -29,46 +18,58 @@ from deep_gemm.errors import (
     SettingError,
     UnsupportedError,
 )
-from deep_gemm.jit.info import cache_info
-from deep_gemm.layout import (
-    get_k_alignment_for_contiguous_layout,
-    get_m_alignment_for_contiguous_layout,
-    get_mk_alignment_for_contiguous_layout,
-    get_mn_major_tma_aligned_tensor,
-    get_theoretical_mk_alignment_for_contiguous_layout,
-    get_tma_aligned_size,
-    set_mk_alignment_for_contiguous_layout,
-    transform_sf_into_required_layout,
-)
-from deep_gemm.options import (
-    get_block_size_multiple_of,
-    get_num_sms,
-    get_pdl,
-    get_tc_util,
-    set_block_size_multiple_of,
-    set_ignore_compile_dims,
-    set_num_sms,
-    set_pdl,
-    set_tc_util,
-)
-from deep_gemm.quantisation import (
-    dequantise,
-    per_block_cast_to_fp8,
-    per_channel_cast_to_fp8,
-    per_custom_dims_cast_to_fp8,
-    per_token_cast_to_fp8,
-)
 from deep_gemm.settings import settings
-from deep_gemm.spec import align, ceil_div
-from deep_gemm.unsupported import (
-    fp8_fp4_mega_moe,
-    get_symm_buffer_for_mega_moe,
-    transform_weights_for_mega_moe,
-)
 
 if TYPE_CHECKING:
-    from deep_gemm import testing
-    from deep_gemm.ahead import precompile
+    from deep_gemm import testing, utils
+    from deep_gemm.aot.build import precompile
+    from deep_gemm.constant import declare_constant, retract_constant
+    from deep_gemm.dense import (
+        fp8_fp4_gemm_nn,
+        fp8_fp4_gemm_nt,
+        fp8_fp4_gemm_tn,
+        fp8_fp4_gemm_tt,
+        fp8_gemm_nn,
+        fp8_gemm_nt,
+        fp8_gemm_tn,
+        fp8_gemm_tt,
+    )
+    from deep_gemm.engine import debug_info, dump_debug_info
+    from deep_gemm.jit.info import cache_info
+    from deep_gemm.layout import (
+        get_k_alignment_for_contiguous_layout,
+        get_m_alignment_for_contiguous_layout,
+        get_mk_alignment_for_contiguous_layout,
+        get_mn_major_tma_aligned_tensor,
+        get_theoretical_mk_alignment_for_contiguous_layout,
+        get_tma_aligned_size,
+        set_mk_alignment_for_contiguous_layout,
+        transform_sf_into_required_layout,
+    )
+    from deep_gemm.options import (
+        get_block_size_multiple_of,
+        get_num_sms,
+        get_pdl,
+        get_tc_util,
+        set_block_size_multiple_of,
+        set_ignore_compile_dims,
+        set_num_sms,
+        set_pdl,
+        set_tc_util,
+    )
+    from deep_gemm.quantisation import (
+        dequantise,
+        per_block_cast_to_fp8,
+        per_channel_cast_to_fp8,
+        per_custom_dims_cast_to_fp8,
+        per_token_cast_to_fp8,
+    )
+    from deep_gemm.spec import align, ceil_div
+    from deep_gemm.unsupported import (
+        fp8_fp4_mega_moe,
+        get_symm_buffer_for_mega_moe,
+        transform_weights_for_mega_moe,
+    )
 
 __version__ = "0.1.0"
 
@@ -127,18 +128,83 @@ __all__ = [
     "utils",
 ]
 
-_LATE = {"precompile": ("deep_gemm.ahead", "precompile"), "testing": ("deep_gemm.testing", "")}
-"""What a caller of kernels does not need, a fifth of the import: (module, attribute), imported when first asked for."""
+_LATE = {
+    "deep_gemm.aot.build": ("precompile",),
+    "deep_gemm.constant": (
+        "declare_constant",
+        "retract_constant",
+    ),
+    "deep_gemm.dense": (
+        "fp8_fp4_gemm_nn",
+        "fp8_fp4_gemm_nt",
+        "fp8_fp4_gemm_tn",
+        "fp8_fp4_gemm_tt",
+        "fp8_gemm_nn",
+        "fp8_gemm_nt",
+        "fp8_gemm_tn",
+        "fp8_gemm_tt",
+    ),
+    "deep_gemm.engine": (
+        "debug_info",
+        "dump_debug_info",
+    ),
+    "deep_gemm.jit.info": ("cache_info",),
+    "deep_gemm.layout": (
+        "get_k_alignment_for_contiguous_layout",
+        "get_m_alignment_for_contiguous_layout",
+        "get_mk_alignment_for_contiguous_layout",
+        "get_mn_major_tma_aligned_tensor",
+        "get_theoretical_mk_alignment_for_contiguous_layout",
+        "get_tma_aligned_size",
+        "set_mk_alignment_for_contiguous_layout",
+        "transform_sf_into_required_layout",
+    ),
+    "deep_gemm.options": (
+        "get_block_size_multiple_of",
+        "get_num_sms",
+        "get_pdl",
+        "get_tc_util",
+        "set_block_size_multiple_of",
+        "set_ignore_compile_dims",
+        "set_num_sms",
+        "set_pdl",
+        "set_tc_util",
+    ),
+    "deep_gemm.spec": (
+        "align",
+        "ceil_div",
+    ),
+    "deep_gemm.quantisation": (
+        "dequantise",
+        "per_block_cast_to_fp8",
+        "per_channel_cast_to_fp8",
+        "per_custom_dims_cast_to_fp8",
+        "per_token_cast_to_fp8",
+    ),
+    "deep_gemm.unsupported": (
+        "fp8_fp4_mega_moe",
+        "get_symm_buffer_for_mega_moe",
+        "transform_weights_for_mega_moe",
+    ),
+}
+"""Where the public names are, all but the errors and the settings: a module is imported when a name of it is asked for.
+
+So `deep-gemm --help`, and whoever only wants an error's class, does not wait for torch. A name that is also a module's,
+such as `settings`, cannot be among them: importing the module would set it.
+"""
+
+_PLACES = {name: module for module, names in _LATE.items() for name in names}
+_MODULES = ("testing", "utils")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
+    if name in _MODULES:
+        return importlib.import_module(f"deep_gemm.{name}")
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _LATE[name]
-    found = importlib.import_module(module)
-    globals()[name] = getattr(found, attribute) if attribute else found
-    return globals()[name]
+    found = globals()[name] = getattr(importlib.import_module(_PLACES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*__all__, "__version__", "__doc__", "__file__", "__name__", "__path__"})

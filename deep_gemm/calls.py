@@ -150,7 +150,11 @@ class Calls:
 
     def _replay(self, replays: dict[Any, Replay], key: Any, tensors: tuple[Tensor, ...]) -> bool:
         """Make the call of ``key`` as one that differs in addresses was made; False if there was none that fits."""
-        promised = all(constant.is_constant(tensors[index]) for index in self._weights)
+        promised = True
+        for index in self._weights:
+            if not constant.is_constant(tensors[index]):
+                promised = False
+                break
         replay = replays.get((promised, key[self._count :]))
         if replay is None:
             return False
@@ -194,7 +198,7 @@ class Replay:
         self.fits = functools.partial(_fits(len(sizes), output), self._first, sizes)
         """Whether operands at these addresses have memory, are aligned as the first ones were, and the output shares
         no memory with the others."""
-        self._launches: list[tuple[Launch, tuple[int, ...] | None]] | None = None
+        self._run: Callable[[Places], None] | None = None
 
     def record(self) -> Callable[[], None]:
         """The call at the first addresses: a launch record of its own, where nothing about it varies."""
@@ -204,28 +208,31 @@ class Replay:
 
     def __call__(self, at: Places) -> None:
         """Make the call on operands at addresses that fit. Raises DriverError."""
-        scratch = self._scratch()  # given back when all launches are under way
-        if scratch:
-            at = (*at, *(room.data_ptr() for room in scratch))
-        if self._launches is None:  # two threads may come here at once: either's records will do
-            self._launches = self._patched(at)
-        for launch, picks in self._launches:
-            launch.at(at if picks is None else [at[index] for index in picks])
+        run = self._run
+        if run is None:  # two threads may come here at once: either's records will do
+            run = self._run = self._patched(at)
+        run(at)
 
-    def _scratch(self) -> list[Tensor]:
-        if not self._work.scratch:
-            return []
+    def _patched(self, at: Places) -> Callable[[Places], None]:
+        """The call, by launch records that are patched; ``at`` are addresses to make them with."""
         device = f"cuda:{self.device}"
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._work.scratch.values()]
 
-    def _patched(self, at: Places) -> list[tuple[Launch, tuple[int, ...] | None]]:
-        """Launch records, and which of the addresses each takes in which order: None for all as they come."""
-        places = dict(zip(self._names, at, strict=True))
-        found: list[tuple[Launch, tuple[int, ...] | None]] = []
-        for index, step in enumerate(self._work.steps):
-            picks = tuple(self._names.index(name) for name in step.operands.values())
-            found.append((self._launch(index, places), None if picks == tuple(range(len(places))) else picks))
-        return found
+        def rooms() -> list[Tensor]:
+            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._work.scratch.values()]
+
+        places = dict(zip(self._names, (*at, *(room.data_ptr() for room in rooms())), strict=True))
+        launches = [self._launch(index, places) for index in range(len(self._plans))]
+        picks = [tuple(map(self._names.index, step.operands.values())) for step in self._work.steps]
+        if picks == [tuple(range(len(self._names)))]:
+            return launches[0].at
+
+        def run(at: Places) -> None:
+            scratch = rooms()  # given back when all launches are under way
+            every = (*at, *(room.data_ptr() for room in scratch))
+            for launch, chosen in zip(launches, picks, strict=True):
+                launch.at([every[index] for index in chosen])
+
+        return run
 
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]

@@ -123,12 +123,13 @@ def _storage(x: object, index: int, function: str) -> torch.UntypedStorage:
     if not isinstance(x, Tensor):
         pair = f" Unpack a pair: {function}(*b)." if isinstance(x, (tuple, list)) else ""
         raise InvalidInputError(f"tensors[{index}] of {function} must be a tensor, not {type(x).__name__}.{pair}")
+    storage = None
     try:
         storage = x.untyped_storage()
         address = storage.data_ptr()
     except RuntimeError:  # also NotImplementedError: sparse and other tensors
         address = 0
-    if not address and x.numel():
+    if storage is None or (not address and x.numel()):
         raise InvalidInputError(
             f"tensors[{index}] of {function} must have memory of its own, but it is a {type(x).__name__} on {x.device} "
             f"with layout {x.layout} and has none. Pass the tensor that holds the weights, once they are loaded."

@@ -27,6 +27,11 @@ def say(message: str) -> None:
     print(f"deep_gemm: {message}", file=sys.stderr, flush=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and what it counts: "1 kernel", "2 kernels"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def reset_warnings() -> None:
     """Forget what was said, so that a test can see a warning again."""
     with _lock:

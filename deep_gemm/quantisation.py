@@ -8,7 +8,7 @@ to a power of two. Sizes need not be multiples of the block: the last block is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,13 +44,17 @@ def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool)
     Returns E4M3 of x's shape, and float32 whose shape is that of ``dims``, in the order of x.
     """
     _check_input("x", x)
-    kept = {dim % x.dim() if -x.dim() <= dim < x.dim() else dim for dim in dims}
-    if not kept <= set(range(x.dim())):
-        raise InvalidInputError(f"dims must name dimensions of x, which has {x.dim()}, but it is {tuple(dims)}.")
+    named = tuple(dims) if isinstance(dims, Iterable) else (dims,)
+    if not all(_is_whole(dim) and -x.dim() <= dim < x.dim() for dim in named):
+        raise InvalidInputError(f"dims must name dimensions of x, which has {x.dim()}, but it is {dims!r}.")
+    kept = {dim % x.dim() for dim in named}
     shared = [dim for dim in range(x.dim()) if dim not in kept]
     values = x.detach().float()
-    magnitude = values.abs()
-    sf = _scale(magnitude.amax(dim=shared, keepdim=True) if shared else magnitude, use_ue8m0)
+    if x.numel():
+        magnitude = values.abs().amax(dim=shared, keepdim=True) if shared else values.abs()
+    else:  # nothing has no largest magnitude: scales are those of zeros
+        magnitude = values.new_zeros([size if dim in kept else 1 for dim, size in enumerate(x.shape)])
+    sf = _scale(magnitude, use_ue8m0)
     return (values / sf).to(torch.float8_e4m3fn), sf.reshape([size for dim, size in enumerate(x.shape) if dim in kept])
 
 
@@ -64,7 +68,21 @@ def dequantise(
         sf: (ceil(rows / granularity[0]), ceil(columns / granularity[1])), float32, of any strides.
         granularity: the size of the block that shares a scale.
         dtype: in which to multiply, and what is returned.
+
+    Raises InvalidInputError, which names the argument.
     """
+    for name, tensor, wanted in (("x", x, torch.float8_e4m3fn), ("sf", sf, torch.float32)):
+        if not isinstance(tensor, Tensor) or tensor.dtype != wanted or tensor.dim() != 2:
+            raise InvalidInputError(
+                f"{name} must be a tensor of {wanted} with 2 dimensions, but it is {_kind(tensor)}."
+            )
+        _check_memory(name, tensor)
+    if x.device != sf.device:
+        raise InvalidInputError(f"sf must be on the device of x, {x.device}, but it is on {sf.device}.")
+    if not (isinstance(granularity, Sequence) and len(granularity) == 2 and all(_is_whole(g, 1) for g in granularity)):
+        raise InvalidInputError(f"granularity must be two whole numbers from 1, but it is {granularity!r}.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise InvalidInputError(f"dtype must be bfloat16, float16, float32 or float64, but it is {dtype}.")
     rows, columns = x.shape
     expected = (ceil_div(rows, granularity[0]), ceil_div(columns, granularity[1]))
     if tuple(sf.shape) != expected:
@@ -89,8 +107,9 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
 
 def _cast_blocks(x: Tensor, block_rows: int, block_columns: int, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
     _check_input("x", x, 2)
-    if min(block_rows, block_columns) < 1:
-        raise InvalidInputError(f"gran_k must be at least 1, but it is {min(block_rows, block_columns)}.")
+    if not (_is_whole(block_rows, 1) and _is_whole(block_columns, 1)):
+        wrong = block_columns if _is_whole(block_rows, 1) else block_rows
+        raise InvalidInputError(f"gran_k must be a whole number from 1, but it is {wrong!r}.")
     rows, columns = x.shape
     padded = x.new_zeros(align(rows, block_rows), align(columns, block_columns), dtype=torch.float32)
     padded[:rows, :columns] = x.detach()
@@ -107,7 +126,36 @@ def _scale(amax: Tensor, use_ue8m0: bool) -> Tensor:
 
 def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InvalidInputError(f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {kind}.")
+        raise InvalidInputError(
+            f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."
+        )
     if rank is not None and x.dim() != rank:
         raise InvalidInputError(f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}.")
+    _check_memory(name, x)
+
+
+def _check_memory(name: str, x: Tensor) -> None:
+    """Raises InvalidInputError for a tensor whose elements lie outside its storage, as after FSDP has freed it: torch
+    itself would read them."""
+    if x.layout != torch.strided:
+        raise InvalidInputError(f"{name} must be a dense tensor, but it is {x.layout}: pass {name}.to_dense().")
+    if not x.numel():
+        return
+    try:
+        held = x.untyped_storage().nbytes()
+    except RuntimeError:  # a tensor that torch.func wraps: torch refuses it by itself, or can compute it
+        return
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if (last + 1) * x.element_size() > held:
+        raise InvalidInputError(
+            f"{name} {tuple(x.shape)} has no memory: its storage holds {held} bytes. It was freed, as FSDP does "
+            "between uses; call this where its parameters are gathered."
+        )
+
+
+def _is_whole(value: object, least: int | None = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def _kind(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -44,13 +44,20 @@ def debug_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "driver": ".".join(map(str, release)) if release else None,
         "settings": {
-            described.attribute: str(described.value) if isinstance(described.value, Path) else described.value
+            described.attribute: _plain(described.value)
             for described in settings.describe()
             if described.value != described.default
         },
         "builder": default_builder().stats,
         "plans": plans,
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting's value as JSON has it: paths are text, and several of them a list."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def dump_debug_info(path: str | Path) -> None:

@@ -52,7 +52,7 @@ class Binary:
     name: str
     key: str
     arch: str
-    cubin: bytes
+    cubin: bytes = field(repr=False)
     resources: Resources
     source_path: str | None
     layer: str

@@ -19,7 +19,7 @@ from deep_gemm.jit.cache.memory import MemoryCache
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.base import Compiled, Compiler, common_flags
-from deep_gemm.jit.compilers.find import choose
+from deep_gemm.jit.compilers.find import choose, pass_by
 from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
@@ -141,7 +141,8 @@ class Builder:
         if packed is not None:
             return self._checked(packed)
         plan = self._plan(request, source, start)
-        return self._checked(self._from_memory(plan) or self._from_disk(plan))
+        binary = self._from_memory(plan) or self._from_disk(plan)
+        return self._checked(binary) if binary is not None else None
 
     def build(self, request: BuildRequest) -> Binary:
         """The binary, compiled if need be.
@@ -151,7 +152,7 @@ class Builder:
         """
         start, source = time.perf_counter(), self.source_key(request)
         binary = self._from_packs(request, source, start)
-        if binary is None:
+        while binary is None:
             try:
                 plan = self._plan(request, source, start)
             except CompilerNotFoundError as error:
@@ -160,13 +161,16 @@ class Builder:
                 self._count("misses")
                 self._count("forbidden")
                 raise forbidden(request, source, self.packs, str(error)) from error
-            binary = self._from_memory(plan)
-            if binary is None:
-                with self._thread_lock(plan.memory_key):
-                    binary = self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
-        checked = self._checked(binary)
-        assert checked is not None
-        return checked
+            try:
+                binary = self._from_memory(plan) or self._build(plan)
+            except CompileError:
+                if self._compiler is not None or not pass_by(plan.compiler):  # if passed by, again with the next one
+                    raise
+        return self._checked(binary)
+
+    def _build(self, plan: _Plan) -> Binary:
+        with self._thread_lock(plan.memory_key):
+            return self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
 
     def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
         """Take over what another process made of `request`, into memory and onto disk. What is there already stays.
@@ -183,9 +187,7 @@ class Builder:
                 with self._disk_lock(plan):
                     found = self._from_memory(plan) or self._from_disk(plan) or self._keep(plan, binary)
                 self._evict(plan, found, allowed)
-        checked = self._checked(found)
-        assert checked is not None
-        return checked
+        return self._checked(found)
 
     def _plan(self, request: BuildRequest, source: str = "", start: float | None = None) -> _Plan:
         """`source` is the source key and `start` when the call began, where these are known."""
@@ -345,10 +347,9 @@ class Builder:
         else:
             sources.put(plan.disk, plan.request.render_key, plan.request.source)
 
-    def _checked(self, binary: Binary | None) -> Binary | None:
+    def _checked(self, binary: Binary) -> Binary:
         """DG_JIT_PTXAS_CHECK holds for cached binaries too."""
-        problems = binary.resources.problems() if binary is not None and settings.ptxas_check else []
-        if binary is not None and problems:
+        if settings.ptxas_check and (problems := binary.resources.problems()):
             raise CompileError(
                 f"DG_JIT_PTXAS_CHECK refuses {binary.name}: {'; '.join(problems)}.", source_path=binary.source_path
             )

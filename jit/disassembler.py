@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from deep_gemm.errors import CompilerNotFoundError, DeepGemmError
+from deep_gemm.jit.process import private_directory, run
 from deep_gemm.settings import settings
 
-_TIMEOUT = 120.0
+_LIMIT = 120.0  # seconds
 
 
 def find_disassembler() -> tuple[str, list[str]] | None:
@@ -36,21 +36,12 @@ def sass(cubin: bytes) -> str:
             "environment. Install one with `pip install nvidia-cuda-nvdisasm`."
         )
     path, options = found
-    # A real file: nvdisasm seeks in its input.
-    with tempfile.NamedTemporaryFile(prefix="deep_gemm-", suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        try:
-            result = subprocess.run(
-                [path, *options, file.name],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_TIMEOUT,
-                check=False,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise DeepGemmError(f"{path} could not be run: {error}.") from error
+    try:
+        with private_directory() as folder:
+            (folder / "kernel.cubin").write_bytes(cubin)  # a real file: nvdisasm seeks in its input
+            result = run([path, *options, "kernel.cubin"], _LIMIT, folder)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DeepGemmError(f"{path} could not be run: {error}.") from error
     if result.returncode:
         said = (result.stderr or result.stdout).strip()
         raise DeepGemmError(f"{path} could not disassemble the cubin (exit status {result.returncode}): {said[-800:]}")

@@ -1,31 +1,40 @@
-"""The file that a compiler and its messages refer to."""
+"""The path under which messages of a compiler name a source."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from deep_gemm.errors import CompileError
+from deep_gemm.jit.cache.files import sweep
 from deep_gemm.log import log
+
+_PREFIX = "deep_gemm-source-"
+_KEPT = 86400.0
 
 
 @contextlib.contextmanager
 def source_file(stored: Path | None, name: str, source: str) -> Iterator[str]:
-    """The path to give the compiler: the stored source, else a private temporary that stays only after a failure."""
+    """The stored source's path, else one in the directory for temporary files. There, a file is written only after a
+    CompileError, for whoever reads its message, and goes after a day."""
     if stored is not None:
         yield str(stored)
         return
     try:
-        folder = Path(tempfile.mkdtemp(prefix="deep_gemm-"))
-        path = folder / f"{name}.cu"
-        path.write_text(source)
+        path = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}", f"{name}.cu")
     except OSError as error:
-        # NVRTC reads no file, so this is no reason to give up; NVCC will say what it misses.
         log.debug("no temporary file for %s: %s", name, error)
         yield f"{name}.cu"
         return
-    yield str(path)
-    with contextlib.suppress(OSError):
-        path.unlink()
-        folder.rmdir()
+    try:
+        yield str(path)
+    except CompileError:
+        with contextlib.suppress(OSError):
+            sweep(path.parents[1], _KEPT, _PREFIX)
+            os.mkdir(path.parent, 0o700)
+            path.write_bytes(source.encode("utf-8", "surrogatepass"))
+        raise

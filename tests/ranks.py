@@ -76,7 +76,7 @@ def _precompile(
     **options: Any,
 ) -> dict[str, Any]:
     """Compile ahead once the file `after` is there. `sabotage` is what to do wrong, and a file to make when done."""
-    from deep_gemm import distributed
+    from deep_gemm.aot import distributed
     from deep_gemm.jit import default_builder
     from deep_gemm.jit.cache.disk import DiskCache
     from deep_gemm.settings import settings
@@ -117,7 +117,7 @@ class Messages(logging.Handler):
 
 
 def _sabotaged(how: str, done: str) -> contextlib.AbstractContextManager[None]:
-    from deep_gemm import ahead
+    from deep_gemm.aot import build
     from deep_gemm.jit.binary import Binary
 
     def die(*_: Any) -> Any:
@@ -133,7 +133,7 @@ def _sabotaged(how: str, done: str) -> contextlib.AbstractContextManager[None]:
 
     plain = Binary.encode
     if how == "dies building":
-        return _patched(ahead, "build", die)
+        return _patched(build, "build", die)
     if how == "flips a bit":
         return _patched(Binary, "encode", wrong(lambda binary: plain(binary)[:-1] + bytes([plain(binary)[-1] ^ 1])))
     if how == "sends another key":

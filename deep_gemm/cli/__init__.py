@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -20,4 +21,6 @@ def main() -> None:
     del click, rich
     from deep_gemm.cli.app import app
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text in the encoding of the output
     app(prog_name="deep-gemm")

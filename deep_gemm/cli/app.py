@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
+import sys
 
 import click
 
@@ -36,10 +39,14 @@ class LazyGroup(click.Group):
             formatter.write_dl(sorted(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> object:
-        # An error of ours is a sentence for the caller; a traceback would hide it.
+        # An error of ours, or of the system about a file, is a sentence for the caller; a traceback would hide it.
         try:
             return super().invoke(ctx)
         except DeepGemmError as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whom the output went to has read enough: click ends quietly
+                raise
             raise click.ClickException(str(error)) from error
 
 
@@ -47,3 +54,7 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="deep-gemm-jit", prog_name="deep-gemm")
 def app() -> None:
     """deep_gemm: FP8 GEMM kernels that are compiled when they are first called."""
+    for stream in (sys.stdout, sys.stderr):
+        # The name of a file need not be text that the terminal can show.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
-from deep_gemm.benchmarks import costs, run, shapes
+from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
+from deep_gemm.benchmarks import shapes
+from deep_gemm.benchmarks.modes import COST_MODES
 from deep_gemm.benchmarks.summary import GEMM_MODES, summary
 from deep_gemm.cli.console import console, table
-from deep_gemm.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 
-MODES = (*GEMM_MODES, *costs.MODES)
+MODES = (*GEMM_MODES, *COST_MODES)
 
 
 @click.command("bench")
@@ -20,10 +21,12 @@ MODES = (*GEMM_MODES, *costs.MODES)
 @click.option("--set", "set_name", type=click.Choice(sorted(shapes.SETS)), help="A named list of shapes. [reference]")
 @click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
 @click.option("--m", "m_text", metavar="SIZES", help="M for NxK shapes, or to choose from a set: 1,64-256:64.")
-@click.option("--random", "random_count", type=click.IntRange(1), metavar="COUNT", help="Random shapes, log-uniform.")
+@click.option(
+    "--random", "random_count", type=click.IntRange(1, 100_000), metavar="COUNT", help="Random shapes, log-uniform."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of --random.")
 @click.option("--against", multiple=True, type=click.Choice(["tensorwise", "blockwise"]), help="cuBLASLt [both].")
-@click.option("--seconds", type=float, default=math.inf, help="Begin no new measurement after this long.")
+@click.option("--seconds", type=click.FloatRange(0), default=math.inf, help="Begin no new measurement after this long.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append JSON rows to this file, each once measured.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
 @click.option(
@@ -54,16 +57,18 @@ def command(
     at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
     draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
     """
+    from deep_gemm.benchmarks import costs, run
+
     modes = modes or ("flush",)
     out = console()
     rows = run.load(source) if source is not None else []
     left_out: list[str] = []
     if source is None:
         gemm_modes = [mode for mode in modes if mode in GEMM_MODES]
+        chosen = _shapes(set_name, texts, m_text, random_count, seed)
         if gemm_modes or {"host", "dims"} & set(modes):
             _need_gpu(modes)
         if gemm_modes:
-            chosen = _shapes(set_name, texts, m_text, random_count, seed)
             names = ("ours", *(against or ("tensorwise", "blockwise")))
             plan = run.Run(chosen, gemm_modes, seconds, output, names, progress=lambda text: out.print(text))
             rows += plan.execute()
@@ -87,14 +92,14 @@ def command(
             draw(rows, path, mode)
             out.print(f"chart: {path}")
     if left_out:
-        out.print(f"The time ran out before {len(left_out)} measurements: {'; '.join(left_out)}", markup=False)
+        out.print(f"The time ran out before {len(left_out)} measurements: {'; '.join(left_out)}")
 
 
 def _shapes(
     set_name: str | None, texts: tuple[str, ...], m_text: str | None, random_count: int | None, seed: int
 ) -> list[GemmShape]:
     chosen: list[GemmShape] = []
-    sizes = parse_sizes(m_text) if m_text else None
+    sizes = parse_sizes(m_text, "--m") if m_text is not None else None
     for text in texts:
         chosen += parse_shape(text, sizes or DEFAULT_M)
     if random_count:

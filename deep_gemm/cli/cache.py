@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
-from deep_gemm.cli.console import console, size, table
+from deep_gemm.cli.console import Size, console, size, table
 from deep_gemm.jit.cache import maintenance, transfer
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.root import default_root, root_problem
 from deep_gemm.jit.info import cache_info
+from deep_gemm.log import counted
 from deep_gemm.settings import settings
 
 
@@ -43,15 +44,15 @@ def info(as_json: bool) -> None:
         return
     out = console()
     state = found["problem"] or ("writable" if found["writable"] else "not writable")
-    out.print(f"{found['root'] or 'no directory'}: {state}", markup=False)
-    out.print(f"{found['entries']} kernels, {size(found['bytes'])}")
+    out.print(f"{found['root'] or 'no directory'}: {state}")
+    out.print(f"{counted(found['entries'], 'kernel')}, {size(found['bytes'])}")
     if found["groups"]:
         columns = ["arch", "cuda", "driver", "kernels", "size"]
         rows = [[g["arch"], g["cuda"], g["driver"], g["entries"], size(g["bytes"])] for g in found["groups"]]
         out.print(table("", columns, rows))
     for one in found["packs"]:
-        state = one["problem"] or f"{one['kernels']} kernels, {size(one['bytes'])}"
-        out.print(f"pack {one['path']} (named by {one['by']}): {state}", markup=False)
+        state = one["problem"] or f"{counted(one['kernels'], 'kernel')}, {size(one['bytes'])}"
+        out.print(f"pack {one['path']} (named by {one['by']}): {state}")
 
 
 @command.command("clear")
@@ -66,9 +67,11 @@ def clear(yes: bool) -> None:
         click.echo(f"{found['root']} holds no kernels")
         return
     if not yes:
-        click.confirm(f"Delete {found['entries']} kernels ({size(found['bytes'])}) in {found['root']}?", abort=True)
+        click.confirm(
+            f"Delete {counted(found['entries'], 'kernel')} ({size(found['bytes'])}) in {found['root']}?", abort=True
+        )
     counts = disk.clear()
-    click.echo(f"{counts['entries']} kernels deleted, {size(counts['bytes'])}")
+    click.echo(f"{counted(counts['entries'], 'kernel')} deleted, {size(counts['bytes'])}")
     if counts["failed"]:
         raise click.ClickException(f"{counts['failed']} could not be deleted")
 
@@ -142,7 +145,7 @@ def _verify_packs(paths: tuple[Path, ...], as_json: bool) -> None:
                 click.echo(f"corrupted: {name}: {problem}")
             if not problems:
                 opened = packs.read(Path(name))
-                click.echo(f"{name}: {len(opened.kernels)} kernels, {size(opened.cubin_bytes)}, all sound")
+                click.echo(f"{name}: {counted(len(opened.kernels), 'kernel')}, {size(opened.cubin_bytes)}, all sound")
     if any(found.values()):
         raise SystemExit(1)
 
@@ -159,7 +162,7 @@ def pack(out: Path, source: Path | None, arch: str, name: str, as_json: bool) ->
     """Write what the cache holds to the pack OUT, each entry verified before.
 
     Of kernels that differ in their compiler alone, the newest compiler's is taken. Exits with 1 if an entry was
-    unsound.
+    unsound, or nothing was found to write.
     """
     disk = DiskCache(source.absolute(), settings.trust_cache_dir) if source is not None else _disk()
     problem = root_problem(disk.root, disk.trust)
@@ -179,7 +182,7 @@ def pack(out: Path, source: Path | None, arch: str, name: str, as_json: bool) ->
 def merge(sources: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Copy the kernels of other cache directories and packs into the cache directory, each verified before.
 
-    Sound entries that are there already are kept. Exits with 1 if anything was unsound.
+    Sound entries that are there already are kept. Exits with 1 if anything was unsound, or nothing was found.
     """
     trust = settings.trust_cache_dir
     if out is None:
@@ -213,13 +216,13 @@ def _tell_transfer(report: list[transfer.Item], target: Path, as_json: bool) -> 
         told = [f"{count} {state}" for state, count in counts.items() if count or state == "taken"]
         click.echo(f"{target}: {', '.join(told)}")
         if not counts["taken"] + counts["same"]:
-            click.echo("nothing to take was found")
-    if counts["unsound"] or counts["failed"]:
+            click.echo("nothing to take was found, so that nothing was written")
+    if counts["unsound"] or counts["failed"] or not counts["taken"] + counts["same"]:
         raise SystemExit(1)
 
 
 @command.command("prune")
-@click.option("--max-bytes", type=click.IntRange(min=0), help="Remove until no more than this is stored.")
+@click.option("--max-bytes", type=Size(), help="Remove until no more than this is stored: 2GiB, 500M, 0.")
 @click.option(
     "--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Remove what was not used for so long."
 )

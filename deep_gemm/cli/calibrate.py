@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deep_gemm import arch
-from deep_gemm.benchmarks import shapes, survey
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks import shapes
+from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
 from deep_gemm.cli.console import console
 from deep_gemm.select import calibration
-from deep_gemm.workload import GemmShape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+COUNT, TOKENS, SECONDS = click.IntRange(0, 10_000), click.IntRange(1, 1 << 20), click.FloatRange(0)
 CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
 
 @click.group("calibrate", invoke_without_command=True)
-@click.option("--seconds", default=900.0, show_default=True, help="Time for the survey.")
+@click.option("--seconds", type=SECONDS, default=900.0, show_default=True, help="Time for the survey.")
 @click.pass_context
 def command(context: click.Context, seconds: float) -> None:
     """Measure this GPU, fit the model's constants, and write its calibration file; or do one of these.
@@ -41,19 +43,39 @@ def command(context: click.Context, seconds: float) -> None:
 
 @command.command("survey")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Append JSON rows to this file.")
-@click.option("--random", "count", default=160, show_default=True, help="Log-uniform random shapes.")
+@click.option(
+    "--random",
+    "count",
+    type=COUNT,
+    default=160,
+    show_default=True,
+    help="Log-uniform random shapes.",
+)
 @click.option("--seed", default=1, show_default=True, help="Their seed.")
 @click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
-@click.option("--min-m", default=1, show_default=True, help="Leave out shapes with a smaller M.")
-@click.option("--max-m", default=8192, show_default=True, help="Leave out shapes with a larger M.")
-@click.option("--mode", "modes", multiple=True, type=click.Choice(survey.MODES), help="How to time; repeatable. [all]")
+@click.option("--min-m", type=TOKENS, default=1, show_default=True, help="Leave out shapes with a smaller M.")
+@click.option(
+    "--max-m",
+    type=TOKENS,
+    default=8192,
+    show_default=True,
+    help="Leave out shapes with a larger M.",
+)
+@click.option("--mode", "modes", multiple=True, type=click.Choice(SURVEY_MODES), help="How to time; repeatable. [all]")
 @click.option(
     "--within",
-    default=survey.WITHIN,
+    type=click.FloatRange(0),
+    default=WITHIN,
     show_default=True,
     help="Time configs that the model takes for at most so many times as long as the best; 0: all.",
 )
-@click.option("--seconds", default=900.0, show_default=True, help="Begin no new measurement after this long.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0),
+    default=900.0,
+    show_default=True,
+    help="Begin no new measurement after this long.",
+)
 def survey_command(
     output: Path,
     count: int,
@@ -68,13 +90,14 @@ def survey_command(
     """Time many configs on many shapes, in random order, so that a survey cut short is a smaller one of all of them."""
     import torch
 
+    from deep_gemm.benchmarks import survey
     from deep_gemm.benchmarks.run import append
 
     if not torch.cuda.is_available():
         raise click.ClickException("a survey times kernels on a GPU, and torch sees none here.")
     chosen = surveyed(count, seed, public, min_m, max_m)
     out = console()
-    plan = survey.Survey(chosen, modes or survey.MODES, within, seconds, lambda text: out.print(text, markup=False))
+    plan = survey.Survey(chosen, modes or SURVEY_MODES, within, seconds, lambda text: out.print(text))
     timed = 0
     for row in plan.rows():
         append(output, row)
@@ -105,10 +128,11 @@ def surveyed(count: int, seed: int, public: bool, min_m: int, max_m: int) -> lis
 
 def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
     """How many of ``count`` shapes each range of tokens gets, so that their rows are as many."""
+    from deep_gemm.benchmarks import survey
+
     least = {calibration.kind_of(m): m for m in range(max_m, min_m - 1, -1)}
     modes = {
-        kind: sum(survey.is_surveyed(GemmShape(m, 64, 128), mode) for mode in survey.LAUNCH_MODES)
-        for kind, m in least.items()
+        kind: sum(survey.is_surveyed(GemmShape(m, 64, 128), mode) for mode in LAUNCH_MODES) for kind, m in least.items()
     }
     whole, shares, upto = sum(1 / each for each in modes.values()), {}, 0.0
     for kind, each in modes.items():
@@ -120,10 +144,16 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
 @command.command("fit")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
-@click.option("--least", default=80, show_default=True, help="Keep constants for which there are fewer rows.")
+@click.option(
+    "--least",
+    type=click.IntRange(1),
+    default=80,
+    show_default=True,
+    help="Keep constants for which there are fewer rows.",
+)
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     """Fit the model's constants to surveys. Needs no GPU, and a minute."""
-    from deep_gemm.benchmarks import fit
+    from deep_gemm.benchmarks import fit, survey
 
     rows = survey.load(sources)
     out = console()
@@ -131,11 +161,11 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     summary: dict[str, dict[str, float]] = {}
     for name in calibration.KINDS:
         known = getattr(calibration.default(), name)
-        launches = (row for row in rows if row["mode"] in survey.LAUNCH_MODES)
+        launches = (row for row in rows if row["mode"] in LAUNCH_MODES)
         mine = [row for row in launches if calibration.kind_of(row["m"]) == name]
         data = fit.Data.of(mine, arch.get("sm_90a")) if len(mine) >= max(least, 1) else None
         if data is None or not data.held_out.any() or data.held_out.all():
-            out.print(f"{name}: constants are as they were, since {len(mine)} rows are too few.", markup=False)
+            out.print(f"{name}: constants are as they were, since {len(mine)} rows are too few.")
             found[name] = known
             continue
         # What is judged has not seen the shapes that it is judged by, nor have known constants it could start from.
@@ -146,15 +176,13 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
             found[name] = fit.fit(data, known)
         judged = data.selected(blind)[data.held_out]
         summary[name] = {**_summary(data.selected(found[name])), **_summary(judged, "held_out_")}
-        out.print(f"{name}: {summary[name]}", markup=False)
+        out.print(f"{name}: {summary[name]}")
     power = calibration.default().power
     if (fitted := fit.fit_power(rows, arch.get("sm_90a"))) is None:
-        out.print(
-            "power: constants are as they were, since times back to back are too few, or do not tell.", markup=False
-        )
+        out.print("power: constants are as they were, since times back to back are too few, or do not tell.")
     else:
         power, summary["power"] = fitted
-        out.print(f"power: {summary['power']}", markup=False)
+        out.print(f"power: {summary['power']}")
     if not summary:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
     made = calibration.Calibrations(**found, power=power)
@@ -164,7 +192,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
         about[f"{key}s"] = sorted({row[key] for row in rows if key in row})
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"constants": made.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
-    out.print(f"Written: {output}", markup=False)
+    out.print(f"Written: {output}")
 
 
 def _summary(quality: Tensor, prefix: str = "") -> dict[str, float]:
@@ -180,15 +208,19 @@ def _summary(quality: Tensor, prefix: str = "") -> dict[str, float]:
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 def check_command(sources: tuple[Path, ...]) -> None:
     """Say how good the selected configs of surveys were: best time over theirs."""
+    from deep_gemm.benchmarks import survey
+
     _report(survey.load(sources))
 
 
-def _report(rows: list[survey.Row]) -> None:
+def _report(rows: list[dict[str, Any]]) -> None:
+    from deep_gemm.benchmarks import survey
+
     out = console()
-    for mode in survey.MODES:
+    for mode in SURVEY_MODES:
         found = {f"{r['m']} x {r['n']} x {r['k']}": survey.quality(r) for r in rows if r["mode"] == mode}
         if found:
             worst = min(found, key=found.__getitem__)
             mean = geometric_mean(found.values())
             text = f"{mode}: selected / best {mean:.4f} over {len(found)} shapes, worst {found[worst]:.3f} ({worst})"
-            out.print(text, markup=False)
+            out.print(text)

@@ -1,28 +1,50 @@
-"""How the commands print: one console, tables without frames, and units for people."""
+"""How the commands print and what they take: one console, tables without frames, units for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from deep_gemm.errors import SettingError
+from deep_gemm.settings import Settings
 
 
 def console() -> Console:
-    """A console that neither wraps nor cuts lines where the output is a file or a log."""
-    found = Console(highlight=False, soft_wrap=True)
-    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, width=200)
+    """A console that neither wraps nor cuts lines where the output is a file or a log. Brackets in a path or a message
+    are text: it knows no markup."""
+    found = Console(highlight=False, soft_wrap=True, markup=False)
+    return found if found.is_terminal else Console(highlight=False, soft_wrap=True, markup=False, width=200)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table of text cells."""
-    out = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], gap: int = 2) -> Table:
+    """A table of text cells, with `gap` spaces between columns."""
+    out = Table(title=Text(title) if title else None, title_justify="left", box=None, pad_edge=False)
+    out.padding = (0, gap, 0, 0)
     for column in columns:
-        out.add_column(column, overflow="fold")
+        out.add_column(Text(column), overflow="fold")
     for row in rows:
-        out.add_row(*[str(cell) for cell in row])
+        out.add_row(*[Text(str(cell)) for cell in row])
     return out
+
+
+class Size(click.ParamType):
+    """Bytes as DG_JIT_CACHE_LIMIT takes them, or 0."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes, or a usage error."""
+        if isinstance(value, int) or value.strip() == "0":
+            return int(value)
+        try:
+            return Settings.cache_limit.convert(value, "it") or 0
+        except SettingError:
+            self.fail(f"{value!r} is no size: 2GiB, 500M and 0 are, and a number of bytes.", param, ctx)
 
 
 def duration(us: float) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks.shapes import demo
 from deep_gemm.cli.console import console, duration, size, table
-from deep_gemm.workload import GemmShape
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,9 +47,9 @@ def _on_gpu(out: Console) -> None:
 
     from deep_gemm.benchmarks.run import measure
 
-    out.print(f"Running on {torch.cuda.get_device_name()}, torch {torch.__version__}.\n", markup=False)
+    out.print(f"Running on {torch.cuda.get_device_name()}, torch {torch.__version__}.\n")
     for shape in demo():
-        out.print(f"[bold]M = {shape.m}, N = {shape.n}, K = {shape.k}[/bold] ({shape.source})")
+        out.print(f"M = {shape.m}, N = {shape.n}, K = {shape.k} ({shape.source})", style="bold")
         first, second, layers, share, difference = _run("cuda", shape, torch.cuda.synchronize)
         origin = ", ".join(f"{count} {name}" for name, count in layers.items()) or "everything was in memory"
         out.print(f"  first call   {duration(first)} (kernels: {origin})")
@@ -64,7 +64,7 @@ def _on_gpu(out: Console) -> None:
                 speed = f"{row[f'us_{name}']:.1f} us, we run at {row[f'ratio_{name}']:.2f} of its speed"
                 out.print(f"  cuBLASLt     {name}: {speed}")
             else:
-                out.print(f"  cuBLASLt     {name}: not possible here ({row[f'refused_{name}']})", markup=False)
+                out.print(f"  cuBLASLt     {name}: not possible here ({row[f'refused_{name}']})")
         out.print("")
     _print_kernels(out)
     out.print("\nThis was the GPU: kernels compiled, run, checked against the exact product, and timed.")
@@ -76,7 +76,7 @@ def _without_gpu(out: Console) -> None:
     out.print("\nThe same call on CPU tensors runs the reference implementation:\n")
     for m in CPU_M:
         shape = GemmShape(m, demo()[0].n, demo()[0].k)
-        out.print(f"[bold]M = {shape.m}, N = {shape.n}, K = {shape.k}[/bold]")
+        out.print(f"M = {shape.m}, N = {shape.n}, K = {shape.k}", style="bold")
         first, second, _, share, difference = _run("cpu", shape, lambda: None)
         out.print(f"  first call   {duration(first)}, second call {duration(second)} (reference on the CPU)")
         _print_check(out, share, difference)
@@ -121,7 +121,7 @@ def _print_check(out: Console, share: float, difference: float) -> None:
 def _print_kernels(out: Console) -> None:
     """Build the kernels of the demo's shapes, which after a run are there already, and show what they use."""
     from deep_gemm import engine, kernels
-    from deep_gemm.ahead import choose
+    from deep_gemm.aot.build import choose
 
     rows, built = [], []
     for params, shapes in choose(demo(), ARCH).kernels.items():
@@ -132,7 +132,7 @@ def _print_kernels(out: Console) -> None:
     out.print(table("kernels", columns, rows))
     stored = {str(Path(binary.source_path).parent.parent) for _, binary in built if binary.source_path}
     for path in sorted(stored):
-        out.print(f"stored under {path}", markup=False)
+        out.print(f"stored under {path}")
     if not stored:
         out.print("stored nowhere: the cache cannot be written (see `deep-gemm doctor`), so they live in memory only")
     start = time.perf_counter()

@@ -22,9 +22,13 @@ from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.find import find_all
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.log import counted
 from deep_gemm.settings import settings
 
 DISTRIBUTION = "deep-gemm-jit"
+NVRTC = "nvidia-cuda-nvrtc-cu12"
+NVRTC_WHEEL = "/nvidia/cuda_nvrtc/lib/"
+"""Where it installs; those of CUDA 13 are under nvidia/cu13."""
 
 
 @click.command("doctor")
@@ -32,6 +36,7 @@ DISTRIBUTION = "deep-gemm-jit"
 def command(as_json: bool) -> None:
     """Say what was found: GPU, driver, compilers, cache, and what is used and why.
 
+    Each compiler compiles a one-line kernel; one that cannot is not used.
     Ends with status 1 if there are no kernels here: none can be compiled, and no pack holds any. A missing GPU is no
     problem for that.
     """
@@ -63,7 +68,7 @@ def examine() -> dict[str, Any]:
 
 def _package() -> dict[str, Any]:
     versions = {"python": platform.python_version()}
-    for name in (DISTRIBUTION, "torch", "cuda-bindings", "jinja2"):
+    for name in (DISTRIBUTION, "torch", "cuda-bindings", NVRTC, "jinja2"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -98,7 +103,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _compilers() -> list[dict[str, Any]]:
     try:
-        return [asdict(found) for found in find_all()]
+        return [asdict(found) for found in find_all(tried=True)]
     except SettingError:  # named among the problems
         return []
 
@@ -148,12 +153,18 @@ def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     packed = sum(pack["kernels"] for pack in report["packs"])
     if packed:
-        notes.append(f"No compiler is needed, and none is looked for, for the {packed} kernels that packs hold.")
+        notes.append(
+            f"No compiler is needed, and none is looked for, for the {counted(packed, 'kernel')} that packs hold."
+        )
     notes += [f"The pack {pack['path']} is not used: {pack['problem']}." for pack in report["packs"] if pack["problem"]]
-    if not any(compiler["chosen"] for compiler in report["compilers"]):
+    chosen = [compiler for compiler in report["compilers"] if compiler["chosen"]]
+    if chosen and report["package"]["versions"][NVRTC] == "not installed":
+        notes.append(f"{NVRTC} is not installed, nor needed: {chosen[0]['kind']} {chosen[0]['version']} compiles.")
+    if not chosen:
         (notes if packed else problems).append(
             "No compiler can be used: see the reasons above." + (" Other kernels cannot be built." if packed else "")
         )
+    notes += _unneeded(report["compilers"])
     if not report["headers"]["files"]:
         problems.append(f"The device headers are missing from {report['headers']['path']}: install the package again.")
     if report["other_packages"]:
@@ -168,34 +179,44 @@ def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
     return problems, notes
 
 
+def _unneeded(compilers: list[dict[str, Any]]) -> list[str]:
+    """That another NVRTC, such as that of a torch of CUDA 13, makes the one that we depend on superfluous."""
+    used = next((one for one in compilers if one["chosen"] and one["kind"] == "nvrtc"), None)
+    wheels = [one for one in compilers if one["kind"] == "nvrtc" and NVRTC_WHEEL in one["path"]]
+    if used is None or not wheels or used in wheels:
+        return []
+    wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB)"
+    return [f"NVRTC {used['version']} is used: the wheel {wheel} is not needed here, and may be uninstalled."]
+
+
 def _print(report: dict[str, Any]) -> None:
     out = console()
     package = report["package"]
     versions = ", ".join(f"{name} {version}" for name, version in package["versions"].items())
-    out.print(f"package    {package['path']} ({versions})", markup=False)
+    out.print(f"package    {package['path']} ({versions})")
     out.print(f"driver     {'CUDA ' + report['driver_cuda'] if report['driver_cuda'] else 'none'}")
     for gpu in report["gpus"]:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
         out.print(f"GPU {gpu['index']}      {text}: {gpu['arch'] or 'no kernels'}")
-    out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)", markup=False)
+    out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)")
     cache = report["cache"]
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"
-        out.print(f"cache      {cache['root']}: {state}, {cache.get('entries', 0)} kernels", markup=False)
+        out.print(f"cache      {cache['root']}: {state}, {counted(cache.get('entries', 0), 'kernel')}")
     for pack in report["packs"]:
-        state = pack["problem"] or f"{pack['kernels']} kernels, {size(pack['bytes'])}"
-        out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}", markup=False)
+        state = pack["problem"] or f"{counted(pack['kernels'], 'kernel')}, {size(pack['bytes'])}"
+        out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}")
     for entry in report["settings"]:
-        out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})", markup=False)
+        out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})")
     rows = [
         ["->" if c["chosen"] else "", c["kind"], c["version"], "yes" if c["usable"] else "no", c["path"], c["why"]]
         for c in report["compilers"]
     ]
     out.print(table("\ncompilers", ["", "kind", "version", "usable", "path", "why"], rows))
     for note in report["notes"]:
-        out.print(f"note: {note}", markup=False)
+        out.print(f"note: {note}")
     for problem in report["problems"]:
-        out.print(f"problem: {problem}", markup=False)
+        out.print(f"problem: {problem}")
     if not report["problems"]:
         compiles = any(compiler["chosen"] for compiler in report["compilers"])
         runs = " And run." if any(gpu["arch"] for gpu in report["gpus"]) else ""

@@ -8,16 +8,14 @@ from typing import Any
 
 import click
 
-from deep_gemm import ahead, engine, kernels, select
-from deep_gemm import arch as archs
+from deep_gemm.aot.workload import GemmShape, parse_shape
 from deep_gemm.cli.console import console, duration, size, table
-from deep_gemm.workload import GemmShape, parse_shape
 
 
 @click.command("inspect")
 @click.argument("shape", metavar="MxNxK")
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
-@click.option("--num-sms", type=click.IntRange(1), help="SMs that the call may use. [all]")
+@click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that the call may use. [all]")
 @click.option("--top", default=8, show_default=True, type=click.IntRange(1), help="How many configs to list.")
 @click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -38,8 +36,12 @@ def command(shape: str, arch: str, num_sms: int | None, top: int, with_sass: boo
 
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
     """All that inspect says, as plain data."""
+    from deep_gemm import arch as archs
+    from deep_gemm import engine, kernels, select
+    from deep_gemm.aot import build
+
     spec = archs.get(arch)
-    asked = ahead.spec_of(shape, spec, num_sms)
+    asked = build.spec_of(shape, spec, num_sms)
     ranked = select.rank(asked, spec)
     params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
@@ -76,7 +78,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
 
 def _print(report: dict[str, Any]) -> None:
     out = console()
-    out.print("asked      " + ", ".join(f"{k} {_word(v)}" for k, v in report["spec"].items() if v != ""), markup=False)
+    out.print("asked      " + ", ".join(f"{k} {_word(v)}" for k, v in report["spec"].items() if v != ""))
     terms = [name for name in report["configs"][0]["estimate"] if name not in ("total_us", "bound")]
     rows = []
     for entry in report["configs"]:
@@ -84,21 +86,23 @@ def _print(report: dict[str, Any]) -> None:
         cells = [_cell(estimate[name]) for name in terms]
         rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
     title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: by what power limits alone)"
-    out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound by", *terms], rows))
+    headers = [name.removesuffix("_us") for name in terms]
+    # One space between columns: a row of large times must fit into 120 columns.
+    out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound", *headers], rows, gap=1))
     resources = report["resources"]
-    out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}", markup=False)
+    out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}")
     took = duration(report["seconds"]["compile"] * 1e6)
-    out.print(f"compiler   {report['compiler']}, {took}, cubin {size(report['cubin_bytes'])}", markup=False)
+    out.print(f"compiler   {report['compiler']}, {took}, cubin {size(report['cubin_bytes'])}")
     elsewhere = "in the pack" if report["from"] == "pack" else "not stored: the cache cannot be written"
-    out.print(f"source     {report['source'] or elsewhere}", markup=False)
+    out.print(f"source     {report['source'] or elsewhere}")
     out.print(
         f"resources  {resources['registers']} registers a thread, {size(report['shared_bytes'])} shared memory, spills "
         f"{resources['spill_stores']} + {resources['spill_loads']} bytes, stack {resources['stack']} bytes"
     )
     for warning in resources["warnings"]:
-        out.print(f"warning    {warning}", markup=False)
+        out.print(f"warning    {warning}")
     if "sass" in report:
-        out.print(report["sass"], markup=False)
+        out.print(report["sass"])
 
 
 def _word(value: Any) -> str:

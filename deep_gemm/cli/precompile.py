@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deep_gemm import ahead, select, shard, workload
+from deep_gemm.aot import inputs, workload
+from deep_gemm.aot.layers import Layer
 from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.log import counted
+
+if TYPE_CHECKING:
+    from deep_gemm.aot.build import Outcome, Summary, Work
+
+FAILED, PARTIAL = 1, 3
+"""Exit statuses. Click's own, for a wrong use, is 2."""
 
 
 @click.command("precompile")
 @click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
 @click.option(
-    "--file", "--model", "path", type=click.Path(path_type=Path), help="JSON, YAML, or a Hugging Face config.json."
+    "--file",
+    "--model",
+    "path",
+    type=click.Path(path_type=Path),
+    help="A checkpoint's directory or safetensors, its config.json, or a JSON or YAML list of shapes.",
 )
-@click.option("--tp", default=1, show_default=True, help="Tensor-parallel GPUs, for a config.json.")
-@click.option("--ep", default=1, show_default=True, help="Expert-parallel GPUs, for a config.json.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel GPUs of a model.")
+@click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Expert-parallel GPUs of a model.")
 @click.option("--m", "m_text", metavar="SIZES", help="M where none is given: 1,2,64-4096:64. [all up to --max-m]")
-@click.option("--max-m", type=click.IntRange(1), default=ahead.MAX_M, show_default=True, help="Every M up to this.")
+@click.option(
+    "--max-m",
+    type=click.IntRange(1, inputs.MAX_SIZE),
+    default=workload.MAX_M,
+    show_default=True,
+    help="Every M up to this.",
+)
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
-@click.option("--num-sms", type=click.IntRange(1), help="SMs that calls may use. [all]")
+@click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
 @click.option("--shard", "shard_text", metavar="I/N", help="Part I of N, from 0: each task of a Slurm array one. [all]")
-@click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at once. [CPUs]")
+@click.option("--jobs", type=click.IntRange(1, 4096), help="Kernels compiled at once. [CPUs]")
 @click.option(
     "--pack", "pack", type=click.Path(path_type=Path, dir_okay=False), help="Write them all to this pack too."
 )
+@click.option("--allow-partial", is_flag=True, help="Compile what is understood, though the rest is not.")
+@click.option("--dry-run", is_flag=True, help="Compile nothing: list the layers and the kernels.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     texts: tuple[str, ...],
     path: Path | None,
@@ -38,39 +62,151 @@ def command(
     shard_text: str | None,
     jobs: int | None,
     pack: Path | None,
+    allow_partial: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Compile the kernels that a model or given shapes will use, into the cache.
 
-    Ends with status 1 if any kernel failed; then no pack is written. A later process finds the kernels on disk, and a
-    machine without a compiler in a pack that DG_JIT_PRECOMPILED names.
-    """
-    ms = workload.parse_sizes(m_text) if m_text else select.representatives(max_m)
-    shapes = [shape for text in texts for shape in workload.parse_shape(text, ms)]
-    if path is not None:
-        shapes += workload.load(path, ms, tp, ep)
-    part = shard.parse(shard_text) if shard_text is not None else None
-    if not shapes:
-        raise click.UsageError("nothing to compile: give --shape or --file")
+    Each layer is listed, with its N x K on one GPU, and whether kernels serve it. A later process finds the kernels on
+    disk, and a machine without a compiler in a pack that DG_JIT_PRECOMPILED names.
 
+    Ends with status 3, and compiles nothing, if some of it is not understood or cannot be served (--allow-partial: goes
+    on with the rest); with status 1 if a kernel failed, or could be stored nowhere. No pack is written then.
+    """
+    from deep_gemm import select
+    from deep_gemm.aot import build, shard
+
+    if not texts and path is None:
+        raise click.UsageError("nothing to compile: give --shape or --model")
+    ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else select.representatives(max_m)
+    part = shard.parse(shard_text) if shard_text is not None else None
+    # A shape is text here even where a file of that name exists.
+    found = build.plan([*(workload.parse(text) for text in texts), *([path] if path is not None else [])], tp, ep)
+    work = build.choose(workload.shapes(found.layers, ms), arch, num_sms)
+    every = f"every M to {max_m}" if m_text is None else _span(ms)
+    report: dict[str, Any] = {
+        "arch": arch,
+        "layers": [_described(layer, work, every) for layer in found.layers],
+        "problems": list(found.problems),
+        "kernels": len(work.kernels),
+    }
+    stops = bool(found.problems) and not allow_partial
+    if not as_json:
+        _print_plan(report)
+    if stops or dry_run:
+        report["compiled"] = None
+        if as_json:
+            click.echo(json.dumps(report, indent=2))
+        elif stops:
+            click.echo("Nothing was compiled. --allow-partial compiles what is served.")
+        else:
+            click.echo(f"{counted(len(work.kernels), 'kernel')} would be compiled, or found ready, for {arch}.")
+        raise SystemExit(PARTIAL if stops else 0)
+    if not work.kernels and not work.impossible:
+        raise click.ClickException("no layer can be served, so there is nothing to compile.")
+    if pack is None and (why := _nowhere(work)):
+        raise click.ClickException(
+            f"kernels would be compiled and stored nowhere: {why}. Set DG_JIT_CACHE_DIR, or give --pack."
+        )
+    summary = _build(work, part, jobs, as_json)
+    _finish(report, summary, f"{arch}, shard {shard_text}" if part else arch, pack, as_json)
+
+
+def _build(work: Work, part: tuple[int, int] | None, jobs: int | None, quiet: bool) -> Summary:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    out = console()
+    from deep_gemm.aot import build
+
     columns = (
         TextColumn("compiling"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[name]}"),
+        TextColumn("{task.fields[name]}", markup=False),
     )
-    with Progress(*columns, console=out, transient=True) as bar:
+    with Progress(*columns, console=console(), transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=None, name="")
 
-        def progress(outcome: ahead.Outcome, done: int, total: int) -> None:
+        def progress(outcome: Outcome, done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, name=outcome.name)
 
-        summary = ahead.precompile(shapes, arch=arch, num_sms=num_sms, shard=part, jobs=jobs, progress=progress)
+        return build.run(work, shard=part, jobs=jobs, progress=progress)
 
-    rows = []
+
+def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | None, as_json: bool) -> None:
+    """Say what was built, write the pack, and end with status 1 if something is missing."""
+    from deep_gemm.aot import build
+
+    lost, failed = build.unstored(summary), len(summary.failed)
+    compiled = summary.count("compiled")
+    ready = len(summary.outcomes) - failed - compiled
+    report |= {
+        "compiled": compiled,
+        "ready": ready,
+        "seconds": summary.seconds,
+        "failed": [{"kernel": outcome.name, "error": str(outcome.error)} for outcome in summary.failed],
+        "unstored": [outcome.name for outcome in lost],
+    }
+    if not as_json:
+        _print_kernels(summary)
+        click.echo(
+            f"On {where}: {counted(compiled, 'kernel')} compiled, {ready} ready before, {failed} failed, in "
+            f"{duration(summary.seconds * 1e6)}"
+        )
+    if pack is not None and not failed:
+        held = build.pack(summary, pack)
+        report["pack"] = {"path": str(pack), "kernels": len(held), "bytes": pack.stat().st_size}
+        if not as_json:
+            click.echo(f"{pack}: {counted(len(held), 'kernel')}, {size(pack.stat().st_size)}")
+    elif pack is not None and not as_json:
+        click.echo(f"{pack} was not written: a pack that lacks some kernels would look like a whole one")
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    if lost and pack is None and not as_json:
+        why = _cache_problem() or "see the warning above"
+        click.echo(f"{counted(len(lost), 'kernel')} could not be stored, and will be compiled again: {why}.")
+    if failed or (lost and pack is None):
+        raise SystemExit(FAILED)
+
+
+def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
+    asked = (n_k := (layer.n, layer.k), layer.ms)
+    kernels = sum(
+        any((s.n, s.k) == n_k and (not asked[1] or s.m in asked[1]) for s in x) for x in work.kernels.values()
+    )
+    impossible = [x.error for x in work.impossible if any((s.n, s.k) == n_k for s in x.shapes)]
+    why_not = layer.why_not or (str(impossible[0]) if impossible else "")
+    m = _span(layer.ms) if layer.ms else every
+    return {
+        "name": layer.name,
+        "n": layer.n,
+        "k": layer.k,
+        "m": m,
+        "kernels": 0 if layer.why_not else kernels,
+        "served": not why_not,
+        "why_not": why_not,
+    }
+
+
+def _span(ms: Sequence[int]) -> str:
+    return f"M = {ms[0]}" if len(ms) == 1 else f"{len(ms)} M from {min(ms)} to {max(ms)}"
+
+
+def _print_plan(report: dict[str, Any]) -> None:
+    rows = [
+        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], one["why_not"] or "yes"]
+        for one in report["layers"]
+    ]
+    out = console()
+    if rows:
+        out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
+    for problem in report["problems"]:
+        out.print(f"problem: {problem}")
+
+
+def _print_kernels(summary: Summary) -> None:
+    out, rows = console(), []
     for outcome in sorted(summary.outcomes, key=lambda outcome: outcome.name):
         if outcome.binary is not None:
             resources, seconds = outcome.binary.resources, outcome.binary.seconds
@@ -81,24 +217,27 @@ def command(
     out.print(table("", ["kernel", "shapes", "from", "registers", "spills", "compile"], rows))
     for outcome in summary.failed:
         asked = ", ".join(map(str, outcome.shapes[:4])) + (", ..." if len(outcome.shapes) > 4 else "")
-        out.print(f"failed: {outcome.name}{f' (for {asked})' if asked else ''}\n{outcome.error}", markup=False)
-    compiled, failed = summary.count("compiled"), len(summary.failed)
-    ready = len(summary.outcomes) - failed - compiled
-    missing = workload.left_out(path) if path is not None else None
-    if missing:
-        out.print(missing, markup=False)
-    span = f"M of {m_text}" if m_text else f"every M up to {max_m}"
-    where = f"{arch}, shard {shard_text}" if part else arch
-    out.print(
-        f"{len({(s.n, s.k) for s in shapes})} N x K, {span}, on {where}: {compiled} kernels compiled, {ready} were "
-        f"ready, {failed} failed, in {duration(summary.seconds * 1e6)}"
-    )
-    if failed:
-        if pack is not None:
-            out.print(
-                f"{pack} was not written: a pack that lacks some kernels would look like a whole one", markup=False
-            )
-        raise SystemExit(1)
-    if pack is not None:
-        held = ahead.pack(summary, pack)
-        out.print(f"{pack}: {len(held)} kernels, {size(pack.stat().st_size)}", markup=False)
+        out.print(f"failed: {outcome.name}{f' (for {asked})' if asked else ''}\n{outcome.error}")
+
+
+def _nowhere(work: Work) -> str:
+    """Why what is missing would be stored nowhere; "" if nothing is missing, or there is a place for it."""
+    from deep_gemm import engine
+    from deep_gemm.errors import CompilerNotFoundError
+    from deep_gemm.jit.builder import default_builder
+
+    why = _cache_problem()
+    if not why:
+        return ""
+    try:
+        missing = any(default_builder().lookup(engine.build_request(params)) is None for params in work.kernels)
+    except CompilerNotFoundError:
+        missing = True
+    return why if missing else ""
+
+
+def _cache_problem() -> str:
+    from deep_gemm.jit.info import cache_info
+
+    found = cache_info()
+    return (found["problem"] or "").rstrip(".")

@@ -18,7 +18,7 @@ ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 """Of each operand by name, in elements, outermost dimension first."""
 
-Value: TypeAlias = int | tuple[int, ...] | Map | bytes | None
+Value: TypeAlias = int | list[int] | Map | bytes | None
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Argument:
             return Pointer(self.operand or self.name)
         if isinstance(value, (Map, bytes)):
             return value
-        if isinstance(value, tuple):
-            return ("u32s", value)
+        if isinstance(value, list):
+            return ("u32s", tuple(value))
         if value is None:
             raise TypeError(f"a launch gives no value for the argument {self.name}")
         return (self.ctype, value)
@@ -104,6 +104,10 @@ class Kernel(ABC, Generic[ConfigT]):
 
     def runs(self, spec: Spec, config: ConfigT) -> bool:
         """Whether ``config``, which is legal, can run ``spec``, however slowly."""
+        return True
+
+    def worthwhile(self, spec: Spec, config: ConfigT) -> bool:
+        """Whether the model must be asked about ``config``; False where another is known to be better."""
         return True
 
     def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:

@@ -89,18 +89,14 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         producer, consumer = self.registers(config)
         return {
             "block_m": config.block_m,
-            "block_n": config.block_n,
             "num_stages": config.num_stages,
             "num_consumers": config.num_consumers,
             "num_threads": config.num_threads,
             "cluster_k": config.cluster_k,
-            "num_partials": config.num_partials,
-            "turns": turns(config),
             "producer_registers": producer,
             "consumer_registers": consumer,
             **{f"shape_{letter}": size for letter, size in zip("mnk", params.shape, strict=True)},
             "tma_store": params.store == "tma",
-            "mma_name": "Mma",
             "mma_n": self.mma_n(config),
             "shared_bytes": self.shared_bytes(params),
         }
@@ -179,7 +175,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "last_rows": rows,
             "last_columns": columns,
             "early_stages": _early_stages(config, m, k) if constant and pdl else 0,
-            "raster": order.arguments,
+            "raster": list(order.arguments),
             "leave_first": _evict_first(spec, order, large_d=self.stores_by_tma(params)),
             "scale_b_stride_n": stride_sfb[0],
             "scale_b_stride_k": stride_sfb[1],

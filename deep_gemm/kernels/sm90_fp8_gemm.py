@@ -26,41 +26,47 @@ _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4))
 """How a tile's work is shared: CTAs of a cluster along m, n and k."""
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
-    (64, 16, (1, 1, 1), 1, True),
-    (64, 16, (1, 1, 1), 2, True),
+    (64, 16, (1, 1, 1), 1, False),
+    (64, 16, (1, 1, 1), 2, False),
+    (64, 32, (1, 1, 1), 1, False),
     (64, 32, (1, 1, 1), 1, True),
     (64, 32, (1, 1, 1), 2, False),
     (64, 32, (1, 1, 1), 2, True),
     (64, 32, (1, 1, 2), 1, True),
+    (64, 48, (1, 1, 1), 1, True),
+    (64, 64, (1, 1, 1), 1, False),
     (64, 64, (1, 1, 1), 1, True),
+    (64, 64, (1, 1, 1), 2, False),
     (64, 64, (1, 1, 1), 2, True),
-    (64, 64, (1, 1, 2), 1, True),
     (64, 64, (1, 1, 4), 1, True),
-    (64, 80, (1, 1, 1), 2, False),
     (64, 96, (1, 1, 1), 1, True),
     (64, 96, (1, 1, 1), 2, False),
     (64, 96, (1, 1, 1), 2, True),
     (64, 128, (1, 1, 1), 1, False),
     (64, 128, (1, 1, 1), 1, True),
-    (64, 128, (1, 1, 1), 2, True),
     (64, 144, (1, 1, 1), 1, False),
     (64, 144, (1, 1, 1), 1, True),
+    (128, 32, (1, 1, 2), 1, True),
     (128, 64, (1, 1, 1), 1, False),
     (128, 64, (1, 1, 1), 1, True),
-    (128, 64, (1, 1, 2), 1, True),
     (128, 64, (1, 1, 4), 1, True),
-    (128, 64, (1, 2, 1), 1, True),
+    (128, 80, (1, 1, 1), 1, False),
+    (128, 80, (1, 2, 1), 1, True),
+    (128, 96, (1, 1, 1), 1, False),
     (128, 128, (1, 1, 1), 1, False),
     (128, 128, (1, 1, 1), 1, True),
     (128, 128, (1, 1, 4), 1, True),
     (128, 128, (1, 2, 1), 1, True),
-    (128, 144, (1, 1, 1), 1, False),
     (128, 144, (1, 1, 1), 1, True),
+    (128, 160, (1, 1, 1), 1, False),
     (128, 160, (1, 1, 1), 1, True),
+    (128, 192, (1, 1, 1), 1, False),
     (128, 192, (1, 1, 1), 1, True),
     (128, 192, (2, 1, 1), 1, True),
+    (128, 224, (1, 1, 1), 1, False),
     (128, 224, (1, 1, 1), 1, True),
     (128, 256, (1, 1, 1), 1, True),
+    (128, 256, (2, 1, 1), 1, True),
     (256, 128, (1, 1, 1), 1, False),
     (256, 128, (1, 1, 1), 1, True),
     (256, 128, (1, 2, 1), 1, True),
@@ -125,6 +131,8 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
+        if c.num_consumers == 1 and mma_n < c.block_n:
+            return f"a lone consumer multiplies {c.block_n} columns in two parts, which took 5% longer"
         if mma_n % 16:
             return f"instructions of {mma_n} columns do not end on a multiple of 16, and tiles are staged in such steps"
         if not _fits(c, mma_n):
@@ -151,11 +159,18 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         ctas = self.num_ctas(config, spec.m, spec.n, spec.num_sms)
         return ctas <= spec.num_sms * config.ctas_per_sm and not (spec.d.aligned and spec.n % 8)
 
+    def worthwhile(self, spec: Spec, config: UprightConfig) -> bool:
+        """Less than half of the tile is padding: else there is one of half its height."""
+        return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
+
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_fp8_gemm.cu.jinja``."""
         c = self.config(params)
         return {
             **super().constants(params),
+            "block_n": c.block_n,
+            "num_partials": c.num_partials,
+            "turns": turns(c),
             "persistent": c.persistent,
             "min_ctas": 2 if register_split(c) == _REGISTER_SPLITS[1][0] else 1,
             "cluster_m": c.cluster_m,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
 from ..params import KernelParams, SwappedConfig
-from ..spec import align, ceil_div
+from ..spec import GemmSpec, Spec, align, ceil_div
 from .fp8 import BARRIER_BYTES, FP8Kernel
 from .fp8_features import Counts
 
@@ -25,37 +25,36 @@ _CONSUMERS_K = (1, 2)
 _CLUSTERS_K = (1, 2, 4, 8)
 
 SERVING: tuple[tuple[int, int, int, int], ...] = (
+    (8, 1, 1, 1),
     (8, 1, 1, 2),
     (8, 1, 2, 1),
-    (8, 2, 2, 1),
+    (8, 2, 1, 1),
     (8, 4, 1, 2),
     (8, 8, 1, 1),
     (8, 8, 1, 2),
     (16, 1, 1, 2),
     (16, 1, 2, 1),
     (16, 2, 1, 1),
-    (16, 4, 1, 2),
+    (16, 4, 1, 1),
     (16, 8, 1, 2),
+    (24, 1, 2, 1),
     (24, 4, 1, 2),
     (24, 8, 1, 2),
+    (32, 1, 2, 1),
     (32, 2, 1, 1),
+    (32, 4, 1, 2),
     (32, 8, 1, 1),
     (32, 8, 1, 2),
-    (48, 8, 1, 1),
-    (64, 8, 1, 2),
 )
 """(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set, by greedy cover of surveyed shapes (see
 ``benchmarks/serving_set.py``)."""
 
-_AHEAD = 8
-"""Pairs of token scales that are read while a unit's products run: the way from shared memory is hidden by the use of
-what came before. ptxas finds registers for them in every config (it reads fewer so early where it has none left)."""
+_LITTLE_PADDING = 1.15
 
 _OTHER_REGISTERS = 32
 _OTHER_REGISTERS_OF_CLUSTERS = 4
-_OTHER_REGISTERS_OF_TWO = 1
-"""What the main loop needs besides accumulators and scales, in clusters of four or more, and with two sets of partial
-sums where scales are not held; from ptxas: a config that leaves less would spill, or move descriptors in each block."""
+"""What the main loop needs besides accumulators and scales, and in clusters of four or more; from ptxas: a config that
+leaves less would spill, or move descriptors in each block."""
 
 
 class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
@@ -94,10 +93,10 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
             return f"block_m must be a multiple of 8 from 8 to {TOKENS[-1]}, not {c.block_m}"
         if c.k_shares > 8:
             return f"{c.k_shares} shares of K are more than 8"
-        if c.num_partials not in (1, 2):
+        if c.num_partials != 2:
             return f"there is no schedule for {c.num_partials} sets of partial sums"
-        if not _fits(c, scales_held(c)):
-            return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
+        if needed_registers(c) > register_split(c)[1]:
+            return f"{needed_registers(c)} registers a thread are more than {register_split(c)[1]}"
         if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
             return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
         if c.ctas_per_sm not in (1, 2):
@@ -110,13 +109,15 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_fp8_swapped.cu.jinja``."""
         c = self.config(params)
-        return {
-            **super().constants(params),
-            "consumers_k": c.consumers_k,
-            "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm,
-            "scales_held": scales_held(c),
-            "scales_ahead": scales_ahead(c),
-        }
+        return {**super().constants(params), "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm}
+
+    def worthwhile(self, spec: Spec, config: SwappedConfig) -> bool:
+        """Few tokens are in the smallest tile that holds them, so that weights are read once. More are cut up, by tiles
+        that leave little over."""
+        if not isinstance(spec, GemmSpec) or spec.m <= TOKENS[-1]:
+            return isinstance(spec, GemmSpec) and config.block_m == min(x for x in TOKENS if x >= spec.m)
+        rows = {size: ceil_div(spec.m, size) * size for size in TOKENS if size >= 32}
+        return rows.get(config.block_m, spec.m * 2) <= min(rows.values()) * _LITTLE_PADDING
 
     @property
     def has_output_map(self) -> bool:
@@ -185,9 +186,9 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
 def make_config(
     block_m: int, cluster_k: int = 1, consumers_k: int = 1, ctas_per_sm: int = 1, arch: ArchSpec = SM90
 ) -> SwappedConfig:
-    """A config with two sets of partial sums where registers allow it, and with as many stages as fit into shared
-    memory beside the staging area and the slots."""
-    one = SwappedConfig(
+    """A config with two sets of partial sums, and with as many stages as fit into shared memory beside the staging area
+    and the slots."""
+    config = SwappedConfig(
         block_m=block_m,
         block_n=WEIGHTS,
         block_k=128,
@@ -196,11 +197,10 @@ def make_config(
         cluster_k=cluster_k,
         ctas_per_sm=ctas_per_sm,
         consumers_k=consumers_k,
+        num_partials=2,
     )
-    two = replace(one, num_partials=2)
-    config = two if _fits(two, scales_held(two)) else one
     budget = min(arch.shared_per_cta, arch.shared_per_sm // ctas_per_sm - arch.shared_reserved_per_cta)
-    rest = staging_bytes(config) + exchange_bytes(config) + spare_scale_bytes(config)
+    rest = staging_bytes(config) + exchange_bytes(config)
     stages = max(0, min(MAX_STAGES, (budget - rest) // (stage_bytes(config) + BARRIER_BYTES)))
     return replace(config, num_stages=stages // consumers_k * consumers_k)
 
@@ -210,31 +210,11 @@ def make_params(config: SwappedConfig, store: str = "tma", shape: tuple[int, int
     return KernelParams(kernel=KERNEL.name, arch=SM90.name, config=config, store=store, shape=shape)
 
 
-def scales_held(config: SwappedConfig) -> bool:
-    """Whether consumers keep a block's token scales in registers; else they read them for each product, as they promote
-    and just before (`scales_ahead`)."""
-    return _fits(config, True)
-
-
-def scales_ahead(config: SwappedConfig) -> int:
-    """How many pairs of token scales consumers read while a unit's products run, where they cannot keep a block's."""
-    return 0 if scales_held(config) else min(_AHEAD, config.block_m // 8)
-
-
-def _fits(config: SwappedConfig, held: bool) -> bool:
-    """Whether consumers have registers for ``config``, with a block's token scales among them or not."""
-    scales = 2 * config.block_m // 4 if held else 8  # of the block at hand and the next, or some that were read late
-    others = _OTHER_REGISTERS
-    if config.cluster_k > 2:
-        others += _OTHER_REGISTERS_OF_CLUSTERS
-    if config.num_partials == 2 and not held:
-        others += _OTHER_REGISTERS_OF_TWO
-    return accumulators(config) + scales + others <= register_split(config)[1]
-
-
-def accumulators(config: SwappedConfig) -> int:
-    """Registers a consumer thread spends on sums and partial sums."""
-    return config.block_m // 2 + config.num_partials * config.block_m // 2
+def needed_registers(config: SwappedConfig) -> int:
+    """Of a consumer thread: sums, two sets of partial sums, and the token scales of the block at hand and the next."""
+    accumulators = config.block_m // 2 + config.num_partials * config.block_m // 2
+    others = _OTHER_REGISTERS + (_OTHER_REGISTERS_OF_CLUSTERS if config.cluster_k > 2 else 0)
+    return accumulators + 2 * config.block_m // 4 + others
 
 
 def register_split(config: SwappedConfig) -> tuple[int, int]:
@@ -251,16 +231,7 @@ def owned_chunks(config: SwappedConfig) -> int:
 
 def stage_bytes(config: SwappedConfig) -> int:
     """One stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
-    return (config.block_m + config.block_n) * config.block_k + _scale_bytes(config)
-
-
-def spare_scale_bytes(config: SwappedConfig) -> int:
-    """A's scales of one more block for each consumer along K, where they are read when the stage has been let go."""
-    return 0 if scales_held(config) else config.consumers_k * _scale_bytes(config)
-
-
-def _scale_bytes(config: SwappedConfig) -> int:
-    return align(config.block_m * 4, 128)
+    return (config.block_m + config.block_n) * config.block_k + align(config.block_m * 4, 128)
 
 
 def staging_bytes(config: SwappedConfig) -> int:
@@ -279,8 +250,7 @@ def exchange_bytes(config: SwappedConfig) -> int:
 def config_shared_bytes(config: SwappedConfig, tma_store: bool) -> int:
     """Dynamic shared memory of one CTA; where each element is stored for itself there is no staging area."""
     stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
-    rest = exchange_bytes(config) + spare_scale_bytes(config)
-    return stages + rest + (staging_bytes(config) if tma_store else 0)
+    return stages + exchange_bytes(config) + (staging_bytes(config) if tma_store else 0)
 
 
 KERNEL = Sm90Fp8Swapped()

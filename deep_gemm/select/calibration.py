@@ -168,6 +168,11 @@ def of(device_name: str) -> Calibrations:
     return load(path) if path.is_file() else default()
 
 
+def every() -> list[Calibrations]:
+    """Those of all GPU models that have one, the default first."""
+    return [default(), *(load(path) for path in sorted(FOLDER.glob("*.json")) if load(path) != default())]
+
+
 def default() -> Calibrations:
     """Those used where there are none of the GPU itself: an H200's."""
     return load(file_of("NVIDIA H200"))

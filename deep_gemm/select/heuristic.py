@@ -130,7 +130,7 @@ def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibrations | None = No
 def candidates(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """The configs of the serving set that can run ``spec``. Raises UnsupportedError if there is none."""
     found = [
-        config
+        (kernel.worthwhile(spec, config), config)
         for kernel in kernels.for_spec(spec)
         for config in _serving(kernel.name, arch)
         if kernel.runs(spec, config)
@@ -140,7 +140,7 @@ def candidates(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
             f"No tile has block_m and block_n that are multiples of {spec.block_multiple} and runs on {spec.num_sms} "
             "SMs. Relax set_block_size_multiple_of or set_num_sms."
         )
-    return found
+    return [config for worthwhile, config in found if worthwhile] or [config for _, config in found]
 
 
 @functools.cache

@@ -12,11 +12,11 @@ ARCH = "sm_90a"
 class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
-        from deep_gemm import ahead, workload
+        from deep_gemm.aot import build, workload
 
-        summary = ahead.precompile(workload.load(HERE / "shapes.json"), arch=ARCH)
+        summary = build.precompile(workload.load(HERE / "shapes.json"), arch=ARCH)
         # Raises, and so ends the build, if one kernel failed.
-        held = ahead.pack(summary, Path(self.build_lib, "gemm_kernels", f"{ARCH}.dgpack"))
+        held = build.pack(summary, Path(self.build_lib, "gemm_kernels", f"{ARCH}.dgpack"))
         self.announce(f"{len(held)} kernels for {ARCH}", level=2)
 
 

@@ -11,6 +11,8 @@ from deep_gemm.errors import CompileError
 from deep_gemm.jit.resources import Resources, parse_ptxas
 from deep_gemm.settings import settings
 
+_TRIAL = 'extern "C" __global__ void trial(int* out) { *out = 1; }\n'
+
 # The first toolkit whose wgmma code for sm_90a is worth having.
 MIN_VERSION = (12, 3)
 
@@ -80,6 +82,27 @@ class Compiler(ABC):
 
         `source_path` is the file's name in messages and line information; a file compiler reads it.
         """
+
+    def problem(self) -> str | None:
+        """What keeps this compiler from compiling a one-line kernel, such as a broken host compiler, or None."""
+        try:
+            self.compile("trial", _TRIAL, "trial.cu", self.flags("sm_90a"), None)
+        except CompileError as error:
+            lines = [line.strip() for line in error.log.splitlines() if line.strip()]
+            telling = [line for line in lines if "error" in line or "fatal" in line or "not found" in line]
+            return (telling or lines or [error.summary])[0].rstrip(".")
+        return None
+
+    def _checked(self, cubin: bytes, log: str, source_path: str, options: Sequence[str]) -> bytes:
+        if not cubin.startswith(b"\x7fELF"):
+            raise CompileError(
+                f"{self.identity} reported no error, but its output is no cubin: it has {len(cubin)} bytes and begins "
+                f"with {cubin[:4]!r}.",
+                log=log,
+                source_path=source_path,
+                options=options,
+            )
+        return cubin
 
     def _resources(self, log: str, name: str, source_path: str, options: Sequence[str]) -> Resources:
         resources = parse_ptxas(log, name)

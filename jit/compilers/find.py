@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +22,10 @@ from deep_gemm.settings import settings
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.[\d.]+$")
 _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)")
-_INSTALL = "Install NVRTC with `pip install nvidia-cuda-nvrtc-cu12`, or a CUDA toolkit of at least 12.3."
+_INSTALL = (
+    "Install NVRTC with `pip install nvidia-cuda-nvrtc-cu12` (for CUDA 13, `nvidia-cuda-nvrtc`), or a CUDA toolkit of "
+    "at least 12.3."
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ class _Candidate:
 
 _chosen: dict[tuple[object, ...], Compiler] = {}
 _nvccs: dict[tuple[str, int, int], Nvcc] = {}
+# By identity, what `problem` said of the compilers that were tried.
+_tried: dict[tuple[str, str], str | None] = {}
 _lock = ForkLock()
+_trial = ForkLock()  # taken inside the other or alone
 
 
 def choose() -> Compiler:
@@ -72,15 +80,53 @@ def choose() -> Compiler:
     return compiler
 
 
-def find_all() -> list[Found]:
-    """Every compiler on this machine, NVCC first. Never raises."""
+def find_all(tried: bool = False) -> list[Found]:
+    """Every compiler on this machine, NVCC first. Never raises. With `tried`, each one has compiled a one-line kernel,
+    or is not usable: that takes a second or two."""
     with _lock:
-        return [candidate.found for candidate in _search(stop_early=False)]
+        candidates = _search(stop_early=False)
+    if tried:
+        for candidate in candidates:
+            if candidate.compiler is not None:
+                _try(candidate.compiler)
+        with _lock:
+            candidates = _search(stop_early=False)
+    return [candidate.found for candidate in candidates]
+
+
+def pass_by(compiler: Compiler) -> bool:
+    """Whether it was the fault of `compiler` that it failed: it cannot compile a one-line kernel either. Then `choose`
+    gives another one from now on, or says that there is none."""
+    problem = _try(compiler)
+    if problem is None:
+        return False
+    _chosen.clear()
+    with contextlib.suppress(CompilerNotFoundError):
+        other = choose()
+        warn_once(
+            f"compiler:{compiler.path}",
+            f"{compiler.identity} at {compiler.path} cannot compile a one-line kernel ({problem}): {other.identity} at "
+            f"{other.path} is used instead.",
+        )
+    return True
+
+
+def _try(compiler: Compiler) -> str | None:
+    with _trial:
+        key = (compiler.path, compiler.identity)
+        if key not in _tried:
+            _tried[key] = compiler.problem()
+        return _tried[key]
+
+
+def _known_problem(compiler: Compiler) -> str | None:
+    return _tried.get((compiler.path, compiler.identity))
 
 
 def forget() -> None:
-    """Search again at the next `choose`; for tests and for callers that installed a compiler meanwhile."""
+    """Search again at the next `choose`; for tests and for callers that installed or repaired a compiler meanwhile."""
     _chosen.clear()
+    _tried.clear()
 
 
 def _nothing(candidates: list[_Candidate]) -> str:
@@ -125,9 +171,10 @@ def _judge_nvcc(path: str) -> _Candidate:
         why = f"it is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}, the first version that serves sm_90a well"
     elif driver is not None and compiler.version[0] > driver[0]:
         why = f"the driver supports CUDA {driver[0]}.{driver[1]} and cannot load what CUDA {version} compiles"
-    # Only a missing gcc is worth a probe: nvcc may have been told of another host compiler in ways we cannot see.
-    elif shutil.which("gcc") is None and (problem := compiler.host_compiler_problem()):
-        why = f"it needs a host C++ compiler such as g++ ({problem.splitlines()[0]})"
+    # A missing gcc is worth a trial at once: nvcc may have been told of another host compiler in ways we cannot see.
+    elif problem := _try(compiler) if shutil.which("gcc") is None else _known_problem(compiler):
+        needs = "; it needs a host C++ compiler such as g++" if shutil.which("gcc") is None else ""
+        why = f"it cannot compile a one-line kernel ({problem}){needs}"
     if why:
         return _Candidate(Found("nvcc", path, version, False, False, why))
     named = settings.nvcc is not None
@@ -155,6 +202,8 @@ def _judge_nvrtc(path: str, loaded: bool) -> _Candidate:
     if version < MIN_VERSION:
         why = f"it is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}, the first version that serves sm_90a well"
         return _Candidate(Found("nvrtc", path, text, False, False, why))
+    if problem := _known_problem(compiler):
+        return _Candidate(Found("nvrtc", path, text, False, False, f"it cannot compile a one-line kernel ({problem})"))
     driver = driver_release()
     fits = driver is None or version[0] <= driver[0]
     if not fits and driver is not None:
@@ -196,7 +245,7 @@ def _nvrtc_paths() -> list[tuple[str, bool]]:
         spec = None
     for root in (spec.submodule_search_locations or []) if spec else []:
         folders += [f"{root}/{name}/lib" for name in sorted(_listed(root), reverse=True)]
-    for home in _toolkits():
+    for home in (*_toolkits(), sys.prefix):  # the last for conda
         folders += [f"{home}/lib64", f"{home}/lib"]
     usual = _listed("/usr/lib")
     folders += [f"/usr/lib/{name}" for name in sorted(usual) if name.endswith("-linux-gnu")]

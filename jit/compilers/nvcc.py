@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import shlex
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit.bursts import in_bursts
-from deep_gemm.jit.cache.files import sweep
+from deep_gemm.jit.cache.files import read
 from deep_gemm.jit.compilers.base import Compiled, Compiler
+from deep_gemm.jit.process import is_plain, private_directory, run
 from deep_gemm.jit.resources import ptxas_seconds
 from deep_gemm.log import say
-from deep_gemm.settings import child_environment, settings
+from deep_gemm.settings import settings
 
 _RELEASE = re.compile(r"release (\d+)\.(\d+), V([\d.]+)")
 _BUILD = re.compile(r"^Build (\S+)", re.MULTILINE)
-# Both add options behind our back: the key could not know of them.
-_HIDDEN_FLAGS = ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS")
-_TIMEOUT = 60.0
-_FOLDER = "deep_gemm-nvcc-"
+_VERSION_LIMIT = 60.0
+_COMPILE_LIMIT = 600.0
+"""Seconds: far more than a kernel takes on a busy machine."""
+_LARGEST = 1 << 28
 
 
 class Nvcc(Compiler):
@@ -34,9 +34,10 @@ class Nvcc(Compiler):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._swept = False
+        if set(os.path.realpath(path)) & set('$`"\\\n'):
+            raise CompilerNotFoundError(f"{path!r} would be taken for a command by the shell that nvcc uses.")
         try:
-            result = _run([path, "--version"], timeout=_TIMEOUT)
+            result = run([path, "--version"], _VERSION_LIMIT)
         except (OSError, subprocess.SubprocessError) as error:
             raise CompilerNotFoundError(f"{path} cannot be run: {error}.") from error
         release = _RELEASE.search(result.stdout)
@@ -63,38 +64,43 @@ class Nvcc(Compiler):
         options = [*flags]
         if include_dir is not None:
             options.append(f"-I{include_dir}")
-        self._sweep()
         start = time.perf_counter()
         try:
-            with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-                return self._compile(name, source_path, options, Path(folder), want_ptx, start)
-        except OSError as error:
+            with private_directory() as folder:
+                text = source.encode("utf-8", "surrogatepass")  # as the key does
+                (folder / "kernel.cu").write_bytes(_line(source_path) + text)
+                return self._compile(name, source_path, options, include_dir, folder, want_ptx, start)
+        except (OSError, subprocess.TimeoutExpired) as error:
             raise CompileError(
-                f"{self.path} could not be run for {name}: {error}. It needs a directory for temporary files; NVRTC "
-                "(DG_JIT_USE_NVRTC=1) needs none.",
+                f"{self.path} could not be run for {name}: {error}. It needs a directory for temporary files and has "
+                f"{_COMPILE_LIMIT:.0f} s; NVRTC (DG_JIT_USE_NVRTC=1) needs no directory.",
                 source_path=source_path,
                 options=options,
             ) from error
 
-    def _sweep(self) -> None:
-        """What processes left that were killed while nvcc ran, which goes on without them."""
-        if not self._swept:
-            self._swept = True
-            with contextlib.suppress(OSError):  # no temporary directory: compiling will say so
-                sweep(Path(tempfile.gettempdir()), prefix=_FOLDER)
-
     def _compile(
-        self, name: str, source_path: str, options: list[str], folder: Path, want_ptx: bool, start: float
+        self,
+        name: str,
+        source_path: str,
+        options: list[str],
+        include_dir: Path | None,
+        folder: Path,
+        want_ptx: bool,
+        start: float,
     ) -> Compiled:
         output = folder / "kernel.cubin"
-        keep = ["--keep", f"--keep-dir={folder}"] if want_ptx else []
-        command = [self.path, *options, *keep, "-o", str(output), source_path]
+        given = list(options)
+        if include_dir is not None and not is_plain(str(include_dir)):
+            (folder / "include").symlink_to(include_dir.absolute())
+            given[-1] = "-Iinclude"
+        keep = ["--keep", "--keep-dir=."] if want_ptx else []
+        command = [self.path, *given, *keep, "-o", output.name, "kernel.cu"]
         if settings.print_compiler_command:
-            say(shlex.join(command))
+            say(f"{shlex.join(command)}  # kernel.cu is {source_path}")
         # In its own folder, so that no header of the current directory is found and nothing is left there.
-        result = _run(command, cwd=folder)
+        result = run(command, _COMPILE_LIMIT, folder)
         log = result.stdout + result.stderr
-        if result.returncode or not output.is_file():
+        if result.returncode:
             raise CompileError(
                 f"{self.identity} could not compile {name} (exit status {result.returncode}).",
                 log=log,
@@ -108,32 +114,19 @@ class Nvcc(Compiler):
         ptx = None
         if want_ptx:
             kept = sorted(folder.glob("*.ptx"))
-            ptx = kept[0].read_text(errors="replace") if kept else None
+            ptx = kept[0].read_text("utf-8", "replace") if kept else None
         resources = self._resources(log, name, source_path, options)
-        cubin = in_bursts(output.read_bytes(), name)
+        try:
+            made = read(output, _LARGEST).data
+        except (OSError, ValueError) as error:
+            made = b""
+            log += f"{output.name}: {error}\n"
+        cubin = in_bursts(self._checked(made, log, source_path, options), name)
         return Compiled(cubin, ptx, log, resources, seconds, tuple(options))
 
-    def host_compiler_problem(self) -> str | None:
-        """What keeps nvcc from preprocessing, which it leaves to a host C++ compiler; None if nothing does."""
-        try:
-            with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-                probe = Path(folder) / "probe.cu"
-                probe.write_text("\n")
-                result = _run([self.path, "-E", "-o", str(Path(folder) / "probe.ii"), str(probe)], timeout=_TIMEOUT)
-        except (OSError, subprocess.SubprocessError) as error:
-            return str(error)
-        return None if result.returncode == 0 else (result.stderr.strip() or f"exit status {result.returncode}")
 
-
-def _run(command: list[str], timeout: float | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-        cwd=cwd,
-        env=child_environment(*_HIDDEN_FLAGS),
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+def _line(source_path: str) -> bytes:
+    """The directive that names the stored source in messages and line information; none for a name that cannot be
+    written in PTX."""
+    plain = source_path.isprintable() and not set(source_path) & set('"\\')
+    return f'#line 1 "{source_path}"\n'.encode() if plain else b""

@@ -6,7 +6,9 @@ ctypes releases the GIL, so that several threads compile at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +17,10 @@ from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit.bursts import in_bursts
 from deep_gemm.jit.compilers import elf
 from deep_gemm.jit.compilers.base import Compiled, Compiler
+from deep_gemm.jit.compilers.signals import interruptible, keep_handlers
 from deep_gemm.jit.forking import ForkLock, ForkWaits
 from deep_gemm.jit.resources import ptxas_seconds
-from deep_gemm.log import say
+from deep_gemm.log import say, warn_once
 from deep_gemm.settings import settings
 
 _SIGNATURES = {
@@ -38,6 +41,9 @@ _SIGNATURES = {
         for suffix in ("", "Size")
     },
 }
+
+_OWN_HANDLERS = (13, 0)
+"""The last version that puts signal handlers of its own in place."""
 
 _CACHES = (12, 9)
 """The first version that keeps binaries in the driver's compute cache. From there they come without ptxas' report, so
@@ -82,29 +88,50 @@ class Nvrtc(Compiler):
             options.append(f"--include-path={include_dir}")
         if settings.print_compiler_command:
             say(f"{self.path} {' '.join(options)} {source_path}")
-        with _at_work:
-            library = self._open()
-            start = time.perf_counter()
-            program = ctypes.c_void_p()
-            status = library.nvrtcCreateProgram(
-                ctypes.byref(program), source.encode(), source_path.encode(), 0, None, None
-            )
-            self._check(status, "nvrtcCreateProgram", source_path, options)
-            try:
-                array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-                status = library.nvrtcCompileProgram(program, len(options), array)
-                log = self._get(program, "ProgramLog", source_path, options).decode("utf-8", "replace")
-                if status:
-                    raise CompileError(
-                        f"{self.identity} could not compile {name} ({_error_name(library, status)}).",
-                        log=log,
-                        source_path=source_path,
-                        options=options,
-                    )
-                cubin = in_bursts(self._get(program, "CUBIN", source_path, options), name)
-                ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
-            finally:
-                library.nvrtcDestroyProgram(ctypes.byref(program))
+        # A number as text, and C's atoi as the callback that reads it: NVRTC asks 10,000 times, so without the GIL.
+        cancelled = ctypes.create_string_buffer(b"0", 2)
+
+        def work() -> Compiled:
+            with _at_work:
+                return self._compile(name, source, source_path, options, want_ptx, cancelled)
+
+        return interruptible(work, lambda: setattr(cancelled, "value", b"1"))
+
+    def _compile(
+        self,
+        name: str,
+        source: str,
+        source_path: str,
+        options: list[str],
+        want_ptx: bool,
+        cancelled: ctypes.Array[ctypes.c_char],
+    ) -> Compiled:
+        library = self._open()
+        start = time.perf_counter()
+        program = ctypes.c_void_p()
+        text = source.encode("utf-8", "surrogatepass")  # as the key does
+        # With line information, a quotation mark in the name ends it too early in PTX.
+        shown = os.path.basename(source_path) if '"' in source_path else source_path
+        status = library.nvrtcCreateProgram(ctypes.byref(program), text, os.fsencode(shown), 0, None, None)
+        self._check(status, "nvrtcCreateProgram", source_path, options)
+        try:
+            if hasattr(library, "nvrtcSetFlowCallback"):  # since 12.8
+                library.nvrtcSetFlowCallback(program, ctypes.CDLL(None).atoi, cancelled)
+            array = (ctypes.c_char_p * len(options))(*[os.fsencode(option) for option in options])
+            status = library.nvrtcCompileProgram(program, len(options), array)
+            log = self._get(program, "ProgramLog", source_path, options).decode("utf-8", "replace")
+            if status:
+                raise CompileError(
+                    f"{self.identity} could not compile {name} ({_error_name(library, status)}).",
+                    log=log,
+                    source_path=source_path,
+                    options=options,
+                )
+            made = self._checked(self._get(program, "CUBIN", source_path, options), log, source_path, options)
+            cubin = in_bursts(made, name)
+            ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
+        finally:
+            library.nvrtcDestroyProgram(ctypes.byref(program))
         seconds = {"compile": time.perf_counter() - start}
         ptxas = ptxas_seconds(log)
         if ptxas is not None:
@@ -116,6 +143,7 @@ class Nvrtc(Compiler):
         with self._lock:
             if self._library is None:
                 try:
+                    _load_builtins(self.path, self.version)
                     library = ctypes.CDLL(self.path)
                     for function, arguments in _SIGNATURES.items():
                         getattr(library, function).argtypes = arguments
@@ -124,8 +152,17 @@ class Nvrtc(Compiler):
                         f"NVRTC at {self.path} cannot be loaded ({error}). Install another, for example with "
                         "`pip install nvidia-cuda-nvrtc-cu12`."
                     ) from error
+                if self.version <= _OWN_HANDLERS:
+                    self._keep_handlers(library)
                 self._library = library
             return self._library
+
+    def _keep_handlers(self, library: ctypes.CDLL) -> None:
+        try:
+            keep_handlers(library)
+        except (OSError, ValueError) as error:
+            why = f"a signal while {self.identity} compiles may hang or crash this process"
+            warn_once(f"handlers:{self.path}", f"{why}: its signal handlers cannot be kept out ({error}).")
 
     def _get(self, program: ctypes.c_void_p, what: str, source_path: str, options: Sequence[str]) -> bytes:
         library = self._open()
@@ -143,6 +180,14 @@ class Nvrtc(Compiler):
                 source_path=source_path,
                 options=options,
             )
+
+
+def _load_builtins(path: str, version: tuple[int, int]) -> None:
+    """NVRTC opens its library of builtins by name alone while it compiles. The wheel of 13.0 finds it only if it is
+    loaded already."""
+    builtins = f"libnvrtc-builtins.so.{version[0]}.{version[1]}"
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(os.path.join(os.path.dirname(os.path.realpath(path)), builtins))
 
 
 def library_version(path: str) -> tuple[int, int]:

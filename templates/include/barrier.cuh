@@ -106,10 +106,6 @@ DG_DEVICE u32 remote_address(u32 address, u32 rank) {
   return remote;
 }
 
-DG_DEVICE void store_remote(u32 address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
 // Arrives at a barrier anywhere in the cluster, announcing this thread's writes there.
 DG_DEVICE void barrier_arrive_release(u32 remote) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
@@ -161,10 +157,6 @@ DG_DEVICE void load_shared_pair(u32 address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");
 }
 
-DG_DEVICE void store_shared_pair(u32 address, float first, float second) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
-}
-
 struct Bytes16 {
   u32 words[4];
 };
@@ -187,32 +179,12 @@ DG_DEVICE void store_16(void* to, const Bytes16& x) {
                ::"l"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]), "r"(x.words[3]) : "memory");
 }
 
-DG_DEVICE void store_8(void* to, u32 low, u32 high) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
-}
-
 DG_DEVICE void add_shared(u32 address, float* to) {
   float v[4];
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address) : "memory");
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) to[i] += v[i];
-}
-
-// Counters in global memory: an arrival announces all writes of the threads that this one has just met at a barrier; who
-// has waited for `arrivals` of them sees those, and finds the counter at zero again.
-DG_DEVICE void count_release(u32* counter) {
-  asm volatile("fence.acq_rel.gpu;\n red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-DG_DEVICE void wait_for_count(u32* counter, u32 arrivals) {
-  const WaitBound bound;
-  u32 count;
-  do {
-    bound.check();
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-  } while (count < arrivals);
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(0) : "memory");
 }
 
 DG_DEVICE u32 cluster_rank() {

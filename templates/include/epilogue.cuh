@@ -115,25 +115,21 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
 //
 // TMA would store the same, behind a fence and two barriers: promised weights in a graph, and 576 x 7168 for 32 tokens, took
 // 3.10 us on an H200 so, and 2.94 by copies; 7168 x 2048 for one, 4.23 and 4.08.
-template <u32 kTokens, u32 kSlices, u32 kStored>
+template <u32 kTokens, u32 kStored>
 struct TransposedStore {
   enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom
-  enum : u32 { kBytes = kSlices * kStored * kChunkBytes };  // one warpgroup's staging area
+  enum : u32 { kBytes = kStored * kChunkBytes };  // one warpgroup's staging area
 
   template <class Wanted>
-  static DG_DEVICE void stage(u32 staging, const float (&sum)[kSlices][kTokens / 2], u32 warp, u32 lane,
+  static DG_DEVICE void stage(u32 staging, const float (&sum)[1][kTokens / 2], u32 warp, u32 lane,
                               const Wanted& wanted) {
     const u32 token = lane % 8, unit = warp * 2 + lane / 8 % 2;
     const u32 place = staging + token * 128 + (unit ^ token) * 16;
 #pragma unroll
     for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
       if (wanted(chunk)) {
-#pragma unroll
-        for (u32 slice = 0; slice < kSlices; ++slice) {
-          const float* v = &sum[slice][chunk * 4];
-          store_matrix_x2_transposed(place + (slice * kStored + chunk % kStored) * kChunkBytes, pack_bf16(v[0], v[1]),
-                                     pack_bf16(v[2], v[3]));
-        }
+        const float* v = &sum[0][chunk * 4];
+        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
       }
     }
   }
@@ -142,48 +138,42 @@ struct TransposedStore {
   // where D's columns are no multiple of eight, one by one.
   static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 token, u32 weight, u32 tokens, u32 weights, u32 warp,
                              u32 lane) {
-    const auto place = [&](u32 slice, u32 chunk, u32 row, u32 unit) {
-      return staging + (slice * kStored + chunk) * kChunkBytes + row * 128 + (unit ^ row) * 16;
+    const auto place = [&](u32 chunk, u32 row, u32 unit) {
+      return staging + chunk * kChunkBytes + row * 128 + (unit ^ row) * 16;
     };
     if (weights % 8 == 0) {
       const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;
 #pragma unroll
-      for (u32 slice = 0; slice < kSlices; ++slice) {
-#pragma unroll
-        for (u32 pair = 0; pair < kStored; pair += 2) {
-          const u32 chunk = pair + lane / 16, y = token + chunk * 8 + row, x = weight + slice * 64 + unit * 8;
-          if (chunk < kStored && y < tokens && x < weights)
-            store_16(d + y * stride + x, load_shared_16(place(slice, chunk, row, unit)));
-        }
+      for (u32 pair = 0; pair < kStored; pair += 2) {
+        const u32 chunk = pair + lane / 16, y = token + chunk * 8 + row, x = weight + unit * 8;
+        if (chunk < kStored && y < tokens && x < weights)
+          store_16(d + y * stride + x, load_shared_16(place(chunk, row, unit)));
       }
     } else {
 #pragma unroll 1
-      for (u32 i = lane; i < kSlices * kStored * 128; i += 32) {
+      for (u32 i = lane; i < kStored * 128; i += 32) {
         const u32 at = warp * 16 + i % 16, row = i / 16 % 8, chunk = i / 128 % kStored, slice = i / 128 / kStored;
         const u32 y = token + chunk * 8 + row, x = weight + slice * 64 + at;
-        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice, chunk, row, at / 8) + at % 8 * 2);
+        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice * kStored + chunk, row, at / 8) + at % 8 * 2);
       }
     }
   }
 };
 
-template <u32 kTokens, u32 kSlices, class Wanted>
-DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[kSlices][kTokens / 2], u32 token,
+template <u32 kTokens, class Wanted>
+DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[1][kTokens / 2], u32 token,
                                        u32 weight, u32 tokens, u32 weights, u32 warp, u32 lane, const Wanted& wanted) {
 #pragma unroll
   for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
     if (wanted(chunk)) {
 #pragma unroll
-      for (u32 slice = 0; slice < kSlices; ++slice) {
-#pragma unroll
-        for (u32 i = 0; i < 4; i += 2) {
-          const u32 x = weight + slice * 64 + warp * 16 + lane / 4 + i * 4;
-          const u32 y = token + chunk * 8 + lane % 4 * 2;
-          const u32 packed = pack_bf16(sum[slice][chunk * 4 + i], sum[slice][chunk * 4 + i + 1]);
-          u16* out = d + y * stride + x;
-          if (x < weights && y < tokens) out[0] = static_cast<u16>(packed);
-          if (x < weights && y + 1 < tokens) out[stride] = static_cast<u16>(packed >> 16);
-        }
+      for (u32 i = 0; i < 4; i += 2) {
+        const u32 x = weight + warp * 16 + lane / 4 + i * 4;
+        const u32 y = token + chunk * 8 + lane % 4 * 2;
+        const u32 packed = pack_bf16(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
+        u16* out = d + y * stride + x;
+        if (x < weights && y < tokens) out[0] = static_cast<u16>(packed);
+        if (x < weights && y + 1 < tokens) out[stride] = static_cast<u16>(packed >> 16);
       }
     }
   }

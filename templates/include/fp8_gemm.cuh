@@ -7,7 +7,6 @@
 #include "barrier.cuh"
 #include "box.cuh"
 #include "epilogue.cuh"
-#include "extra_tokens.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "order.cuh"
@@ -17,73 +16,61 @@
 #include "scheduler.cuh"
 #include "setup.cuh"
 #include "staging.cuh"
-#include "stream.cuh"
 #include "tma.cuh"
 #include "told.cuh"
 #include "warpgroup.cuh"
 
-template <class Tile, class Mma, class MmaExtra>
+template <class Tile, class Mma>
 struct Fp8Gemm {
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
   enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
   enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN };
-  enum : u32 { kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK };
+  enum : u32 { kClusterK = Tile::kClusterK };  // CTAs that split a tile's K
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
-  // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
-  enum : u32 { kShares = kClusterK * kConsumersK };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
   enum : bool { kTmaStore = Tile::kTmaStore, kClusters = kClusterSize > 1 };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // who gets what is loaded together
 
-  // One consumer's share of a tile, in m64 slices of rows, and tokens past the slices of all (see extra_tokens.cuh).
-  enum : u32 { kExtra = kBlockM % 64, kUpright = kBlockM - kExtra };
-  enum : u32 { kSlices = kUpright * kConsumersK / (64 * kConsumers) };
-  static_assert(kSlices * 64 * kConsumers == kUpright * kConsumersK);
-  static_assert(kExtra == 0 || (kBlockN == 64 * kConsumers && kBlockN <= 128 && kShares == 1));
-  static_assert(kExtra == 0 || (!kClusters && !Tile::kStreams), "sums past the slices are not given to other CTAs");
-  static_assert(kBlockN % (16 * kShares) == 0);
-  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
+  // One consumer's rows of a tile, in m64 slices.
+  enum : u32 { kSlices = kBlockM / (64 * kConsumers) };
+  static_assert(kSlices * 64 * kConsumers == kBlockM);
+  static_assert(kBlockN % (16 * kClusterK) == 0);
+  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kClusterK == 1), "turns need as many units of each");
   using Columns = TileColumns<kBlockN>;
 
   // What a consumer finishes of a tile: its rows, and of shares of K each some of the columns.
-  enum : u32 { kColumns = kBlockN / kShares };
+  enum : u32 { kColumns = kBlockN / kClusterK };
   using Store = TmaStore<kColumns, kSlices>;
-  // A config that deals out blocks of K needs neither clusters nor consumers that share K.
-  enum : bool { kStreams = Tile::kStreams };
-  static_assert(!kStreams || kClusterSize * kConsumersK == 1);
-  using Workspace = StreamWorkspace<kStreams ? kBlockM : 64, kStreams ? kBlockN : 32, kSlices>;
   // Whether the tensor cores get the next tile's first product before this one's sums are stored. Not where a share of K
-  // may be empty, nor where ptxas would serialise products: two sets of partial sums and pieces of any length.
-  enum : bool { kStartsEarly = kShares == 1 && (!kStreams || Tile::kPartials == 1) };
+  // may be empty.
+  enum : bool { kStartsEarly = kClusterK == 1 };
   // Whether units of a tile are put away one by one, each while a product runs.
-  enum : bool { kPutsEarly = kStartsEarly && !kStreams && kTmaStore };
+  enum : bool { kPutsEarly = kStartsEarly && kTmaStore };
   // Whether a tile's first scales of B are asked for before the last block of the tile before. Several rows of them are too
   // many registers beside 192 accumulators, but for a lone consumer: ptxas would put sums and products into one bank.
   enum : u32 { kAccumulators = kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 };
   enum : bool { kScalesEarly = Columns::kScales == 1 || kConsumers == 1 || kAccumulators < 192 };
   // Else grids have a CTA for each tile, and consumers go round no loop; loaders' loops are the same.
   enum : bool { kPersistent = Tile::kPersistent };
-  static_assert(kPersistent || (!kStreams && kClusterSize * kConsumersK == 1));
+  static_assert(kPersistent || !kClusters);
   // Whether a warp of the producers' brings tiles to D, or tells others where they are, while consumers go on. With one tile
   // they have nothing to go on to, and are quicker themselves.
-  enum : bool { kPutsAway = kStreams || (kTmaStore && kPersistent) };
-  // Whether that warp says which tile is next. Tiles with tokens past their slices need more than its columns, and would spill;
-  // so would some of a lone consumer's, and of three ptxas would put sums and products into one bank.
-  enum : bool { kTold = kPutsAway && !kStreams && kExtra == 0 && kConsumers == 2 };
-  using Whole = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
-  using Scheduler = typename Either<kStreams, StreamScheduler<kBlockM, Workspace::kSteps>, Whole>::Type;
-  using Barriers = PipelineBarriers<kStages, kConsumers / kConsumersK * 4, kClusterM * kClusterN>;
-  using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, kConsumersK, kConsumers>;
+  enum : bool { kPutsAway = kTmaStore && kPersistent };
+  // Whether that warp says which tile is next. Some tiles of a lone consumer would spill.
+  enum : bool { kTold = kPutsAway && kConsumers == 2 };
+  using Scheduler = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
+  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
+  using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
   using Cursor = ProducerCursor;
   struct Shape {
     enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = Tile::kPartials };
-    enum : u32 { kStageBlocks = 1, kStep = kConsumersK, kTurns = Tile::kTurns };
+    enum : u32 { kStep = 1, kTurns = Tile::kTurns };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
     // A lone consumer has no other to hide its instructions' fetches, which longer code makes slower: 64x144 lost 5%.
-    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumersK == 1 && kConsumers > 1 };
+    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumers > 1 };
   };
-  using Order = BlockOrder<1, kClusterK, kConsumersK>;
+  using Order = BlockOrder<kClusterK, 1>;
   // Tiles of 16 columns never waited for the first scale; lanes that ask for others would tear their promotion's few FFMA
   // apart.
   using Weights = BlockScales<Columns::kScales, Order, (kBlockN > 16)>;
@@ -92,24 +79,21 @@ struct Fp8Gemm {
   enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA's alignment
   enum : u32 { kOffsetB = kStages * kBytesA };
   using Scaling = RowTokens<Weights, Columns, kSlices, kBytesScale>;
-  using Extra = typename Either<(kExtra > 0), ExtraTokens<MmaExtra, kBytesA, kBytesB, kBytesScale>, NoExtraTokens>::Type;
-  using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling, Extra>;
+  using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
   using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
   enum : u32 { kOffsetScale = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale, kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kOffsetTold = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kOffsetTold = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
   enum : u32 { kSharedBytes = kOffsetTold + (kTold ? +ToldTiles::kBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
-  const StreamArguments& stream;
   u32 shared;
   Barriers barriers;
   Exchange exchange;
 
-  DG_DEVICE Fp8Gemm(const Fp8GemmArguments& arg, const StreamArguments& stream, u32 shared)
-      : arg(arg), stream(stream), shared(shared) {
+  DG_DEVICE Fp8Gemm(const Fp8GemmArguments& arg, u32 shared) : arg(arg), shared(shared) {
     barriers.base = shared + kOffsetBarriers;
     exchange.slots = shared + kOffsetSlots;
     exchange.barriers = shared + kOffsetBarriers + Barriers::kBytes;
@@ -120,52 +104,40 @@ struct Fp8Gemm {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  DG_DEVICE Workspace workspace() const { return {stream.flags, stream.slots}; }
   DG_DEVICE ToldTiles told() const { return ToldTiles(shared + kOffsetTold); }
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
-      Whole early;  // what is loaded first
+      Scheduler first;  // what is loaded first
       if (warp == kConsumers * 4 + 3) {
-        set_up<(kShares > 1)>(barriers, exchange, rank_k());
-      } else if constexpr (!kStreams) {
-        early = Whole::early(arg.raster);
-        if (warp == kConsumers * 4) prefetch_weights(early);
+        set_up<(kClusterK > 1)>(barriers, exchange, rank_k());
+      } else {
+        first = Scheduler::early(arg.raster);
+        if (warp == kConsumers * 4) prefetch_weights(first);
       }
       meet<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
-      if (warp == kConsumers * 4 && elect_one()) produce_weights(loaded_first(early));
-      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(loaded_first(early));
-      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(loaded_first(early));
-      if (kPutsAway && warp == kConsumers * 4 + 3) put_away_tiles(*this, first_tile());
+      if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
+      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
+      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
+      if (kPutsAway && warp == kConsumers * 4 + 3) put_away_tiles(*this, Scheduler(arg.raster));
       __syncwarp();
       if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
-      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments, (kExtra > 0)>(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
       meet<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
-      consume(first_tile());
+      consume(Scheduler(arg.raster));
     }
   }
 
-  DG_DEVICE Scheduler first_tile() const {
-    if constexpr (kStreams) return Scheduler(stream, blocks(), arg.raster);
-    else return Scheduler(arg.raster);
-  }
-
-  // What streams has too much to remember from so early.
-  DG_DEVICE Scheduler loaded_first(const Whole& early) const {
-    if constexpr (kStreams) return first_tile();
-    else return early;
-  }
-
   // The first blocks of B that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not.
-  DG_DEVICE void prefetch_weights(const Whole& early) const {
+  DG_DEVICE void prefetch_weights(const Scheduler& first) const {
     const Order order(blocks(), rank_k(), 0);
-    if (arg.early_stages < kStages && early.valid() && elect_one()) {
+    if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(kBytesB, kClusterK > 1 || arg.early_stages > 0));
-      with_weights(columns_of(early), [&](const auto& bring) {
+      with_weights(columns_of(first), [&](const auto& bring) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
           bring([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(step) * kBlockK, row); });
@@ -174,8 +146,7 @@ struct Fp8Gemm {
     __syncwarp();
   }
 
-  template <class Tiles>
-  static DG_DEVICE Columns columns_of(const Tiles& tile) { return {tile.column, tile.columns()}; }
+  static DG_DEVICE Columns columns_of(const Scheduler& tile) { return {tile.column, tile.columns()}; }
 
   // What this CTA loads of B for a tile (see box.cuh): a cluster loads together what it shares.
   template <class Use>
@@ -184,26 +155,18 @@ struct Fp8Gemm {
   }
 
   // Rows of A that a CTA loads of a tile, and where they begin.
-  enum : u32 { kTokensBox = kUpright / kClusterN };
+  enum : u32 { kTokensBox = kBlockM / kClusterN };
   DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, kClusters>(row, m(), arg.last_rows); }
-  // Those past the slices are all loaded or none.
-  static DG_DEVICE bool has_extra(u32 loaded) { return kExtra > 0 && loaded > kUpright; }
 
-  DG_DEVICE Order order_of(const Scheduler& tile, u32 turn) const {
-    if constexpr (kStreams) {
-      return tile.order();
-    } else {
-      return Order(blocks(), rank_k(), turn);
-    }
-  }
+  DG_DEVICE Order order() const { return Order(blocks(), rank_k(), 0); }
 
   // Three threads, each in a warp of its own, load the stages of every tile in order: B, A, and A's scales. One alone
   // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights(Scheduler tile) {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
-      const Order order = order_of(tile, 0);
+      const Order order = this->order();
       const auto load = [&](const auto& bring, auto... policy) {
         if (arg.early_stages == 0) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
@@ -220,12 +183,6 @@ struct Fp8Gemm {
       with_weights(columns_of(tile), [&](const auto& bring) {
         with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load(bring, policy...); });
       });
-      if constexpr (kStreams) {  // others' sums, behind a CTA's last tile: the other loaders have nothing to do with them
-        barriers.fill(cursor, tile.gathered(), [&](u32 step, u32 stage) {
-          const u32 donor = tile.donor(step / Workspace::kSteps + 1);
-          workspace().load(shared + stage * kBytesA, barriers.full(stage), donor, step % Workspace::kSteps);
-        });
-      }
     }
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
   }
@@ -234,7 +191,7 @@ struct Fp8Gemm {
     Cursor cursor;
     const u32 part = tokens_part();
     for (; tile.valid(); tile.advance()) {
-      const Order order = order_of(tile, 0);
+      const Order order = this->order();
       const u32 loaded = tokens_loaded(tile.row);
       with_map<kTokensBox, kClusters>(part, loaded, arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
@@ -247,9 +204,6 @@ struct Fp8Gemm {
           } else {
             tma_load(a, map, barriers.full(stage), x, tile.row);
           }
-          if (has_extra(loaded))
-            tma_load(shared + stage * kBytesA + kUpright * kBlockK, arg.map_a_extra, barriers.full(stage), x,
-                     tile.row + kUpright);
         });
       });
     }
@@ -259,17 +213,15 @@ struct Fp8Gemm {
   DG_DEVICE void produce_scales(Scheduler tile) {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
-      const Order order = order_of(tile, 0);
+      const Order order = this->order();
       const u32 loaded = tokens_loaded(tile.row);
       const u32 bytes = columns_of(tile).existing(n()) * kBlockK + loaded * (kBlockK + 4);
-      with_map<kUpright, kClusters>(0, loaded, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
+      with_map<kBlockM, kClusters>(0, loaded, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
           const u32 to = shared + kOffsetScale + stage * kBytesScale, y = order.step_block(step);
           if (map) tma_load(to, map, barriers.full(stage), tile.row, y);
-          if (has_extra(loaded))
-            tma_load(to + kUpright * 4, arg.map_scale_a_extra, barriers.full(stage), tile.row + kUpright, y);
         });
       });
     }
@@ -284,12 +236,11 @@ struct Fp8Gemm {
   DG_DEVICE void consume(Scheduler tile) {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const u32 first_row = consumer / kConsumersK * 64 * kSlices, turn = consumer % kConsumersK;
-    const u32 share = rank_k() * kConsumersK + turn;
+    const u32 first_row = consumer * 64 * kSlices, share = rank_k();
     float sum[kSlices][kBlockN / 2];
 
     const auto part = [&] {
-      typename Weights::Part found{{}, order_of(tile, turn)};
+      typename Weights::Part found{{}, order()};
 #pragma unroll
       for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = columns_of(tile).scale_row(scale);
       return found;
@@ -297,10 +248,7 @@ struct Fp8Gemm {
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part());
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
                       uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
-                      consumer, lane,
-                      Extra(shared + kOffsetB + consumer * 64 * kBlockK, shared + kUpright * kBlockK,
-                            shared + kOffsetScale + kUpright * 4 + lane % 4 * 8));
-    mainloop.at.stage = turn;
+                      consumer, lane);
     if (arg.early_stages == 0) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
@@ -314,7 +262,7 @@ struct Fp8Gemm {
     // products, and none would run while the next tile begins. Storing element by element takes too many registers for two.
     for (bool more = tile.valid(); more;) {
       const Scheduler now = tile;
-      const u32 mine = uniform(order_of(now, turn).mine());
+      const u32 mine = uniform(order().mine());
       const auto put = [&](auto unit) {
         if constexpr (kPutsEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage);
       };
@@ -346,22 +294,11 @@ struct Fp8Gemm {
   // What is left to do for a tile's sums when no product adds to them any more.
   DG_DEVICE void finish(Mainloop& mainloop, Sums& sum, const Scheduler& tile, u32 consumer, u32 share, u32 thread,
                         bool goes_on) {
-    const u32 row = tile.row + consumer / kConsumersK * 64 * kSlices;
-    mainloop.extra.store(arg, tile.row + kUpright, columns_of(tile).at(consumer * 64), m(), n(), thread / 32, thread % 32);
     if constexpr (kPutsEarly) {
       stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage);
-    } else if constexpr (kStreams) {
-      if (tile.owned()) {
-        workspace().add(sum, tile.donors, shared, consumer, thread, barriers, mainloop.at);
-        store(sum, row, columns_of(tile), consumer, share, thread);
-      } else {
-        workspace().give(sum, consumer, thread);
-        Areas::wait_until_free(consumer);  // or the tile before might not be put away yet
-        Areas::template fill<kStoreParts>(consumer, 0);
-      }
     } else {
-      if constexpr (kShares > 1) exchange.exchange(sum, consumer / kConsumersK, consumer, share, thread, goes_on);
-      store(sum, row, columns_of(tile), consumer, share, thread);
+      if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, share, thread, goes_on);
+      store(sum, tile.row + consumer * 64 * kSlices, columns_of(tile), consumer, share, thread);
     }
   }
 
@@ -369,12 +306,12 @@ struct Fp8Gemm {
   DG_DEVICE void store(const Sums& sum, u32 row, const Columns& columns, u32 consumer, u32 share, u32 thread) const {
     const u32 warp = thread / 32, lane = thread % 32;
     if constexpr (!kTmaStore) {
-      store_direct<kBlockN, kSlices, kShares>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, share);
+      store_direct<kBlockN, kSlices, kClusterK>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, share);
     } else {
       const u32 area = shared + Areas::offset(consumer, 0);
       Areas::wait_until_free(consumer);
 #pragma unroll
-      for (u32 owner = 0; owner < kShares; ++owner)
+      for (u32 owner = 0; owner < kClusterK; ++owner)
         if (owner == share) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);
       Areas::template fill<kStoreParts>(consumer, 0);
     }

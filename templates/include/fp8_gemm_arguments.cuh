@@ -10,7 +10,7 @@ struct Fp8GemmArguments {
   const TensorMap* map_d;   // only of kernels that store by TMA
   const TensorMap* map_b[4];  // for each segment of a tile's columns (see columns.cuh)
   const TensorMap *map_a_last, *map_b_last, *map_scale_a_last;  // whose boxes end at the edge (see box.cuh)
-  const TensorMap *map_a_extra, *map_scale_a_extra;  // of tokens past the last slice, if a tile has any
+  const TensorMap* unread[2];  // keep the binaries as they were: register numbers follow the layout
   const float* scale_b;
   i64 scale_b_stride_n, scale_b_stride_k;
   u16* d;

@@ -1,6 +1,5 @@
 // A consumer warpgroup's walk along K: multiply a block of K into partial sums, promote them into float32 sums.
 #pragma once
-#include "extra_tokens.cuh"
 #include "pipeline.cuh"
 #include "promotion.cuh"
 #include "tma.cuh"
@@ -12,14 +11,14 @@
 // In the first, consumers may have to start their products in turn. Left alone they fall into step, since they wait for
 // the same stages and the tensor cores take instructions of theirs alternately: then they promote at the same time, and
 // the tensor cores idle.
-// Shape gives kStages, kConsumers, kStageBlocks (blocks of K in a stage), kStep, kRows and kColumns (of the left and of the
+// Shape gives kStages, kConsumers, kStep, kRows and kColumns (of the left and of the
 // right operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1), kUnrolls (whether the loop of the
 // first schedule goes round the ring in steps that know their stage), kPeeks (whether the second looks at stages early);
-// Scaling (see promotion.cuh) what promotion multiplies by, and Extra what tokens there are besides (see extra_tokens.cuh).
-template <class Shape, class Mma, class Barriers, class Scaling, class Extra = NoExtraTokens>
+// Scaling (see promotion.cuh) what promotion multiplies by.
+template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
   // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
-  enum : u32 { kStep = Shape::kStep, kStageBlocks = Shape::kStageBlocks };
+  enum : u32 { kStep = Shape::kStep };
   enum : u32 { kSlices = Shape::kSlices, kColumns = Shape::kColumns, kBlockK = 128 };
   enum : u32 { kBytesLeft = Shape::kRows * kBlockK, kBytesRight = kColumns * kBlockK };
   enum : u32 { kPartials = Shape::kPartials };
@@ -27,13 +26,15 @@ struct Fp8Mainloop {
   enum : u32 { kParts = kColumns / Mma::kN, kUnits = kSlices * kParts };
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
-  static_assert(!Extra::kSome || (kPartials == 1 && kStageBlocks == 1));
-  static_assert(!Shape::kUnrolls || (kPartials == 1 && kStep == 1 && kStageBlocks == 1));
+  static_assert(!Shape::kUnrolls || (kPartials == 1 && kStep == 1));
+
+  // Nothing reads these members. They keep the binaries as they were: register numbers follow the layout of structs.
+  struct Unread {};
 
   struct Block {
-    u32 slot;  // stage * kStageBlocks + its place there
+    u32 stage;
     typename Scaling::Factors factors;
-    typename Extra::Scales extra;
+    Unread unread;
   };
   using Sums = float[kSlices][kColumns / 2];
   enum : u32 { kPage = Scaling::kPage };
@@ -44,7 +45,7 @@ struct Fp8Mainloop {
   // consumer could start that block's products. On an H200 blocks of 64x64, 64x128, 128x64 and 128x112 tiles got 5 to 8%
   // shorter. From 128x128 on the tensor cores are busy anyhow, and swapped tiles, of which HBM is the limit, lost 1%.
   enum : bool { kPeeks = Shape::kPeeks };
-  static_assert(!kPeeks || (kPartials == 2 && kStageBlocks == 1));
+  static_assert(!kPeeks || kPartials == 2);
   // Whether a block's scales are read behind its products rather than before: one consumer alone has nobody to keep the
   // tensor cores busy meanwhile. It is 2% of such a block; of two consumers the second loses it again.
   enum : bool { kScalesLast = kPeeks && Shape::kConsumers == 1 };
@@ -55,15 +56,14 @@ struct Fp8Mainloop {
   const ProductTurns<Shape::kTurns> turns;
   const u32 lane;
   PipelineCursor<Shape::kStages> at;
-  u32 part = 0;  // of the stage
+  u32 unread_count = 0;
   bool full = false;  // whether that stage is known to be
   u32 opaque_zero;  // zero, but not to the compiler
   float partial[kPartials][Mma::kN / 2];
-  Extra extra;
+  Unread unread;
 
-  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 consumer, u32 lane,
-                        const Extra& extra = Extra())
-      : barriers(barriers), scaling(scaling), left(left), right(right), turns(consumer), lane(lane), extra(extra) {
+  DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 consumer, u32 lane)
+      : barriers(barriers), scaling(scaling), left(left), right(right), turns(consumer), lane(lane) {
     asm volatile("mov.u32 %0, 0;" : "=r"(opaque_zero));
 #pragma unroll
     for (u32 set = 0; set < kPartials; ++set)
@@ -99,8 +99,7 @@ struct Fp8Mainloop {
   DG_DEVICE void resume(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     scaling.begin(first.factors);
     if constexpr (!kStartsFresh) clear(sum);
-    scaling.after_arrival(first.factors, first.slot);
-    extra.read(first.extra, first.slot);
+    scaling.after_arrival(first.factors, first.stage);
     if constexpr (kPartials == 1) {
       one_by_one(sum, blocks, look_ahead, finished);
     } else {
@@ -117,7 +116,6 @@ struct Fp8Mainloop {
   Block first;  // of the tile that was started
 
   DG_DEVICE void clear(Sums& sum) {
-    extra.clear();
 #pragma unroll
     for (u32 slice = 0; slice < kSlices; ++slice)
 #pragma unroll
@@ -143,17 +141,12 @@ struct Fp8Mainloop {
         if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
         go_round(sum, block, place, min_of(others, place / kPage * kPage + kPage));
       }
-    } else if constexpr (kUnits == 1) {
+    } else {
       // Nested, over pages of B's scales and over a page's blocks: a branch in each block, never taken but once in 32,
       // cost 20 of 620 cycles in 128x128 tiles.
       for (u32 place = 0; place < others;) {
         if (place > 0) scaling.weights.turn(place);
         for (const u32 stop = min_of(others, place + kPage); place < stop; ++place) each_block<false>(sum, block, place);
-      }
-    } else {  // there is time for the test in the first unit's product: nested, ptxas' code was 5% slower
-      for (u32 place = 0; place < others; ++place) {
-        if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
-        each_block<false>(sum, block, place);
       }
     }
     look_ahead();
@@ -167,12 +160,12 @@ struct Fp8Mainloop {
 #define DG_STEP(kStage)                         \
   case kStage:                                  \
     if constexpr (kStage < Shape::kStages) {    \
-      block.slot = kStage;                      \
+      block.stage = kStage;                     \
       at.stage = (kStage + 1) % Shape::kStages; \
       each_block<false>(sum, block, place);     \
       if (++place == stop) return;              \
     }
-    switch (block.slot) {
+    switch (block.stage) {
       for (;;) {
         DG_STEP(0) DG_STEP(1) DG_STEP(2) DG_STEP(3) DG_STEP(4) DG_STEP(5) DG_STEP(6) DG_STEP(7)
         DG_STEP(8) DG_STEP(9) DG_STEP(10) DG_STEP(11) DG_STEP(12) DG_STEP(13) DG_STEP(14) DG_STEP(15)
@@ -196,14 +189,9 @@ struct Fp8Mainloop {
     if (kLast && next != nullptr) open(*next, place);
     // For the products that come next; asked for while there is time, since the way from one product to the next is long.
     if (!kLast || next != nullptr) turns.wait();
-    const auto early = ahead<kUnit>(block);
     finish<0>(partial[0]);
-    if constexpr (kLast) {
-      extra.settle();
-      release(block);
-    }
-    promote_unit<kFresh, kUnit>(sum, partial[0], block, early);
-    if constexpr (kLast) extra.template promote<kFresh>(block.extra, block.factors.weight[0]);
+    if constexpr (kLast) release(block);
+    promote_unit<kFresh, kUnit>(sum, partial[0], block);
     if constexpr (!kLast) {
       issue<kUnit + 1>(partial[0], block);
       finished(Index<kUnit>());
@@ -246,9 +234,8 @@ struct Fp8Mainloop {
   DG_DEVICE void all_but_last(Sums& sum, const Block& block, const Finished& finished) {
     if constexpr (kUnit + 1 < kUnits) {
       issue<kUnit + 1>(partial[(kUnit + 1) % 2], block);
-      const auto early = ahead<kUnit>(block);
       finish<1>(partial[kUnit % 2]);
-      promote_unit<false, kUnit>(sum, partial[kUnit % 2], block, early);
+      promote_unit<false, kUnit>(sum, partial[kUnit % 2], block);
       finished(Index<kUnit>());
       all_but_last<kUnit + 1>(sum, block, finished);
     }
@@ -267,59 +254,50 @@ struct Fp8Mainloop {
       issue<0>(partial[1 - kLast], next);
     }
     if constexpr (kPeeks) full = barrier_test(barriers.full(at.stage), at.parity);
-    const auto early = ahead<kUnits - 1>(previous);
     finish<1>(partial[kLast]);
     release(previous);
-    promote_unit<false, kUnits - 1>(sum, partial[kLast], previous, early);
+    promote_unit<false, kUnits - 1>(sum, partial[kLast], previous);
   }
 
   template <u32 kOdd>
   DG_DEVICE void last(Sums& sum, const Block& block) {
     constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
-    const auto early = ahead<kUnits - 1>(block);
     finish<0>(partial[kLast]);
     release(block);
-    promote_unit<false, kUnits - 1>(sum, partial[kLast], block, early);
+    promote_unit<false, kUnits - 1>(sum, partial[kLast], block);
   }
 
   // Waits for the next block's bytes and takes its scales; `place` is its own on the page of B's.
   DG_DEVICE void open(Block& block, u32 place) {
     scaling.before_arrival(block.factors, place);
     arrive(block);
-    scaling.after_arrival(block.factors, block.slot);
-    extra.read(block.extra, block.slot);
+    scaling.after_arrival(block.factors, block.stage);
   }
 
   DG_DEVICE void take_scales(Block& block, u32 place) {
     scaling.before_arrival(block.factors, place);
-    scaling.after_arrival(block.factors, block.slot);
+    scaling.after_arrival(block.factors, block.stage);
   }
 
   DG_DEVICE void arrive(Block& block) {
-    block.slot = at.stage * kStageBlocks + part;
-    if (part == 0 && !(kPeeks && full)) barrier_wait(barriers.full(at.stage), at.parity);
-    if (kStageBlocks == 1 || ++part == kStageBlocks) {
-      part = 0;
-      at.template advance<kStep>();
-    }
+    block.stage = at.stage;
+    if (!(kPeeks && full)) barrier_wait(barriers.full(at.stage), at.parity);
+    unread_count = 0;
+    at.template advance<kStep>();
   }
 
   // After a block's products, and after those of all blocks before it.
-  DG_DEVICE void release(const Block& block) {
-    if (kStageBlocks == 1 || block.slot % kStageBlocks == kStageBlocks - 1)
-      barriers.release(block.slot / kStageBlocks, lane);
-  }
+  DG_DEVICE void release(const Block& block) { barriers.release(block.stage, lane); }
 
   // Starts a unit's product: four instructions of k32 in one group. The next consumer is told at once that it may start: it
   // promotes first, so that it starts after this one, but for a tile's first product.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
-    const u32 a = left + (block.slot * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
-    const u32 b = right + (block.slot * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
+    const u32 a = left + (block.stage * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
+    const u32 b = right + (block.stage * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
     wgmma_fence();
     turns.pass();
     Mma::multiply(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
-    if constexpr (kUnit + 1 == kUnits) extra.issue(block.slot, opaque_zero);
     wgmma_commit();
   }
 
@@ -329,15 +307,9 @@ struct Fp8Mainloop {
     Mma::settle(set);
   }
 
-  template <u32 kUnit>
-  DG_DEVICE typename Scaling::Ahead ahead(const Block& block) const {
-    return scaling.template ahead<kUnit % kParts * Mma::kN>(block.factors);
-  }
-
   template <bool kFresh, u32 kUnit>
-  DG_DEVICE void promote_unit(Sums& sum, const float (&set)[Mma::kN / 2], const Block& block,
-                              const typename Scaling::Ahead& early) {
+  DG_DEVICE void promote_unit(Sums& sum, const float (&set)[Mma::kN / 2], const Block& block) {
     constexpr u32 kSlice = kUnit / kParts, kColumn = kUnit % kParts * Mma::kN;
-    scaling.template promote<kFresh, kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors, early);
+    scaling.template promote<kFresh, kSlice, kColumn, Mma::kN>(&sum[kSlice][kColumn / 2], set, block.factors);
   }
 };

@@ -19,53 +19,39 @@
 
 template <class Tile, class Mma>
 struct Fp8Swapped {
-  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
-  enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
-  enum : u32 { kClusterK = Tile::kClusterK, kConsumersK = Tile::kConsumersK };
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 128 };
+  static_assert(kBlockM % 8 == 0 && kBlockM <= 64);
+  enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kClusterK = Tile::kClusterK };
   // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
-  enum : u32 { kShares = kClusterK * kConsumersK };
-  enum : u32 { kStageBlocks = Tile::kStageBlocks };  // blocks of K in a stage
+  enum : u32 { kShares = kClusterK * kConsumers };
   enum : bool { kTmaStore = Tile::kTmaStore };
 
-  // Consumers of a CTA that share K are a group; groups share the tile's rows, in m64 slices. A tile of fewer rows is
-  // multiplied as 64, what follows it in shared memory standing in for the rows that it lacks: those are not stored.
-  enum : u32 { kGroups = kConsumers / kConsumersK, kSlices = ceil_div(kBlockN, 64 * kGroups) };
-  static_assert(kSlices * 64 * kGroups == kBlockN || (kGroups == 1 && kSlices == 1));
-  static_assert(kGroups * kConsumersK == kConsumers);
-  static_assert(128 % kBlockN == 0 || kSlices <= 2, "rows of one consumer must share a scale");
-  static_assert(kBlockN >= 64 || !kTmaStore);
-  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kShares == 1), "turns need as many units of each");
-
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
-  enum : u32 { kBytesWeights = kBlockN * kBlockK * kStageBlocks };
-  enum : u32 { kBytesTokens = kBlockM * kBlockK * kStageBlocks };
+  enum : u32 { kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockM * kBlockK };
 
   struct Shape {
-    enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
-    enum : u32 { kStageBlocks = Tile::kStageBlocks, kStep = kConsumersK };
-    enum : u32 { kPartials = Tile::kPartials };
-    enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = Fp8Swapped::kSlices };
-    enum : u32 { kTurns = Tile::kTurns };
-    enum : bool { kUnrolls = kTurns > 1, kPeeks = false };
+    enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = 2 };
+    enum : u32 { kStep = kConsumers, kTurns = 1 };
+    enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = 1 };
+    enum : bool { kUnrolls = false, kPeeks = false };
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
-  using Barriers = PipelineBarriers<kStages, kGroups * 4, 1>;
-  using Exchange = ShareExchange<kBlockM, kSlices, kClusterK, kConsumersK, kConsumers>;
+  using Barriers = PipelineBarriers<kStages, 4, 1>;
+  using Exchange = ShareExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
 
-  using Order = BlockOrder<kStageBlocks, kClusterK, kConsumersK>;
-  using Weights = BlockScales<1, Order, (kConsumers < 4)>;
-  using Scaling = ColumnTokens<Weights, kBlockM, Tile::kScalesHeld, Tile::kScalesAhead, kStages, kStageBlocks, kConsumersK>;
+  using Order = BlockOrder<kClusterK, kConsumers>;
+  using Weights = BlockScales<1, Order>;
+  using Scaling = ColumnTokens<Weights, kBlockM>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
-  using Store = TransposedStore<kBlockM, kSlices, Exchange::kOwned>;
+  using Store = TransposedStore<kBlockM, Exchange::kOwned>;
   using Cursor = ProducerCursor;
 
   enum : u32 { kOffsetTokens = kStages * kBytesWeights };
   enum : u32 { kOffsetStaging = kOffsetTokens + kStages * kBytesTokens };
   enum : u32 { kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetScale = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kOffsetBarriers = kOffsetScale + Scaling::kBytes };
+  enum : u32 { kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
-  static_assert(kBlockN >= 64 || kSharedBytes - kOffsetTokens >= 64 * kBlockK, "wgmma would read past the end");
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -102,7 +88,7 @@ struct Fp8Swapped {
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps<1, false>(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<1>(arg, kBlockM, kBlockN);
       meet<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
@@ -116,13 +102,7 @@ struct Fp8Swapped {
       const u32 count = min_of(order.length, prefetched(kBytesWeights, kClusterK > 1 || arg.early_stages > 0));
       with_map<kBlockN, false>(0, weights_loaded(first.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
 #pragma unroll 1
-        for (u32 step = 0; step < count; ++step) {
-          if constexpr (kStageBlocks == 1) {
-            tma_prefetch(map, order.step_block(step) * kBlockK, first.column);
-          } else {
-            tma_prefetch_3d(map, 0, first.column, order.step_block(step));
-          }
-        }
+        for (u32 step = 0; step < count; ++step) tma_prefetch(map, order.step_block(step) * kBlockK, first.column);
       });
     }
     __syncwarp();
@@ -131,16 +111,6 @@ struct Fp8Swapped {
   // Rows of B and of A that are loaded for a tile.
   DG_DEVICE u32 weights_loaded(u32 column) const { return rows_loaded<kBlockN, false>(column, n(), arg.last_columns); }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, false>(row, m(), arg.last_rows); }
-
-  // Blocks of K from `block` on, of the rows from `row` on.
-  template <class... Policy>
-  DG_DEVICE void load(u32 destination, const TensorMap* map, u32 full, u32 block, u32 row, Policy... policy) {
-    if constexpr (kStageBlocks == 1) {
-      tma_load(destination, map, full, block * kBlockK, row, policy...);
-    } else {
-      tma_load_3d(destination, map, full, 0, row, block, policy...);
-    }
-  }
 
   // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and the tokens'
   // scales. One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous
@@ -152,7 +122,8 @@ struct Fp8Swapped {
       const auto load_all = [&](const TensorMap* map, auto... policy) {
         if (arg.early_stages == 0) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step), tile.column, policy...);
+          tma_load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step) * kBlockK,
+                   tile.column, policy...);
         }, EarlyLoads(arg.early_stages, kBytesWeights, kBytesTokens));
       };
       with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
@@ -169,7 +140,8 @@ struct Fp8Swapped {
         wait_for_previous_kernel();
         allow_next_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          load(shared + kOffsetTokens + stage * kBytesTokens, map, barriers.full(stage), order.step_block(step), tile.row);
+          tma_load(shared + kOffsetTokens + stage * kBytesTokens, map, barriers.full(stage),
+                   order.step_block(step) * kBlockK, tile.row);
         });
       });
   }
@@ -177,45 +149,40 @@ struct Fp8Swapped {
   // This one has the least to do, and says for all how many bytes come.
   DG_DEVICE void produce_scales(Scheduler tile) {
     Cursor cursor;
-    u32 slot = 0;
     const Order order(blocks(), rank_k(), 0);
     for (; tile.valid(); tile.advance()) {
       const u32 rows = tokens_loaded(tile.row);
-      const u32 bytes = (weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4)) * kStageBlocks;
+      const u32 bytes = weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4);
       with_map<kBlockM, false>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
         wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
-          const u32 to = Scaling::kSlots == kStages ? stage : slot;
-          tma_load(shared + kOffsetScale + to * Scaling::kStageBytes, map, barriers.full(stage), tile.row,
-                   order.step_block(step));
-          slot = slot + 1 == Scaling::kSlots ? 0 : slot + 1;
+          const u32 to = shared + kOffsetScale + stage * Scaling::kStageBytes;
+          tma_load(to, map, barriers.full(stage), tile.row, order.step_block(step));
         });
       });
     }
   }
 
-  // One warpgroup: rows [64 * kSlices * its group, + 64 * kSlices) of every tile's weights, and a share of K.
+  // One warpgroup: a share of K of every tile.
   DG_DEVICE void consume() {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const u32 group = consumer / kConsumersK, turn = consumer % kConsumersK;
-    const u32 first_row = group * 64 * kSlices, share = rank_k() * kConsumersK + turn;
+    const u32 group = consumer / kConsumers, turn = consumer % kConsumers;
+    const u32 first_row = group * 64, share = rank_k() * kConsumers + turn;
     const u32 staging = shared + kOffsetStaging + consumer * Store::kBytes;
     const Order order(blocks(), rank_k(), turn);
-    float sum[kSlices][kBlockM / 2];
+    float sum[1][kBlockM / 2];
 
     Scheduler tile(arg.raster);
     const auto part = [&](const Scheduler& of) { return typename Weights::Part{{(of.column + first_row) / 128}, order}; };
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
-    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8, turn),
-                      uniform(descriptor_low(shared + first_row * kBlockK)),
+    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8), uniform(descriptor_low(shared + first_row * kBlockK)),
                       uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
     mainloop.at.stage = turn;
     if (arg.early_stages == 0) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
-    mainloop.turns.begin();
     while (tile.valid()) {
       mainloop.multiply(sum, uniform(order.mine()), [] {});
       const u32 row = tile.row, column = tile.column + first_row;
@@ -233,10 +200,9 @@ struct Fp8Swapped {
         const u32 token = row + (kShares == 1 ? 0 : share * Exchange::kOwned * 8);
         Store::copy(staging, arg.d, arg.d_stride, token, column, min_of(m(), row + kBlockM), n(), warp, lane);
       } else {
-        store_direct_transposed<kBlockM, kSlices>(arg.d, arg.d_stride, sum, row, column, m(),
+        store_direct_transposed<kBlockM>(arg.d, arg.d_stride, sum, row, column, m(),
                                                   min_of(n(), column + kBlockN), warp, lane, wanted);
       }
     }
-    mainloop.turns.end();
   }
 };

@@ -117,8 +117,8 @@ struct RowTokens {
   DG_DEVICE void begin(Factors& factors) { weights.begin(factors.weight); }
   DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
 
-  DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
-    const u32 address = tokens + slot * kBlockBytes;
+  DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
+    const u32 address = tokens + stage * kBlockBytes;
 #pragma unroll
     for (u32 slice = 0; slice < kSlices; ++slice) {
       factors.token[slice][0] = load_shared(address + slice * 256);
@@ -126,110 +126,52 @@ struct RowTokens {
     }
   }
 
-  struct Ahead {};
-  template <u32 kColumn>
-  DG_DEVICE Ahead ahead(const Factors&) const {
-    return {};
-  }
-
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
-  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, const Ahead&) const {
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
     ::promote<kFresh, Columns, kColumns, kColumn>(sum, partial, factors.token[kSlice], factors.weight);
   }
 };
 
 // Tokens on the columns of accumulators, weights on the rows: all rows of a consumer lie in one block of B's scales, and
-// a thread has two of every eight tokens. Their scales are read once a block of K where registers allow it, else just before
-// they are used: shared memory gives registers 128 bytes a cycle, of which wide tiles have few to spare (a trial of 136x256
-// took 267 us for 263 x 30272 x 15104 on an H200, and 198 with scales made up). What is used late may be read when the
-// block's stage has been let go, so that such scales have a ring of their own, one block a consumer longer: new ones come to
-// where a block's were only once the stage of the consumer's next block is let go, and those products follow the promotion
-// of this one.
-template <class Weights, u32 kTokens, bool kHeld, u32 kAhead, u32 kStages, u32 kStageBlocks, u32 kStep>
+// a thread has two of every eight tokens.
+template <class Weights, u32 kTokens>
 struct ColumnTokens {
-  enum : u32 { kStageBytes = ceil_div(kStageBlocks * kTokens * 4, 128) * 128 };  // TMA's alignment
-  enum : u32 { kSlots = kStages + (kHeld ? 0 : kStep), kBytes = kSlots * kStageBytes };
-  static_assert(kHeld || (kStageBlocks == 1 && kAhead > 0));
+  enum : u32 { kStageBytes = ceil_div(kTokens * 4, 128) * 128 };  // TMA's alignment
   struct Factors {
     float weight[1];
-    float token[kHeld ? kTokens / 4 : 1];
-    u32 from;  // where the tokens' scales are
+    float token[kTokens / 4];  // times the weight's
+    u32 from;                  // address of this thread's first scale of A in the stage
   };
   enum : bool { kStartsFresh = false };
   enum : u32 { kPage = Weights::kPage };
 
   Weights weights;
-  const u32 tokens;  // address of this thread's first scale of A in slot 0
-  u32 late_slot;     // of the next block's scales, where they have a ring of their own
+  const u32 tokens;  // address of this thread's first scale of A in stage 0
 
-  DG_DEVICE ColumnTokens(const Weights& weights, u32 tokens, u32 first_slot)
-      : weights(weights), tokens(tokens), late_slot(first_slot) {}
+  DG_DEVICE ColumnTokens(const Weights& weights, u32 tokens) : weights(weights), tokens(tokens) {}
 
   DG_DEVICE void begin(Factors& factors) { weights.begin(factors.weight); }
   DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
 
-  DG_DEVICE void after_arrival(Factors& factors, u32 slot) {
-    if constexpr (kHeld) {
-      factors.from = tokens + slot / kStageBlocks * kStageBytes + slot % kStageBlocks * kTokens * 4;
+  DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
+    factors.from = tokens + stage * kStageBytes;
 #pragma unroll
-      for (u32 i = 0; i < kTokens / 4; i += 2) {
-        load_shared_pair(factors.from + i * 16, factors.token[i], factors.token[i + 1]);
-        factors.token[i] *= factors.weight[0];
-        factors.token[i + 1] *= factors.weight[0];
-      }
-    } else {
-      factors.from = tokens + late_slot * kStageBytes;
-      late_slot += kStep;
-      if (late_slot >= kSlots) late_slot -= kSlots;
-    }
-  }
-
-  // Of scales that are read late, the first `kAhead` pairs of a unit: asked for while its products run, so that promotion
-  // need not begin with a wait.
-  struct Ahead {
-    float token[kHeld ? 1 : 2 * kAhead];
-  };
-  template <u32 kColumn>
-  DG_DEVICE Ahead ahead(const Factors& factors) const {
-    if constexpr (kHeld) {
-      return {};
-    } else {
-      Ahead early;
-#pragma unroll
-      for (u32 i = 0; i < 2 * kAhead; i += 2) pair<kColumn>(factors, i / 2, early.token[i], early.token[i + 1]);
-      return early;
+    for (u32 i = 0; i < kTokens / 4; i += 2) {
+      load_shared_pair(factors.from + i * 16, factors.token[i], factors.token[i + 1]);
+      factors.token[i] *= factors.weight[0];
+      factors.token[i + 1] *= factors.weight[0];
     }
   }
 
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
-  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors, const Ahead& early) const {
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
 #pragma unroll
     for (u32 i = 0; i < kColumns / 2; i += 4) {  // eight tokens, two of them here, in two rows
-      float even, odd;
-      if constexpr (kHeld) {
-        even = factors.token[(kColumn + 2 * i) / 4];
-        odd = factors.token[(kColumn + 2 * i) / 4 + 1];
-      } else {
-        if (i / 4 < kAhead) {
-          even = early.token[i / 2];
-          odd = early.token[i / 2 + 1];
-        } else {
-          pair<kColumn>(factors, i / 4, even, odd);
-        }
-      }
+      const float even = factors.token[(kColumn + 2 * i) / 4], odd = factors.token[(kColumn + 2 * i) / 4 + 1];
       add<kFresh>(sum[i], even, partial[i]);
       add<kFresh>(sum[i + 1], odd, partial[i + 1]);
       add<kFresh>(sum[i + 2], even, partial[i + 2]);
       add<kFresh>(sum[i + 3], odd, partial[i + 3]);
     }
-  }
-
- private:
-  // Of the `count`-th eight tokens from a column on, the factors of the two that are this thread's.
-  template <u32 kColumn>
-  DG_DEVICE void pair(const Factors& factors, u32 count, float& even, float& odd) const {
-    load_shared_pair(factors.from + (kColumn + 8 * count) * 4, even, odd);
-    even *= factors.weight[0];
-    odd *= factors.weight[0];
   }
 };

@@ -5,7 +5,7 @@
 #include "warpgroup.cuh"
 
 // One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
-// behind stores, or tells their owner where the sums are.
+// behind stores.
 template <class Gemm>
 DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   using Areas = typename Gemm::Areas;
@@ -30,33 +30,24 @@ DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   wait_for_previous_kernel();
   for (; tile.valid(); go_on()) {
     look_ahead();
-    bool owned = true;
-    if constexpr (Gemm::kStreams) owned = tile.owned();
-    if (Gemm::kTmaStore || !owned) {
-      if (Gemm::kTmaStore && lane == 0) tma_store_wait_read<0>();  // of the tile before
-      __syncwarp();
-      Areas::free_all();
+    if (lane == 0) tma_store_wait_read<0>();  // of the tile before
+    __syncwarp();
+    Areas::free_all();
 #pragma unroll 1  // few registers
-      for (u32 i = 0; i < Gemm::kConsumers * kParts; ++i) {
-        const u32 consumer = i % Gemm::kConsumers, part = i / Gemm::kConsumers;
-        const u32 row = tile.row + consumer / Gemm::kConsumersK * 64 * Gemm::kSlices;
-        const u32 column = (gemm.rank_k() * Gemm::kConsumersK + consumer % Gemm::kConsumersK) * Gemm::kColumns;
-        Areas::template wait_until_full<kParts>(consumer, part);
-        if (lane == 0 && owned) {
-          const u32 area = gemm.shared + Areas::offset(consumer, 0);
-          fence_shared_to_tma();
-          with_policy(gemm.arg.leave_first & kLeavesD, [&](auto... policy) {
-            Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(),
-                                                gemm.n(), part, policy...);
-          });
-        }
-        __syncwarp();
+    for (u32 i = 0; i < Gemm::kConsumers * kParts; ++i) {
+      const u32 consumer = i % Gemm::kConsumers, part = i / Gemm::kConsumers;
+      const u32 row = tile.row + consumer * 64 * Gemm::kSlices, column = gemm.rank_k() * Gemm::kColumns;
+      Areas::template wait_until_full<kParts>(consumer, part);
+      if (lane == 0) {
+        const u32 area = gemm.shared + Areas::offset(consumer, 0);
+        fence_shared_to_tma();
+        with_policy(gemm.arg.leave_first & kLeavesD, [&](auto... policy) {
+          Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(),
+                                              gemm.n(), part, policy...);
+        });
       }
-    }
-    if constexpr (Gemm::kStreams) {
-      if (lane == 0 && !owned) gemm.workspace().announce();
       __syncwarp();
     }
   }
-  if (Gemm::kTmaStore && lane == 0) tma_store_wait_read<0>();  // shared memory must stay till then
+  if (lane == 0) tma_store_wait_read<0>();  // shared memory must stay till then
 }

@@ -7,8 +7,6 @@
 // edge: what lies outside is not loaded (see box.cuh) and not stored, and all CTAs of a cluster go through the same stages.
 template <u32 kBlockM, u32 kBlockN, u32 kClusterM, u32 kClusterN, u32 kClusterK>
 struct TileScheduler {
-  enum : bool { kStreams = false };
-
   const Raster* raster;
   u32 count, stride, index;
   u32 row, column;  // of this CTA's current tile: its first element, or with a block size of 1 its place among tiles
@@ -30,7 +28,6 @@ struct TileScheduler {
   }
 
   DG_DEVICE bool valid() const { return index < count; }
-  static DG_DEVICE u32 gathered() { return 0; }
   // Tiles in a row of them, those past the edge counted.
   DG_DEVICE u32 columns() const { return raster->columns * kClusterN; }
 

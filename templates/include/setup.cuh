@@ -6,16 +6,12 @@
 #include "warpgroup.cuh"
 
 // The maps that loads begin with. To be called by a thread that has nothing else to do yet.
-template <u32 kSegments, bool kExtra>
+template <u32 kSegments>
 DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg, u32 block_m, u32 block_n) {
 #pragma unroll
   for (u32 segment = 0; segment < kSegments; ++segment) tma_prefetch_map(arg.map_b[segment]);
   tma_prefetch_map(arg.map_a);
   tma_prefetch_map(arg.map_scale_a);
-  if constexpr (kExtra) {
-    tma_prefetch_map(arg.map_a_extra);
-    tma_prefetch_map(arg.map_scale_a_extra);
-  }
   if (arg.last_columns < block_n) tma_prefetch_map(arg.map_b_last);
   if (arg.last_rows < block_m) {
     tma_prefetch_map(arg.map_a_last);

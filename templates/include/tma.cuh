@@ -33,25 +33,6 @@ DG_DEVICE void tma_prefetch(const TensorMap* map, u32 x, u32 y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
-DG_DEVICE void tma_prefetch_3d(const TensorMap* map, u32 x, u32 y, u32 z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
-               ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
-}
-
-// A load from a tensor of three dimensions.
-DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
-}
-
-DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
-      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
-}
-
 // The same box to the same offset of every CTA in `mask`, each completing on its own barrier at that offset.
 DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u16 mask) {
   asm volatile(
@@ -65,12 +46,6 @@ DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 bar
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5, %6;"
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask), "l"(policy) : "memory");
-}
-
-// Bytes that lie one after the other, without a map.
-DG_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // Goes on with that policy or with none. By branches, as with maps: what is chosen would be an operand of every load.
@@ -101,9 +76,6 @@ template <u32 kPending = 0>
 DG_DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-
-// Orders ordinary writes of global memory, this thread's or those that it has acquired, before later TMA reads of them.
-DG_DEVICE void fence_global_to_tma() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Orders ordinary shared-memory writes, this thread's or those of threads that it has met at a barrier since, before later
 // TMA reads of them: the fence has to lie on the way from write to read, in the CTA of the latter (Lustig et al.,

@@ -20,15 +20,6 @@ struct Index {
   enum : u32 { kValue = kNumber };
 };
 
-template <bool kFirst, class First, class Second>
-struct Either {
-  using Type = First;
-};
-template <class First, class Second>
-struct Either<false, First, Second> {
-  using Type = Second;
-};
-
 // The same value, but of unknown origin to the compiler, which else computes cheap ones again wherever they are used.
 DG_DEVICE u32 opaque(u32 value) {
   u32 same;

@@ -261,14 +261,14 @@ def test_killed_inside_a_real_compiler(
     assert victim.stdout is not None
     assert victim.stdout.readline() == "compiling\n"
     if kind == "nvcc":
-        wait_for(lambda: any(scratch.glob("deep_gemm-nvcc-*")))
+        wait_for(lambda: any(scratch.glob("deep_gemm-tool-*")))
     time.sleep(0.1)
     kill(victim)
     root = tmp_path / "root"
     assert entries(root) == 0, "it was to be killed before it had compiled"
 
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    for left in scratch.glob("deep_gemm-nvcc-*"):
+    for left in scratch.glob("deep_gemm-tool-*"):
         os.utime(left, (0, 0))
     with settings.override(use_nvrtc=kind == "nvrtc"):
         compiler = choose()

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from deep_gemm import ahead
+from deep_gemm.aot import build
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.jit import default_builder
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.log import reset_warnings
-from deep_gemm.workload import GemmShape
 
 SHAPES = [GemmShape(m, 576, 7168) for m in (1, 64, 256)]
 TOTAL = 4  # three products and the transpose of scales
@@ -79,7 +79,7 @@ def counts(before: dict[str, float]) -> dict[str, float]:
 def test_a_pool_of_threads_shares_the_cache() -> None:
     before = default_builder().stats
     with ThreadPoolExecutor(2) as pool:
-        summary = ahead.precompile(SHAPES, executor=pool)
+        summary = build.precompile(SHAPES, executor=pool)
     assert (len(summary.outcomes), summary.count("compiled")) == (TOTAL, TOTAL)
     assert counts(before) == {"compiled": TOTAL, "adopted": 0}
 
@@ -91,7 +91,7 @@ def test_what_workers_with_caches_of_their_own_build_is_adopted(
     before = default_builder().stats
     seen: list[int] = []
     with start(DG_JIT_CACHE_DIR=str(tmp_path / "theirs")) as pool:
-        summary = ahead.precompile(SHAPES, executor=pool, progress=lambda outcome, done, total: seen.append(done))
+        summary = build.precompile(SHAPES, executor=pool, progress=lambda outcome, done, total: seen.append(done))
     assert (len(summary.outcomes), summary.count("compiled")) == (TOTAL, TOTAL)
     assert counts(before) == {"compiled": 0, "adopted": TOTAL}
     assert seen == [1, 2, 3, 4]
@@ -100,14 +100,14 @@ def test_what_workers_with_caches_of_their_own_build_is_adopted(
         assert outcome.binary is not None
         assert Path(outcome.binary.source_path or "").is_relative_to(cache_dir)
     assert DiskCache(cache_dir).info()["entries"] == TOTAL
-    assert ahead.precompile(SHAPES).count("memory") == TOTAL
+    assert build.precompile(SHAPES).count("memory") == TOTAL
 
 
 def test_a_process_that_shares_the_disk_writes_it_once(cache_dir: Path, worker: Callable[..., Executor]) -> None:
     before = default_builder().stats
     pool = worker(DG_JIT_CACHE_DIR=str(cache_dir))
-    assert ahead.precompile(SHAPES, executor=pool).count("compiled") == TOTAL
-    assert ahead.precompile(SHAPES, executor=pool).count("memory") == TOTAL
+    assert build.precompile(SHAPES, executor=pool).count("compiled") == TOTAL
+    assert build.precompile(SHAPES, executor=pool).count("memory") == TOTAL
     assert counts(before) == {"compiled": 0, "adopted": 0}
 
 
@@ -125,7 +125,7 @@ class Deadly(Executor):
 
 def test_a_worker_that_dies_costs_nothing_but_time(caplog: pytest.LogCaptureFixture, cache_dir: Path) -> None:
     with process_pool() as pool, caplog.at_level(logging.WARNING, "deep_gemm"):
-        summary = ahead.precompile(SHAPES, executor=Deadly(pool))
+        summary = build.precompile(SHAPES, executor=Deadly(pool))
     assert (len(summary.outcomes), summary.failed) == (TOTAL, [])
     assert DiskCache(cache_dir).info()["entries"] == TOTAL
     (record,) = caplog.records
@@ -137,7 +137,7 @@ def test_what_other_settings_made_is_refused_and_built_here(
 ) -> None:
     before = default_builder().stats
     pool = worker(DG_JIT_WITH_LINEINFO="1", DG_JIT_CACHE_DIR=str(tmp_path / "theirs"))
-    summary = ahead.precompile(SHAPES[:1], executor=pool)
+    summary = build.precompile(SHAPES[:1], executor=pool)
     assert summary.failed == []
     assert counts(before) == {"compiled": 2, "adopted": 0}
     (record,) = caplog.records
@@ -148,7 +148,7 @@ def test_what_other_settings_made_is_refused_and_built_here(
 def test_an_error_of_a_worker_comes_back(worker: Callable[..., Executor], tmp_path: Path) -> None:
     before = default_builder().stats
     pool = worker(DG_JIT_FORBID_COMPILE="1", DG_JIT_CACHE_DIR=str(tmp_path / "theirs"))
-    summary = ahead.precompile(SHAPES[:1], executor=pool)
+    summary = build.precompile(SHAPES[:1], executor=pool)
     assert [str(outcome.error).split()[0] for outcome in summary.failed] == ["DG_JIT_FORBID_COMPILE"] * 2
     assert {shape for outcome in summary.failed for shape in outcome.shapes} == {SHAPES[0]}
     assert counts(before) == {"compiled": 0, "adopted": 0}

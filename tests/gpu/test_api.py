@@ -152,6 +152,31 @@ def test_what_is_refused(operands: tuple[Operand, Operand], expected: torch.Tens
     assert torch.equal(call(a, b), expected)
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_weights_may_be_parameters_in_grad_mode(
+    operands: tuple[Operand, Operand], expected: torch.Tensor, ready: bool
+) -> None:
+    """As callers inside an autograd.Function and Transformers' linear layers pass them: nothing is recorded."""
+    (a, sfa), b = operands
+    a = (a, deep_gemm.get_mn_major_tma_aligned_tensor(sfa) if ready else sfa)
+    weights = tuple(torch.nn.Parameter(tensor) for tensor in b)
+    assert torch.is_grad_enabled()
+    assert all(weight.requires_grad for weight in weights)
+    outputs = [nan_output(M, N) for _ in range(2)]
+    for d in outputs * 2:  # cold, a replay, and warm
+        deep_gemm.fp8_gemm_nt(a, weights, d)
+        assert torch.equal(d, expected)
+        assert not d.requires_grad
+        d.fill_(float("nan"))
+    d = nan_output(M, N).requires_grad_()
+    for _ in range(2):
+        with pytest.raises(InvalidInputError, match="d requires grad"):
+            deep_gemm.fp8_gemm_nt(a, weights, d)
+        with torch.no_grad():
+            deep_gemm.fp8_gemm_nt(a, weights, d)
+    assert torch.equal(d, expected)
+
+
 @cuda_only
 @pytest.mark.parametrize("elsewhere", ["a", "sfa", "b", "sfb", "d"])
 def test_mixed_devices_are_refused(operands: tuple[Operand, Operand], elsewhere: str) -> None:

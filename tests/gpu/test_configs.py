@@ -1,4 +1,4 @@
-"""Every legal config in turn, whatever the selector thinks of it, against the oracle."""
+"""Every legal config, whatever the selector thinks of it, against the oracle."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from forced import compiled, force, load, nvrtc
-from golden_renders import PLAIN, SMALL, SWAPPED, make_params
+from golden_renders import FAMILIES, make_params
 from gpu_cases import DEVICE
 
 from deep_gemm import engine, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.kernels.sm90_fp8_swapped import scales_held
-from deep_gemm.params import FP8Config, GemmConfig, KernelParams, SmallConfig, SwappedConfig, align
+from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
 from deep_gemm.reference import exact_product
+from deep_gemm.spec import align
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 
 ALL_SMS = SM90.num_sms
@@ -41,11 +41,7 @@ SHAPES = [
 # For element by element stores, of odd widths.
 DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
 
-# Tokens past the m64 slices of a tile of 136 to 272: some there, some not; with odd M and N where elements are stored.
-TALL_SHAPES = [(259, 392, 384, ALL_SMS), (531, 776, 272, FEW_SMS)]
-TALL_DIRECT_SHAPES = [(259, 333, 400, ALL_SMS), (131, 141, 272, FEW_SMS)]
-
-# There are more swapped configs, so each gets fewer shapes; between them these leave tiles short along M, N and K.
+# Between them these leave swapped tiles short along M, N and K.
 SWAPPED_SHAPES = [
     (300, 776, 656, FEW_SMS),  # many tiles a CTA, and a block of K cut short
     (8, 1003, 896, ALL_SMS),  # pieces of eight columns do not end where D does; its rows are padded
@@ -53,71 +49,39 @@ SWAPPED_SHAPES = [
     (300, 776, 4240, FEW_SMS),  # 34 blocks: scales of B are fetched 32 at a time, and so are the next tile's
 ]
 SWAPPED_DIRECT_SHAPES = [(269, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
-# Where a stage holds several blocks of K, these are whole; the output is stored element by element anyway.
-NARROW_SHAPES = [
-    (300, 777, 640, FEW_SMS),
-    (7, 1000, 896, ALL_SMS),
-    (65, 141, 128, ALL_SMS),
-    (40, 392, 4224, ALL_SMS),
-    (1, 1, 384, ALL_SMS),
-]
-
-# All of K fits into shared memory, and there is a CTA for each tile, on however many SMs.
-SMALL_SHAPES = [
-    (100, 2112, 1024, ALL_SMS),
-    (333, 592, 912, ALL_SMS),
-    (7, 1003, 896, ALL_SMS),  # pieces of four columns do not end where D does
-    (33, 80, 16, ALL_SMS),
-    (65, 144, 128, ALL_SMS),
-    (200, 400, 256, ALL_SMS),
-    (130, 264, 384, ALL_SMS),
-]
-SMALL_DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, ALL_SMS), (1, 1, 128, ALL_SMS)]
+# For configs that calls do not choose among: they are surveyed, and may be chosen one day.
+OTHER_SHAPES = [(333, 592, 1552, ALL_SMS), (300, 776, 4240, FEW_SMS)]
 
 Shape = tuple[int, int, int, int]
-
-
-def narrow(config: GemmConfig) -> bool:
-    """Whether a stage of ``config`` holds several blocks of K."""
-    return isinstance(config, SwappedConfig) and config.stage_blocks > 1
 
 
 def entry(params: KernelParams) -> str:
     return kernels.get(params.kernel).entry(params)
 
 
-PLAIN_CONFIGS: list[FP8Config] = list(PLAIN.configs(SM90))
-SWAPPED_CONFIGS: list[FP8Config] = list(SWAPPED.configs(SM90))
-SMALL_CONFIGS: list[FP8Config] = list(SMALL.configs(SM90))
-ALL_CONFIGS = PLAIN_CONFIGS + SWAPPED_CONFIGS + SMALL_CONFIGS
-USUAL = [make_params(config) for config in ALL_CONFIGS]  # by TMA, but for narrow tiles
-DIRECT = [make_params(c, store="direct") for c in ALL_CONFIGS if not narrow(c)]
+SERVING = [config for kernel in FAMILIES for config in kernel.configs(SM90)]
+LEGAL = [config for kernel in FAMILIES for config in kernel.legal(SM90)]
+USUAL, DIRECT = ([make_params(config, store) for config in LEGAL] for store in ("tma", "direct"))
 
 
 def shapes_of(params: KernelParams) -> list[Shape]:
-    """The shapes that a config is forced on: a few thousand checks in all."""
-    if narrow(params.config):
-        return NARROW_SHAPES
-    if isinstance(params.config, SmallConfig):
-        return SMALL_SHAPES if params.store == "tma" else SMALL_DIRECT_SHAPES
+    """The shapes that a config is forced on: a thousand checks in all."""
+    direct = params.store == "direct"
+    if params.config not in SERVING:
+        return DIRECT_SHAPES[:1] if direct else OTHER_SHAPES
     if isinstance(params.config, SwappedConfig):
-        return SWAPPED_SHAPES if params.store == "tma" else SWAPPED_DIRECT_SHAPES
-    assert isinstance(params.config, FP8Config)
-    if params.config.extra_tokens:
-        return SHAPES + TALL_SHAPES if params.store == "tma" else DIRECT_SHAPES + TALL_DIRECT_SHAPES
-    return SHAPES if params.store == "tma" else DIRECT_SHAPES
+        return SWAPPED_DIRECT_SHAPES if direct else SWAPPED_SHAPES
+    return DIRECT_SHAPES if direct else SHAPES
 
 
 def launched_early() -> list[KernelParams]:
-    """One config for each way to share K, width of tile, residency, way to store, and to bring tokens' scales or tokens
-    past the slices."""
+    """One config for each way to share K, width of tile, residency, and way to store."""
     chosen: dict[tuple[object, ...], KernelParams] = {}
     for params in USUAL + DIRECT:
         c = params.config
         assert isinstance(c, FP8Config)
-        split = (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k, c.ctas_per_sm)
-        late = isinstance(c, SwappedConfig) and not scales_held(c)
-        chosen.setdefault((params.kernel, params.store, c.block_n, *split, c.extra_tokens > 0, late), params)
+        split = (c.cluster_m, c.cluster_n, c.cluster_k, getattr(c, "consumers_k", 1), c.ctas_per_sm)
+        chosen.setdefault((params.kernel, params.store, c.block_n, *split, getattr(c, "persistent", True)), params)
     return list(chosen.values())
 
 
@@ -173,30 +137,25 @@ def test_every_config(loaded: Loaded, params: KernelParams, shape: Shape) -> Non
     check(params, loaded(params), shape)
 
 
-def ragged_k(config: GemmConfig) -> int:
-    """A K that does not end with a block, where that is legal."""
-    return 1008 if isinstance(config, SmallConfig) else 1536 if narrow(config) else 1552
+RAGGED = (333, 592, 1552)
+"""M, N and K that no tile divides."""
 
 
 def hundred_runs(params: KernelParams, function: Function, pdl: bool = False, constant_b: bool = False) -> torch.Tensor:
-    """The output of a hundred runs, checked to be the same bits; ragged along M, N and, where that is legal, K. CTAs
-    that do more than one tile also run on few SMs, where each has many, and hands one over to the next."""
-    k = ragged_k(params.config)
-    a, b = real_data(333, 592, k)
+    """The output of a hundred runs on `RAGGED`, checked to be the same bits. CTAs that do more than one tile also run
+    on few SMs, where each has many, and hands one over to the next."""
+    (m, n, _), (a, b) = RAGGED, real_data(*RAGGED)
     stream = engine.raw_stream(torch.cuda.current_device())
-    config = params.config
-    assert isinstance(config, FP8Config)
     found = []
-    for num_sms in (ALL_SMS, FEW_SMS) if config.persistent else (ALL_SMS,):
-        outputs = torch.full((100, 333, 592), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    for num_sms in (ALL_SMS, FEW_SMS) if getattr(params.config, "persistent", True) else (ALL_SMS,):
+        outputs = torch.full((100, m, n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
         # Prepared first: they then follow each other without a gap, so that one can disturb the next.
         for run in [force(params, function, a, b, d, num_sms, stream, pdl, constant_b) for d in outputs]:
             run()
         assert_close_to_exact(outputs[0], *a, *b)
         assert torch.equal(outputs, outputs[:1].expand_as(outputs))
         found.append(outputs[0])
-    # Dealt out over fewer CTAs, blocks of K are added up in other pieces.
-    assert config.stream_k or torch.equal(found[0], found[-1])
+    assert torch.equal(found[0], found[-1])
     return found[0]
 
 
@@ -209,7 +168,7 @@ def test_a_hundred_runs_agree_bit_for_bit(loaded: Loaded, params: KernelParams) 
 def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
     """Each begins, and reads B, while the one before it still runs; the bits are those of an ordinary launch."""
     early = hundred_runs(params, loaded(params), pdl=True, constant_b=True)
-    a, b = real_data(333, 592, ragged_k(params.config))
+    a, b = real_data(*RAGGED)
     alone = torch.full_like(early, float("nan"))
     force(params, loaded(params), a, b, alone, ALL_SMS, engine.raw_stream(torch.cuda.current_device()))()
     assert torch.equal(early, alone)

@@ -14,12 +14,12 @@ import torch
 from containers import read_only
 
 import deep_gemm
-from deep_gemm import ahead
-from deep_gemm.ahead import precompile
+from deep_gemm.aot import build
+from deep_gemm.aot.build import precompile
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.jit.builder import default_builder
 from deep_gemm.settings import settings
 from deep_gemm.testing import calc_diff, random_operands
-from deep_gemm.workload import GemmShape
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1488), (100, 1488), (1000, 1488), (100, 1491)])
@@ -69,7 +69,7 @@ def test_a_pack_is_all_that_a_container_needs(root: str, tmp_path: Path) -> None
     shapes = [GemmShape(1, 1488, 1680), GemmShape(77, 1488, 1680), GemmShape(1000, 1488, 1680)]
     pack = tmp_path / "kernels.dgpack"
     with settings.override(cache_dir=tmp_path / "cache"):
-        ahead.pack(ahead.precompile(shapes), pack)
+        build.pack(build.precompile(shapes), pack)
     bare = tmp_path / "bare"
     bare.mkdir(mode=0o500)
     before = read_only(tmp_path) if root == "read-only" else []

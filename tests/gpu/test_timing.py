@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, costs, run, timing
-from deep_gemm.workload import GemmShape
 
 SHAPE = GemmShape(64, 4096, 4096)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, provenance, run, shapes, summary, timing
-from deep_gemm.workload import GemmShape
 
 
 def test_random_shapes_are_the_same_for_a_seed_and_spread_evenly_in_the_logarithm() -> None:

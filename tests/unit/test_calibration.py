@@ -15,7 +15,9 @@ import torch
 from click.testing import CliRunner
 
 from deep_gemm import arch
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import fit, survey
+from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
 from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.features import Features
@@ -34,7 +36,6 @@ from deep_gemm.select.calibration import (
 )
 from deep_gemm.select.model import estimate, features, parts
 from deep_gemm.select.power import Power
-from deep_gemm.workload import GemmShape
 
 MANY = default().many_tokens
 SHAPES = [
@@ -249,7 +250,7 @@ def test_launches_that_overlap_are_shorter_and_no_less_right() -> None:
     alone = rows(default(), "many_tokens")
     hidden = {"flush": 0.0, "promised": 3.0, "unpromised": 2.0}
     for index, row in enumerate(alone):
-        row["mode"] = survey.LAUNCH_MODES[index % 3]
+        row["mode"] = LAUNCH_MODES[index % 3]
         row["times"] = {name: us - hidden[row["mode"]] for name, us in row["times"].items()}
     data = fit.Data.of(alone, arch.SM90)
     right, least = (data.loss(MANY, hidden=torch.tensor(us)) for us in ([0.0, 3.0, 2.0], [0.0, 0.0, 0.0]))
@@ -311,7 +312,7 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     assert result.exit_code == 0, result.output
     shapes, modes, within, seconds, _ = asked
     assert shapes == surveyed(160, seed=1, public=True, min_m=1, max_m=8192)
-    assert (modes, within, seconds) == (survey.MODES, survey.WITHIN, 7.0)
+    assert (modes, within, seconds) == (SURVEY_MODES, WITHIN, 7.0)
     assert json.loads(names["a model"].read_text())["fit"]["many_tokens"]["shapes"] == 90
 
 

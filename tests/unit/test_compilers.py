@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from compilers import fake_library as library
+from compilers import fake_nvcc as nvcc
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit import disassembler
@@ -68,16 +70,6 @@ def test_resources_survive_json() -> None:
         Resources.from_json({"registers": 1})
 
 
-def library(path: Path, build_id: bytes, padding: int = 0) -> str:
-    """A file with an ELF header and one note, which is all that anybody looks at."""
-    note = struct.pack("<III", 4, len(build_id), 3) + b"GNU\0" + build_id
-    header = b"\x7fELF\x02\x01\x01" + bytes(25) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 1)
-    program = struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(note), len(note), 4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(header.ljust(64, b"\0") + program + note + bytes(padding))
-    return str(path)
-
-
 def test_a_library_is_known_by_its_build_id(tmp_path: Path) -> None:
     assert elf.identity(library(tmp_path / "a.so", b"\x01" * 20)) == "01" * 20
     # Elsewhere, and padded differently: the same build.
@@ -109,6 +101,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(find, "driver_release", lambda: None)
     monkeypatch.setattr(find, "_toolkits", lambda: [settings.cuda_home] if settings.cuda_home else [])
     monkeypatch.setattr(find, "_loaded", list)
+    monkeypatch.setattr(find.sys, "prefix", str(tmp_path / "no-prefix"))
     monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
@@ -116,19 +109,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     reset_warnings()
     yield tmp_path
     find.forget()
-
-
-def nvcc(path: Path, version: str = "13.0.88", body: str = "exit 3") -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    release = version.rpartition(".")[0]
-    path.write_text(
-        "#!/bin/sh\n"
-        'if [ "$1" = --version ]; then\n'
-        f'echo "Cuda compilation tools, release {release}, V{version}"\n'
-        f'echo "Build cuda_{release}.r{release}/compiler.1_0"; exit 0; fi\n{body}\n'
-    )
-    path.chmod(0o755)
-    return str(path)
 
 
 def nvrtc(machine: Path, version: str, build_id: bytes = b"\x09" * 20) -> str:
@@ -237,22 +217,36 @@ def test_a_loaded_nvrtc_comes_first(machine: Path, monkeypatch: pytest.MonkeyPat
     assert why(loaded) == "this process has loaded it already"
 
 
+COMPILES = f"""\
+while [ $# -gt 1 ]; do [ "$1" = -o ] && output=$2; shift; done
+echo "flags:$NVCC_APPEND_FLAGS:$NVCC_PREPEND_FLAGS" >&2
+printf "\\177ELF" > "$output"
+cat >&2 <<'EOF'
+{NVCC_LOG}{NVCC_LOG.replace("'k'", "'trial'")}EOF
+"""
+
+
+@pytest.mark.parametrize("folder", ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "lib"])
+def test_nvrtc_is_found_wherever_a_wheel_or_conda_puts_it(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """As by torch for CUDA 13, without the wheel that this package asks for."""
+    path = library(machine / folder / "libnvrtc.so.13", b"\x0c" * 20)
+    (machine / folder / "libnvrtc-builtins.so.13.0").touch()
+    found = SimpleNamespace(submodule_search_locations=[str(machine / "nvidia")])
+    monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(find.sys, "prefix", str(machine))
+    assert (choose().path, choose().cuda_version) == (path, (13, 0))
+
+
 def test_nvcc_without_a_host_compiler_gives_way(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_which = find.shutil.which
     monkeypatch.setattr(find.shutil, "which", lambda tool: None if tool == "gcc" else real_which(tool))
     path = nvcc(machine / "bin" / "nvcc", body='echo "gcc: not found" >&2; exit 1')
-    assert "needs a host C++ compiler such as g++ (gcc: not found)" in why(path)
-    nvcc(machine / "bin" / "nvcc", body="exit 0  # knows of another host compiler")
+    assert "one-line kernel (gcc: not found); it needs a host C++ compiler such as g++" in why(path)
+    nvcc(machine / "bin" / "nvcc", body=f"{COMPILES}# it knows of another host compiler")
+    find.forget()
     assert choose().kind == "nvcc"
-
-
-COMPILES = f"""\
-while [ $# -gt 1 ]; do [ "$1" = -o ] && output=$2; shift; done
-echo "flags:$NVCC_APPEND_FLAGS:$NVCC_PREPEND_FLAGS" >&2
-printf cubin > "$output"
-cat >&2 <<'EOF'
-{NVCC_LOG}EOF
-"""
 
 
 def test_nvcc_compiles_without_hidden_flags(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +258,7 @@ def test_nvcc_compiles_without_hidden_flags(machine: Path, monkeypatch: pytest.M
     flags = compiler.flags("sm_90a")
     assert flags[:3] == ("-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3")
     done = compiler.compile("k", "int x;\n", str(source), flags, machine)
-    assert (done.cubin, done.resources.registers) == (b"cubin", 168)
+    assert (done.cubin, done.resources.registers) == (b"\x7fELF", 168)
     assert "flags::\n" in done.log
     assert done.options == (*flags, f"-I{machine}")
     with pytest.raises(CompileError, match="reported no entry function 'missing'"):

@@ -59,8 +59,8 @@ def test_an_empty_directory_is_said_in_words(tmp_path: Path) -> None:
 
 
 def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks import backends
-    from deep_gemm.workload import GemmShape
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

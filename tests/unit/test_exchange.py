@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deep_gemm import ahead, distributed
+from deep_gemm.aot import build, distributed
+from deep_gemm.aot.exchange import CHUNK, Exchange, StoreError
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.exchange import CHUNK, Exchange, StoreError
 from deep_gemm.jit import Binary, Resources
-from deep_gemm.workload import GemmShape
 
 KEYS = ["a", "b", "c"]
 Client = Callable[[], dist.Store]
@@ -168,9 +168,18 @@ input()
 
 def test_without_a_process_group_everything_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(ahead, "precompile", lambda shapes, **options: seen.update(options))
+    monkeypatch.setattr(build, "precompile", lambda shapes, **options: seen.update(options))
     distributed.precompile([GemmShape(1, 128, 128)], num_sms=7, jobs=2)
-    assert seen == {"tp": 1, "ep": 1, "max_m": 16384, "arch": "sm_90a", "num_sms": 7, "jobs": 2, "progress": None}
+    assert seen == {
+        "tp": 1,
+        "ep": 1,
+        "max_m": 16384,
+        "arch": "sm_90a",
+        "num_sms": 7,
+        "jobs": 2,
+        "progress": None,
+        "allow_partial": False,
+    }
 
 
 def test_a_store_without_a_process_group_is_refused() -> None:

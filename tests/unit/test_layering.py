@@ -27,11 +27,14 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.quantisation", "deep_gemm.reference"),
     ("deep_gemm.ops",),
     ("deep_gemm.dense", "deep_gemm.layout", "deep_gemm.testing", "deep_gemm.unsupported", "deep_gemm.utils"),
-    ("deep_gemm.shard", "deep_gemm.workload"),
-    ("deep_gemm.ahead",),
+    ("deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
+    ("deep_gemm.aot.model",),
+    ("deep_gemm.aot.checkpoint",),
+    ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
+    ("deep_gemm.aot.build",),
     # `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
-    ("deep_gemm.distributed", "deep_gemm.exchange"),
+    ("deep_gemm.aot",),
     ("deep_gemm.benchmarks",),
     ("deep_gemm.cli", "deep_gemm.__main__"),
 ]

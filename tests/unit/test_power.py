@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_gemm import arch, ops
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import fit, survey
 from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
@@ -22,7 +23,6 @@ from deep_gemm.select import candidates, rank
 from deep_gemm.select.calibration import Calibrations, default, file_of
 from deep_gemm.select.model import features
 from deep_gemm.select.power import Power, sustained_us
-from deep_gemm.workload import GemmShape
 
 SM90 = arch.SM90
 

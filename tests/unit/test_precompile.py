@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from deep_gemm import ahead, engine, workload
+from deep_gemm import engine
+from deep_gemm.aot import build, workload
+from deep_gemm.aot.workload import GemmShape, Layer
 from deep_gemm.errors import CompileError, InvalidInputError, UnsupportedError
-from deep_gemm.workload import GemmShape, Layer
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,
@@ -149,7 +150,7 @@ SHAPES = [GemmShape(1, 576, 7168), GemmShape(64, 576, 7168), GemmShape(4096, 716
 
 
 def test_choosing_joins_shapes_that_share_a_kernel() -> None:
-    work = ahead.choose([*SHAPES, SHAPES[0]])
+    work = build.choose([*SHAPES, SHAPES[0]])
     asked = [shape for shapes in work.kernels.values() for shape in shapes]
     assert sorted(asked) == sorted(SHAPES)
     assert any(not shapes for shapes in work.kernels.values()), "the helper kernels come along"
@@ -158,7 +159,7 @@ def test_choosing_joins_shapes_that_share_a_kernel() -> None:
 
 def test_an_unknown_arch_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="sm_12"):
-        ahead.choose(SHAPES, "sm_12")
+        build.choose(SHAPES, "sm_12")
 
 
 @dataclasses.dataclass
@@ -170,17 +171,17 @@ class FakeBinary:
 def test_failures_are_collected_and_the_rest_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Any] = []
 
-    def build(params: Any) -> FakeBinary:
+    def fake(params: Any) -> FakeBinary:
         if params == first:
             raise CompileError("no good", log="line 1")
         built.append(params)
         return FakeBinary(params.kernel)
 
-    first = next(iter(ahead.choose(SHAPES).kernels))
-    monkeypatch.setattr(engine, "build", build)
+    first = next(iter(build.choose(SHAPES).kernels))
+    monkeypatch.setattr(engine, "build", fake)
     seen: list[tuple[int, int]] = []
-    summary = ahead.precompile(SHAPES, jobs=2, progress=lambda outcome, done, total: seen.append((done, total)))
-    total = len(ahead.choose(SHAPES).kernels)
+    summary = build.precompile(SHAPES, jobs=2, progress=lambda outcome, done, total: seen.append((done, total)))
+    total = len(build.choose(SHAPES).kernels)
     assert seen == [(index + 1, total) for index in range(total)]
     assert [outcome.params for outcome in summary.failed] == [first]
     assert isinstance(summary.failed[0].error, CompileError)
@@ -188,7 +189,7 @@ def test_failures_are_collected_and_the_rest_is_built(monkeypatch: pytest.Monkey
 
 
 def test_nothing_to_do() -> None:
-    summary = ahead.precompile([])
+    summary = build.precompile([])
     assert summary.outcomes == ()
 
 

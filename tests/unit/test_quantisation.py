@@ -160,7 +160,10 @@ def test_infinity_and_nan_have_no_ceiling() -> None:
         (lambda: q.per_token_cast_to_fp8(torch.ones(2, 2, dtype=torch.int32), False), "x must be a tensor of .*int32"),
         (lambda: q.per_token_cast_to_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), False), "float8_e4m3fn"),
         (lambda: q.per_token_cast_to_fp8([[1.0]], False), "x must be a tensor .* list"),
-        (lambda: q.per_channel_cast_to_fp8(torch.ones(2, 2), False, 0), "gran_k must be at least 1, but it is 0"),
+        (
+            lambda: q.per_channel_cast_to_fp8(torch.ones(2, 2), False, 0),
+            "gran_k must be a whole number from 1, but it is 0",
+        ),
         (lambda: q.per_custom_dims_cast_to_fp8(torch.ones(2, 2), (2,), False), r"dims must name.*\(2,\)"),
         (
             lambda: q.dequantise(torch.ones(2, 256).to(torch.float8_e4m3fn), torch.ones(2, 3)),

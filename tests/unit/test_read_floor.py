@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import floor, run
-from deep_gemm.workload import GemmShape
 
 UNITS = st.integers(1, 1 << 24)
 

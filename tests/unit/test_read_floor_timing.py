@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, floor, run, timing
-from deep_gemm.workload import GemmShape
 
 SOURCE = floor.request("sm_90a").source
 ROOT = Path(__file__).parents[2]

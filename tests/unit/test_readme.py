@@ -70,8 +70,8 @@ def test_a_recorded_row_reaches_the_tables(tmp_path: Path) -> None:
 
 
 def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks.run import append, make_row
-    from deep_gemm.workload import GemmShape
 
     origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
     us = {"ours": 5.0, "ours_unpromised": 6.0, "tensorwise": 9.0, "blockwise": 15.0}
@@ -88,8 +88,8 @@ def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:
 
 
 def test_deepgemm_has_a_column_and_a_sentence_where_it_was_timed(tmp_path: Path) -> None:
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks.run import append, make_row
-    from deep_gemm.workload import GemmShape
 
     origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
     origin["deepgemm"] = "2.5"
@@ -120,14 +120,13 @@ def test_the_selector_is_judged_by_what_was_looked_at() -> None:
 
 
 def test_costs_have_a_table_each(tmp_path: Path) -> None:
+    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks.run import append, make_row
-    from deep_gemm.workload import GemmShape
 
     origin = {"device": "GPU X", "driver": "1.2", "torch": "2.7", "cuda": "13.0", "date": "2026-01-02"}
     append(tmp_path / "reference.jsonl", make_row(GemmShape(1, 128, 128), "flush", {"ours": 5.0}, {}) | origin)
     rows: list[readme.Row] = [
         {"mode": "host", "what": "a call", "us": 6.0},
-        {"mode": "host", "what": "key: shapes", "us": 1.5, "part": True, "share": 0.25},
         {"mode": "compile", "what": "k, nvrtc", "us": 2500.0, "render_ms": 0.5, "ptxas_ms": 2.0},
         {"mode": "dims", "what": "1 x 2 x 3", "us": 8.0, "us_nk": 10.0, "ratio_nk": 1.25},
         {"mode": "dims", "what": "4 x 2 x 3", "us": 10.0, "us_nk": 8.0, "ratio_nk": 0.8},
@@ -137,14 +136,11 @@ def test_costs_have_a_table_each(tmp_path: Path) -> None:
         append(tmp_path / "costs.jsonl", row | origin | {"source_digest": "1"})
     # A mode measured again with other sources replaces its own rows, and no other's.
     append(tmp_path / "costs.jsonl", rows[0] | {"what": "a new call", "source_digest": "2"} | origin)
-    append(tmp_path / "costs.jsonl", rows[1] | {"source_digest": "2"} | origin)
     text = readme.numbers(tmp_path)
     assert "| a new call | 6.0 us |" in text
     assert "| 1 x 2 x 3 | 8.0 | 10.0 | 1.250 |" in text
     assert "| geometric mean | | | 1.000 |" in text
     assert "| a call |" not in text
-    assert "| key: shapes | 1.50 | 25% |" in text
-    assert "| key: shapes | 1.5 us |" not in text
     assert "| kernel | render, ms | ptxas, ms | all, ms |" in text
     assert "| k, nvrtc | 0.5 | 2.0 | 2.5 |" in text
     assert "| 576 x 7168 | 4 | 9 |" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import ahead, kernels, shard
+from deep_gemm import kernels
+from deep_gemm.aot import build, shard
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.errors import CompileError, InvalidInputError
 from deep_gemm.params import KernelParams
-from deep_gemm.workload import GemmShape
 
 SHAPES = [GemmShape(m, n, k) for m in (1, 64, 300, 4096) for n, k in ((576, 7168), (4096, 512), (7168, 2048))]
-KERNELS = list(ahead.choose(SHAPES).kernels)
+KERNELS = list(build.choose(SHAPES).kernels)
 CASES = [params for kernel in kernels.registry().values() for params in kernel.cases()]
 
 
@@ -36,7 +38,7 @@ def test_parts_are_disjoint_complete_and_even(chosen: set[KernelParams], count: 
 
 
 def area(params: KernelParams) -> int:
-    return params.config.block_m * params.config.block_n
+    return math.prod(params.config.tile)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -70,18 +72,18 @@ def test_parts_are_counted_from_zero(text: str) -> None:
 @pytest.mark.parametrize("index_count", [(3, 3), (-1, 3), (0.0, 2), ("0", "2")])
 def test_precompile_refuses_a_bad_shard(index_count: Any) -> None:
     with pytest.raises(InvalidInputError, match="0 <= i < n"):
-        ahead.precompile(SHAPES, shard=index_count)
+        build.precompile(SHAPES, shard=index_count)
 
 
 def test_precompile_builds_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[KernelParams] = []
 
-    def build(params: KernelParams) -> Any:
+    def fails(params: KernelParams) -> Any:
         built.append(params)
         raise CompileError("enough")
 
-    monkeypatch.setattr("deep_gemm.engine.build", build)
-    summaries = [ahead.precompile(SHAPES, shard=(index, 5)) for index in range(5)]
+    monkeypatch.setattr("deep_gemm.engine.build", fails)
+    summaries = [build.precompile(SHAPES, shard=(index, 5)) for index in range(5)]
     assert len(built) == len(set(built)) == len(KERNELS)
     assert [len(summary.outcomes) for summary in summaries] == [len(shard.deal(KERNELS, i, 5)) for i in range(5)]
 
@@ -96,8 +98,8 @@ def test_params_survive_pickling(params: KernelParams) -> None:
 
 def test_outcomes_and_the_function_of_workers_survive_pickling() -> None:
     error = CompileError("it broke", log="a log", source_path="/x", options=["-a"])
-    outcome = ahead.Outcome("k", (SHAPES[0],), KERNELS[0], error=error)
+    outcome = build.Outcome("k", (SHAPES[0],), KERNELS[0], error=error)
     copy = pickle.loads(pickle.dumps(outcome))
     assert (copy.name, copy.shapes, copy.params, copy.binary) == ("k", (SHAPES[0],), KERNELS[0], None)
     assert (str(copy.error), copy.error.log, copy.error.options) == (str(error), "a log", ("-a",))
-    assert pickle.loads(pickle.dumps(ahead.build)) is ahead.build
+    assert pickle.loads(pickle.dumps(build.build)) is build.build

@@ -11,13 +11,14 @@ from click.testing import CliRunner, Result
 from jit_fakes import FakeCompiler, builder, cubin_of
 from pack_kernels import make, packed, sources, user
 
-from deep_gemm import ahead, engine
+from deep_gemm import engine
+from deep_gemm.aot import build
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.params import KernelParams
-from deep_gemm.workload import GemmShape
 
 NEWER = FakeCompiler(identity="fake 2.0 build 1")
 NEWER.version = (13, 0)
@@ -215,14 +216,14 @@ def test_info_and_doctor_list_packs(cache_dir: Path, tmp_path: Path, monkeypatch
 def test_precompile_writes_a_pack_of_all_or_none(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = builder(cache_dir)
+    made = builder(cache_dir)
 
     def built(params: KernelParams) -> Any:
         if fails and params == last:
             raise CompileError("that did not compile")
-        return build.build(engine.build_request(params))
+        return made.build(engine.build_request(params))
 
-    chosen = list(ahead.choose([GemmShape(64, 576, 7168), GemmShape(4096, 7168, 2048)]).kernels)
+    chosen = list(build.choose([GemmShape(64, 576, 7168), GemmShape(4096, 7168, 2048)]).kernels)
     last, fails, out = chosen[-1], True, tmp_path / "a.dgpack"
     monkeypatch.setattr(engine, "build", built)
     arguments = ("precompile", "--shape", "64x576x7168", "--shape", "4096x7168x2048", "--pack", out)
@@ -230,10 +231,10 @@ def test_precompile_writes_a_pack_of_all_or_none(
     assert result.exit_code == 1
     assert "was not written" in result.output
     assert not out.exists()
-    with pytest.raises(InvalidInputError, match="1 kernels that failed"):
-        ahead.pack(ahead.precompile([GemmShape(4096, 7168, 2048), GemmShape(64, 576, 7168)]), out)
+    with pytest.raises(InvalidInputError, match="1 kernel that failed"):
+        build.pack(build.precompile([GemmShape(4096, 7168, 2048), GemmShape(64, 576, 7168)]), out)
     with pytest.raises(InvalidInputError, match="no kernels"):
-        ahead.pack(ahead.precompile([]), out)
+        build.pack(build.precompile([]), out)
     fails = False
     result = run(*arguments)
     assert result.exit_code == 0, result.output
@@ -242,7 +243,7 @@ def test_precompile_writes_a_pack_of_all_or_none(
     assert packs.problems(out) == []
     for params in chosen:
         request = engine.build_request(params)
-        key = build.source_key(request)
+        key = made.source_key(request)
         assert found.source(key).decode() == request.source
         assert found.kernels[key].meta == json.loads(json.dumps(request.meta))
     # From disk and from memory it is the same pack.
@@ -251,4 +252,4 @@ def test_precompile_writes_a_pack_of_all_or_none(
     assert out.read_bytes() == before
     assert run("cache", "pack", tmp_path / "b.dgpack").exit_code == 0
     assert (tmp_path / "b.dgpack").read_bytes() == before
-    assert packed(build.build(request), request).cubin == found.cubin(key)
+    assert packed(made.build(request), request).cubin == found.cubin(key)

@@ -11,12 +11,12 @@ import torch
 from golden_renders import find_config
 
 from deep_gemm import engine
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import versus
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder, include_dir
 from deep_gemm.kernels.sm90_fp8_gemm import config_shared_bytes
-from deep_gemm.workload import GemmShape
 
 SHAPE = GemmShape(4096, 7168, 2048)
 

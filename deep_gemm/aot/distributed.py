@@ -1,6 +1,6 @@
 """Compiling ahead on all ranks of a torch.distributed job: each kernel once in all, and in the end it is everywhere.
 
-from deep_gemm import distributed
+from deep_gemm.aot import distributed
 summary = distributed.precompile("config.json", tp=8)  # on every rank, after torch.distributed.init_process_group
 """
 
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deep_gemm import ahead, engine, shard
-from deep_gemm.ahead import Outcome, Progress, Report, Summary
+from deep_gemm import engine
+from deep_gemm.aot import build, shard
+from deep_gemm.aot.build import Outcome, Progress, Report, Summary
+from deep_gemm.aot.exchange import Exchange, StoreError
+from deep_gemm.aot.workload import MAX_M
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
-from deep_gemm.exchange import Exchange, StoreError
 from deep_gemm.jit.builder import BuildRequest, default_builder
-from deep_gemm.log import log
+from deep_gemm.log import counted, log
 from deep_gemm.params import KernelParams
 
 
@@ -28,27 +30,28 @@ def precompile(
     *,
     tp: int = 1,
     ep: int = 1,
-    max_m: int = ahead.MAX_M,
+    max_m: int = MAX_M,
     arch: str = "sm_90a",
     num_sms: int | None = None,
     store: dist.Store | None = None,
     timeout: float = 300.0,
     jobs: int | None = None,
     progress: Progress | bool | None = None,
+    allow_partial: bool = False,
 ) -> Summary:
     """Build every kernel that `what` can ask for, shared out over the ranks of the default process group.
 
     Every rank calls it. Each builds what it draws from a common queue and gives the bytes to the others through the
     store: that takes no collective, no NCCL and no common disk, and ranks with a common cache directory find them
     there. In the summary "compiled" is what this rank compiled, and "adopted" what it took from others. Without a
-    process group, or in one of a single rank, it is `ahead.precompile`.
+    process group, or in one of a single rank, it is `deep_gemm.precompile`.
 
     Nothing depends on another rank: what has not come within `timeout`, arrives damaged or does not fit is compiled
     here, and a warning says so. Ranks that list other kernels than the rank that came first warn, and share with their
     likes. Bytes are checked, not signed: who can write to the store can give kernels to the ranks.
 
     Args:
-        what, tp, ep, max_m, arch, num_sms, progress: as for `ahead.precompile`.
+        what, tp, ep, max_m, arch, num_sms, progress, allow_partial: as for `deep_gemm.precompile`.
         store: where kernels are exchanged; that of the default process group if None.
         timeout: seconds from now that this rank waits for others, in all. The process that holds the store must answer.
         jobs: threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
@@ -67,11 +70,19 @@ def precompile(
         )
     size = dist.get_world_size() if grouped else 1
     if size == 1:
-        return ahead.precompile(
-            what, tp=tp, ep=ep, max_m=max_m, arch=arch, num_sms=num_sms, jobs=jobs, progress=progress
+        return build.precompile(
+            what,
+            tp=tp,
+            ep=ep,
+            max_m=max_m,
+            arch=arch,
+            num_sms=num_sms,
+            jobs=jobs,
+            progress=progress,
+            allow_partial=allow_partial,
         )
     store = _default_store() if store is None else store
-    work = ahead.choose(ahead.shapes_for(what, tp, ep, max_m), arch, num_sms)
+    work = build.choose(build.shapes_for(what, tp, ep, max_m, allow_partial), arch, num_sms)
     report = Report(work, progress)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}
@@ -82,7 +93,7 @@ def precompile(
                 f"Rank {dist.get_rank()} builds other kernels than rank {exchange.first_rank}: their shapes, "
                 "compilers, settings or versions of deep_gemm differ. It shares with ranks like itself only."
             )
-        mine = _build_share(exchange, list(requests), jobs or min(ahead.cpus(), -(-len(keys) // size)), report)
+        mine = _build_share(exchange, list(requests), jobs or min(build.cpus(), -(-len(keys) // size)), report)
         _take_rest(exchange, requests, mine, dist.get_rank() * len(keys) // size, deadline, report)
         exchange.close()
     except StoreError as error:
@@ -90,7 +101,7 @@ def precompile(
     except DeepGemmError as error:
         # Such as no compiler: building will fail for each kernel, and say so.
         log.debug("nothing is shared: %s", error)
-    ahead.build_all(report.missing(), report.add, jobs=jobs)
+    build.build_all(report.missing(), report.add, jobs=jobs)
     return report.summary(start)
 
 
@@ -101,7 +112,7 @@ def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         while True:
             while len(running) < jobs and (place := exchange.draw()) is not None:
-                running[pool.submit(ahead.build, work[place])] = place
+                running[pool.submit(build.build, work[place])] = place
             if not running:
                 return mine
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -144,8 +155,11 @@ def _take_rest(
         if binary is not None:
             report.add(Outcome(binary.name, (), params, binary))
     if late:
+        verb = "is" if len(late) == 1 else "are"
         names = ", ".join(late[:4]) + (", ..." if len(late) > 4 else "")
-        log.warning(f"{len(late)} kernels did not come from other ranks in time and are built here: {names}")
+        log.warning(
+            f"{counted(len(late), 'kernel')} did not come from other ranks in time, and {verb} built here: {names}"
+        )
 
 
 def _default_store() -> Any:

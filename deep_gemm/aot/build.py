@@ -17,15 +17,20 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, ops, select
-from deep_gemm import shard as shards
-from deep_gemm.errors import DeepGemmError, InvalidInputError
+from deep_gemm.aot import shard as shards
+from deep_gemm.aot import workload
+from deep_gemm.aot.inputs import MAX_SIZE, whole
+from deep_gemm.aot.layers import Plan
+from deep_gemm.aot.workload import MAX_M, GemmShape
+from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
+from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
-from deep_gemm.log import log, say
+from deep_gemm.log import counted, log, say
 from deep_gemm.params import KernelParams
-from deep_gemm.spec import GemmSpec
-from deep_gemm.workload import GemmShape, shapes_of
+from deep_gemm.select import calibration
+from deep_gemm.spec import GemmSpec, align
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,21 @@ class Outcome:
     error: DeepGemmError | None = None
 
 
-@dataclass(frozen=True)
+LAYERS = ("compiled", "disk", "pack", "memory", "adopted")
+
+
+@dataclass(frozen=True, repr=False)
 class Summary:
     """All outcomes and how long it took, in seconds."""
 
     outcomes: tuple[Outcome, ...]
     seconds: float
+
+    def __repr__(self) -> str:
+        # A line: the outcomes of a model are hundreds, and each has a kernel's parameters and resources.
+        counts = [f"{count} from {name}" for name in LAYERS[1:] if (count := self.count(name))]
+        told = ", ".join([f"{self.count('compiled')} compiled", *counts, f"{len(self.failed)} failed"])
+        return f"<Summary: {counted(len(self.outcomes), 'kernel')}, {told}, {self.seconds:.1f} s>"
 
     @property
     def failed(self) -> list[Outcome]:
@@ -60,9 +74,6 @@ class Summary:
 
 
 Progress = Callable[[Outcome, int, int], None]
-
-MAX_M = 16384
-"""Up to so many tokens kernels are prepared for, where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +118,29 @@ def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None) 
     return ops.spec(shape.m, shape.n, shape.k, num_sms or arch.num_sms)
 
 
-def kernel_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> KernelParams:
-    """The kernel that such a call runs, by the path that a call takes: spec, ranking, parameters. Raises
-    UnsupportedError."""
+K_MULTIPLE = 16
+"""Rows of FP8 are read in pieces of 16 bytes."""
+
+
+def refusal(n: int, k: int) -> str:
+    """Why a call of such weights is refused whatever M is; "" if it is not."""
+    if k % K_MULTIPLE:
+        return (
+            f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
+            f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."
+        )
+    return f"a dimension above {MAX_SIZE} is not supported." if max(n, k) > MAX_SIZE else ""
+
+
+def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> list[KernelParams]:
+    """The kernels that such a call runs, by the path that a call takes: spec, ranking, parameters. Which GPU model it
+    will be is not known here, so that there is one for each calibration that chooses another. Raises UnsupportedError,
+    and InvalidInputError for a shape that every call refuses."""
+    if why := refusal(shape.n, shape.k):
+        raise InvalidInputError(f"{shape} cannot be served: {why}")
     asked = spec_of(shape, spec, num_sms)
-    return engine.kernel_params(asked, select.rank(asked, spec)[0].config, spec)
+    chosen = [select.rank(asked, spec, known)[0].config for known in calibration.every()]
+    return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]
 
 
 def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
@@ -125,15 +154,16 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
     impossible = []
     for shape in dict.fromkeys(shapes):
         try:
-            params = kernel_of(shape, spec, num_sms)
+            found = kernels_of(shape, spec, num_sms)
         except DeepGemmError as error:
             impossible.append(Outcome(f"no kernel for {shape}", (shape,), error=error))
         else:
-            wanted.setdefault(params, []).append(shape)
+            for params in found:
+                wanted.setdefault(params, []).append(shape)
     if wanted:
         helpers = [kernel for kernel in kernels.registry().values() if not kernel.mma_instruction]
         wanted |= {params: [] for kernel in helpers for params in kernel.cases() if params.arch == arch}
-    return Work({params: tuple(found) for params, found in wanted.items()}, tuple(impossible))
+    return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 
 def precompile(
@@ -148,6 +178,7 @@ def precompile(
     executor: Executor | None = None,
     jobs: int | None = None,
     progress: Progress | bool | None = None,
+    allow_partial: bool = False,
 ) -> Summary:
     """Build every kernel that `what` can ask for into the cache: calls of these products compile nothing afterwards.
 
@@ -155,10 +186,10 @@ def precompile(
     multiples of 16 bytes wherever N allows it. A failure is an outcome; the others go on.
 
     Args:
-        what: a model's Hugging Face configuration, or a file of it, or shapes in any form that
-            `deep_gemm.workload.shapes_of` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
+        what: a model's checkpoint or Hugging Face configuration, a file of it, or shapes in any form that
+            `deep_gemm.aot.workload.plan` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
         tp: tensor-parallel GPUs of a model.
-        ep: expert-parallel GPUs of a model; see `deep_gemm.workload.model_layers`.
+        ep: expert-parallel GPUs of a model, among which its routed experts are shared.
         max_m: where `what` does not say M, every M from 1 to this.
         arch: the target, such as "sm_90a". No GPU need be present.
         num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
@@ -170,12 +201,26 @@ def precompile(
         jobs: threads that build at once in this process; the CPUs that it may use if None.
         progress: called as `progress(outcome, done, total)` after each kernel, from this thread; True prints a line
             now and then.
+        allow_partial: build what is understood of a workload of which the rest is not, or cannot be served. Else that
+            is an UnsupportedError, and nothing is built: a call would compile while serving.
 
-    Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for a workload that cannot
-    be understood; UnsupportedError for one with groups.
+    Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for a workload that is
+    wrong; UnsupportedError for one with groups, or that is not understood as a whole.
     """
+    work = choose(shapes_for(what, tp, ep, max_m, allow_partial), arch, num_sms)
+    return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
+
+
+def run(
+    work: Work,
+    *,
+    shard: tuple[int, int] | None = None,
+    executor: Executor | None = None,
+    jobs: int | None = None,
+    progress: Progress | bool | None = None,
+) -> Summary:
+    """Build what was chosen; arguments and errors are those of `precompile`."""
     start = time.perf_counter()
-    work = choose(shapes_for(what, tp, ep, max_m), arch, num_sms)
     if shard is not None:
         index, count = shard
         dealt = {params: work.kernels[params] for params in shards.deal(work.kernels, index, count)}
@@ -185,12 +230,27 @@ def precompile(
     return report.summary(start)
 
 
-def shapes_for(what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M) -> list[GemmShape]:
+def plan(what: Any, tp: int = 1, ep: int = 1) -> Plan:
+    """The layers of a workload as `workload.plan` finds them, with those that every call refuses among the problems."""
+    found = workload.plan(what, tp, ep)
+    layers, problems = [], list(found.problems)
+    for layer in found.layers:
+        why_not = layer.why_not or refusal(layer.n, layer.k)
+        if why_not != layer.why_not:
+            problems.append(f"{f'{layer.name}: ' if layer.name else ''}{layer.n} x {layer.k}: {why_not}")
+        layers.append(replace(layer, why_not=why_not))
+    return Plan(tuple(layers), tuple(problems))
+
+
+def shapes_for(what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M, allow_partial: bool = False) -> list[GemmShape]:
     """The shapes of a workload; where it does not say M, one for all numbers of tokens up to `max_m` that are ranked as
     one. Raises as `precompile` does."""
-    if max_m < 1:
-        raise InvalidInputError(f"max_m must be at least 1, but it is {max_m}.")
-    return shapes_of(what, select.representatives(max_m), tp, ep)
+    found = plan(what, tp, ep)
+    if found.problems and not allow_partial:
+        raise UnsupportedError(
+            f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."
+        )
+    return workload.shapes(found.layers, select.representatives(whole(max_m, "max_m")))
 
 
 def printed(every: float = 2.0) -> Progress:
@@ -214,8 +274,8 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
     """
     if summary.failed:
         raise InvalidInputError(
-            f"summary has {len(summary.failed)} kernels that failed, so {path} was not written: a pack that lacks some "
-            f"would look like a whole one. The first is {summary.failed[0].name}: {summary.failed[0].error}"
+            f"summary has {counted(len(summary.failed), 'kernel')} that failed, so {path} was not written: a pack that "
+            f"lacks some would look like a whole one. The first is {summary.failed[0].name}: {summary.failed[0].error}"
         )
     contents = [
         packed(outcome.binary, engine.build_request(outcome.params))
@@ -228,6 +288,16 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
         return write_pack(path, contents)
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"path: the pack {path} cannot be written: {error}.") from error
+
+
+def unstored(summary: Summary) -> list[Outcome]:
+    """Those that no later process will find: neither a pack has them nor the cache directory."""
+    built = [outcome for outcome in summary.outcomes if outcome.binary is not None and outcome.binary.layer != "pack"]
+    return [outcome for outcome in built if outcome.binary is not None and not _is_stored(outcome.binary)]
+
+
+def _is_stored(binary: Binary) -> bool:
+    return binary.source_path is not None and Path(binary.source_path).with_name(META).is_file()
 
 
 def build(params: KernelParams) -> Outcome:
@@ -258,7 +328,10 @@ def build_all(
     lost = _build_elsewhere(list(work), report, executor)
     if lost:
         reason = next(iter(lost.values()))
-        log.warning(f"{len(lost)} kernels are built here, not by workers: {type(reason).__name__}: {reason}")
+        verb = "is" if len(lost) == 1 else "are"
+        log.warning(
+            f"{counted(len(lost), 'kernel')} {verb} built here, not by workers: {type(reason).__name__}: {reason}"
+        )
         build_all(lost, report, jobs=jobs)
 
 

@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterable
 
 from deep_gemm import kernels
+from deep_gemm.aot.inputs import shown
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import KernelParams
 
 
 def parse(text: str) -> tuple[int, int]:
     """ "2/8" is (2, 8): the third of eight parts. Raises InvalidInputError for anything else."""
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,20})/([0-9]{1,20})", text.strip())
     if not match:
-        raise InvalidInputError(f"A shard must look like 0/8, the first of eight parts, but it is {text!r}.")
+        raise InvalidInputError(f"A shard must look like 0/8, the first of eight parts, but it is {shown(text)}.")
     index, count = int(match.group(1)), int(match.group(2))
     check(index, count)
     return index, count

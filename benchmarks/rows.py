@@ -1,0 +1,40 @@
+"""Files of results: one JSON object a line, checked when they are read, since anybody may name any file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.aot import inputs
+from deep_gemm.errors import InvalidInputError
+
+Row = dict[str, Any]
+
+
+def read(path: Path, check: Callable[[Row, str], None]) -> list[Row]:
+    """The rows of a file, each given to `check` with where it is. Raises InvalidInputError for what is no row."""
+    found = []
+    for number, text in enumerate(inputs.read_text(path).splitlines(), 1):
+        if text.strip():
+            where = f"line {number} of {path}"
+            row = inputs.parse_json(text, where)
+            if not isinstance(row, dict) or not isinstance(row.get("mode"), str):
+                raise InvalidInputError(f"{where} must be a JSON object with a mode, but it is {inputs.shown(row)}.")
+            check(row, where)
+            found.append(row)
+    return found
+
+
+def check_shape(row: Row, where: str) -> None:
+    """Raises InvalidInputError unless m, n and k are whole numbers from 1."""
+    for name in ("m", "n", "k"):
+        inputs.whole(row.get(name), f"{name} in {where}")
+
+
+def check_positive(value: Any, where: str, zero: bool = False) -> None:
+    """Raises InvalidInputError unless it is a finite number above 0, or 0 if that may be."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not 0 <= value <= 1e30 or (value == 0 and not zero):
+        above = "from 0" if zero else "above 0"
+        raise InvalidInputError(f"{where} must be a number {above}, but it is {inputs.shown(value)}.")

@@ -1,0 +1,176 @@
+"""Which kernels are worth having: what each feature of configs gains, and how little a small set of them loses.
+
+    python -m deep_gemm.benchmarks.serving_set [--all] [--list N] FILE ...
+
+FILE holds rows of a survey, as `deep-gemm calibrate survey` writes them; the more configs each row times, the better.
+The set among which calls choose (`SERVING` in the modules of families) is the first kernels of such a list. With
+--all, kernels that are not legal any more count too. --list prints the best N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.benchmarks import survey
+from deep_gemm.benchmarks.summary import RANGES, geometric_mean
+from deep_gemm.errors import DeepGemmError
+
+Row = dict[str, Any]
+Times = dict[str, float]
+
+MISSING = 1.35
+"""How many times the best one what was not timed takes, at least: surveys leave out what is slower."""
+
+SIZES = (24, 32, 48, 64, 96)
+
+_NAME = re.compile(r"fp8_gemm_(?:(swapped|small)_)?(\d+x\d+)_(.+)")
+_NO_CHOICE = re.compile(r"[sp]\d+|tma|direct|[mnk]\d+")
+"""Parts of a name that follow from the others or from the call: stages, sets of partial sums, how D is stored, sizes
+that are compiled in."""
+
+
+@functools.cache
+def parts_of(name: str) -> tuple[str, str, tuple[str, ...]]:
+    """(family, tile, other parts) of a kernel's name, such as ("swapped", "16x64", ("k2x1",)). Raises DeepGemmError."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise DeepGemmError(f"{name!r} is no name of a GEMM kernel such as fp8_gemm_128x128_s5_p2_c2x1_tma.")
+    others = [part for part in found[3].split("_") if not _NO_CHOICE.fullmatch(part)]
+    return found[1] or "upright", found[2], tuple(others)
+
+
+def config_of(name: str) -> str:
+    """What was chosen of a kernel, such as "swapped 16x64 k2x1": one config for all stores."""
+    family, tile, others = parts_of(name)
+    return " ".join((family, tile, *others))
+
+
+def features_of(config: str) -> frozenset[str]:
+    """The features of a config by `config_of`: its family, its tile, and each of its other parts."""
+    family, *others = config.split(" ")
+    return frozenset((family, *(f"{family} {part}" for part in others)))
+
+
+def by_config(rows: Iterable[Row], legal: frozenset[str] | None = None) -> list[Times]:
+    """Of each row, times by config over the row's best one. Configs that are not ``legal`` are left out."""
+    found = []
+    for row in rows:
+        times: Times = {}
+        for name, us in row["times"].items():
+            config = config_of(name)
+            if legal is None or config in legal:
+                times[config] = min(us, times.get(config, us))
+        best = min(times.values(), default=1.0)
+        found.append({config: us / best for config, us in times.items()})
+    return found
+
+
+def _missing(times: Times) -> float:
+    """What a row takes with none of the configs that were timed: no less than with the worst of them."""
+    return max(MISSING, *times.values())
+
+
+def loss(table: Sequence[Times], kept: Callable[[str], bool]) -> float:
+    """How many times longer the best of the configs that are ``kept`` takes than the best one, by geometric mean."""
+    return geometric_mean(min((r for c, r in times.items() if kept(c)), default=_missing(times)) for times in table)
+
+
+def greedy(table: Sequence[Times], count: int) -> list[str]:
+    """Up to ``count`` configs, the first one the best alone, each next one the best beside those before it."""
+    ratios: dict[str, list[tuple[int, float]]] = {}
+    for index, times in enumerate(table):
+        for config, ratio in times.items():
+            ratios.setdefault(config, []).append((index, ratio))
+    now, chosen = [_missing(times) for times in table], list[str]()
+
+    def gain(config: str) -> float:
+        return sum(math.log(now[index] / ratio) for index, ratio in ratios[config] if ratio < now[index])
+
+    while len(chosen) < count and len(chosen) < len(ratios):
+        best = max(sorted(ratios.keys() - set(chosen)), key=gain)
+        chosen.append(best)
+        for index, ratio in ratios[best]:
+            now[index] = min(now[index], ratio)
+    return chosen
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """Places of rows by mode and range of M: "flush, M <= 64" and so on, of those that there are."""
+    found: dict[str, list[int]] = {}
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        for low, high, label in RANGES:
+            places = [i for i, row in enumerate(rows) if row["mode"] == mode and low <= row["m"] <= high]
+            if places:
+                found[f"{mode}, {label}"] = places
+    return found
+
+
+def worth(rows: Sequence[Row], table: Sequence[Times]) -> dict[str, dict[str, float]]:
+    """Of each feature, by column: what rows take without it over what they take with it, the most worth first."""
+    features = {config: features_of(config) for times in table for config in times}
+    found = {
+        feature: {
+            label: loss([table[i] for i in places], lambda config: feature not in features[config])  # noqa: B023
+            for label, places in columns(rows).items()
+        }
+        for feature in sorted(set().union(*features.values()))
+    }
+    return dict(sorted(found.items(), key=lambda item: -max(item[1].values())))
+
+
+def legal_configs() -> frozenset[str]:
+    """All configs that are legal here."""
+    from deep_gemm import arch, ops, select
+
+    asked = ops.spec(1, 128, 128, arch.SM90.num_sms)
+    return frozenset(config_of(survey.name_of(each, asked, arch.SM90)) for each in select.legal(asked, arch.SM90))
+
+
+def print_table(of: Mapping[str, Mapping[str, float]], labels: Sequence[str]) -> None:
+    """One line of percents for each entry."""
+    for index, label in enumerate(labels):
+        print(f"({index + 1}) {label}")
+    print(f"{'':24}" + "".join(f"{f'({index + 1})':>8}" for index in range(len(labels))))
+    for name, values in of.items():
+        print(f"{name:24}" + "".join(f"{100 * (values[label] - 1):8.2f}" for label in labels))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m deep_gemm.benchmarks.serving_set", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--all", action="store_true", help="kernels that are not legal any more too")
+    parser.add_argument("--list", type=int, default=0, metavar="N", help="print the best N")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    asked = parser.parse_args(arguments)
+    rows, legal = survey.load(asked.files), None if asked.all else legal_configs()
+    rows = [row for row in rows if legal is None or any(config_of(name) in legal for name in row["times"])]
+    if not rows:
+        raise DeepGemmError("These files hold no row of a kernel that is legal here; --all takes others too.")
+    table = by_config(rows, legal)
+    labels = columns(rows)
+    print("What rows take longer without a feature, in percent by geometric mean:")
+    print_table(worth(rows, table), list(labels))
+    chosen = greedy(table, max(*SIZES, asked.list))
+    print("\nWhat rows take longer with the best few kernels than with all, in percent by geometric mean:")
+    few = {
+        f"the best {size}": {
+            label: loss([table[i] for i in places], set(chosen[:size]).__contains__) for label, places in labels.items()
+        }
+        | {"all": loss(table, set(chosen[:size]).__contains__)}
+        for size in SIZES
+    }
+    print_table(few, ["all", *labels])
+    for config in chosen[: asked.list]:
+        print(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

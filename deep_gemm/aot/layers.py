@@ -1,0 +1,211 @@
+"""A model's weights become the layers that one GPU multiplies: weights that are joined, and what tensor parallelism
+leaves of each.
+
+A weight is what a checkpoint holds (q_proj); a layer is what an engine calls (qkv_proj), on one GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from deep_gemm.errors import InvalidInputError
+
+BLOCK = 128
+"""Rows and columns of a weight that share one scale."""
+
+GROUPED = "grouped products have no kernels yet."
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer's weight, n x k, on one GPU. `why_not` says why no kernel serves it, "" if one does. `ms` are the
+    sizes of M that it is asked for; all that the caller names if empty."""
+
+    name: str
+    n: int
+    k: int
+    why_not: str = ""
+    ms: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layers of a workload, each once. `problems` are sentences: what of it is not understood, or was asked for and
+    cannot be served. What another library computes, as it does an embedding, is no problem."""
+
+    layers: tuple[Layer, ...]
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def join(cls, plans: Iterable[Plan]) -> Plan:
+        """All of them as one."""
+        found = list(plans)
+        layers = dict.fromkeys(layer for one in found for layer in one.layers)
+        return cls(tuple(layers), tuple(dict.fromkeys(text for one in found for text in one.problems)))
+
+    @property
+    def served(self) -> tuple[Layer, ...]:
+        """The layers that have kernels."""
+        return tuple(layer for layer in self.layers if not layer.why_not)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a checkpoint, whole: `rows` are the parts of its n that are split one by one (q, k and v in one
+    matrix are three). `heads` is what a part is split by, where that is not its rows; a part that `repeats` is copied
+    once there are more GPUs than heads. `why_not` says why its format cannot be served."""
+
+    rows: tuple[int, ...]
+    k: int
+    why_not: str = ""
+    heads: int = 0
+    repeats: bool = False
+
+    @property
+    def n(self) -> int:
+        """All rows."""
+        return sum(self.rows)
+
+
+JOINED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "w13": ("w1", "w3"),
+}
+"""What serving engines multiply at once, and the weights that it is made of."""
+
+ALSO_ALONE = {"kv_a_proj_with_mqa": "kv_a_proj"}
+"""Multiplied by itself too: engines differ, and on decode it is a call of its own."""
+
+COLUMN = frozenset(
+    [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "q_b_proj",
+        "kv_b_proj",
+        "in_proj_qkvz",
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_ba",
+        "in_proj_b",
+        "in_proj_a",
+        "w1",
+        "w3",
+    ]
+)
+"""Column-parallel: tensor parallelism divides N."""
+
+ROW = frozenset(["o_proj", "down_proj", "out_proj", "w2"])
+"""Row-parallel: tensor parallelism divides K."""
+
+WHOLE = frozenset(
+    [
+        "q_a_proj",
+        "kv_a_proj_with_mqa",
+        "fused_qkv_a_proj",
+        "wq_b",
+        "wk",
+        "weights_proj",
+        "eh_proj",
+        "shared_expert_gate",
+        "gate",
+    ]
+)
+"""What every GPU has whole."""
+
+KNOWN = COLUMN | ROW | WHOLE
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A weight on one GPU."""
+
+    rows: tuple[int, ...]
+    k: int
+    why_not: str
+    broken: str
+
+    def layer(self, name: str) -> Layer:
+        return Layer(name, sum(self.rows), self.k, self.why_not or self.broken)
+
+
+def layers_of(modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool) -> Plan:
+    """The layers of modules (a name, and its weights by theirs) on one of `tp` GPUs.
+
+    `blocks_fixed` says that weights come with their scales: then a part that another follows must end where a block of
+    128 does, or it cannot be joined. Raises InvalidInputError where `tp` does not divide heads or sizes.
+    """
+    layers: dict[Layer, None] = {}
+    problems: dict[str, None] = {}
+    for module, weights in modules:
+        pieces = {name: _on_one_gpu(name, weight, tp) for name, weight in weights.items()}
+        for found in _joined(pieces, blocks_fixed):
+            layer = found[1].layer(f"{module}.{found[0]}" if module else found[0])
+            layers[layer] = None
+            if found[1].broken and not found[1].why_not:
+                problems[f"{layer.name} ({layer.n} x {layer.k}) cannot be served: {found[1].broken}"] = None
+    return Plan(tuple(layers), tuple(problems))
+
+
+def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str, _Piece]]:
+    left = dict(pieces)
+    found: list[tuple[str, _Piece]] = []
+    for name, parts in JOINED.items():
+        members = [left[part] for part in parts if part in left]
+        if len(members) < len(parts):
+            continue
+        rows = tuple(row for member in members for row in member.rows)
+        fits = not blocks_fixed or all(row % BLOCK == 0 for row in rows[:-1]) or any(m.broken for m in members)
+        # Of two formats, or with blocks that two parts would share, no engine can make one matrix.
+        if len({(member.k, member.why_not) for member in members}) > 1 or not fits:
+            continue
+        broken = next((member.broken for member in members if member.broken), "")
+        found.append((name, _Piece(rows, members[0].k, members[0].why_not, broken)))
+        for part in parts:
+            if part in ALSO_ALONE:
+                found.append((ALSO_ALONE[part], left[part]))
+            del left[part]
+    return found + [(ALSO_ALONE.get(name, name), piece) for name, piece in left.items()]
+
+
+def _on_one_gpu(name: str, weight: Weight, tp: int) -> _Piece:
+    plain = _Piece(weight.rows, weight.k, weight.why_not, "")
+    if tp == 1 or name in WHOLE or weight.why_not:
+        return plain
+    if name in ROW:
+        k = divided(weight.k, tp, f"K of {name}", weight.heads)
+        return _Piece(weight.rows, k, "", _broken("K", (k,), tp))
+    if name in COLUMN:
+        count = weight.heads or 0
+        copies = weight.repeats and 0 < count < tp
+        parts = count if copies and tp % count == 0 else tp
+        rows = tuple(divided(row, parts, f"N of {name}", count) for row in weight.rows)
+        return _Piece(rows, weight.k, "", _broken("N", rows, tp))
+    return _Piece(weight.rows, weight.k, "", f"how {tp} GPUs share {name} is not known.")
+
+
+def divided(size: int, parts: int, what: str, heads: int = 0) -> int:
+    """`size` / `parts`, which must be whole, and so must `heads` / `parts` if there are heads."""
+    for count, named in ((heads, f"the number of heads of {what}"), (size, what)):
+        if count % parts:
+            raise InvalidInputError(f"{named} must be a multiple of tp, but it is {count} and tp is {parts}.")
+    return size // parts
+
+
+def _broken(dimension: str, sizes: Sequence[int], tp: int) -> str:
+    bad = next((size for size in sizes if size % BLOCK), 0)
+    if not bad:
+        return ""
+    return (
+        f"{dimension} on each of {tp} GPUs is {bad}, no multiple of {BLOCK}, so that two GPUs would share the scale of "
+        "one block. Give a smaller tp."
+    )

@@ -1,0 +1,356 @@
+"""The linear layers of a model from its Hugging Face `config.json`: sizes by family, formats by quantization_config.
+
+A config tells sizes and not weights, so that only families whose layers are known are taken; of others nothing is
+guessed. A checkpoint says more (`deep_gemm.aot.checkpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from deep_gemm.aot import inputs
+from deep_gemm.aot.inputs import shown
+from deep_gemm.aot.layers import GROUPED, Layer, Plan, Weight, divided, layers_of
+from deep_gemm.aot.quantization import Format, format_of
+from deep_gemm.errors import InvalidInputError
+
+FAMILIES = frozenset(
+    [
+        "cohere",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "glm_moe_dsa",
+        "granite",
+        "kimi_k2",
+        "llama",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "seed_oss",
+        "smollm3",
+    ]
+)
+"""Values of model_type whose layers are: attention by q, k, v and o, latent attention or gated delta nets; and a gated
+MLP, dense or of experts. Encoders, state-space models and MLPs of two matrices are others."""
+
+GATED_QUERIES = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"])
+"""Their q_proj has a gate for each query, so that it is twice as high, unless attn_output_gate says otherwise."""
+
+ATTENTION = {"full_attention": "full", "sliding_attention": "full", "chunked_attention": "full"}
+ATTENTION |= {"linear_attention": "linear", "attention": "full"}
+
+OTHER_PARTS = {
+    "vision_config": ("visual", "vision_tower", "vision_model"),
+    "audio_config": ("audio_tower", "audio_model"),
+    "encoder": ("encoder",),
+    "thinker_config": ("thinker",),
+    "talker_config": ("talker",),
+}
+"""Descriptions of other parts than the language model, and the modules that these are."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields of a config.json that sizes of layers come from. Whole numbers, each within limits or not there; None
+    where the model has no such thing. `read` is how one is made."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    num_hidden_layers: int | None = None
+    intermediate_size: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    moe_intermediate_size: int | None = None
+    n_routed_experts: int | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    n_shared_experts: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    first_k_dense_replace: int | None = None
+    decoder_sparse_step: int | None = None
+    num_nextn_predict_layers: int | None = None
+    full_attention_interval: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """From what config.json holds. Raises InvalidInputError, which names the field."""
+        found: dict[str, int | None] = {}
+        for field in fields(cls):
+            value = config.get(field.name)
+            needed = field.name in ("hidden_size", "num_attention_heads")
+            # 0 experts, ranks or layers is how some configs say that there are none.
+            if value is not None or needed:
+                number = inputs.whole(value, f"{field.name} of the model's config", 1 if needed else 0)
+                found[field.name] = number or None
+        made = cls(**found)  # type: ignore[arg-type]
+        if made.num_attention_heads % made.kv_heads:
+            raise InvalidInputError(
+                f"num_attention_heads of the model's config must be a multiple of num_key_value_heads, but they are "
+                f"{made.num_attention_heads} and {made.kv_heads}."
+            )
+        if made.head_dim is None and made.kv_lora_rank is None and made.hidden_size % made.num_attention_heads:
+            raise InvalidInputError(
+                f"hidden_size of the model's config must be a multiple of num_attention_heads where there is no "
+                f"head_dim, but they are {made.hidden_size} and {made.num_attention_heads}."
+            )
+        return made
+
+    def need(self, name: str) -> int:
+        """A field that this model must have. Raises InvalidInputError."""
+        value: int | None = getattr(self, name)
+        if value is None:
+            raise InvalidInputError(f"{name} of the model's config must be a whole number from 1, but there is none.")
+        return value
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Columns of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def experts(self) -> int:
+        """How many experts tokens are routed to; 0 for a dense model."""
+        return self.n_routed_experts or self.num_experts or self.num_local_experts or 0
+
+
+def is_config(data: Mapping[str, Any]) -> bool:
+    """Whether this is a model's configuration rather than a list of shapes."""
+    return bool({"hidden_size", "text_config", "model_type", "architectures"} & set(data))
+
+
+def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> Plan:
+    """The linear layers of a model on one of its GPUs, from its Hugging Face configuration.
+
+    `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and what every GPU needs
+    whole stays whole. Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts,
+    which must divide evenly. Raises InvalidInputError for a field that is wrong, and for a `tp` or `ep` that does not
+    divide what it must.
+    """
+    degrees(tp, ep)
+    text, outside = text_part(config)
+    kind = text.get("model_type", config.get("model_type"))
+    if kind is not None and (not isinstance(kind, str) or kind not in FAMILIES):
+        problem = (
+            f"The layers of model_type {shown(kind)} are not known. Give the directory of its checkpoint, whose "
+            f"safetensors say them, or shapes. Known are {', '.join(sorted(FAMILIES))}."
+        )
+        return Plan((), (problem,))
+    known = ModelConfig.read(text)
+    check_experts(known, ep)
+    form = format_of(text.get("quantization_config") or config.get("quantization_config"))
+    problems = list(form.problems)
+    problems += [
+        f"{name} of the model's config is not looked at." for name in outside if not form.names_any(OTHER_PARTS[name])
+    ]
+    kinds, strange = _attention_kinds(text, known)
+    problems += [f"Layers of the type {shown(word)} are not known: no kernel is prepared for them." for word in strange]
+    modules = _modules(text, known, kinds, str(kind))
+    named = [(shown_as, _formatted(form, where, weights, count)) for shown_as, where, weights, count in modules]
+    found = layers_of(named, tp, form.fixed)
+    experts = (_routed(known, tp, ep),) if known.experts else ()
+    return Plan.join([Plan(found.layers + experts, (*problems, *found.problems))])
+
+
+def degrees(tp: int, ep: int) -> None:
+    """Raises InvalidInputError unless both are whole numbers from 1."""
+    for name, degree in (("tp", tp), ("ep", ep)):
+        if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= inputs.MAX_SIZE:
+            raise InvalidInputError(f"{name} must be at least 1, a whole number, but it is {shown(degree)}.")
+
+
+def check_experts(config: ModelConfig, ep: int) -> None:
+    """Raises InvalidInputError unless `ep` divides the routed experts."""
+    if ep > 1 and not config.experts:
+        raise InvalidInputError(f"ep must be 1 for a model without routed experts, but it is {ep}.")
+    if config.experts % ep:
+        raise InvalidInputError(f"ep must divide the model's {config.experts} routed experts, but it is {ep}.")
+
+
+def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The part that describes the language model, and the names of parts that describe other towers."""
+    inner = config.get("text_config")
+    text = inner if "hidden_size" not in config and isinstance(inner, Mapping) else config
+    return text, [name for name in OTHER_PARTS if isinstance(config.get(name), Mapping)]
+
+
+def _attention_kinds(text: Mapping[str, Any], config: ModelConfig) -> tuple[dict[str, list[int]], list[Any]]:
+    """Which layers have "full" attention, and which "linear"; and types that are not known."""
+    types = text.get("layer_types")
+    count = config.num_hidden_layers or 1
+    if types is not None and not isinstance(types, list):
+        raise InvalidInputError(f"layer_types of the model's config must be a list, but it is {shown(types)}.")
+    if not types:
+        linear = config.linear_num_value_heads is not None
+        every = (config.full_attention_interval or 4) if linear else 1
+        # A model of so many layers is not one; a few stand for all.
+        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 4096))]
+        if linear and count < every:
+            types += ["full_attention"]
+    found: dict[str, list[int]] = {}
+    strange: list[Any] = []
+    for index, name in enumerate(types):
+        if isinstance(name, str) and name in ATTENTION:
+            found.setdefault(ATTENTION[name], []).append(index)
+        elif len(strange) < 4 and name not in strange:
+            strange.append(name)
+    return found, strange
+
+
+Module = tuple[str, str, dict[str, Weight], list[int]]
+"""How it is shown, its name within a layer of the model, its weights, and the layers that have one."""
+
+
+def _modules(text: Mapping[str, Any], x: ModelConfig, kinds: dict[str, list[int]], kind: str) -> list[Module]:
+    found: list[Module] = []
+    everywhere = sorted(index for indices in kinds.values() for index in indices)
+    full = kinds.get("full", [])
+    if x.kv_lora_rank:
+        found.append(("", "self_attn", _latent_attention(x), everywhere))
+        if x.index_n_heads:
+            found.append(("indexer", "self_attn.indexer", _indexer(x), everywhere))
+    elif full:
+        gated = text.get("attn_output_gate", kind in GATED_QUERIES) is True
+        found.append(("", "self_attn", _attention(x, gated), full))
+    if "linear" in kinds:
+        found.append(("linear_attn", "linear_attn", _delta_net(x, kind), kinds["linear"]))
+    dense = not x.experts or bool(
+        x.first_k_dense_replace or text.get("mlp_only_layers") or (x.decoder_sparse_step or 1) > 1
+        or text.get("moe_layer_freq", 1) not in (1, None)
+    )  # fmt: skip
+    first = list(range(min(x.first_k_dense_replace or 0, 4096)))
+    if dense:
+        layers = first if x.experts and first else everywhere
+        found.append(("mlp", "mlp", _mlp(x.hidden_size, x.need("intermediate_size")), layers))
+    shared = x.shared_expert_intermediate_size or (x.n_shared_experts or 0) * (x.moe_intermediate_size or 0)
+    if x.experts and shared:
+        name = "mlp.shared_expert" if x.shared_expert_intermediate_size else "mlp.shared_experts"
+        rest = [index for index in everywhere if index not in set(first)]
+        found.append(("shared_expert", name, _mlp(x.hidden_size, shared), rest))
+    if x.num_nextn_predict_layers:
+        head = Weight((x.hidden_size,), 2 * x.hidden_size, "it stays in bfloat16.")
+        found.append(("mtp", "", {"eh_proj": head}, []))
+    return found
+
+
+def _attention(x: ModelConfig, gated: bool) -> dict[str, Weight]:
+    heads, kv, size, hidden = x.num_attention_heads, x.kv_heads, x.head_size, x.hidden_size
+    keys = Weight((kv * size,), hidden, heads=kv, repeats=True)
+    return {
+        "q_proj": Weight((heads * size * (2 if gated else 1),), hidden, heads=heads),
+        "k_proj": keys,
+        "v_proj": keys,
+        "o_proj": Weight((hidden,), heads * size, heads=heads),
+    }
+
+
+def _latent_attention(x: ModelConfig) -> dict[str, Weight]:
+    """Multi-head latent attention (DeepSeek, Kimi): keys and values are expanded from a low-rank latent."""
+    hidden, rank, rope = x.hidden_size, x.need("kv_lora_rank"), x.need("qk_rope_head_dim")
+    nope, value, heads = x.need("qk_nope_head_dim"), x.need("v_head_dim"), x.num_attention_heads
+    found = {"kv_a_proj_with_mqa": Weight((rank + rope,), hidden)}
+    queries = heads * (nope + rope)
+    if x.q_lora_rank:
+        found = {"q_a_proj": Weight((x.q_lora_rank,), hidden)} | found
+        found["q_b_proj"] = Weight((queries,), x.q_lora_rank, heads=heads)
+    else:
+        found["q_proj"] = Weight((queries,), hidden, heads=heads)
+    found["kv_b_proj"] = Weight((heads * (nope + value),), rank, heads=heads)
+    found["o_proj"] = Weight((hidden,), heads * value, heads=heads)
+    return found
+
+
+def _indexer(x: ModelConfig) -> dict[str, Weight]:
+    """The indexer of sparse attention (DeepSeek-V3.2), which every GPU has whole."""
+    heads, size = x.need("index_n_heads"), x.need("index_head_dim")
+    return {
+        "wq_b": Weight((heads * size,), x.q_lora_rank or x.hidden_size),
+        "wk": Weight((size,), x.hidden_size),
+        "weights_proj": Weight((heads,), x.hidden_size, "it stays in bfloat16 or float32."),
+    }
+
+
+def _delta_net(x: ModelConfig, kind: str) -> dict[str, Weight]:
+    """Linear attention by a gated delta net (Qwen3-Next, Qwen3.5): queries and keys, values and a gate, by heads."""
+    key_heads, heads = x.need("linear_num_key_heads"), x.need("linear_num_value_heads")
+    keys, values = key_heads * x.need("linear_key_head_dim"), heads * x.need("linear_value_head_dim")
+    if kind == "qwen3_next":
+        inside = {
+            "in_proj_qkvz": Weight((keys, keys, values, values), x.hidden_size, heads=key_heads),
+            "in_proj_ba": Weight((heads, heads), x.hidden_size, _FEW_ROWS, heads=heads),
+        }
+    else:
+        inside = {
+            "in_proj_qkv": Weight((keys, keys, values), x.hidden_size, heads=key_heads),
+            "in_proj_z": Weight((values,), x.hidden_size, heads=heads),
+            "in_proj_b": Weight((heads,), x.hidden_size, _FEW_ROWS, heads=heads),
+            "in_proj_a": Weight((heads,), x.hidden_size, _FEW_ROWS, heads=heads),
+        }
+    return inside | {"out_proj": Weight((x.hidden_size,), values, heads=heads)}
+
+
+_FEW_ROWS = "it stays in bfloat16: it has two rows for each head."
+
+
+def _mlp(hidden: int, size: int) -> dict[str, Weight]:
+    return {
+        "gate_proj": Weight((size,), hidden),
+        "up_proj": Weight((size,), hidden),
+        "down_proj": Weight((hidden,), size),
+    }
+
+
+def _routed(x: ModelConfig, tp: int, ep: int) -> Layer:
+    size = x.moe_intermediate_size or x.need("intermediate_size")
+    own = divided(size, tp, "moe_intermediate_size") if ep == 1 and size % tp == 0 else size
+    return Layer("experts.gate_up_proj", 2 * own, x.hidden_size, f"{x.experts} routed experts: {GROUPED}")
+
+
+def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int]) -> dict[str, Weight]:
+    """The weights with what their format says. One is left out of quantisation where all of its layers are."""
+    if not form.given:
+        return weights
+    found = {}
+    for name, weight in weights.items():
+        names = [f"model.layers.{index}.{module}.{name}" for index in layers] or [f"model.layers.0.{module}.{name}"]
+        left_out = all(form.leaves_out(full) for full in names)
+        why_not = weight.why_not or ("quantization_config leaves it as it is." if left_out else form.why_not)
+        found[name] = Weight(weight.rows, weight.k, why_not, weight.heads, weight.repeats)
+    return found

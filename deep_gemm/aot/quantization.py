@@ -1,0 +1,145 @@
+"""What a quantization_config says of a model's weights: whether they are FP8 in blocks of 128 x 128, and which are left
+out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deep_gemm.aot.inputs import shown
+from deep_gemm.errors import InvalidInputError
+
+OTHERS = {
+    "awq": "4-bit integers (AWQ)",
+    "gptq": "4-bit integers (GPTQ)",
+    "auto-round": "4-bit integers (AutoRound)",
+    "bitsandbytes": "bitsandbytes' own format",
+    "mxfp4": "4-bit floats (MXFP4)",
+    "fbgemm_fp8": "FP8 with one scale per row",
+    "ptpc_fp8": "FP8 with one scale per row",
+    "hqq": "HQQ's own format",
+    "gguf": "GGUF's own format",
+    "compressed_int8": "8-bit integers",
+}
+"""Methods that are known, and what weights are then."""
+
+MAX_NAMES = 1 << 17
+MAX_PATTERNS = 64
+
+
+@dataclass(frozen=True)
+class Format:
+    """`why_not` says why weights cannot be served, "" if they can, or if nothing is said of them (`given`). `names` and
+    `patterns` are of modules that stay as they are. `fixed` says that weights come with scales of blocks."""
+
+    given: bool = False
+    why_not: str = ""
+    problems: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+
+    @property
+    def fixed(self) -> bool:
+        return self.given and not self.why_not
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the module of this dotted name stays as it is: an entry names it, or a module that it is in."""
+        parts = name.split(".")
+        spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        return any(span in self.names for span in spans) or any(found.match(name) for found in self.patterns)
+
+    def names_any(self, modules: Collection[str]) -> bool:
+        """Whether an entry names one of these modules, or something in it."""
+        return any(part in modules for name in self.names for part in name.split("."))
+
+
+def format_of(config: Any) -> Format:
+    """What `quantization_config` says; nothing if it is None. Raises InvalidInputError for a wrong type."""
+    if config is None:
+        return Format()
+    if not isinstance(config, Mapping):
+        raise InvalidInputError(f"quantization_config must be an object, but it is {shown(config)}.")
+    method = config.get("quant_method")
+    problems: tuple[str, ...] = ()
+    if method == "fp8":
+        why_not = _fp8(config)
+    elif method == "compressed-tensors":
+        why_not = _compressed(config)
+    elif isinstance(method, str) and method in OTHERS:
+        why_not = f"its weights are {OTHERS[method]}."
+    elif method == "modelopt":
+        why_not = f"its weights are ModelOpt's {shown(config.get('quant_algo'))}."
+    else:
+        why_not = f"the quant_method {shown(method)} is not known."
+        problems = (f"The quant_method {shown(method)} of quantization_config is not known.",)
+    names, patterns = _left_out(config)
+    return Format(True, why_not, problems, names, patterns)
+
+
+def blocks_not(rows: Any, columns: Any) -> str:
+    """Why blocks of this size cannot be served; "" if they can."""
+    if (rows, columns) == (128, 128):
+        return ""
+    return f"its scales are of {shown(rows)} x {shown(columns)} blocks, not of 128 x 128."
+
+
+def _fp8(config: Mapping[str, Any]) -> str:
+    block = config.get("weight_block_size")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        return f"its weights are {shown(config['fmt'])}, not E4M3."
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        return "its activations have one scale per tensor (activation_scheme is not dynamic)."
+    if block is None:
+        return "its weights have one scale per tensor, not per 128 x 128 block."
+    if not isinstance(block, list) or len(block) != 2:
+        raise InvalidInputError(f"weight_block_size must be two numbers, but it is {shown(block)}.")
+    return blocks_not(*block)
+
+
+def _compressed(config: Mapping[str, Any]) -> str:
+    """Weights in compressed-tensors' terms: of the groups, all must be FP8 in blocks."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise InvalidInputError(f"config_groups of quantization_config must be an object, but it is {shown(groups)}.")
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise InvalidInputError(f"a group of quantization_config must have weights, but it is {shown(group)}.")
+        bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+        if (bits, kind) != (8, "float"):
+            return f"its weights are {shown(kind)} of {shown(bits)} bits, not FP8."
+        if strategy != "block":
+            return f"its weights have one scale per {shown(strategy)}, not per 128 x 128 block."
+        block = weights.get("block_structure")
+        if not isinstance(block, list) or len(block) != 2:
+            raise InvalidInputError(f"block_structure must be two numbers, but it is {shown(block)}.")
+        if why := blocks_not(*block):
+            return why
+    return ""
+
+
+def _left_out(config: Mapping[str, Any]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    names: set[str] = set()
+    patterns: list[re.Pattern[str]] = []
+    for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
+        entries = config.get(key) or []
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise InvalidInputError(
+                f"{key} of quantization_config must be a list of names, but it is {shown(entries)}."
+            )
+        if len(entries) > MAX_NAMES:
+            raise InvalidInputError(f"{key} of quantization_config has {len(entries)} names: {MAX_NAMES} at most.")
+        for entry in entries:
+            # "model.layers.3.mlp.gate." is a name with a dot too many; "re:" begins a regular expression.
+            if not entry.startswith("re:"):
+                names.add(entry.strip(".").removesuffix(".weight"))
+                continue
+            try:
+                patterns.append(re.compile(entry[3:][:256]))
+            except re.error as error:
+                raise InvalidInputError(f"{key} of quantization_config has {shown(entry)}: {error}.") from error
+    if len(patterns) > MAX_PATTERNS:
+        raise InvalidInputError(f"quantization_config has {len(patterns)} patterns: {MAX_PATTERNS} at most.")
+    return frozenset(names), tuple(patterns)

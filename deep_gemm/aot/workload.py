@@ -1,0 +1,176 @@
+"""Which GEMMs somebody is going to run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint.
+
+Pure functions of plain data: no torch, no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.aot import checkpoint, inputs, model
+from deep_gemm.aot.inputs import parse_sizes, shown
+from deep_gemm.aot.layers import GROUPED, Layer, Plan
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+
+__all__ = [
+    "DEFAULT_M",
+    "MAX_M",
+    "GemmShape",
+    "Layer",
+    "Plan",
+    "load",
+    "model_layers",
+    "parse",
+    "parse_shape",
+    "parse_sizes",
+    "plan",
+    "shapes",
+    "shapes_of",
+]
+
+DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+"""Sizes of M from decode to prefill that meet the selector's choices; M itself is no part of a kernel's identity."""
+
+MAX_M = 16384
+"""Up to this M kernels are prepared where nothing else is said."""
+
+
+@dataclass(frozen=True, order=True)
+class GemmShape:
+    """D (m x n) = A (m x k) @ B (n x k)^T; `source` says which layer it is."""
+
+    m: int
+    n: int
+    k: int
+    source: str = ""
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds, counted as two operations each."""
+        return 2 * self.m * self.n * self.k
+
+    def bytes_moved(self) -> int:
+        """Each operand, its scales and the bf16 output once: the least that FP8 with block scales must move."""
+        blocks = -(-self.k // 128)
+        return self.m * self.k + self.n * self.k + 2 * self.m * self.n + 4 * blocks * (self.m + -(-self.n // 128))
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}"
+
+
+def shapes(layers: Iterable[Layer], ms: Sequence[int]) -> list[GemmShape]:
+    """Every layer that can be served, at its own sizes of M where it has some, else at every M of `ms`."""
+    return [GemmShape(m, x.n, x.k, x.name) for x in layers if not x.why_not for m in (x.ms or ms)]
+
+
+def parse(text: str) -> Layer:
+    """ "64x7168x2048" is M x N x K, "7168x2048" N x K. Raises InvalidInputError."""
+    *m, n, k = inputs.parse_dimensions(text)
+    return Layer("", n, k, ms=tuple(m))
+
+
+def parse_shape(text: str, ms: Sequence[int] = DEFAULT_M) -> list[GemmShape]:
+    """The same as shapes, N x K at every M of `ms`."""
+    return shapes([parse(text)], ms)
+
+
+def load(path: Path, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
+    """The shapes that a file asks for, as `plan` reads it."""
+    return shapes(plan(path, tp, ep).layers, ms)
+
+
+def shapes_of(what: Any, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
+    """The shapes of a workload however it is given, as `plan` takes it; where M is not said, each of `ms`."""
+    return shapes(plan(what, tp, ep).layers, ms)
+
+
+def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[Layer]:
+    """The layers of a model's Hugging Face configuration that can be served. Raises InvalidInputError."""
+    return [layer for layer in model.plan(config, tp, ep).layers if not layer.why_not]
+
+
+def plan(what: Any, tp: int = 1, ep: int = 1) -> Plan:
+    """The layers of a workload however it is given, and what of it is not understood.
+
+    `what` is one of these, or a list of them:
+    - a shape: a `GemmShape`, a `Layer`, "64x7168x2048" (M x N x K), "7168x2048" (N x K), (n, k), or (n, k, groups);
+    - a model's Hugging Face configuration, or the path of its `config.json`;
+    - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
+      formats and scales are then those of its tensors; only headers are read;
+    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ...}` or `{"m": [...], "shapes": [entries]}`,
+      or the path of a JSON or YAML file that holds one.
+
+    `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. Raises
+    InvalidInputError for anything else, and UnsupportedError for a shape of more than one group.
+    """
+    if isinstance(what, Mapping):
+        return _described(what, "the description", tp, ep)
+    if isinstance(what, str) and inputs.is_shape(what):
+        return Plan((parse(what),))
+    if isinstance(what, str | os.PathLike):
+        return _file(Path(what), tp, ep)
+    if isinstance(what, GemmShape):
+        ms = (inputs.whole(what.m, f"m of {shown(what)}"),)
+        return Plan((_layer(what.source, what.n, what.k, ms, shown(what)),))
+    if isinstance(what, Layer):
+        return Plan((what if what.why_not else _checked(what),))
+    if isinstance(what, Iterable) and not isinstance(what, bytes | bytearray):
+        items = list(what)
+        if isinstance(what, tuple) and 2 <= len(items) <= 3 and all(isinstance(item, int) for item in items):
+            return Plan((_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), ()),))
+        return Plan.join([plan(item, tp, ep) for item in items])
+    raise InvalidInputError(
+        "what must be a file, a checkpoint's directory, a model's description, or shapes such as (n, k) or 7168x2048, "
+        f"but it is {shown(what)}."
+    )
+
+
+def _file(path: Path, tp: int, ep: int) -> Plan:
+    if checkpoint.is_checkpoint(path):
+        return checkpoint.plan(path, tp, ep)
+    if path.is_dir():
+        config = path / "config.json"
+        if not config.is_file():
+            raise InvalidInputError(f"{path} must hold *.safetensors or a config.json, but it holds neither.")
+        path = config
+    return _described(inputs.read_file(path), str(path), tp, ep)
+
+
+def _described(data: Any, where: str, tp: int, ep: int) -> Plan:
+    if isinstance(data, Mapping) and model.is_config(data):
+        return model.plan(data, tp, ep)
+    ms: tuple[int, ...] = ()
+    if isinstance(data, Mapping) and "shapes" in data:
+        ms = tuple(inputs.sizes(data["m"], f"m in {where}")) if data.get("m") is not None else ()
+        data = data["shapes"]
+    if not isinstance(data, list):
+        raise InvalidInputError(
+            f"{where} must hold a list of shapes, an object with `shapes`, or a model's config with `hidden_size`, "
+            f"but it holds {type(data).__name__}."
+        )
+    return Plan(tuple(_entry(entry, f"shape {index} of {where}", ms) for index, entry in enumerate(data)))
+
+
+def _entry(entry: Any, where: str, ms: tuple[int, ...]) -> Layer:
+    if not isinstance(entry, Mapping) or not {"n", "k"} <= set(entry):
+        raise InvalidInputError(f"{where} must be an object with n and k (and m if wanted), but it is {shown(entry)}.")
+    groups = inputs.whole(entry.get("groups", 1), f"groups of {where}")
+    if groups > 1:
+        raise UnsupportedError(f"{where} has {groups} groups: {GROUPED} Leave it out, or give one group.")
+    name = entry.get("name", "")
+    if not isinstance(name, str):
+        raise InvalidInputError(f"name of {where} must be text, but it is {shown(name)}.")
+    own = tuple(inputs.sizes(entry["m"], f"m of {where}")) if entry.get("m") is not None else ms
+    return _layer(name, entry["n"], entry["k"], own, where)
+
+
+def _layer(name: str, n: Any, k: Any, ms: tuple[int, ...], where: str) -> Layer:
+    return Layer(name, inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms)
+
+
+def _checked(layer: Layer) -> Layer:
+    return _layer(layer.name, layer.n, layer.k, layer.ms, shown(layer))

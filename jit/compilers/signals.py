@@ -1,0 +1,94 @@
+"""Signals while NVRTC compiles: they do what they would do anywhere else in the process.
+
+In the first compilation of a process, NVRTC up to 13.0 replaces the handlers of SIGINT and SIGTERM while its front end
+runs (0.06 s and more). Its handler ends the process with exit status 4, hangs or crashes; the program's own is not run.
+Afterwards SIGINT is left with SA_RESTART. 13.1 and later touch no handler.
+
+Blocking the signals in the compiling thread does not help: handlers belong to the process, and other threads run them.
+Restoring the handlers from another thread leaves a moment in which NVRTC's are in place. So NVRTC is kept from setting
+them: its pointer to C's `signal` is replaced. Numbers are in the message of the commit that added this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# Of <dlfcn.h> and <elf.h>: the same on all 64-bit Linux.
+_RTLD_DI_LINKMAP = 2
+_DT_NULL, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_JMPREL = 0, 2, 5, 6, 23
+_RELOCATION_SIZE = _SYMBOL_SIZE = 24
+
+
+class _LinkMap(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_size_t), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_size_t))
+
+
+def keep_handlers(library: ctypes.CDLL) -> None:
+    """From now on, calls of `signal` inside `library` do nothing. Raises OSError or ValueError where that cannot be."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    slot = _import_slot(libc, library, b"signal")
+    # With lazy binding it can be written to anyway.
+    page = slot & -mmap.PAGESIZE
+    if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE):
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+    # Called in place of signal(number, handler): it returns the number, which NVRTC takes for the old handler.
+    harmless = ctypes.cast(libc.abs, ctypes.c_void_p).value
+    ctypes.c_void_p.from_address(slot).value = harmless
+
+
+def _import_slot(libc: ctypes.CDLL, library: ctypes.CDLL, name: bytes) -> int:
+    """The address at which `library` keeps its pointer to the function `name` of another library."""
+    found = ctypes.POINTER(_LinkMap)()
+    if libc.dlinfo(ctypes.c_void_p(library._handle), _RTLD_DI_LINKMAP, ctypes.byref(found)):
+        raise ValueError("dlinfo does not know the library")
+    loaded = found.contents
+    tables = {}
+    at = loaded.dynamic
+    while (tag := ctypes.c_size_t.from_address(at).value) != _DT_NULL:
+        tables[tag] = ctypes.c_size_t.from_address(at + 8).value
+        at += 16
+    if not tables.keys() >= {_DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_JMPREL}:
+        raise ValueError("the library has no table of imported functions")
+    first = tables[_DT_JMPREL]
+    for relocation in range(first, first + tables[_DT_PLTRELSZ], _RELOCATION_SIZE):
+        symbol = tables[_DT_SYMTAB] + _SYMBOL_SIZE * ctypes.c_uint32.from_address(relocation + 12).value
+        if ctypes.string_at(tables[_DT_STRTAB] + ctypes.c_uint32.from_address(symbol).value) == name:
+            return loaded.base + ctypes.c_size_t.from_address(relocation).value
+    raise ValueError(f"the library imports no function {name.decode()}")
+
+
+def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
+    """`work()`, which spends seconds in C. Where the main thread calls, another thread does it: Python runs handlers of
+    signals in the main thread only, and only between its own instructions.
+
+    If a handler raises, as for KeyboardInterrupt, the exception comes at once. `cancel` then asks the work to end.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # No daemon: at exit Python waits for it, since NVRTC would go on while its memory is taken away.
+    thread = threading.Thread(target=run, name="deep_gemm-nvrtc")
+    try:
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: a limit, or the interpreter is ending
+            return work()
+        result = future.result()
+        thread.join()
+        return result
+    finally:
+        cancel()

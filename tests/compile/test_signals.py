@@ -1,0 +1,176 @@
+"""Signals that arrive while NVRTC compiles: the process does what it would do anywhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from signal_worker import SIGNALS, slow_source
+
+from deep_gemm.errors import CompileError
+from deep_gemm.jit.compilers import Compiler, Nvrtc, choose
+from deep_gemm.jit.compilers.signals import interruptible
+from deep_gemm.jit.generator import include_dir
+from deep_gemm.settings import settings
+
+WORKER = Path(__file__).parents[1] / "signal_worker.py"
+LIMIT = 10.0  # seconds; what hangs never ends, and a busy machine may take some
+
+
+@pytest.fixture
+def nvrtc() -> Compiler:
+    with settings.override(use_nvrtc=True):
+        return choose()
+
+
+def end(seed: str, number: signal.Signals, **job: Any) -> tuple[int, str, float]:
+    """Send a process the signal at a random moment. Its exit status, what it said, and how long that took."""
+    command = [sys.executable, str(WORKER), json.dumps({"parts": 400, **job})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "compiling\n"
+        time.sleep(random.Random(seed).random() * 0.5)
+        begin = time.monotonic()
+        worker.send_signal(number)
+        try:
+            said = "".join(worker.communicate(timeout=LIMIT))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            raise
+        return worker.returncode, said, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize(("handler", "expected"), [("default", ""), ("function", "handled\n")])
+def test_a_signal_ends_a_process_that_compiles(where: str, number: signal.Signals, handler: str, expected: str) -> None:
+    # NVRTC is in its front end for ten seconds, where its own handlers ended most of these by status 4 or SIGSEGV.
+    status, said, seconds = end(f"{where} {number} {handler}", number, handler=handler, where=where)
+    assert (status, said) == (-number, expected)
+    assert seconds < 5  # the handler does not wait for the compilation
+
+
+def test_an_exception_of_a_handler_ends_a_process_that_compiles() -> None:
+    status, said, _ = end("", signal.SIGINT, handler="interrupt", where="main", parts=20)
+    assert "KeyboardInterrupt" in said
+    assert status in (1, -signal.SIGINT)
+
+
+def test_an_interrupted_compilation_is_cancelled(nvrtc: Compiler) -> None:
+    """The interrupt comes at once, and at exit Python does not have to wait for the rest of the work."""
+    assert isinstance(nvrtc, Nvrtc)
+    library = nvrtc._open()
+    if not hasattr(library, "nvrtcSetFlowCallback"):
+        pytest.skip("NVRTC before 12.8 cannot be told to stop")
+    began, statuses = threading.Event(), list[int]()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return self.compile if name == "nvrtcCompileProgram" else getattr(library, name)
+
+        def compile(self, *arguments: Any) -> int:
+            began.set()
+            statuses.append(library.nvrtcCompileProgram(*arguments))
+            return statuses[-1]
+
+    def interrupt() -> None:
+        began.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    own = Nvrtc(nvrtc.path, nvrtc.version)
+    own._library = Watched()  # type: ignore[assignment]
+    golden = Path(__file__).parents[1] / "unit" / "golden" / "fp8_gemm_128x192_s4_p1_direct.cu"
+    flags, before = own.flags("sm_90a"), set(threading.enumerate())
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        own.compile(golden.stem, golden.read_text(), "kernel.cu", flags, include_dir())
+    assert statuses == []
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert statuses == [16], "NVRTC_ERROR_CANCELLED"
+    assert own.compile("k", slow_source(1), "kernel.cu", flags, None).cubin
+
+
+# NVRTC up to 13.0 changes handlers in the first compilation of a process only, so each of these needs a new process.
+CHILD = """
+import os, sys, threading, time
+sys.path.insert(0, {tests!r})
+from jit_worker import without_torch
+without_torch()
+from signal_worker import slow_source
+from deep_gemm.jit.compilers import choose
+
+def dispositions():
+    lines = [line.split() for line in open("/proc/self/status") if line.startswith(("SigIgn", "SigCgt"))]
+    return [int(mask, 16) & 0x7fffffff for name, mask in lines]  # without glibc's own, which come with threads
+
+compiler = choose()
+before, seen = dispositions(), []
+thread = threading.Thread(target=compiler.compile, args=("k", slow_source(10), "k.cu", compiler.flags("sm_90a"), None))
+thread.start()
+while thread.is_alive():
+    seen.append(dispositions())
+    time.sleep(0.001)
+print(len(seen) > 10, all(one == before for one in seen), flush=True)
+os.read(0, 1)
+"""
+
+
+def test_handlers_are_those_of_the_program_all_the_time() -> None:
+    command = [sys.executable, "-c", CHILD.format(tests=str(WORKER.parent))]
+    environment = {**os.environ, "DG_JIT_USE_NVRTC": "1"}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "True True\n"
+        # NVRTC put SIGINT back with SA_RESTART: Ctrl-C waited until the read that it was to end had come.
+        time.sleep(0.1)
+        reader.send_signal(signal.SIGINT)
+        try:
+            assert reader.wait(LIMIT) in (1, -signal.SIGINT)
+        finally:
+            reader.kill()
+
+
+def test_the_main_thread_waits_for_another_one() -> None:
+    ran: list[threading.Thread] = []
+    cancelled: list[bool] = []
+    ended = threading.Event()
+
+    def work() -> int:
+        ran.append(threading.current_thread())
+        return 3
+
+    assert interruptible(work, lambda: None) == 3
+    assert ran[0] is not threading.main_thread()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(interruptible, work, lambda: None).result() == 3
+        assert ran[1] is pool.submit(threading.current_thread).result()
+    with pytest.raises(CompileError, match="no"):
+        interruptible(lambda: (_ for _ in ()).throw(CompileError("no")), lambda: None)
+
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.wait(LIMIT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interruptible(interrupted, lambda: cancelled.append(ended.set() is None))
+    assert cancelled == [True]
+
+
+def test_without_another_thread_it_works_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert interruptible(threading.current_thread, lambda: None) is threading.main_thread()

@@ -1,0 +1,66 @@
+"""A process that compiles with NVRTC until a signal ends it: `python signal_worker.py '{"handler": ..., ...}'`.
+
+`parts` is how long the source is. `handler` is what the program does about signals: "default" (nothing), "function"
+(prints a line and ends the process by the same signal) or "interrupt" (raises KeyboardInterrupt, as Python does for
+SIGINT). `where` is the thread that compiles: "main" or "thread".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from jit_worker import without_torch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def slow_source(parts: int) -> str:
+    """A kernel `k` that keeps NVRTC's front end busy, for about 0.03 s a part."""
+    return (
+        "template <int N> constexpr int sum() { int s = N; for (int i = 0; i < 100000; ++i) s ^= i; return s; }\n"
+        + "".join(f"constexpr int part{i} = sum<{i}>();\n" for i in range(parts))
+        + 'extern "C" __global__ void k(int* out) { *out = '
+        + " ^ ".join(f"part{i}" for i in range(parts))
+        + "; }\n"
+    )
+
+
+def handle(number: int, frame: Any) -> None:
+    os.write(1, b"handled\n")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def main(job: dict[str, Any]) -> None:
+    without_torch()
+    from deep_gemm.jit.compilers.find import choose
+    from deep_gemm.settings import settings
+
+    actions = {"default": signal.SIG_DFL, "function": handle, "interrupt": signal.default_int_handler}
+    for number in SIGNALS:
+        signal.signal(number, actions[job["handler"]])
+    with settings.override(use_nvrtc=True):
+        compiler = choose()
+    flags, source = compiler.flags("sm_90a"), slow_source(job["parts"])
+    compiler._open()  # it compiles nothing yet: only the first compilation of a process is the dangerous one
+
+    def compile_for_ever() -> None:
+        print("compiling", flush=True)
+        while True:
+            compiler.compile("k", source, "kernel.cu", flags, None)
+
+    if job["where"] == "main":
+        compile_for_ever()
+    threading.Thread(target=compile_for_ever, daemon=True).start()
+    while True:
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

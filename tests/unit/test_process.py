@@ -1,0 +1,147 @@
+"""Tools as child processes: a time limit, what they leave behind, and outputs that are none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from compilers import fake_nvcc
+from jit_fakes import FakeCompiler, builder, request
+
+from deep_gemm.errors import CompileError
+from deep_gemm.jit import process
+from deep_gemm.jit.compilers import Nvcc, nvcc
+from deep_gemm.jit.process import private_directory, run
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory for temporary files."""
+    path = tmp_path / "scratch"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    monkeypatch.setattr(process, "_swept", set())
+    return path
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended, if it was nobody's to wait for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# It starts another process and waits for it, as nvcc does; that one holds the pipes open.
+SLOW = 'sleep 600 & echo $! > "{pid}.new"; mv "{pid}.new" "{pid}"; wait'
+
+
+def test_a_limit_ends_all_that_was_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run(["/bin/sh", "-c", SLOW.format(pid=pid)], 0.5)
+    wait_for(lambda: gone(int(pid.read_text())))
+
+
+def test_nvcc_has_a_limit(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Nvcc(fake_nvcc(tmp_path / "nvcc", body="sleep 600"))
+    monkeypatch.setattr(nvcc, "_COMPILE_LIMIT", 0.2)
+    with pytest.raises(CompileError, match=r"timed out after 0\.2 seconds"):
+        compiler.compile("k", "", "k.cu", (), None)
+    assert list(scratch.iterdir()) == []
+
+
+def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, scratch: Path) -> None:
+    pid = tmp_path / "pid"
+    compiler = Nvcc(fake_nvcc(tmp_path / "nvcc", body=SLOW.format(pid=pid)))
+
+    def interrupt() -> None:
+        wait_for(pid.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        compiler.compile("k", "", "k.cu", (), None)
+    thread.join()
+    wait_for(lambda: gone(int(pid.read_text())))
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        ": > kernel.cubin",
+        "printf cubin > kernel.cubin",
+        "printf '\\177ELF' > other; ln -s other kernel.cubin",
+        "mkdir kernel.cubin",
+        "mkfifo kernel.cubin",
+        "true",
+    ],
+)
+def test_what_is_no_cubin_is_not_published(tmp_path: Path, scratch: Path, output: str) -> None:
+    said = "ptxas info : Compiling entry function 'k' for 'sm_90a'\\nptxas info : Used 8 registers\\n"
+    compiler = Nvcc(fake_nvcc(tmp_path / "nvcc", body=f'printf "{said}"; {output}'))
+    build = builder(tmp_path / "root", compiler)
+    with pytest.raises(CompileError, match="output is no cubin"):
+        build.build(request())
+    assert build.stats["failed"] == 1
+    assert not list((tmp_path / "root").rglob("kernel.cubin"))
+
+
+def test_a_directory_of_a_killed_process_goes(scratch: Path) -> None:
+    for name, age in (("deep_gemm-tool-old", 7200), ("deep_gemm-tool-new", 60), ("another", 7200)):
+        (scratch / name).mkdir()
+        os.utime(scratch / name, (time.time() - age,) * 2)
+    with private_directory() as folder:
+        assert folder.parent == scratch
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in scratch.iterdir()) == ["another", "deep_gemm-tool-new"]
+
+
+def test_a_build_without_a_place_leaves_nothing(tmp_path: Path, scratch: Path) -> None:
+    """Whatever ends it, there was never anything to leave, since it may be killed at any moment."""
+    seen: list[list[Path]] = []
+
+    def look(source: str) -> None:
+        seen.append(list(scratch.iterdir()))
+        if "interrupt" in source:
+            raise KeyboardInterrupt
+
+    (tmp_path / "file").touch()
+    build = builder(tmp_path / "file", FakeCompiler(on_compile=look))
+    assert build.build(request()).source_path is None
+    with pytest.raises(KeyboardInterrupt):
+        build.build(request(source="interrupt"))
+    assert (seen, list(scratch.iterdir())) == ([[], []], [])
+
+
+def test_a_source_that_does_not_compile_is_kept_for_a_day(tmp_path: Path, scratch: Path) -> None:
+    (tmp_path / "file").touch()
+    source = "#error ü\n"
+    kept = []
+    for _ in range(2):
+        with pytest.raises(CompileError) as caught:
+            builder(tmp_path / "file").build(request(source=source))
+        kept.append(Path(caught.value.source_path or ""))
+        assert kept[-1].read_bytes() == source.encode()
+        assert kept[-1].parent.stat().st_mode & 0o777 == 0o700
+    assert kept[0].exists()
+    os.utime(kept[0].parent, (time.time() - 90_000,) * 2)
+    with pytest.raises(CompileError):
+        builder(tmp_path / "file").build(request(source=source))
+    assert [path.exists() for path in kept] == [False, True]
