@@ -8,8 +8,7 @@ from typing import TypeVar
 from golden_renders import FAMILIES, make_params
 
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.sm90_fp8_swapped import scales_held
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+from deep_gemm.params import FP8Config, KernelParams
 
 Item = TypeVar("Item")
 
@@ -24,7 +23,6 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     """What a kernel is one of: a tile, a cluster, a way to share K, and so on, each in its family."""
     config = params.config
     assert isinstance(config, FP8Config)
-    swapped = isinstance(config, SwappedConfig)
     persistent = getattr(config, "persistent", True)
     kinds: dict[str, Hashable] = {
         "tile": (config.block_m, config.block_n),
@@ -34,7 +32,6 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
         "partials": config.num_partials,
         "CTAs on an SM": config.ctas_per_sm,
         "persistent": persistent,
-        "scales of their own ring": swapped and not scales_held(config),
         "store": (params.store, persistent, config.num_consumers),
     }
     return frozenset((params.kernel, kind, value) for kind, value in kinds.items())

@@ -6,21 +6,19 @@ operands, or depend on timing: a wrong result, the same every time, is all that 
 
 from __future__ import annotations
 
-from golden_renders import SMALL, SWAPPED, find_config, make_params
+from golden_renders import SWAPPED, find_config, make_params
 from mutation import Mutation
-from small_mutations import SMALL_MUTATIONS
 
 from deep_gemm.params import KernelParams
 
 UNSWAPPED_KERNELS = ("ahead", "one by one", "segments", "split", "direct")
 STAGED = ("ahead", "one by one", "segments", "split")
-SWAPPED_KERNELS = ("swapped", "swapped split", "swapped narrow", "swapped late")
-SWAPPED_HELD = ("swapped", "swapped split", "swapped narrow")
-SWAPPED_STAGED = ("swapped", "swapped split", "swapped late")
+SWAPPED_KERNELS = ("swapped", "swapped split", "swapped direct")
+SWAPPED_STAGED = ("swapped", "swapped split")
 EVERY = UNSWAPPED_KERNELS + SWAPPED_KERNELS
 
 
-RING_MUTATIONS = [
+MUTATIONS = [
     Mutation(
         "skip A's scale in every other row group",
         "promotion.cuh",
@@ -74,8 +72,8 @@ RING_MUTATIONS = [
         "raster.cuh",
         "column = first + right;",
         "column = first + right / 2 * 2;",
-        # Bands of "swapped" are one tile wide, and "one by one" has a single band of a single row.
-        tuple(kernel for kernel in EVERY if kernel not in ("swapped", "one by one")),
+        # "one by one" has a single band of a single row.
+        tuple(kernel for kernel in EVERY if kernel != "one by one"),
     ),
     Mutation(
         "find the second column of a lone band in the place of the first",
@@ -94,9 +92,9 @@ RING_MUTATIONS = [
     Mutation(
         "take B's scales of another consumer's blocks",
         "order.cuh",
-        "const u32 step = turn + count / kStageBlocks * kConsumersK;",
-        "const u32 step = count / kStageBlocks * kConsumersK;",
-        ("split", "swapped split"),
+        "const u32 step = turn + count * kConsumersK;",
+        "const u32 step = count * kConsumersK;",
+        ("swapped split",),
     ),
     Mutation(
         "take the first segment's scales of B for all",
@@ -137,14 +135,14 @@ RING_MUTATIONS = [
         "warpgroup.cuh",
         "kInstructionStep = 32 / 16",
         "kInstructionStep = 0",
-        (*EVERY, "small"),
+        EVERY,
     ),
     Mutation(
         "forget the promotion of a tile's last partial sums",
         "fp8_mainloop.cuh",
-        "promote_unit<false, kUnits - 1>(sum, partial[kLast], block, early);",
+        "promote_unit<false, kUnits - 1>(sum, partial[kLast], block);",
         "",
-        ("ahead", "split", "swapped", "swapped split", "swapped narrow"),
+        ("ahead", "split", *SWAPPED_KERNELS),
     ),
     Mutation(
         "forget the promotion of one register",
@@ -204,79 +202,30 @@ RING_MUTATIONS = [
     Mutation(
         "store the first share's columns for all",
         "fp8_gemm.cuh",
-        "if (owner == share) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);",
-        "if (owner == share) Store::stage_all(area, sum, 0, warp, lane);",
+        "Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);",
+        "Store::stage_all(area, sum, 0, warp, lane);",
         ("split",),
     ),
     Mutation(
         "take the scale of the token beside",
         "promotion.cuh",
-        "load_shared_pair(factors.from + i * 16, factors.token[i], factors.token[i + 1]);",
-        "load_shared_pair(factors.from + i * 16, factors.token[i + 1], factors.token[i]);",
-        SWAPPED_HELD,
-    ),
-    Mutation(
-        "take the scale of the token beside, late",
-        "promotion.cuh",
-        "load_shared_pair(factors.from + (kColumn + 8 * count) * 4, even, odd);",
-        "load_shared_pair(factors.from + (kColumn + 8 * count) * 4, odd, even);",
-        ("swapped late",),
+        "factors.token[i], factors.token[i + 1]);",
+        "factors.token[i + 1], factors.token[i]);",
+        SWAPPED_KERNELS,
     ),
     Mutation(
         "drop the weights' scale for every other token",
         "promotion.cuh",
-        "        factors.token[i] *= factors.weight[0];\n",
+        "      factors.token[i] *= factors.weight[0];\n",
         "",
-        SWAPPED_HELD,
+        SWAPPED_KERNELS,
     ),
     Mutation(
-        "drop the weights' scale for every other token, late",
-        "promotion.cuh",
-        "    even *= factors.weight[0];\n",
-        "",
-        ("swapped late",),
-    ),
-    Mutation(
-        "read each block's scales where the one before had them, late",
-        "promotion.cuh",
-        "      factors.from = tokens + late_slot * kStageBytes;\n      late_slot += kStep;",
-        "      factors.from = tokens + (late_slot + kSlots - kStep) % kSlots * kStageBytes;\n      late_slot += kStep;",
-        ("swapped late",),
-    ),
-    Mutation(
-        "take the scale of the token beside, past the slices",
-        "extra_tokens.cuh",
-        "load_shared_pair(scales + stage * kBytesScale + i * 16, to.token[i], to.token[i + 1]);",
-        "load_shared_pair(scales + stage * kBytesScale + i * 16, to.token[i + 1], to.token[i]);",
-        ("tall",),
-    ),
-    Mutation(
-        "multiply tokens past the slices by the first consumer's weights",
-        "fp8_gemm.cuh",
-        "Extra(shared + kOffsetB + consumer * 64 * kBlockK,",
-        "Extra(shared + kOffsetB,",
-        ("tall",),
-    ),
-    Mutation(
-        "start tokens past the slices with the sums of the tile before",
-        "extra_tokens.cuh",
-        "add<kFresh>(sum[0][i]",
-        "add<false>(sum[0][i]",
-        ("tall",),
-    ),
-    Mutation(
-        "take tokens' scales from the first block of a stage",
-        "promotion.cuh",
-        " + slot % kStageBlocks * kTokens * 4;",
-        ";",
-        ("swapped narrow",),
-    ),
-    Mutation(
-        "multiply the first weights of a stage by all of its tokens",
+        "multiply the first stage's weights by all tokens",
         "fp8_mainloop.cuh",
-        "left + (block.slot * kBytesLeft",
-        "left + (block.slot / kStageBlocks * kStageBlocks * kBytesLeft",
-        ("swapped narrow",),
+        "left + (block.stage * kBytesLeft",
+        "left + (block.stage * 0",
+        SWAPPED_KERNELS,
     ),
     Mutation(
         "promote three of four sums, swapped",
@@ -291,13 +240,6 @@ RING_MUTATIONS = [
         "return Tile::kShapeK ? Tile::kShapeK : arg.k;",
         "return (Tile::kShapeK ? Tile::kShapeK : arg.k) - kBlockK;",
         SWAPPED_KERNELS,
-    ),
-    Mutation(
-        "multiply the first weights in every consumer",
-        "fp8_swapped.cuh",
-        "const u32 first_row = group * 64 * kSlices, share",
-        "const u32 first_row = 0, share",
-        ("swapped",),
     ),
     Mutation(
         "copy a lone tile without the swizzle that it was staged with",
@@ -353,35 +295,30 @@ RING_MUTATIONS = [
         "epilogue.cuh",
         "warp * 16 + lane / 4 + i * 4;",
         "warp * 16 + (lane / 4 ^ 1) + i * 4;",
-        ("swapped narrow",),
+        ("swapped direct",),
     ),
     Mutation(
         "store one token twice",
         "epilogue.cuh",
         "out[stride] = static_cast<u16>(packed >> 16);",
         "out[stride] = static_cast<u16>(packed);",
-        ("swapped narrow",),
+        ("swapped direct",),
     ),
 ]
-MUTATIONS = RING_MUTATIONS + SMALL_MUTATIONS
 
 
 def mutated_kernels() -> dict[str, KernelParams]:
-    """The kernels that are broken, of all families: every schedule of products and promotion, all ways out, split K,
-    and stages of several blocks (narrow: K must be whole blocks)."""
+    """The kernels that are broken, of all families: every schedule of products and promotion, all ways out, split K."""
     return {
         "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
         "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
         "once": make_params(find_config(block_m=256, block_n=128, persistent=False)),
         "segments": make_params(find_config(block_m=64, block_n=112)),
-        "split": make_params(find_config(block_m=64, block_n=64, cluster_k=2, consumers_k=2)),
+        "split": make_params(find_config(block_m=128, block_n=64, cluster_k=2)),
         "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
-        "swapped": make_params(find_config(SWAPPED, block_m=32, block_n=128)),
-        "swapped split": make_params(find_config(SWAPPED, block_m=48, block_n=64, cluster_k=2, consumers_k=2)),
-        "swapped narrow": make_params(find_config(SWAPPED, block_m=16, block_n=32)),
-        "tall": make_params(find_config(block_m=136, block_n=128)),
-        "swapped late": make_params(find_config(SWAPPED, block_m=128, block_n=64)),
-        "small": make_params(find_config(SMALL, block_n=32, consumers_k=2, persistent=False)),
+        "swapped": make_params(find_config(SWAPPED, block_m=32)),
+        "swapped split": make_params(find_config(SWAPPED, block_m=48, cluster_k=2, consumers_k=2)),
+        "swapped direct": make_params(find_config(SWAPPED, block_m=16), store="direct"),
     }
 
 

@@ -31,10 +31,9 @@ from racecheck_headers import RACES, racecheck_headers
 from deep_gemm import kernels
 from deep_gemm.jit import Builder
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import sm90_fp8_swapped
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+from deep_gemm.params import FP8Config, KernelParams
 from deep_gemm.reference import exact_product
-from deep_gemm.spec import SCALE_BLOCK, ceil_div
+from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
 
 
@@ -50,11 +49,8 @@ def named(found: list[KernelParams], part: str) -> list[KernelParams]:
 
 
 def sizes(config: FP8Config) -> tuple[int, int, int, int]:
-    """M, N, K, and the number of SMs to run on, so few that a CTA that stays does several tiles. Where scales have a
-    ring of their own, K goes round it twice."""
+    """M, N, K, and the number of SMs to run on, so few that a CTA that stays does several tiles."""
     m, n, k = config.block_m + 70, 2 * config.block_n + 40, 896
-    if isinstance(config, SwappedConfig) and not sm90_fp8_swapped.scales_held(config):
-        k = 2 * (config.num_stages + config.consumers_k) * config.cluster_k * SCALE_BLOCK
     return m, n, k, ceil_div(2 * config.cluster_size, config.ctas_per_sm)
 
 
@@ -73,7 +69,7 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     place = Path(tempfile.mkdtemp())
     include = racecheck_headers(place / "include") if racecheck or race else include_dir()
     if race:
-        include, name = RACES[race].put_into(include), RACES[race].kernel
+        include, every, name = RACES[race].put_into(include), 1, RACES[race].kernel
     builder = Builder(place / "cache", nvrtc(), include)
     with compiled((params, builder, params) for params in named(chosen(every), name)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from deep_gemm import engine
+from deep_gemm import engine, kernels
 from deep_gemm.jit import Binary, Builder, sass
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+from deep_gemm.params import FP8Config, KernelParams, UprightConfig
 from deep_gemm.settings import settings
 
 KINDS = ("nvrtc", "nvcc")
@@ -55,11 +55,36 @@ def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iter
         pool.shutdown(cancel_futures=True)
 
 
+def upright(params: KernelParams) -> UprightConfig | None:
+    """The config of a GEMM whose operands are not swapped, or None."""
+    return params.config if isinstance(params.config, UprightConfig) else None
+
+
+def stores_by_tma(params: KernelParams) -> bool:
+    """Whether a warp brings tiles to D by TMA: the kernel reads a tensor map of D then."""
+    config = upright(params)
+    return config is not None and config.persistent and params.store == "tma"
+
+
 def starts_before_it_stores(params: KernelParams) -> bool:
     """Whether consumers start the next tile's first product before they store this one, and add no sums of others."""
-    c = params.config
-    upright = isinstance(c, FP8Config) and not isinstance(c, SwappedConfig)
-    return upright and c.persistent and not c.stream_k and c.k_shares == 1 and params.store == "tma"
+    return stores_by_tma(params) and fp8(params).k_shares == 1
+
+
+def fp8(params: KernelParams) -> FP8Config:
+    """The config of a GEMM."""
+    assert isinstance(params.config, FP8Config)
+    return params.config
+
+
+def argument_names(params: KernelParams) -> list[str]:
+    """The kernel's parameters, in order."""
+    return [argument.name for argument in kernels.get(params.kernel).arguments(params)]
+
+
+def loaded_maps(params: KernelParams) -> list[str]:
+    """Those of its parameters that are tensor maps of what it loads: all but D's."""
+    return [name for name in argument_names(params) if name.startswith("map_") and name != "map_d"]
 
 
 def main_loop(text: str) -> list[str]:

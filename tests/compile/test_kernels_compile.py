@@ -11,35 +11,38 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from golden_renders import FAMILIES, PLAIN, SMALL, SWAPPED, find_config, make_params
+from golden_renders import FAMILIES, PLAIN, SWAPPED, find_config, make_params
 from headers import edited_headers
 from kernel_builds import (
     KINDS,
     Built,
     build_all,
+    fp8,
     in_one_bank,
     kept_operands,
+    loaded_maps,
     main_loop,
     moves_to_uniform,
     open_compiler,
     starts_before_it_stores,
+    stores_by_tma,
+    upright,
 )
-from launches import fp8, maps_output, parameter_names
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder, bursts, sass
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import render
+from deep_gemm.kernels import fp8 as fp8_module
 from deep_gemm.kernels import sm90_fp8_gemm
-from deep_gemm.kernels.columns import segments
+from deep_gemm.kernels.tiles import segments
 from deep_gemm.log import log
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+from deep_gemm.params import KernelParams
 from deep_gemm.settings import settings
 
 CASES = [params for kernel in kernels.registry().values() for params in kernel.cases()]
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
-RINGLESS = [params for params in CASES if params.kernel == SMALL.name]
 STATIC_SHARED = {"transpose_scales": 32 * 65 * 4}
 
 
@@ -81,77 +84,50 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
     built = builds[params].result()
-    fields, config = kernels.get(params.kernel).fields(params), params.config
-    assert isinstance(config, FP8Config)
+    fields, config = kernels.get(params.kernel).fields(params), fp8(params)
     # Consumers that take turns meet at a named barrier before each product, and let the next one go.
-    takes_turns = int(fields["turns"]) > 1
-    assert any("BAR.ARV" in instruction for instruction in main_loop(built.sass)) == takes_turns
-    widths = {fields["mma_n"], fields.get("extra", 0)} - {0}  # the latter of tokens past a tile's slices
-    assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{width}x32.F32.E4M3.E4M3" for width in widths}
+    assert any("BAR.ARV" in instruction for instruction in main_loop(built.sass)) == takes_turns(params)
+    assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{fields['mma_n']}x32.F32.E4M3.E4M3"}
     loads, stores = "UTMALDG.2D" in built.sass, "UTMASTG.2D" in built.sass
-    assert (loads, stores) == (True, maps_output(params))
+    assert (loads, stores) == (True, stores_by_tma(params))
     # Of the weights and of D a launch says whether they leave L2 first.
     for instruction, some in (("UTMALDG", True), ("UTMASTG", stores)):
-        told = {"desc[" in line for line in re.findall(rf"\b{instruction}\.[23]D.*", built.sass)}
+        told = {"desc[" in line for line in re.findall(rf"\b{instruction}\.2D.*", built.sass)}
         assert told == ({False, True} if some else set())
     # What is staged, but not for TMA, warps copy 16 bytes at a time.
     if params.store == "tma" and not stores:
         assert "STG.E.128" in built.sass
-    # Stages of several blocks of K are loaded by one instruction an operand.
-    assert ("UTMALDG.3D" in built.sass) == (isinstance(config, SwappedConfig) and config.stage_blocks > 1)
+    assert "UTMALDG.3D" not in built.sass
     # Operands are multicast in clusters along m or n, and only there.
     assert ("UTMALDG.2D.MULTICAST" in built.sass) == (config.cluster_m * config.cluster_n > 1)
     # A fence for a whole GPU takes hundreds of cycles. CTAs that hand over sums have one, and none has any to meet.
-    assert len(re.findall(r"MEMBAR\.\S*GPU", built.sass)) <= int(config.cluster_k > 1 or config.stream_k)
+    assert len(re.findall(r"MEMBAR\.\S*GPU", built.sass)) <= int(config.cluster_k > 1)
     assert ("USETMAXREG" in built.sass) == (int(fields["consumer_registers"]) > 0)
     threads = int(fields["num_threads"]) * int(fields["min_ctas"])
     assert built.binary.resources.registers * threads <= 65536
 
 
-@pytest.mark.parametrize("params", RINGLESS, ids=entry)
-def test_the_kernel_without_a_ring_copies_and_multiplies_with_few_instructions(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
-    """A CTA runs each of them once or a few times, the first time at twice the cost."""
-    built, config = builds[params].result(), fp8(params)
-    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", built.sass)
-    assert not [step for step in code if step.startswith(("UTMA", "SYNCS", "USETMAXREG"))]
-    # In each block rows of A by half of the warps, those of B by the others, eight at a time, and the scales of both.
-    blocks, rows = config.num_stages // config.consumers_k, 64 + config.block_n
-    assert code.count("LDGSTS.E.BYPASS.128") == blocks * rows // 8
-    assert code.count("LDGSTS.E") == code.count("LDGDEPBAR") == 2 * blocks
-    assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{config.block_n}x32.F32.E4M3.E4M3"}
-    assert sum(step.startswith("QGMMA") for step in code) == 4, "the loop over blocks is not unrolled"
-    # What finds the weights and brings them nearer comes before the copies; these need little more than themselves.
-    first, product = code.index("LDGSTS.E.BYPASS.128"), next(i for i, step in enumerate(code) if "GMMA" in step)
-    assert first <= 64 + 9 * config.block_n // 4
-    assert product - first <= 100 + 6 * blocks * (rows // 8 + 2)
-    # What the tensor cores read was written by threads: they fence it before they meet.
-    ordering = [step for step in code[:product] if step.startswith(("FENCE.VIEW.ASYNC", "BAR.SYNC", "DEPBAR"))]
-    assert [step.split(".")[0] for step in ordering[-3:]] == ["DEPBAR", "FENCE", "BAR"]
+def takes_turns(params: KernelParams) -> bool:
+    """Whether consumers start their products in turn."""
+    return fp8_module.turns(fp8(params)) > 1
 
 
 # Descriptors of operands live in uniform registers. Where ptxas takes a loop count for divergent, it keeps them in
-# ordinary ones and moves each over before every product: that cost 5 to 20% on an H200. Not here, for they have more:
-# some tiles that read tokens' scales late, and lone tiles with more than 16 tokens past their slices (up to 6 of these
-# moves in a loop of 4 to 24 products). Scale factors do not count: 128x192 tiles, where they are moved so, took 0 to 2%
-# less on an H200 than when they were not (four shapes, single calls in turns).
+# ordinary ones and moves each over before every product: that cost 5 to 20% on an H200. Scale factors do not count:
+# 128x192 tiles, where they are moved so, took 0 to 2% less on an H200 than when they were not (four shapes, single
+# calls in turns).
 LOOPS = [
     make_params(config)
     for config in (
         find_config(PLAIN, block_m=256, block_n=128),
         find_config(PLAIN, block_m=128, block_n=192),
-        find_config(PLAIN, block_m=136, block_n=128),
         find_config(PLAIN, block_m=64, block_n=16),
-        find_config(PLAIN, block_m=64, block_n=64, cluster_k=2, consumers_k=2),
+        find_config(PLAIN, block_m=128, block_n=64, cluster_k=2),
         find_config(PLAIN, block_m=128, block_n=128, cluster_m=2),
-        find_config(SWAPPED, block_m=8, block_n=64),
-        find_config(SWAPPED, block_m=16, block_n=32),
-        find_config(SWAPPED, block_m=64, block_n=256),
-        find_config(SWAPPED, block_m=128, block_n=128),  # scales read late
-        find_config(SWAPPED, block_m=16, block_n=64, cluster_k=4),
-        find_config(SWAPPED, block_m=48, block_n=128, consumers_k=2),
-        find_config(SWAPPED, block_m=16, block_n=64, cluster_k=2, consumers_k=4),
+        find_config(SWAPPED, block_m=8),
+        find_config(SWAPPED, block_m=64),
+        find_config(SWAPPED, block_m=16, cluster_k=4),
+        find_config(SWAPPED, block_m=48, consumers_k=2),
     )
 ]
 
@@ -174,8 +150,7 @@ def builder(compiler: Compiler, tmp_path: Path) -> Builder:
         make_params(find_config(block_m=128, block_n=64)),
         make_params(find_config(block_m=64, block_n=16), store="direct"),
         make_params(find_config(block_m=64, block_n=32, cluster_k=2)),
-        make_params(find_config(SWAPPED, block_m=16, block_n=64, cluster_k=2)),
-        make_params(find_config(SMALL, block_n=16, consumers_k=2, persistent=False)),
+        make_params(find_config(SWAPPED, block_m=16, cluster_k=2)),
     ],
     ids=entry,
 )
@@ -210,21 +185,17 @@ def test_a_debug_build_compiles(builder: Builder) -> None:
     assert debug.cubin != plain.cubin
 
 
-IN_TURN = [params for params in GEMMS if int(kernels.get(params.kernel).fields(params)["turns"]) > 1]
-
-
-@pytest.mark.parametrize("params", IN_TURN, ids=entry)
+@pytest.mark.parametrize("params", [*filter(takes_turns, GEMMS)], ids=entry)
 def test_consumers_in_turn_go_round_the_ring_in_steps_that_know_their_stage(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
     code = builds[params].result().sass.splitlines()
     products = [index for index, line in enumerate(code) if "QGMMA" in line]
     waits = [line for line in code[products[0] : products[-1]] if "PHASECHK" in line]
-    assert isinstance(params.config, FP8Config)
-    assert len(waits) >= params.config.num_stages, "one wait serves several stages"
+    assert len(waits) >= fp8(params).num_stages, "one wait serves several stages"
 
 
-@pytest.mark.parametrize("params", [params for params in GEMMS if maps_output(params)], ids=entry)
+@pytest.mark.parametrize("params", [*filter(stores_by_tma, GEMMS)], ids=entry)
 def test_who_stores_a_tile_fences_what_others_wrote(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
@@ -236,17 +207,14 @@ def test_who_stores_a_tile_fences_what_others_wrote(
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_the_maps_of_loads_are_asked_for_ahead(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
-    """All but D's."""
-    loaded = [name for name in parameter_names(params) if name.startswith("map_") and name != "map_d"]
-    assert builds[params].result().sass.count("UTMACCTL.PF") == len(loaded)
+    assert builds[params].result().sass.count("UTMACCTL.PF") == len(loaded_maps(params))
 
 
-@pytest.mark.parametrize("params", [params for params in GEMMS if fp8(params).num_consumers < 4], ids=entry)
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_a_tiles_first_product_waits_for_no_scale_of_b(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
-    """The first ones are asked for before it, and may come from HBM: what moves them on would wait for them. Four
-    consumers have too few registers to keep ptxas from that."""
+    """The first ones are asked for before it, and may come from HBM: what moves them on would wait for them."""
     asked: set[str] = set()
     for line in builds[params].result().sass.split("WARPGROUP.ARRIVE")[0].splitlines():
         if loaded := re.search(r"\bLDG\.\S+ (R\d+),", line):
@@ -261,22 +229,20 @@ def test_a_tiles_first_product_waits_for_no_scale_of_b(
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_weights_come_nearer_before_the_wait(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
     """Blocks of B, in boxes that are whole or end at the edge, are brought into L2 before a CTA's warps meet: before
-    they wait, and before anything is loaded. CTAs that blocks of K are dealt out to do not yet know theirs."""
+    they wait, and before anything is loaded."""
     meeting = r"BAR\.SYNC\.DEFER_BLOCKING 0x0|UCGABAR_WAIT"
     order = re.findall(rf"UTMAPF|UTMALDG|ACQBULK|{meeting}", builds[params].result().sass)
-    assert isinstance(params.config, FP8Config)
-    boxes = sum(boxes_of_weights(params.config))
-    assert order.count("UTMAPF") == (0 if params.config.stream_k else boxes)
-    if not params.config.stream_k:
-        first = order.index("UTMAPF")
-        assert order[first : first + boxes] == ["UTMAPF"] * boxes
-        assert re.fullmatch(meeting, order[first + boxes])
+    boxes = sum(boxes_of_weights(params))
+    assert order.count("UTMAPF") == boxes
+    first = order.index("UTMAPF")
+    assert order[first : first + boxes] == ["UTMAPF"] * boxes
+    assert re.fullmatch(meeting, order[first + boxes])
 
 
-def boxes_of_weights(config: FP8Config) -> tuple[int, int]:
+def boxes_of_weights(params: KernelParams) -> tuple[int, int]:
     """Loads of B's boxes in the code for a block of K: of a tile that is whole, and of one at the edge, where all its
     boxes are looked at if there are several."""
-    boxes = len(segments(config.block_n))
+    boxes = len(segments(fp8(params).block_n))
     return boxes, boxes if boxes == 1 else 2 * boxes
 
 
@@ -288,17 +254,14 @@ def test_producers_go_round_short_loops(builds: dict[KernelParams, Future[Built]
     lines = [line for line in lines if re.match(r"/\*[0-9a-f]{4,}\*/|\.L_\w+:", line)]
     places = {line.rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L_")}
     loads = [index for index, line in enumerate(lines) if "UTMALDG" in line]
-    assert isinstance(params.config, FP8Config)
-    boxes = boxes_of_weights(params.config)
+    boxes = boxes_of_weights(params)
     assert len(loads) >= 6 + sum(boxes)  # of B with and without a hint, A, and its scales, through either map
     for load in loads:
         jumps = ((index, re.search(r"BRA `\((\.L_\w+)\)", line)) for index, line in enumerate(lines[load:], load))
         end, begin = next((index, places[jump[1]]) for index, jump in jumps if jump and places[jump[1]] <= load)
         round_ = [line for line in lines[begin:end] if not line.startswith(".L_")]
         loads_in_round = sum("UTMALDG" in line for line in round_)
-        # Tokens past a tile's slices have a box of their own, and so have their scales.
-        beside = 2 if kernels.get(params.kernel).fields(params).get("extra") else 1
-        assert loads_in_round in (1, beside, *boxes), "a map is chosen in each round"
+        assert loads_in_round in (1, *boxes), "a map is chosen in each round"
         assert len(round_) <= 32 + 14 * (loads_in_round - 1)
 
 
@@ -308,13 +271,12 @@ def test_constant_weights_are_not_asked_for_too_fast(
 ) -> None:
     """What the previous kernel wrote is loaded behind them. Rings of few stages wait for room anyway, and where tokens
     are more bytes than weights they are what is waited for."""
-    config = params.config
-    assert isinstance(config, FP8Config)
+    config = fp8(params)
     loads = builds[params].result().sass.split("UTMALDG")
     clocks = ["SR_CLOCKLO" in after for after in loads[1:]]
     assert any(clocks) == (config.num_stages >= 4 and config.block_n >= config.block_m)
     # Of weights only, whole or at the edge and with either hint, in a ring's first round: the first loads of the code.
-    first = 4 * sum(boxes_of_weights(config))
+    first = 4 * sum(boxes_of_weights(params))
     assert sum(clocks) == sum(clocks[:first]) == (4 if any(clocks) else 0)
 
 
@@ -322,10 +284,9 @@ def test_constant_weights_are_not_asked_for_too_fast(
 def test_weights_wait_behind_early_ones(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
     """Through either map, with either hint: a wait, later rounds' loads, the first's, a wait behind the early ones."""
     order = "".join(found[0] for found in re.findall(r"ACQBULK|UTMALDG", builds[params].result().sass))
-    assert isinstance(params.config, FP8Config)
-    whole, edge = boxes_of_weights(params.config)
+    whole, edge = boxes_of_weights(params)
     waits = re.search(f"(AU{{{2 * edge}}}A+){{2}}(AU{{{2 * whole}}}A+){{2}}", order)
-    assert (waits is not None) == (params.config.num_stages >= 4), "rings of few stages know no first round"
+    assert (waits is not None) == (fp8(params).num_stages >= 4), "rings of few stages know no first round"
 
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
@@ -333,13 +294,11 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:
     """While the products of a block run, and before the one before it is promoted: once for each block of the loop."""
-    config = params.config
-    assert isinstance(config, FP8Config)
-    swapped, wide = isinstance(config, SwappedConfig), config.block_m * config.block_n >= 128 * 128
+    config = upright(params)
     loop = main_loop(builds[params].result().sass)
     steps = [re.sub(r"^@\S+ ", "", step).split(" ")[0] for step in loop]
     looks = [index for index, step in enumerate(steps) if step == "SYNCS.PHASECHK.TRANS64"]
-    if swapped or wide or config.num_partials == 1:
+    if config is None or config.block_m * config.block_n >= 128 * 128 or config.num_partials == 1:
         assert not looks
         return
     slices, mma_n = sm90_fp8_gemm.instruction_shape(config)
@@ -375,9 +334,7 @@ def test_promotion_comes_in_bursts(
     assert found
     # Nearly all are in runs, and these as long as a thread's columns with one scale; ptxas now and then moves one of
     # eight or four away from the others, and one of sixteen where there are other scales.
-    config = params.config
-    assert isinstance(config, FP8Config)
-    if not isinstance(config, SwappedConfig):
+    if config := upright(params):
         several = len(segments(config.block_n)) > 1
         columns = min(64 if several else 128, segments(config.block_n)[0]) // 4
         moved = columns <= 8 or several
@@ -387,11 +344,7 @@ def test_promotion_comes_in_bursts(
         assert not after.startswith(".L_"), f"{line} keeps an operand for what is jumped to as well"
 
 
-# But where ptxas is short of registers.
-IN_TWO_BANKS = [params for params in GEMMS if entry(params) != "fp8_gemm_272x128_s4_p1_once_tma"]
-
-
-@pytest.mark.parametrize("params", IN_TWO_BANKS, ids=entry)
+@pytest.mark.parametrize("params", GEMMS, ids=entry)
 def test_sums_lie_in_another_bank_than_products(
     builds: dict[KernelParams, Future[Built]], params: KernelParams
 ) -> None:

@@ -120,9 +120,9 @@ def test_four_kernels_from_small_to_large() -> None:
     assert all(config.cluster_size == 1 for config in found)
 
 
-def fake_kernels(n: int, k: int) -> Callable[[int], KernelParams]:
+def fake_kernels(n: int, k: int) -> Callable[[int], list[KernelParams]]:
     small, *_, large = registry()["sm90_fp8_gemm"].cases()
-    return lambda m: small if m <= 64 else large
+    return lambda m: [small] if m <= 64 else [small, large]
 
 
 def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def test_the_shapes_are_those_of_the_rows_and_no_survey_has_them() -> None:
     surveys = sorted(RESULTS.glob("survey*.jsonl"))
-    assert len(surveys) == 8
+    assert surveys
     found = [(shape.m, shape.n, shape.k) for shape in selection.unseen(surveys)]
     rows = [json.loads(line) for line in (RESULTS / "selection.jsonl").read_text().splitlines()]
     assert len(set(found)) == selection.COUNT
@@ -27,7 +27,8 @@ def test_the_shapes_are_those_of_the_rows_and_no_survey_has_them() -> None:
 def test_shapes_of_a_survey_are_left_out(tmp_path: Path) -> None:
     first, *others = selection.unseen([], count=5)
     seen = tmp_path / "survey.jsonl"
-    seen.write_text(json.dumps({"m": first.m, "n": first.n, "k": first.k}) + "\n")
+    row = {"m": first.m, "n": first.n, "k": first.k, "mode": "flush", "selected": "a", "times": {"a": 1.0}}
+    seen.write_text(json.dumps(row) + "\n")
     found = selection.unseen([seen], count=5)
     assert found[:4] == others
     assert len(found) == 5

@@ -1,12 +1,8 @@
 #include "fp8_swapped.cuh"
 
 struct Tile {
-  enum : u32 { kBlockM = 16, kBlockN = 64 };
-  enum : u32 { kStages = 22, kStageBlocks = 1, kConsumers = 1 };
-  enum : u32 { kClusterK = 1, kConsumersK = 1 };
-  enum : u32 { kPartials = 2, kTurns = 1 };
-  enum : bool { kScalesHeld = true };
-  enum : u32 { kScalesAhead = 0 };
+  enum : u32 { kBlockM = 16, kStages = 22 };
+  enum : u32 { kConsumers = 1, kClusterK = 1 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 216 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : bool { kTmaStore = true };
@@ -59,8 +55,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const __grid_constant__ TensorMap map_scale_a_last) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, nullptr, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
-                                   nullptr, nullptr,
-                                   scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
+                                   {nullptr, nullptr}, scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, early_stages, leave_first};
   Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();
 }

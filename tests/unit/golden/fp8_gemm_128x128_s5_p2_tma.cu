@@ -1,16 +1,15 @@
 #include "fp8_gemm.cuh"
 
 struct Tile {
-  enum : u32 { kBlockM = 256, kBlockN = 128 };
-  enum : u32 { kStages = 4, kConsumers = 2 };
+  enum : u32 { kBlockM = 128, kBlockN = 128 };
+  enum : u32 { kStages = 5, kConsumers = 2 };
   enum : u32 { kClusterM = 1, kClusterN = 1 };
-  enum : u32 { kClusterK = 1, kConsumersK = 1 };
-  enum : u32 { kPartials = 1, kTurns = 2 };
+  enum : u32 { kClusterK = 1 };
+  enum : u32 { kPartials = 2, kTurns = 1 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
-  enum : bool { kPersistent = false, kStreams = false };
-  enum : bool { kTmaStore = true };
-  enum : u32 { kSharedBytes = 200768 };
+  enum : bool { kPersistent = true, kTmaStore = true };
+  enum : u32 { kSharedBytes = 199264 };
 };
 
 struct Mma {
@@ -49,10 +48,9 @@ struct Mma {
     asm volatile("" : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])::"memory");
   }
 };
-struct MmaExtra;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    fp8_gemm_256x128_s4_p1_once_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages,
+    fp8_gemm_128x128_s5_p2_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages,
     const __grid_constant__ Raster raster, u32 leave_first, const float* scale_b, i64 scale_b_stride_n,
     i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a,
     const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
@@ -61,9 +59,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const __grid_constant__ TensorMap map_scale_a_last) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, &map_d, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
-                                   nullptr, nullptr,
-                                   scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
+                                   {nullptr, nullptr}, scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, early_stages, leave_first};
-  const StreamArguments stream{};
-  Fp8Gemm<Tile, Mma, MmaExtra>(arguments, stream, shared_address(shared)).run();
+  Fp8Gemm<Tile, Mma>(arguments, shared_address(shared)).run();
 }

@@ -1,16 +1,12 @@
 #include "fp8_swapped.cuh"
 
 struct Tile {
-  enum : u32 { kBlockM = 24, kBlockN = 128 };
-  enum : u32 { kStages = 11, kStageBlocks = 1, kConsumers = 2 };
-  enum : u32 { kClusterK = 2, kConsumersK = 1 };
-  enum : u32 { kPartials = 2, kTurns = 1 };
-  enum : bool { kScalesHeld = true };
-  enum : u32 { kScalesAhead = 0 };
+  enum : u32 { kBlockM = 24, kStages = 18 };
+  enum : u32 { kConsumers = 2, kClusterK = 2 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
-  enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
-  enum : bool { kTmaStore = true };
-  enum : u32 { kSharedBytes = 227920 };
+  enum : u32 { kShapeM = 0, kShapeN = 2112, kShapeK = 7168 };  // 0: given at run time
+  enum : bool { kTmaStore = false };
+  enum : u32 { kSharedBytes = 217664 };
 };
 
 struct Mma {
@@ -51,7 +47,7 @@ struct Mma {
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    fp8_gemm_swapped_24x128_s11_p2_k2x1_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages,
+    fp8_gemm_swapped_24x64_s18_p2_k2x2_direct_n2112_k7168(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages,
     const __grid_constant__ Raster raster, u32 leave_first, const float* scale_b, i64 scale_b_stride_n,
     i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a,
     const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
@@ -59,8 +55,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const __grid_constant__ TensorMap map_scale_a_last) {
   extern __shared__ __align__(1024) u8 shared[];
   const Fp8GemmArguments arguments{&map_a, &map_scale_a, nullptr, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
-                                   nullptr, nullptr,
-                                   scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
+                                   {nullptr, nullptr}, scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
                                    last_columns, &raster, early_stages, leave_first};
   Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();
 }
