@@ -31,8 +31,9 @@ def fp8_gemm_reference(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor
 @contextlib.contextmanager
 def _plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Without what a process may have switched on: autocast, which multiplies in bfloat16 or float16; gradients; and
-    ``torch.set_default_device``. TF32 and bfloat16 as float32's stand-ins do not matter: the reference is float64."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.device(device):
+    ``torch.set_default_device``. Inference mode rather than no_grad, outside of which tensors made in it cannot be
+    written. TF32 and bfloat16 as float32's stand-ins do not matter: the reference is float64."""
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False), torch.device(device):
         yield
 
 

@@ -121,7 +121,8 @@ class FP8GemmNT(Operation):
         if m == 0:
             return None
         if k == 0:
-            d.zero_()
+            with torch.inference_mode():  # which d may have been made in
+                d.zero_()
             return None
         tensors = {"a": a, "sfa": sfa, "b": b, "sfb": sfb, "d": d}
         return FP8GemmOperands(tensors, m, n, k, device, dims)

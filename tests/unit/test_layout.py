@@ -16,9 +16,9 @@ from deep_gemm.layout import (
     get_tma_aligned_size,
     transform_sf_into_required_layout,
 )
+from deep_gemm.ops.checks import tma_readable
 from deep_gemm.spec import align
 from deep_gemm.testing import guarded
-from deep_gemm.validate import tma_ready_scales
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_mn_major(mn: int, columns: int, groups: int | None, transposed: bool) -
     assert out.stride() == ((1, aligned) if groups is None else (aligned * columns, 1, aligned))
     assert out.dtype == torch.float32
     if groups is None:
-        assert tma_ready_scales(out)
+        assert tma_readable(out)
     assert get_mn_major_tma_aligned_tensor(out) is out
 
 

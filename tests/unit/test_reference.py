@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import reference, validate
+import deep_gemm
+from deep_gemm import reference
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import assert_close_to_exact, calc_diff, integer_operands, one_hot_operand, random_operands
 
 
 def run(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor) -> torch.Tensor:
     d = torch.full((a.shape[0], b.shape[0]), float("nan"), dtype=torch.bfloat16)
-    reference.fp8_gemm_reference(validate.fp8_gemm((a, sfa), (b, sfb), d))
+    deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
     return d
 
 
@@ -99,7 +103,7 @@ def test_strided_everything() -> None:
     wide[:, :272] = a
     d = torch.full((20, 200), 7.0, dtype=torch.bfloat16)
     scales = sfa.t().contiguous().t()
-    reference.fp8_gemm_reference(validate.fp8_gemm((wide[:, :272], scales), (b, sfb), d[:, 13:153]))
+    reference.fp8_gemm_reference(wide[:, :272], scales, b, sfb, d[:, 13:153])
     assert torch.equal(d[:, 13:153], reference.exact_product(a, sfa, b, sfb).bfloat16())
     assert bool((d[:, :13] == 7).all())
     assert bool((d[:, 153:] == 7).all())
@@ -113,3 +117,75 @@ def test_k_zero_gives_zeros() -> None:
         torch.zeros(ceil_div(5, 128), 0),
     )
     assert torch.equal(d, torch.zeros(3, 5, dtype=torch.bfloat16))
+
+
+@contextlib.contextmanager
+def switched(switch: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    switch(value)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
+def matmul_precision(value: str) -> contextlib.AbstractContextManager[None]:
+    return switched(torch.set_float32_matmul_precision, value, torch.get_float32_matmul_precision())
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "autocast to bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "default dtype float64": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype bfloat16": lambda: switched(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "default device meta": lambda: switched(torch.set_default_device, "meta", None),
+    "device context": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "medium precision": lambda: matmul_precision("medium"),
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
+    "anomalies": torch.autograd.detect_anomaly,
+    "one thread": lambda: switched(torch.set_num_threads, 1, torch.get_num_threads()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_process_has_switched_on_changes_nothing(mode: str) -> None:
+    """Of the reference, of the exact product that tests compare with, and of casts. Values beyond float16's range and
+    with more bits than bfloat16 has."""
+    (a, sfa), (b, sfb), x, _ = random_operands(40, 136, 272, "cpu")
+    sfa = (sfa * 2.0**20).requires_grad_()
+
+    def results() -> list[torch.Tensor]:
+        d = torch.full((40, 136), float("nan"), dtype=torch.bfloat16, device="cpu")
+        deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
+        casts = [
+            deep_gemm.per_token_cast_to_fp8(x, True),
+            deep_gemm.per_block_cast_to_fp8(x, False),
+            deep_gemm.per_channel_cast_to_fp8(x, False),
+            deep_gemm.per_custom_dims_cast_to_fp8(x, (0,), True),
+        ]
+        layouts = [deep_gemm.get_mn_major_tma_aligned_tensor(sfa), deep_gemm.dequantise(a, sfa)]
+        return [d, reference.exact_product(a, sfa, b, sfb), *itertools.chain(*casts), *layouts]
+
+    plain = results()
+    assert_close_to_exact(plain[0], a, sfa, b, sfb)
+    assert float(plain[0].abs().max()) > 65504
+    with MODES[mode]():
+        found = results()
+    for one, other in zip(found, plain, strict=True):
+        assert one.dtype == other.dtype
+        assert one.device == other.device
+        assert torch.equal(one.float(), other.float())
+    with MODES[mode]():
+        assert_close_to_exact(plain[0], a, sfa, b, sfb)
+
+
+@pytest.mark.parametrize("k", [272, 0])
+def test_an_output_of_inference_mode_is_written_outside_of_it(k: int) -> None:
+    """As a kernel would."""
+    (a, sfa), (b, sfb) = integer_operands(8, 136, k, "cpu")
+    with torch.inference_mode():
+        d = torch.full((8, 136), float("nan"), dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
+    assert torch.equal(d, reference.exact_product(a, sfa, b, sfb).bfloat16())

@@ -6,24 +6,26 @@ import itertools
 import math
 import time
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import arch, kernels
+from deep_gemm import arch, kernels, ops
 from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_launch, sm90_fp8_small, sm90_fp8_swapped
-from deep_gemm.params import FP8Config, GemmProblem, SmallConfig, SwappedConfig, ceil_div
-from deep_gemm.select import candidates, heuristic, rank, representative, representatives, select
+from deep_gemm.kernels.tiles import last_rows, left
+from deep_gemm.params import GemmConfig, SwappedConfig, UprightConfig
+from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select
 from deep_gemm.select.calibration import default, kind_of
 from deep_gemm.select.model import costs, estimate, features
+from deep_gemm.spec import GemmSpec, ceil_div
 
 SM90 = arch.SM90
-KERNELS = (sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL, sm90_fp8_small.KERNEL)
-EVERY = frozenset(config for kernel in KERNELS for config in kernel.configs(SM90))
+KERNELS = kernels.for_spec(ops.spec(1, 1, 16, 132))
+SERVING = frozenset(config for kernel in KERNELS for config in kernel.configs(SM90))
+LEGAL = frozenset(config for kernel in KERNELS for config in kernel.legal(SM90))
 
 
 def sizes(largest: int) -> st.SearchStrategy[int]:
@@ -33,13 +35,26 @@ def sizes(largest: int) -> st.SearchStrategy[int]:
     return st.one_of(near, st.integers(1, 300), st.integers(1, largest))
 
 
-PROBLEMS = st.builds(
-    GemmProblem,
+def asked(
+    m: int,
+    n: int,
+    k: int,
+    num_sms: int = 132,
+    aligned: bool = True,
+    **others: Any,
+) -> GemmSpec:
+    """What a call asks for; ``others`` are fields of the spec."""
+    made = ops.spec(m, n, k, num_sms)
+    return replace(made, d=replace(made.d, aligned=aligned), **others)
+
+
+SPECS = st.builds(
+    asked,
     m=sizes(1 << 20),
     n=sizes(1 << 18),
     k=sizes(1 << 12).map(lambda x: 16 * x),
     num_sms=st.one_of(st.just(132), st.integers(1, 160)),
-    d_tma=st.booleans(),
+    aligned=st.booleans(),
     compiled_dims=st.sampled_from(["", "n", "k", "nk", "mnk"]),
     block_multiple=st.sampled_from([(1, 1), (1, 1), (64, 1), (128, 1), (1, 32), (64, 64), (128, 128), (1, 48)]),
     whole_gpu=st.booleans(),
@@ -47,24 +62,24 @@ PROBLEMS = st.builds(
 
 
 @settings(max_examples=1000, deadline=None)
-@given(PROBLEMS)
-@example(GemmProblem(m=17, n=131072, k=15904, num_sms=132, d_tma=False))  # power-limited as 24 tokens, not as 17
-def test_what_is_ranked_can_run(problem: GemmProblem) -> None:
-    ranked = rank(problem, SM90)
+@given(SPECS)
+@example(asked(m=17, n=131072, k=15904, num_sms=132, aligned=False))  # power-limited as 24 tokens, not as 17
+def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
+    ranked = rank(spec, SM90)
     configs = [choice.config for choice in ranked]
     assert len(configs) == len(set(configs)) > 0
-    assert EVERY.issuperset(configs)
+    assert SERVING.issuperset(configs)
     for choice in ranked:
         config, estimate = choice.config, choice.estimate
-        assert config.block_m % problem.block_multiple[0] == config.block_n % problem.block_multiple[1] == 0
-        assert config.cluster_size <= problem.num_sms
+        assert config.block_m % spec.block_multiple[0] == config.block_n % spec.block_multiple[1] == 0
+        assert config.cluster_size <= spec.num_sms
         numbers = [getattr(estimate, field.name) for field in fields(estimate) if field.name != "bound"]
         assert all(math.isfinite(number) and number >= 0 for number in numbers), choice
         assert estimate.total_us > 0
         assert estimate.waves >= 1
         assert hasattr(estimate, f"{estimate.bound}_us")
     times = [choice.estimate.total_us for choice in ranked]
-    if heuristic.sustains(ranked[0].problem):  # of the tokens as which they rank
+    if heuristic.sustains(ranked[0].spec):  # of the tokens as which they rank
         powers = [heuristic.SUSTAINED_PART * choice.sustained_us for choice in ranked]
         assert all(math.isfinite(power) and power > 0 for power in powers)
         times = [max(0.0, us - ranked[0].calibration.launch_us) for us in times]
@@ -75,168 +90,138 @@ def test_what_is_ranked_can_run(problem: GemmProblem) -> None:
 
 
 def test_where_power_is_the_limit_what_draws_less_is_taken() -> None:
-    """The model takes dealing out blocks of K for the fastest way to do 4096 x 7168 x 16384 once, since no SM idles
-    then. Back to back on an H200, pairs of 256x128 took 779 us, and that 799."""
-    problem = GemmProblem(m=4096, n=7168, k=16384, num_sms=132)
-    first, *others = rank(problem, SM90)
+    """Pairs of 256x128 share what they load: no tiles draw less, and some are faster once."""
+    spec = asked(m=4096, n=7168, k=16384)
+    first, *others = rank(spec, SM90)
     alone = min(others, key=lambda choice: choice.estimate.total_us)
-    assert alone.config.stream_k
+    assert alone.estimate.total_us < first.estimate.total_us
     assert (first.config.block_m, first.config.block_n, first.config.cluster_size) == (256, 128, 2)
-    assert first.sustained_us < 0.99 * alone.sustained_us
+    assert first.sustained_us < 0.97 * alone.sustained_us
     # Where the tensor cores idle anyway, time alone decides.
-    slow = replace(problem, m=2048, n=8192, k=16384)
+    slow = replace(spec, m=2048, n=8192, k=16384)
     assert rank(slow, SM90)[0].estimate.total_us < 1.02 * min(c.estimate.total_us for c in rank(slow, SM90))
-    short = replace(problem, m=256, k=2048)
+    short = replace(spec, m=256, k=2048)
     assert short.flops < heuristic.SUSTAINED_FLOPS
     assert rank(short, SM90)[0].estimate.total_us == min(choice.estimate.total_us for choice in rank(short, SM90))
 
 
 def test_power_counts_in_shorter_launches_too() -> None:
-    """Back to back on an H200, 1000 x 2112 x 7168 with 192x96 tiles took 31.8 us, 29.8 alone, with 128x144 30.8 and
-    28.8. Others draw less still, but take too long alone."""
-    first, *others = rank(GemmProblem(m=1000, n=2112, k=7168, num_sms=132), SM90)
+    """Of many tokens. Others draw less still, but take too long alone."""
+    first, *others = rank(asked(m=2048, n=4096, k=512), SM90)
+    assert first.spec.flops < heuristic.SUSTAINED_FLOPS
     alone = min(others, key=lambda choice: choice.estimate.total_us)
-    assert alone.config.block_n == 96
-    assert first.config.block_n == 144
-    assert first.estimate.total_us < 1.02 * alone.estimate.total_us
-    assert first.sustained_us < 0.9 * alone.sustained_us
+    assert alone.estimate.total_us < first.estimate.total_us < 1.02 * alone.estimate.total_us
+    assert first.sustained_us < 0.97 * alone.sustained_us
     assert min(choice.sustained_us for choice in others) < first.sustained_us
 
 
-def test_the_configs_it_ranks_are_legal() -> None:
-    assert all(kernels.of(config).illegal(config, SM90) is None for config in EVERY)
+def test_calls_choose_from_the_serving_set_and_surveys_from_all_that_is_legal() -> None:
+    spec = asked(m=2000, n=2112, k=7168)
+    assert set(candidates(spec, SM90)) < set(legal(spec, SM90)) <= LEGAL
+    assert set(candidates(spec, SM90)) <= SERVING < LEGAL
 
 
 @settings(max_examples=500, deadline=None)
-@given(PROBLEMS)
-def test_the_selected_config_covers_the_problem(problem: GemmProblem) -> None:
-    config = select(problem, SM90).config
-    m, n, num_sms = problem.m, problem.n, problem.num_sms
-    ctas = sm90_fp8_launch.num_ctas(config, m, n, num_sms)
+@given(SPECS)
+def test_the_selected_config_covers_what_is_asked(spec: GemmSpec) -> None:
+    config = select(spec, SM90).config
+    m, n, num_sms = spec.m, spec.n, spec.num_sms
+    ctas = kernels.of(config).num_ctas(config, m, n, num_sms)  # type: ignore[attr-defined]
     assert ctas >= 1
     assert ctas % config.cluster_size == 0
     # The GPU spreads CTAs over SMs before it doubles them up: on part of a GPU there may be no more than its SMs.
-    assert ctas <= (num_sms * config.ctas_per_sm if problem.whole_gpu else num_sms)
+    assert ctas <= (num_sms * config.ctas_per_sm if spec.whole_gpu else num_sms)
     tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
     slots = num_sms * config.ctas_per_sm // config.cluster_size
     assert ctas // config.cluster_size == min(tiles, slots)
-    params = kernel_params(problem, config, SM90)
-    assert params.store in ({"tma", "direct"} if problem.d_tma else {"direct"})
+    params = kernel_params(spec, config, SM90)
+    assert params.store in ({"tma", "direct"} if spec.d.aligned else {"direct"})
     baked = dict(zip("mnk", params.shape, strict=True))
-    for name, size in (("m", m), ("n", n), ("k", problem.k)):
-        assert baked[name] == (size if name in problem.compiled_dims else 0)
+    for name, size in (("m", m), ("n", n), ("k", spec.k)):
+        assert baked[name] == (size if name in spec.compiled_dims else 0)
 
 
 @settings(max_examples=200, deadline=None)
-@given(PROBLEMS)
-def test_the_order_is_the_same_every_time(problem: GemmProblem) -> None:
-    first = rank(problem, SM90)
+@given(SPECS)
+def test_the_order_is_the_same_every_time(spec: GemmSpec) -> None:
+    first = rank(spec, SM90)
     heuristic._rank.cache_clear()  # or it would be the same list
-    assert first == rank(replace(problem), SM90)
-    assert select(problem, SM90) == rank(problem, SM90)[0]
+    assert first == rank(replace(spec), SM90)
+    assert select(spec, SM90) == rank(spec, SM90)[0]
 
 
-def estimates(problem: GemmProblem, configs: list[FP8Config], m: int) -> list[float]:
+def estimates(spec: GemmSpec, configs: list[GemmConfig], m: int) -> list[float]:
     """By the constants for ``m`` tokens."""
-    return [estimate(problem, config, default().of(m)).total_us for config in configs]
-
-
-def lasting(configs: list[FP8Config]) -> list[FP8Config]:
-    """Those whose costs only grow with the work: dealing out blocks of K costs nothing where tiles make whole waves."""
-    return [config for config in configs if not config.stream_k]
+    return [estimate(spec, config, default().of(m)).total_us for config in configs]
 
 
 @settings(max_examples=300, deadline=None)
-@given(PROBLEMS, st.sampled_from("mnk"))
-def test_no_config_does_more_work_faster(problem: GemmProblem, name: str) -> None:
-    configs = lasting(candidates(problem, SM90))
+@given(SPECS, st.sampled_from("mnk"))
+def test_no_config_does_more_work_faster(spec: GemmSpec, name: str) -> None:
+    configs = candidates(spec, SM90)
     # Of three times K as many rows begin inside lines; of twice K less, which may take less time.
-    more = replace(problem, **{name: (3 if name == "k" else 2) * getattr(problem, name)})
-    for once, twice in zip(estimates(problem, configs, problem.m), estimates(more, configs, problem.m), strict=True):
+    more = replace(spec, **{name: (3 if name == "k" else 2) * getattr(spec, name)})
+    for once, twice in zip(estimates(spec, configs, spec.m), estimates(more, configs, spec.m), strict=True):
         assert twice >= once * (1 - 1e-12)
 
 
 @settings(max_examples=300, deadline=None)
-@given(PROBLEMS)
-def test_no_config_is_faster_on_half_the_gpu(problem: GemmProblem) -> None:
-    whole, half = replace(problem, num_sms=132), replace(problem, num_sms=66)
-    configs = lasting(candidates(half, SM90))
-    for fast, slow in zip(estimates(whole, configs, problem.m), estimates(half, configs, problem.m), strict=True):
+@given(SPECS)
+def test_no_config_is_faster_on_half_the_gpu(spec: GemmSpec) -> None:
+    whole, half = replace(spec, num_sms=132), replace(spec, num_sms=66)
+    configs = candidates(half, SM90)
+    for fast, slow in zip(estimates(whole, configs, spec.m), estimates(half, configs, spec.m), strict=True):
         assert slow >= fast * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("multiple", [(1, 512), (512, 1), (100, 1), (1, 200), (1 << 20, 1 << 20)])
 def test_multiples_that_no_tile_has(multiple: tuple[int, int]) -> None:
-    problem = GemmProblem(m=64, n=2112, k=7168, num_sms=132, block_multiple=multiple)
+    spec = asked(m=64, n=2112, k=7168, num_sms=132, block_multiple=multiple)
     with pytest.raises(UnsupportedError, match="set_block_size_multiple_of"):
-        rank(problem, SM90)
+        rank(spec, SM90)
 
 
 def test_clusters_need_their_sms() -> None:
-    problem = GemmProblem(m=4096, n=4096, k=4096, num_sms=1)
-    assert {choice.config.cluster_size for choice in rank(problem, SM90)} == {1}
-    assert {choice.config.cluster_size for choice in rank(replace(problem, m=16, num_sms=132), SM90)} == {1, 2, 4, 8}
+    spec = asked(m=4096, n=4096, k=4096, num_sms=1)
+    assert {choice.config.cluster_size for choice in rank(spec, SM90)} == {1}
+    assert {choice.config.cluster_size for choice in rank(replace(spec, m=16, num_sms=132), SM90)} == {1, 2, 4, 8}
 
 
 @settings(max_examples=300, deadline=None)
-@given(PROBLEMS)
-def test_ctas_of_one_tile_run_at_the_same_time(problem: GemmProblem) -> None:
-    for config in candidates(problem, SM90):
-        if not config.persistent:
-            slots = problem.num_sms * config.ctas_per_sm // config.cluster_size
-            tiles_m = ceil_div(problem.m, config.block_m * config.cluster_m)
-            assert tiles_m * ceil_div(problem.n, config.block_n * config.cluster_n) <= slots
+@given(SPECS)
+def test_ctas_of_one_tile_run_at_the_same_time(spec: GemmSpec) -> None:
+    for config in candidates(spec, SM90):
+        if isinstance(config, UprightConfig) and not config.persistent:
+            slots = spec.num_sms * config.ctas_per_sm // config.cluster_size
+            tiles_m = ceil_div(spec.m, config.block_m * config.cluster_m)
+            assert tiles_m * ceil_div(spec.n, config.block_n * config.cluster_n) <= slots
+
+
+def is_lone(config: GemmConfig) -> bool:
+    """Whether a CTA has one tile."""
+    return isinstance(config, UprightConfig) and not config.persistent
 
 
 def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
-    problem = GemmProblem(m=512, n=7168, k=2048, num_sms=132)
-    for n, d_tma, some in ((7168, True, True), (7164, True, False), (7164, False, True)):
-        found = candidates(replace(problem, n=n, d_tma=d_tma), SM90)
-        assert any(not config.persistent for config in found) is some
+    for n, aligned, some in ((7168, True, True), (7164, True, False), (7164, False, True)):
+        found = candidates(asked(m=512, n=n, k=2048, aligned=aligned), SM90)
+        assert any(map(is_lone, found)) is some
 
 
 def test_ctas_of_one_tile_have_more_stages_and_are_preferred_for_that() -> None:
-    one_wave = GemmProblem(m=512, n=7168, k=16384, num_sms=132)
-    assert not select(one_wave, SM90).config.persistent
-    assert select(replace(one_wave, m=4096), SM90).config.persistent
-    ranked = [choice.config for choice in rank(one_wave, SM90)]
-    for config in ranked:
-        if not config.persistent:
-            twins = [replace(config, persistent=True, num_stages=fewer) for fewer in range(2, config.num_stages)]
-            assert any(twin in EVERY for twin in twins), f"{config} has no persistent twin with fewer stages"
-
-
-def test_blocks_of_k_that_are_not_whole_need_a_stage_each() -> None:
-    problem = GemmProblem(m=16, n=4096, k=4096, num_sms=132)
-    assert any(getattr(choice.config, "stage_blocks", 1) > 1 for choice in rank(problem, SM90))
-    cut = rank(replace(problem, k=4096 + 16), SM90)
-    assert all(getattr(choice.config, "stage_blocks", 1) == 1 for choice in cut)
-
-
-def without_ring(problem: GemmProblem) -> list[SmallConfig]:
-    return [config for config in candidates(problem, SM90) if isinstance(config, SmallConfig)]
-
-
-def test_kernels_without_a_ring_are_for_all_of_k_in_one_wave() -> None:
-    small = GemmProblem(m=128, n=512, k=384, num_sms=132)
-    every = list(sm90_fp8_small.KERNEL.configs(SM90))
-    assert without_ring(small) == every
-    assert isinstance(select(small, SM90).config, SmallConfig)
-    # D may be stored in any way, and its rows may be any number of elements long.
-    assert without_ring(replace(small, n=511)) == without_ring(replace(small, d_tma=False)) == every
-    longest = {config: 128 * config.num_stages for config in every}
-    for k in (*longest.values(), max(longest.values()) + 16):
-        assert set(without_ring(replace(small, k=k))) == {config for config in every if k <= longest[config]}
-    tiles = {config.block_n: 2 * ceil_div(512, config.block_n) for config in every}
-    for num_sms in (*tiles.values(), min(tiles.values()) - 1):
-        found = without_ring(replace(small, num_sms=num_sms))
-        assert set(found) == {config for config in every if tiles[config.block_n] <= num_sms}
+    one_wave = asked(m=256, n=7168, k=2048)
+    assert is_lone(select(one_wave, SM90).config)
+    assert not is_lone(select(replace(one_wave, m=4096), SM90).config)
+    for config in SERVING:
+        if is_lone(config):
+            twins = [replace(config, persistent=True, num_stages=fewer) for fewer in range(2, config.num_stages)]  # type: ignore[call-arg]
+            assert any(twin in LEGAL for twin in twins), f"{config} has no persistent twin with fewer stages"
 
 
 def test_large_problems_get_large_tiles_and_small_ones_more_of_them() -> None:
-    large = select(GemmProblem(m=4096, n=7168, k=2048, num_sms=132), SM90).config
+    large = select(asked(m=4096, n=7168, k=2048), SM90).config
     assert large.block_m * large.block_n >= 128 * 128
-    small = select(GemmProblem(m=1, n=2112, k=7168, num_sms=132), SM90).config
+    small = select(asked(m=1, n=2112, k=7168), SM90).config
     # Big tiles would leave most of the GPU idle, and tall ones are mostly padding.
     assert ceil_div(2112, small.block_n) * small.cluster_size >= 66
     assert small.block_m <= 64
@@ -245,9 +230,9 @@ def test_large_problems_get_large_tiles_and_small_ones_more_of_them() -> None:
 def test_the_estimate_is_of_the_right_size() -> None:
     """Between the time at the card's peak rates, and ten times that and the launch."""
     for m, n, k in [(1, 7168, 16384), (64, 24576, 1536), (4096, 4096, 7168), (4096, 24576, 1536)]:
-        problem = GemmProblem(m=m, n=n, k=k, num_sms=132)
-        bound = max(problem.flops / 1979e6, (m * k + n * k + 2 * m * n) / 4.8e6)
-        assert bound < select(problem, SM90).estimate.total_us < 10 * (bound + 2)
+        spec = asked(m=m, n=n, k=k)
+        bound = max(spec.flops / 1979e6, (m * k + n * k + 2 * m * n) / 4.8e6)
+        assert bound < select(spec, SM90).estimate.total_us < 10 * (bound + 2)
 
 
 class Sum(NamedTuple):
@@ -266,8 +251,8 @@ def five_milliseconds() -> float:
 
 
 def test_ranking_takes_less_than_five_milliseconds() -> None:
-    problem = GemmProblem(m=100, n=2112, k=7168, num_sms=132)
-    rank(problem, SM90)  # the first makes the list of configs
+    spec = asked(m=100, n=2112, k=7168)
+    rank(spec, SM90)  # the first makes the list of configs
     least, limit, until = float("inf"), float("inf"), time.monotonic() + 20
     # The least of many: others on this machine may take any one of them. They may also slow down all for minutes, by
     # more than there is to spare, so that the limit is not read off a clock alone.
@@ -276,7 +261,7 @@ def test_ranking_takes_less_than_five_milliseconds() -> None:
             limit = min(limit, five_milliseconds())
             heuristic._rank.cache_clear()
             start = time.perf_counter()
-            rank(replace(problem, m=m), SM90)
+            rank(replace(spec, m=m), SM90)
             least = min(least, time.perf_counter() - start)
     assert least < limit, f"{least * 1e3:.2f} ms, where {limit * 1e3:.2f} ms stand for 5"
 
@@ -301,38 +286,37 @@ def test_few_numbers_of_tokens_stand_for_all() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(PROBLEMS)
-def test_a_call_gets_the_choice_of_its_representative(problem: GemmProblem) -> None:
-    stands_for = replace(problem, m=representative(problem.m))
-    assert select(problem, SM90) == select(stands_for, SM90)
+@given(SPECS)
+def test_a_call_gets_the_choice_of_its_representative(spec: GemmSpec) -> None:
+    stands_for = replace(spec, m=representative(spec.m))
+    assert select(spec, SM90) == select(stands_for, SM90)
 
 
 @settings(max_examples=300, deadline=None)
-@given(PROBLEMS)
-def test_the_model_counts_the_rows_that_launches_load(problem: GemmProblem) -> None:
+@given(SPECS)
+def test_the_model_counts_the_rows_that_launches_load(spec: GemmSpec) -> None:
     """Boxes of the last row and column of tiles end at the edge."""
-    for config in lasting(candidates(problem, SM90)):
-        rows, columns = ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
-        tokens = (rows - 1) * config.block_m + sm90_fp8_launch.last_rows(config, problem.m)
-        weights = (columns - 1) * config.block_n + sm90_fp8_launch.last_columns(config, problem.n)
-        depth = config.stage_blocks
-        steps = ceil_div(ceil_div(ceil_div(problem.k, 128), depth), config.cluster_k) * depth * config.cluster_k
-        counted = features(problem, config)
+    for config in candidates(spec, SM90):
+        rows, columns = ceil_div(spec.m, config.block_m), ceil_div(spec.n, config.block_n)
+        tokens = (rows - 1) * config.block_m + last_rows(config, spec.m)
+        weights = (columns - 1) * config.block_n + left(spec.n, config.block_n)
+        steps = ceil_div(ceil_div(spec.k, 128), config.cluster_k) * config.cluster_k
+        counted = features(spec, config)
         assert counted.tokens_read == tokens * ceil_div(columns, config.cluster_n) * steps * 128
         assert counted.weights_read == weights * ceil_div(rows, config.cluster_m) * steps * 128
 
 
 def test_each_segment_of_a_tiles_columns_is_a_box_that_a_loader_asks_for() -> None:
-    problem = GemmProblem(m=256, n=4096, k=4096, num_sms=132)
-    found = {c.block_n: features(problem, c) for c in EVERY if c.block_m == 128 and c.block_n in (64, 96, 112, 128)}
+    spec = asked(m=256, n=4096, k=4096)
+    found = {c.block_n: features(spec, c) for c in LEGAL if c.block_m == 128 and c.block_n in (64, 96, 112, 128)}
     assert {width: x.boxes for width, x in found.items()} == {64: 1, 96: 2, 112: 3, 128: 1}
     constants = default().some_tokens
     assert costs(found[112], constants).waiting > costs(found[112]._replace(boxes=1), constants).waiting
 
 
 def test_shares_of_k_hand_over_all_rows_of_an_upright_tile_and_the_tokens_of_a_swapped_one() -> None:
-    few, whole = (GemmProblem(m=m, n=4096, k=4096, num_sms=132) for m in (16, 64))
-    sharing = [c for c in EVERY if c.k_shares > 1 and c.block_m == 64]
+    few, whole = (asked(m=m, n=4096, k=4096) for m in (16, 64))
+    sharing = [c for c in LEGAL if c.k_shares > 1 and c.block_m == 64]
     assert {isinstance(c, SwappedConfig) for c in sharing} == {True, False}
     for config in sharing:
         handed = features(few, config).handed, features(whole, config).handed
