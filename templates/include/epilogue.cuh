@@ -138,8 +138,8 @@ struct TransposedStore {
   // where D's columns are no multiple of eight, one by one.
   static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 token, u32 weight, u32 tokens, u32 weights, u32 warp,
                              u32 lane) {
-    const auto place = [&](u32 chunk, u32 row, u32 unit) {
-      return staging + chunk * kChunkBytes + row * 128 + (unit ^ row) * 16;
+    const auto place = [&](u32 slice, u32 chunk, u32 row, u32 unit) {
+      return staging + (slice * kStored + chunk) * kChunkBytes + row * 128 + (unit ^ row) * 16;
     };
     if (weights % 8 == 0) {
       const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;
@@ -147,14 +147,14 @@ struct TransposedStore {
       for (u32 pair = 0; pair < kStored; pair += 2) {
         const u32 chunk = pair + lane / 16, y = token + chunk * 8 + row, x = weight + unit * 8;
         if (chunk < kStored && y < tokens && x < weights)
-          store_16(d + y * stride + x, load_shared_16(place(chunk, row, unit)));
+          store_16(d + y * stride + x, load_shared_16(place(0, chunk, row, unit)));
       }
     } else {
 #pragma unroll 1
       for (u32 i = lane; i < kStored * 128; i += 32) {
         const u32 at = warp * 16 + i % 16, row = i / 16 % 8, chunk = i / 128 % kStored, slice = i / 128 / kStored;
         const u32 y = token + chunk * 8 + row, x = weight + slice * 64 + at;
-        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice * kStored + chunk, row, at / 8) + at % 8 * 2);
+        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice, chunk, row, at / 8) + at % 8 * 2);
       }
     }
   }
