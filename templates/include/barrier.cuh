@@ -111,7 +111,16 @@ DG_DEVICE void barrier_arrive_release(u32 remote) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 
-// A barrier among `threads` threads of one CTA; id 0 is __syncthreads.
+// The named barriers of a CTA, each the first of a range with one for each consumer. Hardware has ids 0 to 15, and 0 is
+// __syncthreads. There are at most two consumers.
+enum NamedBarrier : u32 {
+  kConsumerBarrier = 1,      // the threads of one consumer; before the first tile, those and the store warp
+  kAreaFreeBarrier = 4,      // a consumer's staging area may be written
+  kAreaFullBarrier = 8,      // a part of a staging area is full; up to four of them
+  kProductTurnBarrier = 12,  // a consumer may start its product
+};
+
+// A barrier among `threads` threads of one CTA.
 DG_DEVICE void named_barrier_sync(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -125,21 +134,21 @@ DG_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
 // kFirst on, one a consumer.
 template <u32 kConsumers>
 struct ProductTurns {
-  enum : u32 { kFirst = 12, kMeeting = 2 * 128 };  // threads: those who wait, and those who let them go
+  enum : u32 { kThreads = 2 * 128 };  // of the consumer that waits, and of the one that lets it start
   u32 consumer, mine, next;
 
   DG_DEVICE explicit ProductTurns(u32 consumer)
-      : consumer(consumer), mine(opaque(kFirst + consumer)),
-        next(opaque(kFirst + (consumer + 1 == kConsumers ? 0 : consumer + 1))) {}
+      : consumer(consumer), mine(opaque(kProductTurnBarrier + consumer)),
+        next(opaque(kProductTurnBarrier + (consumer + 1 == kConsumers ? 0 : consumer + 1))) {}
 
   DG_DEVICE void begin() const {
     if (consumer + 1 == kConsumers) pass();
   }
   DG_DEVICE void wait() const {
-    if constexpr (kConsumers > 1) named_barrier_sync(mine, kMeeting);
+    if constexpr (kConsumers > 1) named_barrier_sync(mine, kThreads);
   }
   DG_DEVICE void pass() const {
-    if constexpr (kConsumers > 1) named_barrier_arrive(next, kMeeting);
+    if constexpr (kConsumers > 1) named_barrier_arrive(next, kThreads);
   }
   // The last turn that was passed is taken back.
   DG_DEVICE void end() const {
@@ -197,7 +206,7 @@ DG_DEVICE u32 cluster_rank() {
 // barrier_init_fence), so that arriving releases nothing more. As a release it is a membar.gpu in each warp, for which CTAs of
 // a cluster waited 1300 cycles on an H200 before their first load.
 template <u32 kClusterSize>
-DG_DEVICE void meet() {
+DG_DEVICE void prologue_sync() {
   if constexpr (kClusterSize > 1) {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {

@@ -90,16 +90,16 @@ struct TmaStore {
 };
 
 // Element by element, for a D that TMA cannot address (rows not on 16-byte boundaries): the columns that are this share's.
-template <u32 kBlockN, u32 kSlices, u32 kShares>
+template <u32 kBlockN, u32 kSlices, u32 kSplits>
 DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row,
-                            const TileColumns<kBlockN>& tile, u32 rows, u32 columns, u32 warp, u32 lane, u32 share) {
+                            const TileColumns<kBlockN>& tile, u32 rows, u32 columns, u32 warp, u32 lane, u32 split) {
 #pragma unroll
   for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
     for (u32 i = 0; i < kBlockN / 2; i += 2) {
       const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4;
       const u32 x = tile.at(i / 4 * 8) + lane % 4 * 2;
-      if (y < rows && i / (kBlockN / 2 / kShares) == share) {
+      if (y < rows && i / (kBlockN / 2 / kSplits) == split) {
         const u32 packed = pack_bf16(sum[slice][i], sum[slice][i + 1]);
         u16* out = d + y * stride + x;
         if (x < columns) out[0] = static_cast<u16>(packed);

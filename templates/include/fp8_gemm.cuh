@@ -5,19 +5,19 @@
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
 #include "barrier.cuh"
-#include "box.cuh"
+#include "edge_boxes.cuh"
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
-#include "put_away.cuh"
-#include "reduction.cuh"
+#include "store_warp.cuh"
+#include "split_k_exchange.cuh"
 #include "scheduler.cuh"
-#include "setup.cuh"
+#include "prologue.cuh"
 #include "staging.cuh"
 #include "tma.cuh"
-#include "told.cuh"
+#include "next_tile_hint.cuh"
 #include "warpgroup.cuh"
 
 template <class Tile, class Mma>
@@ -45,7 +45,7 @@ struct Fp8Gemm {
   // may be empty.
   enum : bool { kStartsEarly = kClusterK == 1 };
   // Whether units of a tile are put away one by one, each while a product runs.
-  enum : bool { kPutsEarly = kStartsEarly && kTmaStore };
+  enum : bool { kStagesEarly = kStartsEarly && kTmaStore };
   // Whether a tile's first scales of B are asked for before the last block of the tile before. Several rows of them are too
   // many registers beside 192 accumulators, but for a lone consumer: ptxas would put sums and products into one bank.
   enum : u32 { kAccumulators = kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 };
@@ -55,12 +55,12 @@ struct Fp8Gemm {
   static_assert(kPersistent || !kClusters);
   // Whether a warp of the producers' brings tiles to D, or tells others where they are, while consumers go on. With one tile
   // they have nothing to go on to, and are quicker themselves.
-  enum : bool { kPutsAway = kTmaStore && kPersistent };
+  enum : bool { kStoreWarp = kTmaStore && kPersistent };
   // Whether that warp says which tile is next. Some tiles of a lone consumer would spill.
-  enum : bool { kTold = kPutsAway && kConsumers == 2 };
+  enum : bool { kHints = kStoreWarp && kConsumers == 2 };
   using Scheduler = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
-  using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
+  using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
   using Cursor = ProducerCursor;
   struct Shape {
     enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = Tile::kPartials };
@@ -84,8 +84,8 @@ struct Fp8Gemm {
   using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
   enum : u32 { kOffsetScale = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale, kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kOffsetTold = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
-  enum : u32 { kSharedBytes = kOffsetTold + (kTold ? +ToldTiles::kBytes : 0) };
+  enum : u32 { kOffsetHint = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kSharedBytes = kOffsetHint + (kHints ? +NextTileHint::kBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -104,29 +104,29 @@ struct Fp8Gemm {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  DG_DEVICE ToldTiles told() const { return ToldTiles(shared + kOffsetTold); }
+  DG_DEVICE NextTileHint hint() const { return NextTileHint(shared + kOffsetHint); }
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
       Scheduler first;  // what is loaded first
       if (warp == kConsumers * 4 + 3) {
-        set_up<(kClusterK > 1)>(barriers, exchange, rank_k());
+        init_barriers<(kClusterK > 1)>(barriers, exchange, rank_k());
       } else {
         first = Scheduler::early(arg.raster);
         if (warp == kConsumers * 4) prefetch_weights(first);
       }
-      meet<kClusterSize>();
+      prologue_sync<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
-      if (kPutsAway && warp == kConsumers * 4 + 3) put_away_tiles(*this, Scheduler(arg.raster));
+      if (kStoreWarp && warp == kConsumers * 4 + 3) store_tiles(*this, Scheduler(arg.raster));
       __syncwarp();
       if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
       if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
-      meet<kClusterSize>();
+      prologue_sync<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(Scheduler(arg.raster));
     }
@@ -148,7 +148,7 @@ struct Fp8Gemm {
 
   static DG_DEVICE Columns columns_of(const Scheduler& tile) { return {tile.column, tile.columns()}; }
 
-  // What this CTA loads of B for a tile (see box.cuh): a cluster loads together what it shares.
+  // What this CTA loads of B for a tile (see edge_boxes.cuh): a cluster loads together what it shares.
   template <class Use>
   DG_DEVICE void with_weights(const Columns& columns, const Use& use) const {
     with_boxes<kClusterM, kClusters>(columns, kClusterM > 1 ? cluster_rank() : 0, n(), arg.map_b, arg.map_b_last, use);
@@ -181,7 +181,7 @@ struct Fp8Gemm {
         }, EarlyLoads(arg.early_stages, kBytesB, kBytesA));
       };
       with_weights(columns_of(tile), [&](const auto& bring) {
-        with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load(bring, policy...); });
+        with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load(bring, policy...); });
       });
     }
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
@@ -230,13 +230,13 @@ struct Fp8Gemm {
 
   // A tile is stored in as many parts as there are units, if they are whole boxes and there are barriers for all.
   enum : bool { kWholeBoxes = Mainloop::kParts == 1 || Mma::kN % Store::kBoxColumns == 0 };
-  enum : u32 { kStoreParts = kPutsEarly && kWholeBoxes && kConsumers * Mainloop::kUnits <= 4 ? Mainloop::kUnits : 1 };
+  enum : u32 { kStoreParts = kStagesEarly && kWholeBoxes && kConsumers * Mainloop::kUnits <= 4 ? Mainloop::kUnits : 1 };
 
   // One warpgroup: rows [64 * kSlices * its number, + 64 * kSlices) of every tile, or a share of the tile's K.
   DG_DEVICE void consume(Scheduler tile) {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const u32 first_row = consumer * 64 * kSlices, share = rank_k();
+    const u32 first_row = consumer * 64 * kSlices, split = rank_k();
     float sum[kSlices][kBlockN / 2];
 
     const auto part = [&] {
@@ -253,8 +253,8 @@ struct Fp8Gemm {
     if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
-    ToldTiles next = told();
-    if constexpr (kTold) ToldTiles::begin(consumer);
+    NextTileHint next = hint();
+    if constexpr (kHints) NextTileHint::wait_for_first(consumer);
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();
     }
@@ -264,12 +264,12 @@ struct Fp8Gemm {
       const Scheduler now = tile;
       const u32 mine = uniform(order().mine());
       const auto put = [&](auto unit) {
-        if constexpr (kPutsEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage);
+        if constexpr (kStagesEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage);
       };
       const auto look_ahead = [&] {
-        if constexpr (kTold) next.follow(tile);
+        if constexpr (kHints) next.take(tile);
         else if constexpr (kPersistent) tile.advance();
-        if (kPersistent && kScalesEarly && (kTold || tile.valid())) mainloop.scaling.weights.go_on(part());
+        if (kPersistent && kScalesEarly && (kHints || tile.valid())) mainloop.scaling.weights.go_on(part());
       };
       if constexpr (kStartsEarly) {
         mainloop.resume(sum, mine, look_ahead, put);
@@ -278,41 +278,41 @@ struct Fp8Gemm {
       }
       more = kPersistent && tile.valid();
       if (kTmaStore && !more) {
-        finish(mainloop, sum, now, consumer, share, thread, false);
+        finish(mainloop, sum, now, consumer, split, thread, false);
         break;
       }
       if (!kScalesEarly && more) mainloop.scaling.weights.go_on(part());
       if (kStartsEarly && more) mainloop.start();
-      finish(mainloop, sum, now, consumer, share, thread, kTmaStore || more);
+      finish(mainloop, sum, now, consumer, split, thread, kTmaStore || more);
     }
     // For ptxas: with nothing here it takes the way out of the loop for one on which products are in flight, and
     // serialises them all.
-    named_barrier_sync(1 + consumer, 128);
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
     mainloop.turns.end();
   }
 
   // What is left to do for a tile's sums when no product adds to them any more.
-  DG_DEVICE void finish(Mainloop& mainloop, Sums& sum, const Scheduler& tile, u32 consumer, u32 share, u32 thread,
+  DG_DEVICE void finish(Mainloop& mainloop, Sums& sum, const Scheduler& tile, u32 consumer, u32 split, u32 thread,
                         bool goes_on) {
-    if constexpr (kPutsEarly) {
+    if constexpr (kStagesEarly) {
       stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage);
     } else {
-      if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, share, thread, goes_on);
-      store(sum, tile.row + consumer * 64 * kSlices, columns_of(tile), consumer, share, thread);
+      if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, split, thread, goes_on);
+      store(sum, tile.row + consumer * 64 * kSlices, columns_of(tile), consumer, split, thread);
     }
   }
 
   // What a consumer finishes of a tile on its way out: all of it at once, or, without shares of K, a unit after the other.
-  DG_DEVICE void store(const Sums& sum, u32 row, const Columns& columns, u32 consumer, u32 share, u32 thread) const {
+  DG_DEVICE void store(const Sums& sum, u32 row, const Columns& columns, u32 consumer, u32 split, u32 thread) const {
     const u32 warp = thread / 32, lane = thread % 32;
     if constexpr (!kTmaStore) {
-      store_direct<kBlockN, kSlices, kClusterK>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, share);
+      store_direct<kBlockN, kSlices, kClusterK>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, split);
     } else {
       const u32 area = shared + Areas::offset(consumer, 0);
       Areas::wait_until_free(consumer);
 #pragma unroll
       for (u32 owner = 0; owner < kClusterK; ++owner)
-        if (owner == share) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);
+        if (owner == split) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);
       Areas::template fill<kStoreParts>(consumer, 0);
     }
   }

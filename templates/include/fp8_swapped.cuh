@@ -5,15 +5,15 @@
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_swapped.cu.jinja).
 #pragma once
 #include "barrier.cuh"
-#include "box.cuh"
+#include "edge_boxes.cuh"
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
-#include "reduction.cuh"
+#include "split_k_exchange.cuh"
 #include "scheduler.cuh"
-#include "setup.cuh"
+#include "prologue.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
@@ -23,7 +23,7 @@ struct Fp8Swapped {
   static_assert(kBlockM % 8 == 0 && kBlockM <= 64);
   enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kClusterK = Tile::kClusterK };
   // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
-  enum : u32 { kShares = kClusterK * kConsumers };
+  enum : u32 { kSplits = kClusterK * kConsumers };
   enum : bool { kTmaStore = Tile::kTmaStore };
 
   // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
@@ -37,7 +37,7 @@ struct Fp8Swapped {
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, 4, 1>;
-  using Exchange = ShareExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
+  using Exchange = SplitKExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
 
   using Order = BlockOrder<kClusterK, kConsumers>;
   using Weights = BlockScales<1, Order>;
@@ -51,7 +51,7 @@ struct Fp8Swapped {
   enum : u32 { kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetScale = kOffsetSlots + Exchange::kBytes };
   enum : u32 { kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes };
-  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kSplits > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -76,12 +76,12 @@ struct Fp8Swapped {
     if (threadIdx.x >= kConsumers * 128) {
       Scheduler first;  // what is loaded first
       if (warp == kConsumers * 4 + 3) {
-        set_up<(kShares > 1)>(barriers, exchange, rank_k());
+        init_barriers<(kSplits > 1)>(barriers, exchange, rank_k());
       } else {
         first = Scheduler::early(arg.raster);
         if (warp == kConsumers * 4) prefetch_weights(first);
       }
-      meet<kClusterK>();
+      prologue_sync<kClusterK>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
@@ -89,7 +89,7 @@ struct Fp8Swapped {
       __syncwarp();
     } else {
       if (threadIdx.x == 0) prefetch_maps<1>(arg, kBlockM, kBlockN);
-      meet<kClusterK>();
+      prologue_sync<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
     }
@@ -127,7 +127,7 @@ struct Fp8Swapped {
         }, EarlyLoads(arg.early_stages, kBytesWeights, kBytesTokens));
       };
       with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
-        with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load_all(map, policy...); });
+        with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load_all(map, policy...); });
       });
     }
   }
@@ -169,7 +169,7 @@ struct Fp8Swapped {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 group = consumer / kConsumers, turn = consumer % kConsumers;
-    const u32 first_row = group * 64, share = rank_k() * kConsumers + turn;
+    const u32 first_row = group * 64, split = rank_k() * kConsumers + turn;
     const u32 staging = shared + kOffsetStaging + consumer * Store::kBytes;
     const Order order(blocks(), rank_k(), turn);
     float sum[1][kBlockM / 2];
@@ -189,15 +189,15 @@ struct Fp8Swapped {
       tile.advance();
       if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
       const u32 active = ceil_div(min_of(kBlockM, m() - row), 8);
-      if constexpr (kShares > 1) exchange.exchange(sum, group, consumer, share, thread, tile.valid());
+      if constexpr (kSplits > 1) exchange.exchange(sum, group, consumer, split, thread, tile.valid());
       const auto wanted = [&](u32 chunk) {
-        return (kShares == 1 || chunk / Exchange::kOwned == share) && chunk < active;
+        return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
       if constexpr (kTmaStore) {
         __syncwarp();  // of the tile before all has been copied
         Store::stage(staging, sum, warp, lane, wanted);
         __syncwarp();
-        const u32 token = row + (kShares == 1 ? 0 : share * Exchange::kOwned * 8);
+        const u32 token = row + (kSplits == 1 ? 0 : split * Exchange::kOwned * 8);
         Store::copy(staging, arg.d, arg.d_stride, token, column, min_of(m(), row + kBlockM), n(), warp, lane);
       } else {
         store_direct_transposed<kBlockM>(arg.d, arg.d_stride, sum, row, column, m(),

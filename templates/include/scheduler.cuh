@@ -4,7 +4,7 @@
 #include "raster.cuh"
 
 // Static persistent schedule over cluster tiles (cluster_m x cluster_n CTA tiles each). A cluster tile may hang over the
-// edge: what lies outside is not loaded (see box.cuh) and not stored, and all CTAs of a cluster go through the same stages.
+// edge: what lies outside is not loaded (see edge_boxes.cuh) and not stored, and all CTAs of a cluster go through the same stages.
 template <u32 kBlockM, u32 kBlockN, u32 kClusterM, u32 kClusterN, u32 kClusterK>
 struct TileScheduler {
   const Raster* raster;

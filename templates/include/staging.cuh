@@ -31,16 +31,16 @@ struct StagingAreas {
   // since ptxas does not follow products in flight past a loop that waits for an mbarrier. That lent stages are free is for a
   // loader to say, which has waited for all their rounds.
   static DG_DEVICE void free_all() {
-    for (u32 consumer = 0; consumer < kConsumers; ++consumer) named_barrier_arrive(4 + consumer, kThreads);
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer) named_barrier_arrive(kAreaFreeBarrier + consumer, kThreads);
   }
-  static DG_DEVICE void wait_until_free(u32 consumer) { named_barrier_sync(4 + consumer, kThreads); }
+  static DG_DEVICE void wait_until_free(u32 consumer) { named_barrier_sync(kAreaFreeBarrier + consumer, kThreads); }
   template <u32 kParts>
   static DG_DEVICE void fill(u32 consumer, u32 part) {
-    named_barrier_arrive(8 + consumer * kParts + part, kThreads);
+    named_barrier_arrive(kAreaFullBarrier + consumer * kParts + part, kThreads);
   }
   template <u32 kParts>
   static DG_DEVICE void wait_until_full(u32 consumer, u32 part) {
-    named_barrier_sync(8 + consumer * kParts + part, kThreads);
+    named_barrier_sync(kAreaFullBarrier + consumer * kParts + part, kThreads);
   }
 
  private:

@@ -50,8 +50,8 @@ DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 bar
 
 // Goes on with that policy or with none. By branches, as with maps: what is chosen would be an operand of every load.
 template <class Use>
-DG_DEVICE void with_policy(bool leaves_first, const Use& use) {
-  if (leaves_first) {
+DG_DEVICE void with_policy(bool evicts_first, const Use& use) {
+  if (evicts_first) {
     use(evict_first());
   } else {
     use();

@@ -22,7 +22,7 @@ DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg, u32 block_m, u32 block
 // One thread of the calling warp makes the barriers: the ring's, and where shares of K are exchanged, those too. To be
 // called by a warp that loads nothing: those that do have to find their first tile meanwhile.
 template <bool kExchanges, class Barriers, class Exchange>
-DG_DEVICE void set_up(const Barriers& barriers, const Exchange& exchange, u32 rank_k) {
+DG_DEVICE void init_barriers(const Barriers& barriers, const Exchange& exchange, u32 rank_k) {
   if (elect_one()) {
     barriers.init();
     if constexpr (kExchanges) exchange.init(rank_k);

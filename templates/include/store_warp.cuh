@@ -1,32 +1,32 @@
 // How finished tiles of `Fp8Gemm` leave a CTA that goes on to the next.
 #pragma once
 #include "tma.cuh"
-#include "told.cuh"
+#include "next_tile_hint.cuh"
 #include "warpgroup.cuh"
 
 // One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
 // behind stores.
 template <class Gemm>
-DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
+DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   using Areas = typename Gemm::Areas;
   constexpr u32 kParts = Gemm::kStoreParts;
   const u32 lane = threadIdx.x % 32;
-  ToldTiles told = gemm.told();
+  NextTileHint hint = gemm.hint();
   auto next = tile, ahead = tile;
   const auto look_ahead = [&] {
-    if constexpr (Gemm::kTold) {
+    if constexpr (Gemm::kHints) {
       next = ahead;
       ahead.advance();
-      told.tell(ahead, lane == 0);
+      hint.publish(ahead, lane == 0);
       __syncwarp();
     }
   };
   const auto go_on = [&] {
-    if constexpr (Gemm::kTold) tile = next;
+    if constexpr (Gemm::kHints) tile = next;
     else tile.advance();
   };
   look_ahead();
-  if constexpr (Gemm::kTold) ToldTiles::let_begin<Gemm::kConsumers>();
+  if constexpr (Gemm::kHints) NextTileHint::allow_first<Gemm::kConsumers>();
   wait_for_previous_kernel();
   for (; tile.valid(); go_on()) {
     look_ahead();
@@ -41,7 +41,7 @@ DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
       if (lane == 0) {
         const u32 area = gemm.shared + Areas::offset(consumer, 0);
         fence_shared_to_tma();
-        with_policy(gemm.arg.leave_first & kLeavesD, [&](auto... policy) {
+        with_policy(gemm.arg.evict_first & kEvictD, [&](auto... policy) {
           Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(),
                                               gemm.n(), part, policy...);
         });

@@ -7,15 +7,15 @@
 // that owns any has a slot of shared memory for each other share, which those write before they arrive at its full
 // barrier. Elements lie as they do in accumulators, so that slots are written and read without conflicts.
 template <u32 kColumns, u32 kSlices, u32 kClusterK, u32 kConsumersK, u32 kConsumers>
-struct ShareExchange {
-  enum : u32 { kShares = kClusterK * kConsumersK, kChunks = kColumns / 8 };
-  enum : u32 { kOwned = ceil_div(kChunks, kShares), kOwners = ceil_div(kChunks, kOwned) };
+struct SplitKExchange {
+  enum : u32 { kSplits = kClusterK * kConsumersK, kChunks = kColumns / 8 };
+  enum : u32 { kOwned = ceil_div(kChunks, kSplits), kOwners = ceil_div(kChunks, kOwned) };
   // Within one CTA ordinary stores do, announced by an arrival of each warp. Between CTAs asynchronous ones complete on
   // the barrier by themselves; outside of a cluster launch those are an illegal instruction.
   enum : bool { kLocal = kClusterK == 1 };
   enum : u32 { kPieceBytes = 128 * 16 };  // a chunk of one slice: four elements a thread
   enum : u32 { kSlotBytes = kOwned * kSlices * kPieceBytes };
-  enum : u32 { kConsumerBytes = (kShares - 1) * kSlotBytes };
+  enum : u32 { kConsumerBytes = (kSplits - 1) * kSlotBytes };
   enum : u32 { kBytes = kConsumers * kConsumerBytes };
   enum : u32 { kBarrierBytes = kConsumers * 2 * 8 };
 
@@ -26,12 +26,12 @@ struct ShareExchange {
   DG_DEVICE u32 empty(u32 consumer) const { return barriers + consumer * 16 + 8; }
 
   // The owners other than share `share`: those that it sends to.
-  static DG_DEVICE u32 receivers(u32 share) { return kOwners - (share < kOwners ? 1 : 0); }
+  static DG_DEVICE u32 receivers(u32 split) { return kOwners - (split < kOwners ? 1 : 0); }
 
   DG_DEVICE void init(u32 rank) const {
     for (u32 consumer = 0; consumer < kConsumers; ++consumer) {
       const u32 to = receivers(rank * kConsumersK + consumer % kConsumersK);
-      barrier_init(full(consumer), kLocal ? (kShares - 1) * 4 : 1);
+      barrier_init(full(consumer), kLocal ? (kSplits - 1) * 4 : 1);
       barrier_init(empty(consumer), to > 0 ? to : 1);
     }
   }
@@ -41,17 +41,17 @@ struct ShareExchange {
   // tensor's end too: an owner lets go of a sender's slot only after it was filled, so that no arrival is a round early. It
   // does not if no tile comes after this one (`more`, the same for all): nobody may wait for it any more, then, or leave before
   // it comes, and between CTAs it takes a membar.gpu.
-  DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 share, u32 thread, bool more) {
-    const u32 first = share * kOwned, owned = share < kOwners ? min_of(kOwned, kChunks - first) : 0;
+  DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 split, u32 thread, bool more) {
+    const u32 first = split * kOwned, owned = split < kOwners ? min_of(kOwned, kChunks - first) : 0;
     if (!kLocal && thread == 0 && owned > 0)
-      barrier_arrive_expect(full(consumer), (kShares - 1) * owned * kSlices * kPieceBytes);
+      barrier_arrive_expect(full(consumer), (kSplits - 1) * owned * kSlices * kPieceBytes);
     // The slots that this share's sums of the tile before went to.
-    if (receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);
+    if (receivers(split) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);
 #pragma unroll
     for (u32 to = 0; to < kOwners; ++to) {
-      if (to != share) {
+      if (to != split) {
         const u32 receiver = group * kConsumersK + to % kConsumersK;
-        const u32 slot = slots + receiver * kConsumerBytes + (share < to ? share : share - 1) * kSlotBytes + thread * 16;
+        const u32 slot = slots + receiver * kConsumerBytes + (split < to ? split : split - 1) * kSlotBytes + thread * 16;
         const u32 there = kLocal ? slot : remote_address(slot, to / kConsumersK);
         const u32 barrier = kLocal ? full(receiver) : remote_address(full(receiver), to / kConsumersK);
 #pragma unroll
@@ -71,19 +71,19 @@ struct ShareExchange {
       const u32 mine = slots + consumer * kConsumerBytes + thread * 16;
 #pragma unroll
       for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-        if (chunk / kOwned == share) {
+        if (chunk / kOwned == split) {
 #pragma unroll
           for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-            for (u32 other = 0; other < kShares - 1; ++other)
+            for (u32 other = 0; other < kSplits - 1; ++other)
               add_shared(mine + other * kSlotBytes + (chunk % kOwned * kSlices + slice) * kPieceBytes,
                          &sum[slice][chunk * 4]);
           }
         }
       }
       if (more) {
-        named_barrier_sync(1 + consumer, 128);
-        if (thread < kShares && thread != share) {
+        named_barrier_sync(kConsumerBarrier + consumer, 128);
+        if (thread < kSplits && thread != split) {
           const u32 sender = empty(group * kConsumersK + thread % kConsumersK);
           if constexpr (kLocal) {
             barrier_arrive(sender);
