@@ -1,14 +1,14 @@
-// From float32 accumulators to D.
+// Epilogues: float32 accumulators to bf16 in D.
 #pragma once
 #include "columns.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// Staged through shared memory and stored by TMA, which clips what hangs over the edges, or by the warp that staged it. The
-// latter is sooner at its end: TMA starts some 300 cycles of fencing later, behind a barrier, and takes as long for rows of
-// 64 bytes as for rows of 128. The former leaves consumers free for the next tile. A warpgroup owns its staging area: 64 x
-// kBlockN bf16 for each of its m64 slices, cut into boxes of kBoxColumns columns whose rows are swizzled
-// over their own length, as the tensor map expects.
+// Sums are staged in shared memory and then stored either by TMA, which clips at the edges of D (`store`), or by the warp that
+// staged them (`copy`). TMA leaves consumers free for the next tile. A copy is done sooner: TMA has to wait for a barrier and
+// some 300 cycles of fence, and takes as long for rows of 64 bytes as for rows of 128. A warpgroup's staging area has 64 x
+// kBlockN bf16 for each m64 slice, cut into boxes of kBoxColumns columns. Rows of a box are swizzled over their own length, as
+// the tensor map expects.
 template <u32 kBlockN, u32 kSlices>
 struct TmaStore {
   enum : u32 { kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16 };
@@ -16,17 +16,17 @@ struct TmaStore {
   enum : u32 { kBoxBytes = 64 * kRowBytes };
   enum : u32 { kBytes = kSlices * 64 * kBlockN * 2 };  // one warpgroup's staging area
 
-  // A 16-byte unit's place in its row: TMA swizzles with the address bits above the row's own.
+  // Where a 16-byte unit of a row lies: TMA's swizzle uses the address bits above those of the row.
   static DG_DEVICE u32 swizzled(u32 row, u32 unit) {
     constexpr u32 kUnits = kRowBytes / 16;
     return unit ^ (row / (8 / kUnits) % kUnits);
   }
 
-  // Columns [kColumn, kColumn + kColumns) of one slice, whose accumulators are `sum`.
+  // Stages columns [kColumn, kColumn + kColumns) of one slice. `sum` is the accumulator of the first of them.
   template <u32 kSlice, u32 kColumn, u32 kColumns>
   static DG_DEVICE void stage(u32 staging, const float* sum, u32 warp, u32 lane) {
     static_assert(kColumn % 16 == 0 && kColumns % 16 == 0);
-    const u32 row = warp * 16 + lane % 16;  // the row whose address this lane gives
+    const u32 row = warp * 16 + lane % 16;  // the row whose address this lane supplies to stmatrix
 #pragma unroll
     for (u32 column = kColumn; column < kColumn + kColumns; column += 16) {
       const float* v = sum + (column - kColumn) / 2;
@@ -37,7 +37,7 @@ struct TmaStore {
     }
   }
 
-  // Of every slice the columns whose sums begin with the `first`-th.
+  // Stages kBlockN columns of every slice, beginning with accumulator register `first`.
   template <class Sums>
   static DG_DEVICE void stage_all(u32 staging, const Sums& sum, u32 first, u32 warp, u32 lane) {
     static_assert(kSlices <= 2);
@@ -45,13 +45,13 @@ struct TmaStore {
     if constexpr (kSlices > 1) stage<1, 0, kBlockN>(staging, &sum[1][first], warp, lane);
   }
 
-  // Columns that this warp has staged of its own rows of a slice, whole boxes, to the rows of D from `row` on; D has a
-  // multiple of eight columns. Nobody else has to meet for it.
+  // Copies the boxes that this warp has staged of its own rows of a slice to D, whose rows begin at `row`. D must have a multiple
+  // of eight columns. No other warp takes part, so __syncwarp is enough before it.
   template <u32 kSlice, u32 kColumn, u32 kColumns, class Columns>
   static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 row, const Columns& tile, u32 rows, u32 columns, u32 warp,
                              u32 lane) {
     static_assert(kColumn % kBoxColumns == 0 && kColumns % kBoxColumns == 0);
-    constexpr u32 kUnits = kRowBytes / 16, kRows = 32 / kUnits;  // rows that a warp copies at a time
+    constexpr u32 kUnits = kRowBytes / 16, kRows = 32 / kUnits;  // rows that a warp copies at once
     const u32 first = warp * 16 + lane / kUnits, unit = lane % kUnits;
 #pragma unroll
     for (u32 column = kColumn; column < kColumn + kColumns; column += kBoxColumns) {
@@ -66,8 +66,8 @@ struct TmaStore {
     }
   }
 
-  // The part-th of kParts equal parts, of whole slices or of their columns, of which the first is the tile's `column`-th. At
-  // most two boxes are on their way at a time; one may still be read when this returns.
+  // Stores the part-th of kParts equal parts of the area: whole slices, or some of their columns. The area's first column is the
+  // tile's `column`-th. At most two boxes are in flight; the last may still be read when this returns.
   template <u32 kParts, class Columns, class... Policy>
   static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, const Columns& tile, u32 rows,
                               u32 columns, u32 part, Policy... policy) {
@@ -89,7 +89,7 @@ struct TmaStore {
   }
 };
 
-// Element by element, for a D that TMA cannot address (rows not on 16-byte boundaries): the columns that are this share's.
+// Element by element, for a D whose rows do not begin on 16-byte boundaries. Stores the columns that this split owns.
 template <u32 kBlockN, u32 kSlices, u32 kSplits>
 DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row,
                             const TileColumns<kBlockN>& tile, u32 rows, u32 columns, u32 warp, u32 lane, u32 split) {
@@ -109,12 +109,12 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
   }
 }
 
-// For accumulators with weights on their rows and tokens on their columns, transposed as they go: staged and copied by each
-// warp for itself, or element by element. `wanted(chunk)` says which chunks of eight tokens are this warpgroup's to store: up
-// to kStored of them, one after the other from a multiple of kStored on.
+// For accumulators with weights on rows and tokens on columns: staging transposes them, and each warp copies what it has staged.
+// `wanted(chunk)` says which chunks of eight tokens this warpgroup stores: up to kStored of them, adjacent, and beginning with a
+// multiple of kStored.
 //
-// TMA would store the same, behind a fence and two barriers: promised weights in a graph, and 576 x 7168 for 32 tokens, took
-// 3.10 us on an H200 so, and 2.94 by copies; 7168 x 2048 for one, 4.23 and 4.08.
+// TMA stores need a fence and two barriers more. With constant weights in a graph, 32 x 576 x 7168 took 3.10 us with TMA and
+// 2.94 with copies, and 1 x 7168 x 2048 took 4.23 and 4.08 (H200).
 template <u32 kTokens, u32 kStored>
 struct TransposedStore {
   enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom
@@ -134,8 +134,8 @@ struct TransposedStore {
     }
   }
 
-  // The 16 weights of a slice that this warp has staged, of every token, to D: eight at a time, for two chunks at once, or
-  // where D's columns are no multiple of eight, one by one.
+  // Copies the 16 weights that this warp has staged to D for every token: eight weights and two chunks at once, or one by one where
+  // D's columns are no multiple of eight.
   static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 token, u32 weight, u32 tokens, u32 weights, u32 warp,
                              u32 lane) {
     const auto place = [&](u32 slice, u32 chunk, u32 row, u32 unit) {

@@ -1,6 +1,6 @@
-// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors, operands swapped: the weights' rows are
-// the tensor cores' M, tokens their N, so that few tokens waste neither shared memory nor products. K can be split over
-// consumers of a CTA and over CTAs of a cluster, which exchange their sums through distributed shared memory.
+// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors, with operands swapped: weights (B) are the M of wgmma
+// and tokens (A) its N. With few tokens no shared memory and no products are wasted. K can be split over the consumers of a CTA
+// and over the CTAs of a cluster, which add their sums through distributed shared memory.
 //
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_swapped.cu.jinja).
 #pragma once
@@ -11,9 +11,9 @@
 #include "fp8_mainloop.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
-#include "split_k_exchange.cuh"
-#include "scheduler.cuh"
 #include "prologue.cuh"
+#include "scheduler.cuh"
+#include "split_k_exchange.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
@@ -22,11 +22,11 @@ struct Fp8Swapped {
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 128 };
   static_assert(kBlockM % 8 == 0 && kBlockM <= 64);
   enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kClusterK = Tile::kClusterK };
-  // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
+  // Splits of a tile's K: one for each consumer of each CTA of the cluster.
   enum : u32 { kSplits = kClusterK * kConsumers };
   enum : bool { kTmaStore = Tile::kTmaStore };
 
-  // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
   enum : u32 { kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockM * kBlockK };
 
   struct Shape {
@@ -74,7 +74,7 @@ struct Fp8Swapped {
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
-      Scheduler first;  // what is loaded first
+      Scheduler first;  // the first tile
       if (warp == kConsumers * 4 + 3) {
         init_barriers<(kSplits > 1)>(barriers, exchange, rank_k());
       } else {
@@ -95,7 +95,7 @@ struct Fp8Swapped {
     }
   }
 
-  // The first weights that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not.
+  // Prefetches this CTA's first blocks of B into L2. Unlike their loads, this need not wait for the previous kernel.
   DG_DEVICE void prefetch_weights(const Scheduler& first) const {
     const Order order(blocks(), rank_k(), 0);
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
@@ -112,9 +112,8 @@ struct Fp8Swapped {
   DG_DEVICE u32 weights_loaded(u32 column) const { return rows_loaded<kBlockN, false>(column, n(), arg.last_columns); }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, false>(row, m(), arg.last_rows); }
 
-  // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and the tokens'
-  // scales. One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous
-  // kernel.
+  // Three threads, each in its own warp, load weights, tokens, and the tokens' scales into the stages in order. One thread cannot
+  // issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights(Scheduler tile) {
     Cursor cursor;
     const Order order(blocks(), rank_k(), 0);
@@ -146,7 +145,7 @@ struct Fp8Swapped {
       });
   }
 
-  // This one has the least to do, and says for all how many bytes come.
+  // This loader has the least to do, so it also tells the full barriers how many bytes all three load.
   DG_DEVICE void produce_scales(Scheduler tile) {
     Cursor cursor;
     const Order order(blocks(), rank_k(), 0);
@@ -164,7 +163,7 @@ struct Fp8Swapped {
     }
   }
 
-  // One warpgroup: a share of K of every tile.
+  // A consumer warpgroup: one split of K of every tile.
   DG_DEVICE void consume() {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -194,7 +193,7 @@ struct Fp8Swapped {
         return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
       if constexpr (kTmaStore) {
-        __syncwarp();  // of the tile before all has been copied
+        __syncwarp();  // the warp has copied the previous tile
         Store::stage(staging, sum, warp, lane, wanted);
         __syncwarp();
         const u32 token = row + (kSplits == 1 ? 0 : split * Exchange::kOwned * 8);

@@ -1,15 +1,14 @@
-// Which tile is next, for consumers: finding its place in the order is some 380 cycles of arithmetic, for which there is no
-// time between their products. The warp that puts tiles away has the time, and tells them.
+// The next-tile hint: the store warp computes the column of the next tile and publishes it in shared memory. The arithmetic
+// takes about 380 cycles, which consumers do not have between two products.
 #pragma once
 #include "barrier.cuh"
 
-// A tile's columns, in one of two places in turn, and told two tiles ahead: what is told of a tile can be taken once the area
-// is free for the tile two before it, and is overwritten when the tile before it has been staged, by consumers who have taken
-// it. Of a CTA's second tile they hear at a barrier of their own: at the area's, the warp that tells would arrive twice in a
-// row.
+// Two slots are used in turn, and the store warp is two tiles ahead. The barrier "area free" of tile t makes the hint for tile
+// t + 2 visible. A slot is overwritten after tile t + 1 was staged, and consumers have read it by then. The hint for a CTA's
+// second tile has a barrier of its own, since the store warp must not arrive twice in a row at "area free".
 struct NextTileHint {
   enum : u32 { kBytes = 16 };
-  u32 place;  // of what is told next, in shared memory
+  u32 place;  // address of the slot that comes next
 
   DG_DEVICE explicit NextTileHint(u32 address) : place(address) {}
 
@@ -19,8 +18,8 @@ struct NextTileHint {
     place ^= 8;
   }
 
-  // Goes on to the next tile, of which consumers that store through areas need no more. If there is none, it has the columns of
-  // the last.
+  // Moves `tile` to the next one: its index and its column, which is all that consumers need. Past the last tile the column is
+  // that of the last.
   template <class Tile>
   DG_DEVICE void take(Tile& tile) {
     tile.index += tile.stride;
@@ -28,7 +27,7 @@ struct NextTileHint {
     place ^= 8;
   }
 
-  // A consumer and the warp that tells meet before the first is followed.
+  // A consumer waits here before its first `take`; the store warp lets all of them go on with `allow_first`.
   static DG_DEVICE void wait_for_first(u32 consumer) { named_barrier_sync(kConsumerBarrier + consumer, kThreads); }
   template <u32 kConsumers>
   static DG_DEVICE void allow_first() {

@@ -1,11 +1,11 @@
-// How finished tiles of `Fp8Gemm` leave a CTA that goes on to the next.
+// The store warp of a persistent `Fp8Gemm` CTA.
 #pragma once
-#include "tma.cuh"
 #include "next_tile_hint.cuh"
+#include "tma.cuh"
 #include "warpgroup.cuh"
 
-// One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
-// behind stores.
+// One warp of the producer warpgroup stores finished tiles by TMA, so that consumers go on at once. It stores a few boxes at a
+// time, because TMA loads queue behind TMA stores. It also publishes which tile comes next (see next_tile_hint.cuh).
 template <class Gemm>
 DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   using Areas = typename Gemm::Areas;
@@ -30,7 +30,7 @@ DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   wait_for_previous_kernel();
   for (; tile.valid(); go_on()) {
     look_ahead();
-    if (lane == 0) tma_store_wait_read<0>();  // of the tile before
+    if (lane == 0) tma_store_wait_read<0>();  // the previous tile has been read
     __syncwarp();
     Areas::free_all();
 #pragma unroll 1  // few registers
@@ -49,5 +49,5 @@ DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
       __syncwarp();
     }
   }
-  if (lane == 0) tma_store_wait_read<0>();  // shared memory must stay till then
+  if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads
 }
