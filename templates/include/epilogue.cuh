@@ -4,6 +4,12 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
+// What happens to sums before they are stored: two neighbours in a thread's registers become two output elements in one word. All
+// stores of this file go through it.
+struct Epilogue {
+  static DG_DEVICE u32 apply(float low, float high) { return pack_bf16(low, high); }
+};
+
 // Sums are staged in shared memory and then stored either by TMA, which clips at the edges of D (`store`), or by the warp that
 // staged them (`copy`). TMA leaves consumers free for the next tile. A copy is done sooner: TMA has to wait for a barrier and
 // some 300 cycles of fence, and takes as long for rows of 64 bytes as for rows of 128. A warpgroup's staging area has 64 x
@@ -32,8 +38,8 @@ struct TmaStore {
       const float* v = sum + (column - kColumn) / 2;
       const u32 box = staging + (kSlice * (kBlockN / kBoxColumns) + column / kBoxColumns) * kBoxBytes;
       const u32 unit = column % kBoxColumns / 8 + lane / 16;
-      store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                      pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+      store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, Epilogue::apply(v[0], v[1]), Epilogue::apply(v[2], v[3]),
+                      Epilogue::apply(v[4], v[5]), Epilogue::apply(v[6], v[7]));
     }
   }
 
@@ -100,7 +106,7 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
       const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4;
       const u32 x = tile.at(i / 4 * 8) + lane % 4 * 2;
       if (y < rows && i / (kBlockN / 2 / kSplits) == split) {
-        const u32 packed = pack_bf16(sum[slice][i], sum[slice][i + 1]);
+        const u32 packed = Epilogue::apply(sum[slice][i], sum[slice][i + 1]);
         u16* out = d + y * stride + x;
         if (x < columns) out[0] = static_cast<u16>(packed);
         if (x + 1 < columns) out[1] = static_cast<u16>(packed >> 16);
@@ -129,7 +135,7 @@ struct TransposedStore {
     for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
       if (wanted(chunk)) {
         const float* v = &sum[0][chunk * 4];
-        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, Epilogue::apply(v[0], v[1]), Epilogue::apply(v[2], v[3]));
       }
     }
   }
@@ -170,7 +176,7 @@ DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[1]
       for (u32 i = 0; i < 4; i += 2) {
         const u32 x = weight + warp * 16 + lane / 4 + i * 4;
         const u32 y = token + chunk * 8 + lane % 4 * 2;
-        const u32 packed = pack_bf16(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
+        const u32 packed = Epilogue::apply(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
         u16* out = d + y * stride + x;
         if (x < weights && y < tokens) out[0] = static_cast<u16>(packed);
         if (x < weights && y + 1 < tokens) out[stride] = static_cast<u16>(packed >> 16);

@@ -35,7 +35,8 @@ struct Fp8Gemm {
   enum : u32 { kSlices = kBlockM / (64 * kConsumers) };
   static_assert(kSlices * 64 * kConsumers == kBlockM);
   static_assert(kBlockN % (16 * kClusterK) == 0);
-  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kClusterK == 1), "consumers that take turns must issue the same number of products");
+  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kClusterK == 1),
+                "consumers that take turns must issue the same number of products");
   using Columns = TileColumns<kBlockN>;
 
   // The columns that a consumer stores of its rows: all, or with split K those that its split owns.

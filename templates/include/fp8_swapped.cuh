@@ -176,7 +176,8 @@ struct Fp8Swapped {
     Scheduler tile(arg.raster);
     const auto part = [&](const Scheduler& of) { return typename Weights::Part{{(of.column + first_row) / 128}, order}; };
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
-    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8), uniform(descriptor_low(shared + first_row * kBlockK)),
+    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
+                      uniform(descriptor_low(shared + first_row * kBlockK)),
                       uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
     mainloop.at.stage = turn;
     if (arg.early_stages == 0) wait_for_previous_kernel();
