@@ -1,4 +1,4 @@
-// Barriers: mbarriers (full / empty), named barriers of a warpgroup, cluster barriers, and programmatic launch.
+// Synchronisation: mbarriers, named barriers, cluster barriers and programmatic dependent launch; and shared-memory accesses.
 #pragma once
 #include "types.cuh"
 
@@ -18,8 +18,8 @@ DG_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives on the barrier at the same offset in the shared memory of CTA `rank` of this cluster. What it announces are
-// finished reads of shared memory, so no wider release is asked for: one at cluster scope costs a membar.gpu each time.
+// Arrives on the barrier at the same offset in the shared memory of CTA `rank` of this cluster. It only announces that shared
+// memory was read, so it has no release at cluster scope, which would cost a membar.gpu.
 DG_DEVICE void barrier_arrive_remote(u32 barrier, u32 rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n"
@@ -51,7 +51,7 @@ DG_DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
   return done != 0;
 }
 
-// Whether the phase with this parity has completed, at once.
+// Whether the phase with this parity has completed, without waiting.
 DG_DEVICE bool barrier_test(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -62,8 +62,7 @@ DG_DEVICE bool barrier_test(u32 barrier, u32 parity) {
   return done != 0;
 }
 
-// A debug build gives up and traps instead of hanging: a wait that a working pipeline needs is microseconds, the bound is
-// a second.
+// A debug build traps after a second instead of hanging. A working pipeline waits for microseconds.
 struct WaitBound {
 #if DG_DEBUG
   u64 start = global_time();
@@ -80,15 +79,15 @@ struct WaitBound {
 #endif
 };
 
-// Blocks until the phase with this parity has completed; with kAcquireCluster, what other CTAs of the cluster wrote
-// before they arrived is then visible.
+// Blocks until the phase with this parity has completed. With kAcquireCluster, writes of other CTAs of the cluster before their
+// arrival are then visible.
 template <bool kAcquireCluster = false>
 DG_DEVICE void barrier_wait(u32 barrier, u32 parity) {
   const WaitBound bound;
   while (!barrier_try_wait<kAcquireCluster>(barrier, parity)) bound.check();
 }
 
-// Returns `cycles` of the SM later.
+// Waits for `cycles` clock cycles.
 DG_DEVICE void pass_cycles(u32 cycles) {
   const auto clock = [] {
     u32 now;
@@ -99,49 +98,57 @@ DG_DEVICE void pass_cycles(u32 cycles) {
   while (clock() - begin < cycles) {}
 }
 
-// The address, in the cluster's shared memory, of what CTA `rank` has at `address`.
+// The cluster address of the shared-memory `address` in CTA `rank`.
 DG_DEVICE u32 remote_address(u32 address, u32 rank) {
   u32 remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
 
-// Arrives at a barrier anywhere in the cluster, announcing this thread's writes there.
+// Arrives at a barrier anywhere in the cluster and releases this thread's writes.
 DG_DEVICE void barrier_arrive_release(u32 remote) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 
-// A barrier among `threads` threads of one CTA; id 0 is __syncthreads.
+// The named barriers of a CTA, each the first of a range with one for each consumer. Hardware has ids 0 to 15, and 0 is
+// __syncthreads. There are at most two consumers.
+enum NamedBarrier : u32 {
+  kConsumerBarrier = 1,      // the threads of one consumer; before the first tile, those and the store warp
+  kAreaFreeBarrier = 4,      // a consumer's staging area may be written
+  kAreaFullBarrier = 8,      // a part of a staging area is full; up to four of them
+  kProductTurnBarrier = 12,  // a consumer may start its product
+};
+
+// A barrier among `threads` threads of one CTA.
 DG_DEVICE void named_barrier_sync(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts this warp in without waiting for the others.
+// Arrives at a named barrier without waiting.
 DG_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Consumers start products one after the other: 0, 1, ... and 0 again, each as often as the others. Named barriers from
-// kFirst on, one a consumer.
+// Consumers start products in turn: 0, 1, 0, 1, and so on, each as often as the others. One named barrier a consumer.
 template <u32 kConsumers>
 struct ProductTurns {
-  enum : u32 { kFirst = 12, kMeeting = 2 * 128 };  // threads: those who wait, and those who let them go
+  enum : u32 { kThreads = 2 * 128 };  // of the consumer that waits, and of the one that lets it start
   u32 consumer, mine, next;
 
   DG_DEVICE explicit ProductTurns(u32 consumer)
-      : consumer(consumer), mine(opaque(kFirst + consumer)),
-        next(opaque(kFirst + (consumer + 1 == kConsumers ? 0 : consumer + 1))) {}
+      : consumer(consumer), mine(opaque(kProductTurnBarrier + consumer)),
+        next(opaque(kProductTurnBarrier + (consumer + 1 == kConsumers ? 0 : consumer + 1))) {}
 
   DG_DEVICE void begin() const {
     if (consumer + 1 == kConsumers) pass();
   }
   DG_DEVICE void wait() const {
-    if constexpr (kConsumers > 1) named_barrier_sync(mine, kMeeting);
+    if constexpr (kConsumers > 1) named_barrier_sync(mine, kThreads);
   }
   DG_DEVICE void pass() const {
-    if constexpr (kConsumers > 1) named_barrier_arrive(next, kMeeting);
+    if constexpr (kConsumers > 1) named_barrier_arrive(next, kThreads);
   }
-  // The last turn that was passed is taken back.
+  // Consumes the last turn that was passed, so that no arrival is left over.
   DG_DEVICE void end() const {
     if (consumer == 0) wait();
   }
@@ -193,15 +200,15 @@ DG_DEVICE u32 cluster_rank() {
   return rank;
 }
 
-// All threads of the CTA, or of its cluster: what the others then see are mbarriers that a thread made and fenced (see
-// barrier_init_fence), so that arriving releases nothing more. As a release it is a membar.gpu in each warp, for which CTAs of
-// a cluster waited 1300 cycles on an H200 before their first load.
+// The barrier behind the prologue, for all threads of the CTA or of its cluster. It only has to publish mbarriers, which
+// barrier_init_fence has fenced, so the arrival is relaxed. A releasing arrival is a membar.gpu in each warp: clusters waited 1300
+// cycles for it before their first load (H200).
 template <u32 kClusterSize>
-DG_DEVICE void meet() {
+DG_DEVICE void prologue_sync() {
   if constexpr (kClusterSize > 1) {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
-    asm volatile("bar.sync 0;" ::: "memory");  // __syncthreads, but for the branches of producers and of consumers
+    asm volatile("bar.sync 0;" ::: "memory");  // __syncthreads, which producers and consumers may call from different branches
   }
 }
 

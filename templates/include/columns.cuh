@@ -1,15 +1,15 @@
-// Which columns of D, or rows of B, a tile has.
+// The columns of D, or rows of B, that belong to a tile.
 #pragma once
 #include "types.cuh"
 
-// A tile whose width does not divide 128 would meet the borders of B's scale blocks, each tile somewhere else, and choosing
-// between two scales cost up to a fifth of a block of K. So its columns come in segments: as wide as the powers of two that
-// the width is the sum of, the widest first. All tiles' first segments come before all second ones:
+// If a tile were one range of columns and its width did not divide 128, borders of B's scale blocks would fall at a different
+// column in each tile. Selecting between two scales took up to a fifth of a block's time. So a tile consists of segments, one
+// for each power of two in its width, widest first. In D all tiles' first segments come before all second segments:
 //
-//   112 = 64 + 32 + 16, of T tiles: 64 columns from 64 j on, 32 from 64 T + 32 j, and 16 from 96 T + 16 j.
+//   112 = 64 + 32 + 16: tile j of T has 64 columns from 64 j on, 32 from 64 T + 32 j, and 16 from 96 T + 16 j.
 //
-// A segment begins at a multiple of its width, so that up to 128 columns lie in one block of B's scales: where a tile's
-// scales change is known to the compiler.
+// A segment begins at a multiple of its width, so it lies in one scale block of B (two if it has 256 columns). The columns at
+// which the scale changes are compile-time constants.
 template <u32 kBlockN>
 struct TileColumns {
   enum : u32 { kWidth = kBlockN };
@@ -19,22 +19,22 @@ struct TileColumns {
   static DG_DEVICE constexpr u32 width(u32 segment) {
     return segment == 0 ? kWidest : segment == 1 ? kSecond : segment == 2 ? kThird : kFourth;
   }
-  // Where in the tile it begins.
+  // The column of the tile at which a segment begins.
   static DG_DEVICE constexpr u32 begin(u32 segment) { return kBlockN & ~(2 * width(segment) - 1); }
 
-  // How many of B's scales a tile has for a block of K, and which columns of the tile each is for.
+  // How many scales of B a tile has in a block of K, and the columns that each is for.
   enum : u32 { kScales = kBlockN == 256 ? 2 : +kSegments };
   static DG_DEVICE constexpr u32 scale_begin(u32 scale) { return kBlockN == 256 ? 128 * scale : begin(scale); }
   static DG_DEVICE constexpr u32 scale_end(u32 scale) { return scale + 1 < kScales ? scale_begin(scale + 1) : kBlockN; }
 
-  u32 index, tiles;  // this one's place among those of a row of tiles, and how many these are
+  u32 index, tiles;  // this tile's place in its row of tiles, and the length of the row
 
   DG_DEVICE u32 first(u32 segment) const { return begin(segment) * tiles + index * width(segment); }
-  // The row of B's scales that a scale is from.
+  // The row of B's scale tensor for a scale of the tile.
   DG_DEVICE u32 scale_row(u32 scale) const {
     return kBlockN == 256 ? first(0) / 128 + scale : first(scale) / 128;
   }
-  // Where a column of the tile lies in D.
+  // The column of D for a column of the tile.
   DG_DEVICE u32 at(u32 column) const {
     u32 found = first(0) + column;
 #pragma unroll
@@ -42,7 +42,7 @@ struct TileColumns {
       if (column >= begin(segment)) found = first(segment) + column - begin(segment);
     return found;
   }
-  // How many of them there are, of a matrix with `edge` columns.
+  // How many of the tile's columns exist in a matrix with `edge` columns.
   DG_DEVICE u32 existing(u32 edge) const {
     u32 found = 0;
 #pragma unroll

@@ -1,14 +1,20 @@
-// From float32 accumulators to D.
+// Epilogues: float32 accumulators to bf16 in D.
 #pragma once
 #include "columns.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// Staged through shared memory and stored by TMA, which clips what hangs over the edges, or by the warp that staged it. The
-// latter is sooner at its end: TMA starts some 300 cycles of fencing later, behind a barrier, and takes as long for rows of
-// 64 bytes as for rows of 128. The former leaves consumers free for the next tile. A warpgroup owns its staging area: 64 x
-// kBlockN bf16 for each of its m64 slices, cut into boxes of kBoxColumns columns whose rows are swizzled
-// over their own length, as the tensor map expects.
+// What happens to sums before they are stored: two neighbours in a thread's registers become two output elements in one word. All
+// stores of this file go through it.
+struct Epilogue {
+  static DG_DEVICE u32 apply(float low, float high) { return pack_bf16(low, high); }
+};
+
+// Sums are staged in shared memory and then stored either by TMA, which clips at the edges of D (`store`), or by the warp that
+// staged them (`copy`). TMA leaves consumers free for the next tile. A copy is done sooner: TMA has to wait for a barrier and
+// some 300 cycles of fence, and takes as long for rows of 64 bytes as for rows of 128. A warpgroup's staging area has 64 x
+// kBlockN bf16 for each m64 slice, cut into boxes of kBoxColumns columns. Rows of a box are swizzled over their own length, as
+// the tensor map expects.
 template <u32 kBlockN, u32 kSlices>
 struct TmaStore {
   enum : u32 { kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16 };
@@ -16,28 +22,28 @@ struct TmaStore {
   enum : u32 { kBoxBytes = 64 * kRowBytes };
   enum : u32 { kBytes = kSlices * 64 * kBlockN * 2 };  // one warpgroup's staging area
 
-  // A 16-byte unit's place in its row: TMA swizzles with the address bits above the row's own.
+  // Where a 16-byte unit of a row lies: TMA's swizzle uses the address bits above those of the row.
   static DG_DEVICE u32 swizzled(u32 row, u32 unit) {
     constexpr u32 kUnits = kRowBytes / 16;
     return unit ^ (row / (8 / kUnits) % kUnits);
   }
 
-  // Columns [kColumn, kColumn + kColumns) of one slice, whose accumulators are `sum`.
+  // Stages columns [kColumn, kColumn + kColumns) of one slice. `sum` is the accumulator of the first of them.
   template <u32 kSlice, u32 kColumn, u32 kColumns>
   static DG_DEVICE void stage(u32 staging, const float* sum, u32 warp, u32 lane) {
     static_assert(kColumn % 16 == 0 && kColumns % 16 == 0);
-    const u32 row = warp * 16 + lane % 16;  // the row whose address this lane gives
+    const u32 row = warp * 16 + lane % 16;  // the row whose address this lane supplies to stmatrix
 #pragma unroll
     for (u32 column = kColumn; column < kColumn + kColumns; column += 16) {
       const float* v = sum + (column - kColumn) / 2;
       const u32 box = staging + (kSlice * (kBlockN / kBoxColumns) + column / kBoxColumns) * kBoxBytes;
       const u32 unit = column % kBoxColumns / 8 + lane / 16;
-      store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                      pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+      store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, Epilogue::apply(v[0], v[1]), Epilogue::apply(v[2], v[3]),
+                      Epilogue::apply(v[4], v[5]), Epilogue::apply(v[6], v[7]));
     }
   }
 
-  // Of every slice the columns whose sums begin with the `first`-th.
+  // Stages kBlockN columns of every slice, beginning with accumulator register `first`.
   template <class Sums>
   static DG_DEVICE void stage_all(u32 staging, const Sums& sum, u32 first, u32 warp, u32 lane) {
     static_assert(kSlices <= 2);
@@ -45,13 +51,13 @@ struct TmaStore {
     if constexpr (kSlices > 1) stage<1, 0, kBlockN>(staging, &sum[1][first], warp, lane);
   }
 
-  // Columns that this warp has staged of its own rows of a slice, whole boxes, to the rows of D from `row` on; D has a
-  // multiple of eight columns. Nobody else has to meet for it.
+  // Copies the boxes that this warp has staged of its own rows of a slice to D, whose rows begin at `row`. D must have a multiple
+  // of eight columns. No other warp takes part, so __syncwarp is enough before it.
   template <u32 kSlice, u32 kColumn, u32 kColumns, class Columns>
   static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 row, const Columns& tile, u32 rows, u32 columns, u32 warp,
                              u32 lane) {
     static_assert(kColumn % kBoxColumns == 0 && kColumns % kBoxColumns == 0);
-    constexpr u32 kUnits = kRowBytes / 16, kRows = 32 / kUnits;  // rows that a warp copies at a time
+    constexpr u32 kUnits = kRowBytes / 16, kRows = 32 / kUnits;  // rows that a warp copies at once
     const u32 first = warp * 16 + lane / kUnits, unit = lane % kUnits;
 #pragma unroll
     for (u32 column = kColumn; column < kColumn + kColumns; column += kBoxColumns) {
@@ -66,8 +72,8 @@ struct TmaStore {
     }
   }
 
-  // The part-th of kParts equal parts, of whole slices or of their columns, of which the first is the tile's `column`-th. At
-  // most two boxes are on their way at a time; one may still be read when this returns.
+  // Stores the part-th of kParts equal parts of the area: whole slices, or some of their columns. The area's first column is the
+  // tile's `column`-th. At most two boxes are in flight; the last may still be read when this returns.
   template <u32 kParts, class Columns, class... Policy>
   static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, const Columns& tile, u32 rows,
                               u32 columns, u32 part, Policy... policy) {
@@ -89,18 +95,18 @@ struct TmaStore {
   }
 };
 
-// Element by element, for a D that TMA cannot address (rows not on 16-byte boundaries): the columns that are this share's.
-template <u32 kBlockN, u32 kSlices, u32 kShares>
+// Element by element, for a D whose rows do not begin on 16-byte boundaries. Stores the columns that this split owns.
+template <u32 kBlockN, u32 kSlices, u32 kSplits>
 DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row,
-                            const TileColumns<kBlockN>& tile, u32 rows, u32 columns, u32 warp, u32 lane, u32 share) {
+                            const TileColumns<kBlockN>& tile, u32 rows, u32 columns, u32 warp, u32 lane, u32 split) {
 #pragma unroll
   for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
     for (u32 i = 0; i < kBlockN / 2; i += 2) {
       const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4;
       const u32 x = tile.at(i / 4 * 8) + lane % 4 * 2;
-      if (y < rows && i / (kBlockN / 2 / kShares) == share) {
-        const u32 packed = pack_bf16(sum[slice][i], sum[slice][i + 1]);
+      if (y < rows && i / (kBlockN / 2 / kSplits) == split) {
+        const u32 packed = Epilogue::apply(sum[slice][i], sum[slice][i + 1]);
         u16* out = d + y * stride + x;
         if (x < columns) out[0] = static_cast<u16>(packed);
         if (x + 1 < columns) out[1] = static_cast<u16>(packed >> 16);
@@ -109,12 +115,12 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
   }
 }
 
-// For accumulators with weights on their rows and tokens on their columns, transposed as they go: staged and copied by each
-// warp for itself, or element by element. `wanted(chunk)` says which chunks of eight tokens are this warpgroup's to store: up
-// to kStored of them, one after the other from a multiple of kStored on.
+// For accumulators with weights on rows and tokens on columns: staging transposes them, and each warp copies what it has staged.
+// `wanted(chunk)` says which chunks of eight tokens this warpgroup stores: up to kStored of them, adjacent, and beginning with a
+// multiple of kStored.
 //
-// TMA would store the same, behind a fence and two barriers: promised weights in a graph, and 576 x 7168 for 32 tokens, took
-// 3.10 us on an H200 so, and 2.94 by copies; 7168 x 2048 for one, 4.23 and 4.08.
+// TMA stores need a fence and two barriers more. With constant weights in a graph, 32 x 576 x 7168 took 3.10 us with TMA and
+// 2.94 with copies, and 1 x 7168 x 2048 took 4.23 and 4.08 (H200).
 template <u32 kTokens, u32 kStored>
 struct TransposedStore {
   enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom
@@ -129,17 +135,17 @@ struct TransposedStore {
     for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
       if (wanted(chunk)) {
         const float* v = &sum[0][chunk * 4];
-        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, Epilogue::apply(v[0], v[1]), Epilogue::apply(v[2], v[3]));
       }
     }
   }
 
-  // The 16 weights of a slice that this warp has staged, of every token, to D: eight at a time, for two chunks at once, or
-  // where D's columns are no multiple of eight, one by one.
+  // Copies the 16 weights that this warp has staged to D for every token: eight weights and two chunks at once, or one by one where
+  // D's columns are no multiple of eight.
   static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 token, u32 weight, u32 tokens, u32 weights, u32 warp,
                              u32 lane) {
-    const auto place = [&](u32 chunk, u32 row, u32 unit) {
-      return staging + chunk * kChunkBytes + row * 128 + (unit ^ row) * 16;
+    const auto place = [&](u32 slice, u32 chunk, u32 row, u32 unit) {
+      return staging + (slice * kStored + chunk) * kChunkBytes + row * 128 + (unit ^ row) * 16;
     };
     if (weights % 8 == 0) {
       const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;
@@ -147,14 +153,14 @@ struct TransposedStore {
       for (u32 pair = 0; pair < kStored; pair += 2) {
         const u32 chunk = pair + lane / 16, y = token + chunk * 8 + row, x = weight + unit * 8;
         if (chunk < kStored && y < tokens && x < weights)
-          store_16(d + y * stride + x, load_shared_16(place(chunk, row, unit)));
+          store_16(d + y * stride + x, load_shared_16(place(0, chunk, row, unit)));
       }
     } else {
 #pragma unroll 1
       for (u32 i = lane; i < kStored * 128; i += 32) {
         const u32 at = warp * 16 + i % 16, row = i / 16 % 8, chunk = i / 128 % kStored, slice = i / 128 / kStored;
         const u32 y = token + chunk * 8 + row, x = weight + slice * 64 + at;
-        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice * kStored + chunk, row, at / 8) + at % 8 * 2);
+        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice, chunk, row, at / 8) + at % 8 * 2);
       }
     }
   }
@@ -170,7 +176,7 @@ DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[1]
       for (u32 i = 0; i < 4; i += 2) {
         const u32 x = weight + warp * 16 + lane / 4 + i * 4;
         const u32 y = token + chunk * 8 + lane % 4 * 2;
-        const u32 packed = pack_bf16(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
+        const u32 packed = Epilogue::apply(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
         u16* out = d + y * stride + x;
         if (x < weights && y < tokens) out[0] = static_cast<u16>(packed);
         if (x < weights && y + 1 < tokens) out[stride] = static_cast<u16>(packed >> 16);

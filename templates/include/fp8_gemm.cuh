@@ -1,23 +1,23 @@
 // D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors: 1 x 128 for A, 128 x 128 for B.
-// Warp-specialised: a producer warpgroup fills a ring of stages by TMA; each consumer warpgroup multiplies its own rows of
-// the tile, promotes, and stores through its own staging area, while the producers, if persistent, load the next tile.
+// Warp-specialised: a producer warpgroup fills a ring of stages by TMA. Each consumer warpgroup multiplies its own rows of the
+// tile, promotes them, and stages them for the store. In persistent CTAs the producers load the next tile meanwhile.
 //
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
 #include "barrier.cuh"
-#include "box.cuh"
+#include "edge_boxes.cuh"
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
+#include "next_tile_hint.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
-#include "put_away.cuh"
-#include "reduction.cuh"
+#include "prologue.cuh"
 #include "scheduler.cuh"
-#include "setup.cuh"
+#include "split_k_exchange.cuh"
 #include "staging.cuh"
+#include "store_warp.cuh"
 #include "tma.cuh"
-#include "told.cuh"
 #include "warpgroup.cuh"
 
 template <class Tile, class Mma>
@@ -29,54 +29,53 @@ struct Fp8Gemm {
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
   enum : bool { kTmaStore = Tile::kTmaStore, kClusters = kClusterSize > 1 };
-  enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // who gets what is loaded together
+  enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
 
   // One consumer's rows of a tile, in m64 slices.
   enum : u32 { kSlices = kBlockM / (64 * kConsumers) };
   static_assert(kSlices * 64 * kConsumers == kBlockM);
   static_assert(kBlockN % (16 * kClusterK) == 0);
-  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kClusterK == 1), "turns need as many units of each");
+  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kClusterK == 1),
+                "consumers that take turns must issue the same number of products");
   using Columns = TileColumns<kBlockN>;
 
-  // What a consumer finishes of a tile: its rows, and of shares of K each some of the columns.
+  // The columns that a consumer stores of its rows: all, or with split K those that its split owns.
   enum : u32 { kColumns = kBlockN / kClusterK };
   using Store = TmaStore<kColumns, kSlices>;
-  // Whether the tensor cores get the next tile's first product before this one's sums are stored. Not where a share of K
-  // may be empty.
+  // Whether the next tile's first product is issued before this tile's sums are stored. Not with split K, where a split may have no
+  // block.
   enum : bool { kStartsEarly = kClusterK == 1 };
-  // Whether units of a tile are put away one by one, each while a product runs.
-  enum : bool { kPutsEarly = kStartsEarly && kTmaStore };
-  // Whether a tile's first scales of B are asked for before the last block of the tile before. Several rows of them are too
-  // many registers beside 192 accumulators, but for a lone consumer: ptxas would put sums and products into one bank.
+  // Whether the units of a tile are staged one by one, each while a product runs.
+  enum : bool { kStagesEarly = kStartsEarly && kTmaStore };
+  // Whether a tile's first scales of B are loaded before the last block of the previous tile. Beside 192 accumulators there are no
+  // registers for several rows of scales, except with one consumer: ptxas would place sums and partial sums in one bank.
   enum : u32 { kAccumulators = kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 };
   enum : bool { kScalesEarly = Columns::kScales == 1 || kConsumers == 1 || kAccumulators < 192 };
-  // Else grids have a CTA for each tile, and consumers go round no loop; loaders' loops are the same.
+  // Not persistent: one CTA per tile.
   enum : bool { kPersistent = Tile::kPersistent };
   static_assert(kPersistent || !kClusters);
-  // Whether a warp of the producers' brings tiles to D, or tells others where they are, while consumers go on. With one tile
-  // they have nothing to go on to, and are quicker themselves.
-  enum : bool { kPutsAway = kTmaStore && kPersistent };
-  // Whether that warp says which tile is next. Some tiles of a lone consumer would spill.
-  enum : bool { kTold = kPutsAway && kConsumers == 2 };
-  using Scheduler = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // columns count in tiles (see columns.cuh)
+  // Whether the store warp stores tiles while consumers go on. With one tile per CTA consumers store themselves, which is faster.
+  enum : bool { kStoreWarp = kTmaStore && kPersistent };
+  // Whether the store warp publishes the next tile. With one consumer some tiles would spill.
+  enum : bool { kHints = kStoreWarp && kConsumers == 2 };
+  using Scheduler = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // tile.column counts tiles (see columns.cuh)
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
-  using Exchange = ShareExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
+  using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
   using Cursor = ProducerCursor;
   struct Shape {
     enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = Tile::kPartials };
     enum : u32 { kStep = 1, kTurns = Tile::kTurns };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
-    // A lone consumer has no other to hide its instructions' fetches, which longer code makes slower: 64x144 lost 5%.
+    // Not with one consumer: nothing hides its instruction fetches, which take longer for unrolled code. 64x144 lost 5%.
     enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumers > 1 };
   };
   using Order = BlockOrder<kClusterK, 1>;
-  // Tiles of 16 columns never waited for the first scale; lanes that ask for others would tear their promotion's few FFMA
-  // apart.
+  // No kSpreads for tiles of 16 columns: they never waited for the first scale, and shuffles between their few FFMA cost time.
   using Weights = BlockScales<Columns::kScales, Order, (kBlockN > 16)>;
-  // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK };
-  enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA's alignment
+  enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA writes to 128-byte boundaries
   enum : u32 { kOffsetB = kStages * kBytesA };
   using Scaling = RowTokens<Weights, Columns, kSlices, kBytesScale>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
@@ -84,8 +83,8 @@ struct Fp8Gemm {
   using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
   enum : u32 { kOffsetScale = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale, kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kOffsetTold = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
-  enum : u32 { kSharedBytes = kOffsetTold + (kTold ? +ToldTiles::kBytes : 0) };
+  enum : u32 { kOffsetHint = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kSharedBytes = kOffsetHint + (kHints ? +NextTileHint::kBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -104,35 +103,35 @@ struct Fp8Gemm {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  DG_DEVICE ToldTiles told() const { return ToldTiles(shared + kOffsetTold); }
+  DG_DEVICE NextTileHint hint() const { return NextTileHint(shared + kOffsetHint); }
 
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
-      Scheduler first;  // what is loaded first
+      Scheduler first;  // the first tile
       if (warp == kConsumers * 4 + 3) {
-        set_up<(kClusterK > 1)>(barriers, exchange, rank_k());
+        init_barriers<(kClusterK > 1)>(barriers, exchange, rank_k());
       } else {
         first = Scheduler::early(arg.raster);
         if (warp == kConsumers * 4) prefetch_weights(first);
       }
-      meet<kClusterSize>();
+      prologue_sync<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
-      if (kPutsAway && warp == kConsumers * 4 + 3) put_away_tiles(*this, Scheduler(arg.raster));
+      if (kStoreWarp && warp == kConsumers * 4 + 3) store_tiles(*this, Scheduler(arg.raster));
       __syncwarp();
       if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
       if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
-      meet<kClusterSize>();
+      prologue_sync<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(Scheduler(arg.raster));
     }
   }
 
-  // The first blocks of B that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not.
+  // Prefetches this CTA's first blocks of B into L2. Unlike their loads, this need not wait for the previous kernel.
   DG_DEVICE void prefetch_weights(const Scheduler& first) const {
     const Order order(blocks(), rank_k(), 0);
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
@@ -148,21 +147,21 @@ struct Fp8Gemm {
 
   static DG_DEVICE Columns columns_of(const Scheduler& tile) { return {tile.column, tile.columns()}; }
 
-  // What this CTA loads of B for a tile (see box.cuh): a cluster loads together what it shares.
+  // The boxes of B that this CTA loads for a tile (see edge_boxes.cuh). CTAs along m load and multicast a part each.
   template <class Use>
   DG_DEVICE void with_weights(const Columns& columns, const Use& use) const {
     with_boxes<kClusterM, kClusters>(columns, kClusterM > 1 ? cluster_rank() : 0, n(), arg.map_b, arg.map_b_last, use);
   }
 
-  // Rows of A that a CTA loads of a tile, and where they begin.
+  // The rows of A that this CTA loads of a tile: how many, the first, and how many of the tile exist.
   enum : u32 { kTokensBox = kBlockM / kClusterN };
   DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, kClusters>(row, m(), arg.last_rows); }
 
   DG_DEVICE Order order() const { return Order(blocks(), rank_k(), 0); }
 
-  // Three threads, each in a warp of its own, load the stages of every tile in order: B, A, and A's scales. One alone
-  // cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
+  // Three threads, each in its own warp, load B, A, and A's scales into the stages in order. One thread cannot issue loads as fast
+  // as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights(Scheduler tile) {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
@@ -181,7 +180,7 @@ struct Fp8Gemm {
         }, EarlyLoads(arg.early_stages, kBytesB, kBytesA));
       };
       with_weights(columns_of(tile), [&](const auto& bring) {
-        with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load(bring, policy...); });
+        with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load(bring, policy...); });
       });
     }
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
@@ -209,7 +208,7 @@ struct Fp8Gemm {
     }
   }
 
-  // This one has the least to do, and says for all how many bytes come.
+  // This loader has the least to do, so it also tells the full barriers how many bytes all three load.
   DG_DEVICE void produce_scales(Scheduler tile) {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
@@ -228,15 +227,15 @@ struct Fp8Gemm {
     if constexpr (kTmaStore && !kPersistent) barriers.fill(cursor, Areas::kStagesLent, [](u32, u32) {});
   }
 
-  // A tile is stored in as many parts as there are units, if they are whole boxes and there are barriers for all.
+  // A tile is stored in parts, one for each unit, if units are whole boxes and there are enough named barriers.
   enum : bool { kWholeBoxes = Mainloop::kParts == 1 || Mma::kN % Store::kBoxColumns == 0 };
-  enum : u32 { kStoreParts = kPutsEarly && kWholeBoxes && kConsumers * Mainloop::kUnits <= 4 ? Mainloop::kUnits : 1 };
+  enum : u32 { kStoreParts = kStagesEarly && kWholeBoxes && kConsumers * Mainloop::kUnits <= 4 ? Mainloop::kUnits : 1 };
 
-  // One warpgroup: rows [64 * kSlices * its number, + 64 * kSlices) of every tile, or a share of the tile's K.
+  // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile.
   DG_DEVICE void consume(Scheduler tile) {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const u32 first_row = consumer * 64 * kSlices, share = rank_k();
+    const u32 first_row = consumer * 64 * kSlices, split = rank_k();
     float sum[kSlices][kBlockN / 2];
 
     const auto part = [&] {
@@ -253,23 +252,23 @@ struct Fp8Gemm {
     if (tile.valid()) mainloop.scaling.weights.open();
     if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
-    ToldTiles next = told();
-    if constexpr (kTold) ToldTiles::begin(consumer);
+    NextTileHint next = hint();
+    if constexpr (kHints) NextTileHint::wait_for_first(consumer);
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();
     }
-    // A CTA's last tile has a way out of its own: where a way with a product in flight meets one without, ptxas waits for
-    // products, and none would run while the next tile begins. Storing element by element takes too many registers for two.
+    // A CTA's last tile has a copy of `finish` of its own. Where a path with a product in flight joins one without, ptxas inserts a
+    // wait, and no product would run while the next tile begins. Direct stores have no registers for a second copy.
     for (bool more = tile.valid(); more;) {
       const Scheduler now = tile;
       const u32 mine = uniform(order().mine());
       const auto put = [&](auto unit) {
-        if constexpr (kPutsEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage);
+        if constexpr (kStagesEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage);
       };
       const auto look_ahead = [&] {
-        if constexpr (kTold) next.follow(tile);
+        if constexpr (kHints) next.take(tile);
         else if constexpr (kPersistent) tile.advance();
-        if (kPersistent && kScalesEarly && (kTold || tile.valid())) mainloop.scaling.weights.go_on(part());
+        if (kPersistent && kScalesEarly && (kHints || tile.valid())) mainloop.scaling.weights.go_on(part());
       };
       if constexpr (kStartsEarly) {
         mainloop.resume(sum, mine, look_ahead, put);
@@ -278,41 +277,40 @@ struct Fp8Gemm {
       }
       more = kPersistent && tile.valid();
       if (kTmaStore && !more) {
-        finish(mainloop, sum, now, consumer, share, thread, false);
+        finish(mainloop, sum, now, consumer, split, thread, false);
         break;
       }
       if (!kScalesEarly && more) mainloop.scaling.weights.go_on(part());
       if (kStartsEarly && more) mainloop.start();
-      finish(mainloop, sum, now, consumer, share, thread, kTmaStore || more);
+      finish(mainloop, sum, now, consumer, split, thread, kTmaStore || more);
     }
-    // For ptxas: with nothing here it takes the way out of the loop for one on which products are in flight, and
-    // serialises them all.
-    named_barrier_sync(1 + consumer, 128);
+    // For ptxas: without this barrier it assumes that products are in flight behind the loop, and serialises all of them.
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
     mainloop.turns.end();
   }
 
-  // What is left to do for a tile's sums when no product adds to them any more.
-  DG_DEVICE void finish(Mainloop& mainloop, Sums& sum, const Scheduler& tile, u32 consumer, u32 share, u32 thread,
+  // Exchanges and stores a tile's sums when they are final.
+  DG_DEVICE void finish(Mainloop& mainloop, Sums& sum, const Scheduler& tile, u32 consumer, u32 split, u32 thread,
                         bool goes_on) {
-    if constexpr (kPutsEarly) {
+    if constexpr (kStagesEarly) {
       stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage);
     } else {
-      if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, share, thread, goes_on);
-      store(sum, tile.row + consumer * 64 * kSlices, columns_of(tile), consumer, share, thread);
+      if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, split, thread, goes_on);
+      store(sum, tile.row + consumer * 64 * kSlices, columns_of(tile), consumer, split, thread);
     }
   }
 
-  // What a consumer finishes of a tile on its way out: all of it at once, or, without shares of K, a unit after the other.
-  DG_DEVICE void store(const Sums& sum, u32 row, const Columns& columns, u32 consumer, u32 share, u32 thread) const {
+  // Stores all that a consumer has to store of a tile; `stage` does the same for one unit.
+  DG_DEVICE void store(const Sums& sum, u32 row, const Columns& columns, u32 consumer, u32 split, u32 thread) const {
     const u32 warp = thread / 32, lane = thread % 32;
     if constexpr (!kTmaStore) {
-      store_direct<kBlockN, kSlices, kClusterK>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, share);
+      store_direct<kBlockN, kSlices, kClusterK>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, split);
     } else {
       const u32 area = shared + Areas::offset(consumer, 0);
       Areas::wait_until_free(consumer);
 #pragma unroll
       for (u32 owner = 0; owner < kClusterK; ++owner)
-        if (owner == share) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);
+        if (owner == split) Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);
       Areas::template fill<kStoreParts>(consumer, 0);
     }
   }

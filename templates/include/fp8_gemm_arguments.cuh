@@ -1,24 +1,25 @@
-// What every FP8 GEMM kernel is given.
+// The parameters of the FP8 GEMM kernels. Fields are assigned by name from the kernel's parameters; see the templates.
 #pragma once
 #include "raster.cuh"
 #include "types.cuh"
 
-enum Leaves : u32 { kLeavesB = 1, kLeavesD = 2 };
+// Bits of `evict_first`.
+enum EvictFirst : u32 { kEvictB = 1, kEvictD = 2 };
 
 struct Fp8GemmArguments {
   const TensorMap *map_a, *map_scale_a;
-  const TensorMap* map_d;   // only of kernels that store by TMA
-  const TensorMap* map_b[4];  // for each segment of a tile's columns (see columns.cuh)
-  const TensorMap *map_a_last, *map_b_last, *map_scale_a_last;  // whose boxes end at the edge (see box.cuh)
-  const TensorMap* unread[2];  // keep the binaries as they were: register numbers follow the layout
+  const TensorMap* map_d;   // null in kernels that do not store by TMA
+  const TensorMap* map_b[4];  // one for each segment of a tile's columns (see columns.cuh)
+  const TensorMap *map_a_last, *map_b_last, *map_scale_a_last;  // maps of edge boxes (see edge_boxes.cuh)
+  const TensorMap* unread[2];  // not read; keeps register numbers as they were, which follow the layout
   const float* scale_b;
   i64 scale_b_stride_n, scale_b_stride_k;
   u16* d;
   i64 d_stride;
   u32 m, n, k;
-  u32 last_rows;     // rows of A, and of its scales, that are loaded for the last row of tiles
-  u32 last_columns;  // rows of the box of B that ends at the edge
+  u32 last_rows;     // rows of A and of its scales in an edge box
+  u32 last_columns;  // rows of B in the edge box
   const Raster* raster;
-  u32 early_stages; // of B, loaded before the previous kernel has ended; if 0, nor are its scales: it may write both
-  u32 leave_first;  // bits of Leaves: what leaves L2 before anything else does
+  u32 early_stages;  // stages of B to load before the previous kernel has ended; 0: it may write B and its scales
+  u32 evict_first;  // EvictFirst: operands with the L2 policy evict-first
 };

@@ -1,34 +1,33 @@
-// A consumer warpgroup's walk along K: multiply a block of K into partial sums, promote them into float32 sums.
+// The main loop of a consumer warpgroup: multiply one block of K into partial sums, then promote these into float32 sums.
 #pragma once
 #include "pipeline.cuh"
 #include "promotion.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// The tensor cores must not wait for promotion. Two schedules, by how many sets of partial sums fit in registers:
-//   1: one block after the other; the other consumers' products hide this one's promotion.
-//   2: the next products are always issued before the last ones are promoted. Three or four sets brought nothing.
-// In the first, consumers may have to start their products in turn. Left alone they fall into step, since they wait for
-// the same stages and the tensor cores take instructions of theirs alternately: then they promote at the same time, and
-// the tensor cores idle.
-// Shape gives kStages, kConsumers, kStep, kRows and kColumns (of the left and of the
-// right operand's tile), kSlices, kPartials, kTurns (consumers that take turns, or 1), kUnrolls (whether the loop of the
-// first schedule goes round the ring in steps that know their stage), kPeeks (whether the second looks at stages early);
-// Scaling (see promotion.cuh) what promotion multiplies by.
+// The tensor cores must not wait for promotion. The number of sets of partial sums that fit in registers gives the schedule:
+//   1: promote a block, then issue the next one. The products of the other consumer hide the promotion of this one.
+//   2: always issue the next product before promoting the previous one. Three or four sets brought nothing.
+// With one set, consumers start their products in turn (ProductTurns). Otherwise they fall into step, because they wait for the
+// same stages and the tensor cores alternate between them; then they promote at the same time and the tensor cores idle.
+//
+// Shape gives kStages; kConsumers; kStep (consumers that split K); kRows and kColumns (of the left and of the right operand's
+// tile); kSlices; kPartials (the sets); kTurns (consumers that take turns, or 1); kUnrolls (whether the loop of one set is
+// unrolled over the ring); kPeeks (whether the loop of two sets tests stages early). Scaling (see promotion.cuh) gives the scales.
 template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
-  // Consumers that share a tile's K take its stages in turn; each walks every kStep-th.
+  // Consumers that split K take stages in turn: each has every kStep-th.
   enum : u32 { kStep = Shape::kStep };
   enum : u32 { kSlices = Shape::kSlices, kColumns = Shape::kColumns, kBlockK = 128 };
   enum : u32 { kBytesLeft = Shape::kRows * kBlockK, kBytesRight = kColumns * kBlockK };
   enum : u32 { kPartials = Shape::kPartials };
-  // A block's products come in units of one m64 slice by Mma::kN columns.
+  // A block is multiplied in units: one m64 slice by Mma::kN columns.
   enum : u32 { kParts = kColumns / Mma::kN, kUnits = kSlices * kParts };
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
   static_assert(!Shape::kUnrolls || (kPartials == 1 && kStep == 1));
 
-  // Nothing reads these members. They keep the binaries as they were: register numbers follow the layout of structs.
+  // Members of this type, and unread_count, are not read. They keep register numbers as they were, which follow the layout.
   struct Unread {};
 
   struct Block {
@@ -38,27 +37,27 @@ struct Fp8Mainloop {
   };
   using Sums = float[kSlices][kColumns / 2];
   enum : u32 { kPage = Scaling::kPage };
-  // Whether a tile's first block makes its sums, which then need no clearing: that took about 450 cycles of 1900 between two
-  // 256x128 tiles on an H200. Not in swapped tiles, of which ptxas would make some spill, or serialise products.
+  // Whether a tile's first block overwrites the sums instead of adding to zeros. Zeroing took about 450 of the 1900 cycles between
+  // two 256x128 tiles (H200). Not in swapped tiles: ptxas spills in some, and serialises products in others.
   enum : bool { kStartsFresh = Shape::kUnrolls && Scaling::kStartsFresh };
-  // Whether it is asked before promotion if the stage after the next block's is full: the answer takes 40 cycles, in which a
-  // consumer could start that block's products. On an H200 blocks of 64x64, 64x128, 128x64 and 128x112 tiles got 5 to 8%
-  // shorter. From 128x128 on the tensor cores are busy anyhow, and swapped tiles, of which HBM is the limit, lost 1%.
+  // Whether the full barrier of the stage after the next is tested before promotion. A test takes 40 cycles, which then overlap
+  // with promotion: blocks of 64x64, 64x128, 128x64 and 128x112 tiles took 5 to 8% less time (H200). From 128x128 on the tensor
+  // cores are busy anyhow. Swapped tiles, which HBM limits, lost 1%.
   enum : bool { kPeeks = Shape::kPeeks };
   static_assert(!kPeeks || kPartials == 2);
-  // Whether a block's scales are read behind its products rather than before: one consumer alone has nobody to keep the
-  // tensor cores busy meanwhile. It is 2% of such a block; of two consumers the second loses it again.
+  // Whether a block's scales are read after its products are issued. A lone consumer gains 2% of a block, as no other consumer
+  // keeps the tensor cores busy. With two consumers the second loses as much.
   enum : bool { kScalesLast = kPeeks && Shape::kConsumers == 1 };
 
   const Barriers barriers;
   Scaling scaling;
-  const u32 left, right;  // low descriptor words of this consumer's rows, and of all columns, in stage 0
+  const u32 left, right;  // low words of the descriptors of this consumer's rows and of the columns, in stage 0
   const ProductTurns<Shape::kTurns> turns;
   const u32 lane;
   PipelineCursor<Shape::kStages> at;
   u32 unread_count = 0;
-  bool full = false;  // whether that stage is known to be
-  u32 opaque_zero;  // zero, but not to the compiler
+  bool full = false;  // whether stage `at` is known to be full
+  u32 opaque_zero;  // zero, which the compiler must not know
   float partial[kPartials][Mma::kN / 2];
   Unread unread;
 
@@ -71,22 +70,22 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < Mma::kN / 2; ++i) partial[set][i] = 0.0f;
   }
 
-  // The sum of `blocks` blocks of K of a tile. `look_ahead()` is called once, near the end: while a product runs, and when all
-  // scale factors of B were taken, or are on the page at hand.
+  // Computes a tile's sums over `blocks` blocks of K. `look_ahead()` is called once, near the end, while a product runs: the scales
+  // of B that are still needed are then all on the current page.
   template <class LookAhead>
   DG_DEVICE void multiply(Sums& sum, u32 blocks, const LookAhead& look_ahead) {
     if (blocks > 0) {
       start();
       resume(sum, blocks, look_ahead, Nothing());
-    } else {  // more shares of K than blocks
+    } else {  // fewer blocks of K than splits
       scaling.begin(first.factors);
       look_ahead();
       clear(sum);
     }
   }
 
-  // The two halves of the same, for one block or more: between them, the tensor cores have something to do already, and
-  // the sums of the tile before can be put away.
+  // `multiply` in two halves, for one block or more. Between them the first product runs, while the caller stores the sums of the
+  // previous tile.
   DG_DEVICE void start() {
     full = false;
     arrive(first);
@@ -94,7 +93,7 @@ struct Fp8Mainloop {
     issue<0>(partial[0], first);
   }
 
-  // `finished(unit)` is called when a unit's sums are final, but for the last unit's, while another product runs.
+  // `finished(unit)` is called when a unit's sums are final, while another product runs; it is not called for the last unit.
   template <class LookAhead, class Finished>
   DG_DEVICE void resume(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     scaling.begin(first.factors);
@@ -113,7 +112,7 @@ struct Fp8Mainloop {
   };
 
  private:
-  Block first;  // of the tile that was started
+  Block first;  // the first block of the tile that was started
 
   DG_DEVICE void clear(Sums& sum) {
 #pragma unroll
@@ -122,7 +121,7 @@ struct Fp8Mainloop {
       for (u32 i = 0; i < kColumns / 2; ++i) sum[slice][i] = 0.0f;
   }
 
-  // The next block is opened while the last products of this one run: only promotion stands between the two.
+  // One set of partial sums. The next block's barrier and scales are awaited while the last product of this block runs.
   template <class LookAhead, class Finished>
   DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     Block block = first;
@@ -133,7 +132,7 @@ struct Fp8Mainloop {
         if (others > 0) {
           each_block<true>(sum, block, place++);
         } else {
-          asm volatile("");  // a place of its own for the zeros: else they are made before the branch, in every tile
+          asm volatile("");  // keeps the zeroing in this branch: ptxas would hoist it, and every tile would pay
           clear(sum);
         }
       }
@@ -142,8 +141,8 @@ struct Fp8Mainloop {
         go_round(sum, block, place, min_of(others, place / kPage * kPage + kPage));
       }
     } else {
-      // Nested, over pages of B's scales and over a page's blocks: a branch in each block, never taken but once in 32,
-      // cost 20 of 620 cycles in 128x128 tiles.
+      // Two nested loops: over pages of B's scales, and over the blocks of a page. One loop with a branch that is taken once in 32
+      // blocks cost 20 of 620 cycles a block in 128x128 tiles.
       for (u32 place = 0; place < others;) {
         if (place > 0) scaling.weights.turn(place);
         for (const u32 stop = min_of(others, place + kPage); place < stop; ++place) each_block<false>(sum, block, place);
@@ -153,8 +152,8 @@ struct Fp8Mainloop {
     each_unit<false, 0>(sum, block, nullptr, 0, finished);
   }
 
-  // Goes on to the block at `stop`, round the ring in steps whose stage is known: its addresses are numbers in the code, and
-  // no step computes any. That is 20 instructions less of 131 in 128x128 tiles, and up to 4% of a block of K in wide ones.
+  // The loop unrolled over the ring, up to block `stop`. Each step knows its stage, so addresses are immediates. That saves 20 of
+  // 131 instructions a block in 128x128 tiles, and up to 4% of the time in wide ones.
   DG_DEVICE void go_round(Sums& sum, Block& block, u32& place, u32 stop) {
     static_assert(Shape::kStages <= 16);
 #define DG_STEP(kStage)                         \
@@ -174,7 +173,7 @@ struct Fp8Mainloop {
 #undef DG_STEP
   }
 
-  // With kFresh, sums are those of this block alone.
+  // With kFresh this block overwrites the sums.
   template <bool kFresh>
   DG_DEVICE void each_block(Sums& sum, Block& block, u32 place) {
     Block next;
@@ -182,12 +181,12 @@ struct Fp8Mainloop {
     block = next;
   }
 
-  // Ends a unit that was started, does those after it, and starts the next block.
+  // Finishes the unit that was started, then the units after it, and starts the next block.
   template <bool kFresh, u32 kUnit, class Finished>
   DG_DEVICE void each_unit(Sums& sum, const Block& block, Block* next, u32 place, const Finished& finished) {
     constexpr bool kLast = kUnit + 1 == kUnits;
     if (kLast && next != nullptr) open(*next, place);
-    // For the products that come next; asked for while there is time, since the way from one product to the next is long.
+    // Wait for this consumer's turn now: between two products there is no time.
     if (!kLast || next != nullptr) turns.wait();
     finish<0>(partial[0]);
     if constexpr (kLast) release(block);
@@ -201,7 +200,7 @@ struct Fp8Mainloop {
     }
   }
 
-  // Units take the two sets in turn, over the borders of blocks: an even number of units starts each block with set 0.
+  // Two sets of partial sums, used by units in turn, across blocks as well. With two units each block starts with set 0.
   template <class LookAhead, class Finished>
   DG_DEVICE void always_ahead(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     Block even = first, odd;
@@ -223,13 +222,13 @@ struct Fp8Mainloop {
       follow<0>(sum, odd, even, place);
       all_but_last<0>(sum, odd, finished);
       last<1>(sum, odd);
-    } else {  // the same first line in both: hoisted, ptxas would no longer see that no product is touched in flight
+    } else {  // do not hoist the line that both branches begin with: ptxas would then serialise the products
       all_but_last<0>(sum, even, finished);
       last<0>(sum, even);
     }
   }
 
-  // Starts each next unit of a block before it ends the one before.
+  // All units of a block but the last: starts the next unit before finishing the current one.
   template <u32 kUnit, class Finished>
   DG_DEVICE void all_but_last(Sums& sum, const Block& block, const Finished& finished) {
     if constexpr (kUnit + 1 < kUnits) {
@@ -241,7 +240,7 @@ struct Fp8Mainloop {
     }
   }
 
-  // Starts the next block, then ends the last unit of the previous one, whose place is odd or even.
+  // Starts the next block, then finishes the last unit of the previous block. kOdd says whether that block's place is odd.
   template <u32 kOdd>
   DG_DEVICE void follow(Sums& sum, Block& next, const Block& previous, u32 place) {
     constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
@@ -267,7 +266,7 @@ struct Fp8Mainloop {
     promote_unit<false, kUnits - 1>(sum, partial[kLast], block);
   }
 
-  // Waits for the next block's bytes and takes its scales; `place` is its own on the page of B's.
+  // Waits for the next block's stage and reads its scales; `place` is its place among B's scales.
   DG_DEVICE void open(Block& block, u32 place) {
     scaling.before_arrival(block.factors, place);
     arrive(block);
@@ -286,11 +285,11 @@ struct Fp8Mainloop {
     at.template advance<kStep>();
   }
 
-  // After a block's products, and after those of all blocks before it.
+  // Frees a block's stage. Call it when the products of this block and of all blocks before it are done.
   DG_DEVICE void release(const Block& block) { barriers.release(block.stage, lane); }
 
-  // Starts a unit's product: four instructions of k32 in one group. The next consumer is told at once that it may start: it
-  // promotes first, so that it starts after this one, but for a tile's first product.
+  // Issues a unit's product: four k32 instructions in one group. The turn is passed on before issuing. The next consumer has to
+  // promote first, so it still issues after this one, except for a tile's first product.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
     const u32 a = left + (block.stage * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;

@@ -1,19 +1,19 @@
-// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors, operands swapped: the weights' rows are
-// the tensor cores' M, tokens their N, so that few tokens waste neither shared memory nor products. K can be split over
-// consumers of a CTA and over CTAs of a cluster, which exchange their sums through distributed shared memory.
+// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors, with operands swapped: weights (B) are the M of wgmma
+// and tokens (A) its N. With few tokens no shared memory and no products are wasted. K can be split over the consumers of a CTA
+// and over the CTAs of a cluster, which add their sums through distributed shared memory.
 //
 // Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_swapped.cu.jinja).
 #pragma once
 #include "barrier.cuh"
-#include "box.cuh"
+#include "edge_boxes.cuh"
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
-#include "reduction.cuh"
+#include "prologue.cuh"
 #include "scheduler.cuh"
-#include "setup.cuh"
+#include "split_k_exchange.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
@@ -22,11 +22,11 @@ struct Fp8Swapped {
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 128 };
   static_assert(kBlockM % 8 == 0 && kBlockM <= 64);
   enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kClusterK = Tile::kClusterK };
-  // Shares of K that a tile is split into: over the CTAs of a cluster, and there over consumers.
-  enum : u32 { kShares = kClusterK * kConsumers };
+  // Splits of a tile's K: one for each consumer of each CTA of the cluster.
+  enum : u32 { kSplits = kClusterK * kConsumers };
   enum : bool { kTmaStore = Tile::kTmaStore };
 
-  // Shared memory, in this order; everything that is swizzled starts on a 1024-byte boundary.
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
   enum : u32 { kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockM * kBlockK };
 
   struct Shape {
@@ -37,7 +37,7 @@ struct Fp8Swapped {
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, 4, 1>;
-  using Exchange = ShareExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
+  using Exchange = SplitKExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
 
   using Order = BlockOrder<kClusterK, kConsumers>;
   using Weights = BlockScales<1, Order>;
@@ -51,7 +51,7 @@ struct Fp8Swapped {
   enum : u32 { kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetScale = kOffsetSlots + Exchange::kBytes };
   enum : u32 { kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes };
-  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kShares > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kSplits > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
   const Fp8GemmArguments& arg;
@@ -74,14 +74,14 @@ struct Fp8Swapped {
   DG_DEVICE void run() {
     const u32 warp = threadIdx.x / 32;
     if (threadIdx.x >= kConsumers * 128) {
-      Scheduler first;  // what is loaded first
+      Scheduler first;  // the first tile
       if (warp == kConsumers * 4 + 3) {
-        set_up<(kShares > 1)>(barriers, exchange, rank_k());
+        init_barriers<(kSplits > 1)>(barriers, exchange, rank_k());
       } else {
         first = Scheduler::early(arg.raster);
         if (warp == kConsumers * 4) prefetch_weights(first);
       }
-      meet<kClusterK>();
+      prologue_sync<kClusterK>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
@@ -89,13 +89,13 @@ struct Fp8Swapped {
       __syncwarp();
     } else {
       if (threadIdx.x == 0) prefetch_maps<1>(arg, kBlockM, kBlockN);
-      meet<kClusterK>();
+      prologue_sync<kClusterK>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
     }
   }
 
-  // The first weights that this CTA loads, which may have to wait for the previous kernel: their way into L2 has not.
+  // Prefetches this CTA's first blocks of B into L2. Unlike their loads, this need not wait for the previous kernel.
   DG_DEVICE void prefetch_weights(const Scheduler& first) const {
     const Order order(blocks(), rank_k(), 0);
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
@@ -112,9 +112,8 @@ struct Fp8Swapped {
   DG_DEVICE u32 weights_loaded(u32 column) const { return rows_loaded<kBlockN, false>(column, n(), arg.last_columns); }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, false>(row, m(), arg.last_rows); }
 
-  // Three threads, each in a warp of its own, load the stages of every tile in order: weights, tokens, and the tokens'
-  // scales. One alone cannot issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous
-  // kernel.
+  // Three threads, each in its own warp, load weights, tokens, and the tokens' scales into the stages in order. One thread cannot
+  // issue loads as fast as narrow tiles need them. Constant weights do not wait for the previous kernel.
   DG_DEVICE void produce_weights(Scheduler tile) {
     Cursor cursor;
     const Order order(blocks(), rank_k(), 0);
@@ -127,7 +126,7 @@ struct Fp8Swapped {
         }, EarlyLoads(arg.early_stages, kBytesWeights, kBytesTokens));
       };
       with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
-        with_policy(arg.leave_first & kLeavesB, [&](auto... policy) { load_all(map, policy...); });
+        with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load_all(map, policy...); });
       });
     }
   }
@@ -146,7 +145,7 @@ struct Fp8Swapped {
       });
   }
 
-  // This one has the least to do, and says for all how many bytes come.
+  // This loader has the least to do, so it also tells the full barriers how many bytes all three load.
   DG_DEVICE void produce_scales(Scheduler tile) {
     Cursor cursor;
     const Order order(blocks(), rank_k(), 0);
@@ -164,12 +163,12 @@ struct Fp8Swapped {
     }
   }
 
-  // One warpgroup: a share of K of every tile.
+  // A consumer warpgroup: one split of K of every tile.
   DG_DEVICE void consume() {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 group = consumer / kConsumers, turn = consumer % kConsumers;
-    const u32 first_row = group * 64, share = rank_k() * kConsumers + turn;
+    const u32 first_row = group * 64, split = rank_k() * kConsumers + turn;
     const u32 staging = shared + kOffsetStaging + consumer * Store::kBytes;
     const Order order(blocks(), rank_k(), turn);
     float sum[1][kBlockM / 2];
@@ -177,7 +176,8 @@ struct Fp8Swapped {
     Scheduler tile(arg.raster);
     const auto part = [&](const Scheduler& of) { return typename Weights::Part{{(of.column + first_row) / 128}, order}; };
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
-    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8), uniform(descriptor_low(shared + first_row * kBlockK)),
+    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
+                      uniform(descriptor_low(shared + first_row * kBlockK)),
                       uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
     mainloop.at.stage = turn;
     if (arg.early_stages == 0) wait_for_previous_kernel();
@@ -189,15 +189,15 @@ struct Fp8Swapped {
       tile.advance();
       if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
       const u32 active = ceil_div(min_of(kBlockM, m() - row), 8);
-      if constexpr (kShares > 1) exchange.exchange(sum, group, consumer, share, thread, tile.valid());
+      if constexpr (kSplits > 1) exchange.exchange(sum, group, consumer, split, thread, tile.valid());
       const auto wanted = [&](u32 chunk) {
-        return (kShares == 1 || chunk / Exchange::kOwned == share) && chunk < active;
+        return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
       if constexpr (kTmaStore) {
-        __syncwarp();  // of the tile before all has been copied
+        __syncwarp();  // the warp has copied the previous tile
         Store::stage(staging, sum, warp, lane, wanted);
         __syncwarp();
-        const u32 token = row + (kShares == 1 ? 0 : share * Exchange::kOwned * 8);
+        const u32 token = row + (kSplits == 1 ? 0 : split * Exchange::kOwned * 8);
         Store::copy(staging, arg.d, arg.d_stride, token, column, min_of(m(), row + kBlockM), n(), warp, lane);
       } else {
         store_direct_transposed<kBlockM>(arg.d, arg.d_stride, sum, row, column, m(),

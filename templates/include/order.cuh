@@ -1,13 +1,13 @@
-// In which order a CTA goes through the blocks of K.
+// Which blocks of K a CTA multiplies, and which of them each consumer.
 #pragma once
 #include "types.cuh"
 
-// The blocks of K of one CTA of a cluster along K, which its consumers take in turn. All consumers take as many: what is
-// missing lies past the end of K, where loads read zeros.
+// The blocks of K of one CTA of a cluster along K. Consumers that split K take them in turn, and all take the same number: blocks
+// past the end are loaded as zeros.
 template <u32 kClusterK, u32 kConsumersK>
 struct BlockOrder {
-  u32 begin, end;  // blocks of this CTA that exist
-  u32 length;      // those that are taken
+  u32 begin, end;  // this CTA's blocks of K
+  u32 length;      // how many are taken, with those past the end
   u32 blocks, turn;
 
   DG_DEVICE BlockOrder(u32 blocks, u32 rank, u32 turn) : blocks(blocks), turn(turn) {
@@ -22,7 +22,7 @@ struct BlockOrder {
     return kConsumersK == 1 || block < end ? block : blocks;
   }
 
-  // How many blocks this consumer takes, and its `count`-th; any block past the end after the last.
+  // How many blocks this consumer takes, and the `count`-th of them. After the last comes some block past the end of K.
   DG_DEVICE u32 mine() const { return length / kConsumersK; }
   DG_DEVICE u32 block(u32 count) const {
     const u32 step = turn + count * kConsumersK;

@@ -1,9 +1,9 @@
-// The ring of shared-memory stages between one producer and the consumer warpgroups.
+// The ring of shared-memory stages between producers and consumers.
 #pragma once
 #include "barrier.cuh"
 
-// A position in the ring: which stage, and the parity of its current round. Each stage always has the same reader: a wait
-// tells a phase from the one before it, not from the one before that, so no round of a stage may go unwaited.
+// A consumer's position in the ring: the stage, and the parity of the current round. A wait tells a phase only from the one
+// before, so a reader must wait for every round of its stages.
 template <u32 kStages>
 struct PipelineCursor {
   u32 stage = 0, parity = 0;
@@ -19,16 +19,16 @@ struct PipelineCursor {
   }
 };
 
-// A producer's, which waits for what consumers did in the round before.
+// A producer's position in the ring. It waits for the consumers' release in the round before.
 struct ProducerCursor {
   u32 stage = 0, round = 0;
 };
 
-// What a producer of weights loads before the previous kernel has ended: so many stages, with cycles that go by behind each load
-// of the ring's first round. What that kernel wrote is loaded behind them, and TMA works in order: as fast as they can be asked
-// for, constant weights kept the tokens of 7168 x 2048 for half a microsecond of 5 on an H200. 128 bytes a cycle are several
-// times an SM's part of what HBM gives. Not where tokens are more bytes than weights: they are then what is waited for, and
-// 96 x 2112 x 7168 took 5% longer.
+// Loads of constant weights before the previous kernel has ended: how many stages, and a pause (`pace`, in cycles) after each load
+// of the ring's first round. TMA works in order, so tokens, which the previous kernel writes, queue behind these weights: at full
+// speed they delayed the tokens of 7168 x 2048 by half a microsecond of 5 (H200). The pause allows 128 bytes a cycle, several
+// times an SM's part of the HBM bandwidth. There is none where a stage has more bytes of tokens than of weights: there
+// 96 x 2112 x 7168 took 5% longer with it.
 struct EarlyLoads {
   u32 stages, pace;
 
@@ -37,14 +37,13 @@ struct EarlyLoads {
       : stages(stages), pace(stages > 0 && bytes_weights >= bytes_tokens ? bytes_weights / 128 : 0) {}
 };
 
-// How many loads of `bytes` of weights are asked into L2 while a CTA sets itself up. Where it waits for its cluster, or where
-// loads of the first will not wait for the previous kernel, there is time for three: graphs of 1 and 16 tokens by 576 x 7168
-// and 4096 x 7168 were 3 to 5% faster (H200). Elsewhere more than one keep TMA from loads longer than they save: single calls
-// with K up to 512 took 2 to 5% longer.
+// How many stages of `bytes` of weights are prefetched into L2 in the prologue. There is time for three where the CTA waits for
+// its cluster, or where the first loads do not wait for the previous kernel: graphs of 1 and 16 tokens by 576 x 7168 and 4096 x
+// 7168 were 3 to 5% faster (H200). Elsewhere more than one delays the loads: single calls with K up to 512 took 2 to 5% longer.
 DG_DEVICE constexpr u32 prefetched(u32 bytes, bool has_time) { return has_time ? min_of(3u, 65536 / bytes) : 1; }
 
-// full[i] completes when the bytes of stage i have landed; empty[i] when every consumer warp that reads stage i, or
-// whose CTA receives what this CTA multicasts into stage i, has let go of it.
+// full[i] completes when the bytes of stage i have arrived. empty[i] completes when all consumer warps that read stage i have
+// released it, including those of CTAs that receive this CTA's multicasts.
 template <u32 kStages, u32 kConsumerWarps, u32 kClusterSize>
 struct PipelineBarriers {
   enum : u32 { kBytes = 2 * kStages * 8 };
@@ -60,12 +59,12 @@ struct PipelineBarriers {
     }
   }
 
-  // A producer's way through the next `count` stages: waits until each is empty, then calls `fill(step, stage)`. What does
-  // not change from stage to stage belongs outside: narrow tiles take few cycles more than a turn of this loop. In the first
-  // round of a ring of four or more stages nothing is waited for but, behind `early` stages, the previous kernel.
+  // Fills the next `count` stages: waits until each is empty, then calls `fill(step, stage)`. Keep loop invariants out of `fill`:
+  // a block of a narrow tile takes few cycles more than one pass of this loop. In the first round of a ring of four or more
+  // stages nothing is waited for, except the previous kernel after `early` stages.
   template <class Fill>
   DG_DEVICE void fill(ProducerCursor& cursor, u32 count, const Fill& fill, const EarlyLoads& early = EarlyLoads()) const {
-    // Producers of wide tiles, which have few stages, have time and few registers.
+    // With few stages tiles are wide, and their producers have time but few registers: one simple loop.
     constexpr bool kOneByOne = kStages < 4;
     for (u32 step = 0; step < count;) {
       const u32 parity = (cursor.round & 1) ^ 1;
@@ -97,8 +96,8 @@ struct PipelineBarriers {
     }
   }
 
-  // Waits, behind the last stage, until all are empty again. No CTA may leave while others of its cluster still have to arrive
-  // at its barriers; to meet them once more would take a fence, and longer.
+  // Waits after the last tile until all stages are empty. A CTA must not exit while others of its cluster still arrive at its
+  // barriers. A cluster barrier instead would need a fence and take longer.
   DG_DEVICE void drain(const ProducerCursor& cursor) const {
     for (u32 stage = 0; stage < kStages; ++stage) {
       const u32 rounds = cursor.round + (stage < cursor.stage ? 1 : 0);

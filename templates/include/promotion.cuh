@@ -1,16 +1,16 @@
-// FP8 promotion: the tensor core's sum over one block of K, scaled and added to float32.
+// FP8 promotion: the tensor cores' sum over one block of K is scaled and added to float32 sums.
 #pragma once
 #include "barrier.cuh"
 #include "columns.cuh"
 
-// Scale factors of B in registers, a page at a time: lane l of each warp holds the factor of the page's l-th block of K. One
-// coalesced load serves 32 blocks, and the next page is fetched while this one is used. A tile's first block is on no page, so
-// that loops over pages have an even number of blocks to do. Any strides, so no layout of B's scales ever needs a copy.
-// `Order` says which block of K is multiplied when.
+// Scale factors of B in registers, in pages of 32 blocks of K: lane l of each warp holds the factor of the page's l-th block. One
+// coalesced load serves 32 blocks, and the next page is fetched while this one is used. A tile's first block is kept apart, so
+// that loops over pages have an even number of blocks. Strides are arbitrary, so that B's scales never need a copy. `Order` gives
+// the order of blocks.
 //
-// Of a tile's first block only lane 0's factor is wanted. If all lanes asked for that, ptxas would see that they get the same,
-// and wait for it at once, to keep it in a uniform register: before the tile's first product, 1000 cycles from HBM. So each
-// asks for another (kSpreads), where there is a register to spare.
+// For a tile's first block only lane 0's factor is used. If all lanes loaded that one, ptxas would see a uniform value and wait
+// for it at once, before the first product: 1000 cycles from HBM. With kSpreads each lane loads another factor instead, which
+// costs a register.
 template <u32 kRows, class Order, bool kSpreads = true>
 struct BlockScales {
   enum : u32 { kPage = 32 };
@@ -30,30 +30,30 @@ struct BlockScales {
   DG_DEVICE BlockScales(const float* base, i64 stride_n, i64 stride_k, u32 rows, u32 lane, const Part& first)
       : base(base), stride_n(stride_n), stride_k(stride_k), rows(rows), lane(lane), part(first) {}
 
-  // Asks for the first tile's factors, well before they are needed.
+  // Starts loading the first tile's factors, well before they are needed.
   DG_DEVICE void open() { fetch_first(); }
-  // On to another tile; of the one at hand only the factors on this page can still be had.
+  // Starts loading another tile's factors. For the current tile only those on the current page remain.
   DG_DEVICE void go_on(const Part& that) {
     part = that;
     fetch_first();
   }
 
-  // The factors of the tile's first block; those of the blocks after it are on the first page.
+  // The factors of the tile's first block. Those of the second block on are on the first page.
   DG_DEVICE void begin(float (&scale)[kRows]) {
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) scale[r] = kSpreads ? __shfl_sync(0xffffffffu, lead[r], 0) : lead[r];
     turn(0);
   }
 
-  // Turns to the page that starts with the block in this place, a multiple of kPage; places count from a tile's second
-  // block. Only to pages that the tile has.
+  // Turns to the page whose first block is `place`, a multiple of kPage. Places count from a tile's second block. The page must
+  // exist.
   DG_DEVICE void turn(u32 place) {
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) now[r] = next[r];
     fetch(1 + place + kPage + lane, next);
   }
 
-  // The factors of the block in this place, on the page at hand (lanes are counted modulo 32).
+  // The factors of block `place`, which must be on the current page.
   DG_DEVICE void get(u32 place, float (&scale)[kRows]) const {
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r) scale[r] = __shfl_sync(0xffffffffu, now[r], place);
@@ -80,10 +80,9 @@ DG_DEVICE void add(float& sum, float scale, float partial) {
   sum = kFresh ? scale * partial : sum + scale * partial;
 }
 
-// sum += scale_a * scale_b * partial over one m64 x kColumns accumulator tile, whose first column is the tile's kOffset-th;
-// with kFresh, sum = that.
-// In a thread's registers, 4j..4j+3 are two columns of row `lane / 4` and the same two of the row eight below, in 8-column
-// chunk j.
+// sum += scale_a * scale_b * partial for one m64 x kColumns accumulator, whose first column is the tile's kOffset-th. With kFresh,
+// sum = scale_a * scale_b * partial. A thread's registers 4j..4j+3 hold two columns of row `lane / 4` and the same two columns
+// of the row eight below, in 8-column chunk j.
 template <bool kFresh, class Columns, u32 kColumns, u32 kOffset, u32 kScale = 0>
 DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[2],
                        const float (&scale_b)[Columns::kScales]) {
@@ -99,10 +98,10 @@ DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[
     promote<kFresh, Columns, kColumns, kOffset, kScale + 1>(sum, partial, scale_a, scale_b);
 }
 
-// Tokens on the rows of accumulators: a thread has two of them in each m64 slice, and all columns of the tile.
+// Scaling with tokens on the accumulators' rows: a thread has two of them in each m64 slice, and every column scale.
 template <class Weights, class Columns, u32 kSlices, u32 kBlockBytes>
 struct RowTokens {
-  // What one block of K needs besides its operands, read before its products start.
+  // The scale factors of one block of K.
   struct Factors {
     float token[kSlices][2], weight[Columns::kScales];
   };
@@ -132,14 +131,14 @@ struct RowTokens {
   }
 };
 
-// Tokens on the columns of accumulators, weights on the rows: all rows of a consumer lie in one block of B's scales, and
-// a thread has two of every eight tokens.
+// Scaling with tokens on the accumulators' columns and weights on the rows: all rows of a consumer share one scale of B, and a
+// thread has two of every eight tokens.
 template <class Weights, u32 kTokens>
 struct ColumnTokens {
   enum : u32 { kStageBytes = ceil_div(kTokens * 4, 128) * 128 };  // TMA's alignment
   struct Factors {
     float weight[1];
-    float token[kTokens / 4];  // times the weight's
+    float token[kTokens / 4];  // already times the scale of B
     u32 from;                  // address of this thread's first scale of A in the stage
   };
   enum : bool { kStartsFresh = false };
@@ -166,7 +165,7 @@ struct ColumnTokens {
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
 #pragma unroll
-    for (u32 i = 0; i < kColumns / 2; i += 4) {  // eight tokens, two of them here, in two rows
+    for (u32 i = 0; i < kColumns / 2; i += 4) {  // a chunk of eight tokens: two of them in this thread, for two rows
       const float even = factors.token[(kColumn + 2 * i) / 4], odd = factors.token[(kColumn + 2 * i) / 4 + 1];
       add<kFresh>(sum[i], even, partial[i]);
       add<kFresh>(sum[i + 1], odd, partial[i + 1]);

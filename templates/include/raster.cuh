@@ -1,30 +1,30 @@
-// In which order tiles are walked. The host works out what is divided by (see kernels/raster.py): divisions would cost a
-// CTA some 300 cycles a tile.
+// Rasterisation: the order of tiles. The host computes the divisors (see kernels/raster.py), because integer divisions would
+// cost a CTA about 300 cycles a tile.
 #pragma once
 #include "types.cuh"
 
-// Division of numbers below 2^31 by one that is known before: with 2^(shift - 1) < value <= 2^shift, magic is
+// Division of numbers below 2^31 by an invariant `value`: with 2^(shift - 1) < value <= 2^shift, magic is
 // 2^(31 + shift) / value, rounded up (Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994).
 struct Divisor {
   u32 value, magic, shift;
   DG_DEVICE u32 quotient(u32 x) const { return __umulhi(x * 2, magic) >> shift; }
 };
 
-// By value: an address that depends on the choice would be read through only after it, one constant after the other.
+// Selects by value. A selected address would make its loads from constant memory wait for the condition, one after the other.
 DG_DEVICE Divisor either(bool first, const Divisor& a, const Divisor& b) {
   const Divisor x{opaque(a.value), opaque(a.magic), opaque(a.shift)}, y{opaque(b.value), opaque(b.magic), opaque(b.shift)};
   return {first ? x.value : y.value, first ? x.magic : y.magic, first ? x.shift : y.shift};
 }
 
-// Bands of `band` tiles along n, through all `rows` along m, the last band of what is left; inside a band groups of some
-// rows, m first inside a group. `strip` is a whole band's tiles, `group` and `last_group` those of a group in a whole and in
-// the last band, `height` and `last_height` the rows of a whole and of the last group.
+// Tiles are cut into bands of `band` columns; the last band may be narrower. A band is cut into groups of `height` rows; the last
+// group has `last_height`. Inside a group tiles run along m first. `strip` is the number of tiles in a whole band, `group` and
+// `last_group` that in a group of a whole and of the last band.
 struct Raster {
   u32 rows, columns, band;  // in tiles
   Divisor last_height, height, strip, group, last_group;
 
   DG_DEVICE void locate(u32 index, u32& row, u32& column) const {
-    if (band == columns && last_height.value == rows) {  // few tiles, whose CTAs have little time: one band, one group
+    if (band == columns && last_height.value == rows) {  // one band and one group: a fast path, as launches with few tiles are short
       column = last_height.quotient(index);
       row = index - column * rows;
       return;

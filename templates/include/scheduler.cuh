@@ -1,10 +1,10 @@
-// Which output tiles a cluster computes, in which order.
+// The tile scheduler: which output tiles a cluster computes, and in which order.
 #pragma once
 #include "barrier.cuh"
 #include "raster.cuh"
 
-// Static persistent schedule over cluster tiles (cluster_m x cluster_n CTA tiles each). A cluster tile may hang over the
-// edge: what lies outside is not loaded (see box.cuh) and not stored, and all CTAs of a cluster go through the same stages.
+// Static schedule over cluster tiles of cluster_m x cluster_n CTA tiles. A cluster tile may reach past the edge. What lies outside
+// is neither loaded (see edge_boxes.cuh) nor stored, but all CTAs of the cluster go through the same stages.
 template <u32 kBlockM, u32 kBlockN, u32 kClusterM, u32 kClusterN, u32 kClusterK>
 struct TileScheduler {
   const Raster* raster;
@@ -17,8 +17,9 @@ struct TileScheduler {
     if (valid()) locate();
   }
 
-  // The same in less time, whether there is such a tile or not, and at once: the compiler would do it where it is used, and
-  // read what it goes on by from memory each time. Consumers have no register for that.
+  // The first tile for loaders, computed right here even if it does not exist. Without the asm statements the compiler would
+  // delay the arithmetic to its first use and reload the stride from constant memory for each tile. Consumers do not use
+  // this, as they have no registers to spare.
   static DG_DEVICE TileScheduler early(const Raster* raster) {
     TileScheduler tile(raster, Index<0>());
     tile.stride = opaque(tile.stride);
@@ -28,7 +29,7 @@ struct TileScheduler {
   }
 
   DG_DEVICE bool valid() const { return index < count; }
-  // Tiles in a row of them, those past the edge counted.
+  // Tiles in one row of tiles, including those past the edge.
   DG_DEVICE u32 columns() const { return raster->columns * kClusterN; }
 
   DG_DEVICE void advance() {
@@ -37,7 +38,7 @@ struct TileScheduler {
   }
 
  private:
-  // Not located yet.
+  // Row and column are not set yet.
   DG_DEVICE TileScheduler(const Raster* raster, Index<0>)
       : raster(raster), count(raster->rows * raster->columns),
         stride(gridDim.x / (kClusterM * kClusterN * kClusterK)),

@@ -13,11 +13,11 @@ DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
 
-// For what is not needed again, or not soon: first to leave the L2. There is no policy for the rest: decode on an
-// H200 was 10% slower while tokens were loaded with a normal one as a hint (an edit among others, not timed alone).
+// The L2 policy evict-first, for operands that are not needed again soon. Other loads have no policy: decode was 10% slower with a
+// "normal" hint on tokens (H200, together with other changes).
 //
-// The policy is what createpolicy makes of L2::evict_first and a fraction of 1 (CUTLASS has the same number,
-// `TMA::CacheHintSm90`): as a constant it keeps no registers, of which producers have few.
+// The number is what createpolicy returns for L2::evict_first with a fraction of 1 (CUTLASS: `TMA::CacheHintSm90`). As a constant
+// it takes no registers, of which producers have few.
 DG_DEVICE constexpr u64 evict_first() { return 0x12F0000000000000ull; }
 
 DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u64 policy) {
@@ -27,8 +27,7 @@ DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
 
-// Brings a box into L2. Nothing is seen of what it holds, so that it does not matter who still writes it: all of a GPU's
-// writes meet in L2.
+// Prefetches a box into L2. This is safe while another kernel still writes it: all writes of a GPU go through L2.
 DG_DEVICE void tma_prefetch(const TensorMap* map, u32 x, u32 y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
@@ -48,10 +47,10 @@ DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 bar
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask), "l"(policy) : "memory");
 }
 
-// Goes on with that policy or with none. By branches, as with maps: what is chosen would be an operand of every load.
+// Calls `use` with the policy evict-first or with none. A branch, because a selected policy would be an operand of every load.
 template <class Use>
-DG_DEVICE void with_policy(bool leaves_first, const Use& use) {
-  if (leaves_first) {
+DG_DEVICE void with_policy(bool evicts_first, const Use& use) {
+  if (evicts_first) {
     use(evict_first());
   } else {
     use();

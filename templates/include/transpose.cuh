@@ -1,5 +1,5 @@
-// Scale factors into the layout that TMA loads: element (row, column) at output[column * padded_rows + row], with the
-// rows between `rows` and `padded_rows` set to zero.
+// Transposes scale factors into the layout that TMA loads: element (row, column) goes to output[column * padded_rows + row].
+// Rows from `rows` to `padded_rows` are zero.
 #pragma once
 #include "barrier.cuh"
 

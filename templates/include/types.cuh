@@ -14,13 +14,13 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
-// A number that the compiler knows, as an argument.
+// A compile-time number as a function argument.
 template <u32 kNumber>
 struct Index {
   enum : u32 { kValue = kNumber };
 };
 
-// The same value, but of unknown origin to the compiler, which else computes cheap ones again wherever they are used.
+// The same value, hidden from the compiler, which would otherwise recompute cheap values at each use.
 DG_DEVICE u32 opaque(u32 value) {
   u32 same;
   asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
@@ -30,5 +30,5 @@ DG_DEVICE u32 opaque(u32 value) {
 DG_DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
 DG_DEVICE constexpr u32 min_of(u32 x, u32 y) { return x < y ? x : y; }
 DG_DEVICE constexpr u32 max_of(u32 x, u32 y) { return x < y ? y : x; }
-// The largest power of two that is in a sum of some.
+// The highest bit that is set, as a number.
 DG_DEVICE constexpr u32 top_bit(u32 x) { return (x & (x - 1)) == 0 ? x : top_bit(x & (x - 1)); }

@@ -1,4 +1,4 @@
-// What warpgroup-level matrix instructions need around them: fences, groups, descriptors, registers.
+// Warpgroup-level matrix instructions: fences, groups, descriptors, register allocation; and conversions to bf16.
 #pragma once
 #include "types.cuh"
 
@@ -19,15 +19,14 @@ DG_DEVICE void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Low word of the descriptor of a K-major operand tile in 128B-swizzled shared memory: rows of 128 bytes, atoms of 8 rows
-// (1024 bytes, the stride offset), so the leading offset is unused. Moving by bytes, along K inside a row or to another
-// tile, adds bytes / 16.
+// Low word of the descriptor of a K-major operand tile in 128B-swizzled shared memory: rows of 128 bytes in atoms of 8 rows. The
+// stride offset is an atom's 1024 bytes, and the leading offset is unused. To move the tile by some bytes add bytes / 16.
 DG_DEVICE u32 descriptor_low(u32 address) {
   constexpr u32 kLeadingOffset = 1u << 16;
   return kLeadingOffset | ((address & 0x3FFFF) >> 4);
 }
 
-// From one instruction of a block of K to the next: 32 bytes.
+// Step of a descriptor from one k32 instruction to the next: 32 bytes.
 enum : u32 { kInstructionStep = 32 / 16 };
 
 DG_DEVICE u64 matrix_descriptor(u32 low) {
@@ -36,7 +35,7 @@ DG_DEVICE u64 matrix_descriptor(u32 low) {
   return kSwizzle128B | kStrideOffset | low;
 }
 
-// The value of lane 0, in all lanes: tells the compiler that it is uniform, and keeps it from being computed again.
+// The value of lane 0 in all lanes. The compiler then knows that it is uniform, and does not compute it again.
 DG_DEVICE u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // True in exactly one lane of a converged warp.
@@ -52,14 +51,13 @@ DG_DEVICE u32 pack_bf16(float low, float high) {
   return packed;
 }
 
-// Four 8x8 matrices of 16-bit elements from the accumulator layout to shared memory; lane i gives row i's address.
+// Four 8x8 matrices of 16-bit elements from the accumulator layout to shared memory; lane i supplies the address of row i.
 DG_DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Two 8x8 matrices of 16-bit elements, transposed on the way: the row whose address lane i < 16 gives is filled from the
-// accumulators' column i % 8 of matrix i / 8.
+// The same for two 8x8 matrices, transposed: lane i < 16 supplies the address for column i % 8 of matrix i / 8.
 DG_DEVICE void store_matrix_x2_transposed(u32 address, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                ::"r"(address), "r"(a), "r"(b) : "memory");

@@ -1,11 +1,11 @@
-// What has to be there before the warps of a CTA meet.
+// Prologue: tensor map prefetch and mbarrier initialisation, before the first barrier of the CTA or cluster.
 #pragma once
 #include "barrier.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// The maps that loads begin with. To be called by a thread that has nothing else to do yet.
+// Prefetches the tensor maps of the first loads. Call it from a consumer thread, which is idle then.
 template <u32 kSegments>
 DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg, u32 block_m, u32 block_n) {
 #pragma unroll
@@ -19,10 +19,10 @@ DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg, u32 block_m, u32 block
   }
 }
 
-// One thread of the calling warp makes the barriers: the ring's, and where shares of K are exchanged, those too. To be
-// called by a warp that loads nothing: those that do have to find their first tile meanwhile.
+// One thread of the calling warp initialises the mbarriers: those of the ring and, with split K, of the exchange. Call it from
+// the warp that loads nothing, since the loaders compute their first tile meanwhile.
 template <bool kExchanges, class Barriers, class Exchange>
-DG_DEVICE void set_up(const Barriers& barriers, const Exchange& exchange, u32 rank_k) {
+DG_DEVICE void init_barriers(const Barriers& barriers, const Exchange& exchange, u32 rank_k) {
   if (elect_one()) {
     barriers.init();
     if constexpr (kExchanges) exchange.init(rank_k);

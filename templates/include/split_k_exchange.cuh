@@ -1,21 +1,21 @@
-// Adding up the shares of K that several consumers, in one CTA or in a cluster of CTAs along k, have of one tile:
-// always in the same order, so that results repeat bitwise.
+// The split-K exchange: consumers of one CTA, or of a cluster of CTAs along K, each have the sums of a part of a tile's K. They
+// are added in a fixed order, so that results repeat bitwise.
 #pragma once
 #include "barrier.cuh"
 
-// Each share owns some chunks of eight of the accumulators' columns, and gets the other shares' sums of those. A consumer
-// that owns any has a slot of shared memory for each other share, which those write before they arrive at its full
-// barrier. Elements lie as they do in accumulators, so that slots are written and read without conflicts.
+// A split is one part of K. Each split owns some chunks of eight accumulator columns and receives the sums of the other splits
+// for these. Its consumer has a slot of shared memory for each other split, which writes the slot and then arrives at the
+// consumer's full barrier. Slots have the layout of accumulators, so that there are no bank conflicts.
 template <u32 kColumns, u32 kSlices, u32 kClusterK, u32 kConsumersK, u32 kConsumers>
-struct ShareExchange {
-  enum : u32 { kShares = kClusterK * kConsumersK, kChunks = kColumns / 8 };
-  enum : u32 { kOwned = ceil_div(kChunks, kShares), kOwners = ceil_div(kChunks, kOwned) };
-  // Within one CTA ordinary stores do, announced by an arrival of each warp. Between CTAs asynchronous ones complete on
-  // the barrier by themselves; outside of a cluster launch those are an illegal instruction.
+struct SplitKExchange {
+  enum : u32 { kSplits = kClusterK * kConsumersK, kChunks = kColumns / 8 };
+  enum : u32 { kOwned = ceil_div(kChunks, kSplits), kOwners = ceil_div(kChunks, kOwned) };
+  // Within one CTA each warp uses ordinary stores and then arrives. Between CTAs asynchronous stores complete on the barrier by
+  // themselves; outside of a cluster launch they are an illegal instruction.
   enum : bool { kLocal = kClusterK == 1 };
   enum : u32 { kPieceBytes = 128 * 16 };  // a chunk of one slice: four elements a thread
   enum : u32 { kSlotBytes = kOwned * kSlices * kPieceBytes };
-  enum : u32 { kConsumerBytes = (kShares - 1) * kSlotBytes };
+  enum : u32 { kConsumerBytes = (kSplits - 1) * kSlotBytes };
   enum : u32 { kBytes = kConsumers * kConsumerBytes };
   enum : u32 { kBarrierBytes = kConsumers * 2 * 8 };
 
@@ -25,33 +25,33 @@ struct ShareExchange {
   DG_DEVICE u32 full(u32 consumer) const { return barriers + consumer * 16; }
   DG_DEVICE u32 empty(u32 consumer) const { return barriers + consumer * 16 + 8; }
 
-  // The owners other than share `share`: those that it sends to.
-  static DG_DEVICE u32 receivers(u32 share) { return kOwners - (share < kOwners ? 1 : 0); }
+  // How many other splits `split` sends to.
+  static DG_DEVICE u32 receivers(u32 split) { return kOwners - (split < kOwners ? 1 : 0); }
 
   DG_DEVICE void init(u32 rank) const {
     for (u32 consumer = 0; consumer < kConsumers; ++consumer) {
       const u32 to = receivers(rank * kConsumersK + consumer % kConsumersK);
-      barrier_init(full(consumer), kLocal ? (kShares - 1) * 4 : 1);
+      barrier_init(full(consumer), kLocal ? (kSplits - 1) * 4 : 1);
       barrier_init(empty(consumer), to > 0 ? to : 1);
     }
   }
 
-  // Sends what other shares own, and adds what they have of this one's chunks, in their order. `group` is the consumer
-  // group that multiplies the same rows, `consumer` this one's place in its CTA. Whole tiles are exchanged, past the
-  // tensor's end too: an owner lets go of a sender's slot only after it was filled, so that no arrival is a round early. It
-  // does not if no tile comes after this one (`more`, the same for all): nobody may wait for it any more, then, or leave before
-  // it comes, and between CTAs it takes a membar.gpu.
-  DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 share, u32 thread, bool more) {
-    const u32 first = share * kOwned, owned = share < kOwners ? min_of(kOwned, kChunks - first) : 0;
+  // Sends the sums of chunks that other splits own, and adds what they sent of this split's chunks. `group` is the consumer
+  // group that multiplies the same rows, `consumer` this one's number in its CTA. Whole tiles are exchanged, also past the
+  // tensor's end: an owner frees a slot only after it was filled, so that no arrival comes a round early. After the last tile
+  // (`more` is false, for all alike) slots are not freed: nobody waits for it, a CTA might have left by then, and between CTAs
+  // it costs a membar.gpu.
+  DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 split, u32 thread, bool more) {
+    const u32 first = split * kOwned, owned = split < kOwners ? min_of(kOwned, kChunks - first) : 0;
     if (!kLocal && thread == 0 && owned > 0)
-      barrier_arrive_expect(full(consumer), (kShares - 1) * owned * kSlices * kPieceBytes);
-    // The slots that this share's sums of the tile before went to.
-    if (receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);
+      barrier_arrive_expect(full(consumer), (kSplits - 1) * owned * kSlices * kPieceBytes);
+    // The slots that took this split's sums of the previous tile are free.
+    if (receivers(split) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);
 #pragma unroll
     for (u32 to = 0; to < kOwners; ++to) {
-      if (to != share) {
+      if (to != split) {
         const u32 receiver = group * kConsumersK + to % kConsumersK;
-        const u32 slot = slots + receiver * kConsumerBytes + (share < to ? share : share - 1) * kSlotBytes + thread * 16;
+        const u32 slot = slots + receiver * kConsumerBytes + (split < to ? split : split - 1) * kSlotBytes + thread * 16;
         const u32 there = kLocal ? slot : remote_address(slot, to / kConsumersK);
         const u32 barrier = kLocal ? full(receiver) : remote_address(full(receiver), to / kConsumersK);
 #pragma unroll
@@ -71,19 +71,19 @@ struct ShareExchange {
       const u32 mine = slots + consumer * kConsumerBytes + thread * 16;
 #pragma unroll
       for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-        if (chunk / kOwned == share) {
+        if (chunk / kOwned == split) {
 #pragma unroll
           for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-            for (u32 other = 0; other < kShares - 1; ++other)
+            for (u32 other = 0; other < kSplits - 1; ++other)
               add_shared(mine + other * kSlotBytes + (chunk % kOwned * kSlices + slice) * kPieceBytes,
                          &sum[slice][chunk * 4]);
           }
         }
       }
       if (more) {
-        named_barrier_sync(1 + consumer, 128);
-        if (thread < kShares && thread != share) {
+        named_barrier_sync(kConsumerBarrier + consumer, 128);
+        if (thread < kSplits && thread != split) {
           const u32 sender = empty(group * kConsumersK + thread % kConsumersK);
           if constexpr (kLocal) {
             barrier_arrive(sender);

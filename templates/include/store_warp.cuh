@@ -1,36 +1,36 @@
-// How finished tiles of `Fp8Gemm` leave a CTA that goes on to the next.
+// The store warp of a persistent `Fp8Gemm` CTA.
 #pragma once
+#include "next_tile_hint.cuh"
 #include "tma.cuh"
-#include "told.cuh"
 #include "warpgroup.cuh"
 
-// One warp puts the tiles away, so that consumers need not wait: stores them, a few boxes at a time, since loads wait
-// behind stores.
+// One warp of the producer warpgroup stores finished tiles by TMA, so that consumers go on at once. It stores a few boxes at a
+// time, because TMA loads queue behind TMA stores. It also publishes which tile comes next (see next_tile_hint.cuh).
 template <class Gemm>
-DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
+DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   using Areas = typename Gemm::Areas;
   constexpr u32 kParts = Gemm::kStoreParts;
   const u32 lane = threadIdx.x % 32;
-  ToldTiles told = gemm.told();
+  NextTileHint hint = gemm.hint();
   auto next = tile, ahead = tile;
   const auto look_ahead = [&] {
-    if constexpr (Gemm::kTold) {
+    if constexpr (Gemm::kHints) {
       next = ahead;
       ahead.advance();
-      told.tell(ahead, lane == 0);
+      hint.publish(ahead, lane == 0);
       __syncwarp();
     }
   };
   const auto go_on = [&] {
-    if constexpr (Gemm::kTold) tile = next;
+    if constexpr (Gemm::kHints) tile = next;
     else tile.advance();
   };
   look_ahead();
-  if constexpr (Gemm::kTold) ToldTiles::let_begin<Gemm::kConsumers>();
+  if constexpr (Gemm::kHints) NextTileHint::allow_first<Gemm::kConsumers>();
   wait_for_previous_kernel();
   for (; tile.valid(); go_on()) {
     look_ahead();
-    if (lane == 0) tma_store_wait_read<0>();  // of the tile before
+    if (lane == 0) tma_store_wait_read<0>();  // the previous tile has been read
     __syncwarp();
     Areas::free_all();
 #pragma unroll 1  // few registers
@@ -41,7 +41,7 @@ DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
       if (lane == 0) {
         const u32 area = gemm.shared + Areas::offset(consumer, 0);
         fence_shared_to_tma();
-        with_policy(gemm.arg.leave_first & kLeavesD, [&](auto... policy) {
+        with_policy(gemm.arg.evict_first & kEvictD, [&](auto... policy) {
           Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(),
                                               gemm.n(), part, policy...);
         });
@@ -49,5 +49,5 @@ DG_DEVICE void put_away_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
       __syncwarp();
     }
   }
-  if (lane == 0) tma_store_wait_read<0>();  // shared memory must stay till then
+  if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads
 }

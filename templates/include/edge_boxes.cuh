@@ -1,20 +1,21 @@
-// What is loaded of a tile that hangs over the edge of an operand. Rows outside keep TMA longer than rows inside: on an H200
-// boxes that hang over made 133 x 28032 x 4864 take 101 us for 63 with tiles of 128x128, and 129 x 1792 x 10624 38 for 19 with
-// 128x32. So such tiles have maps of their own, with boxes that end at the edge. What is not loaded holds anything: it is
-// multiplied into rows or columns of D that do not exist.
+// Edge boxes: tiles that reach past the edge of an operand are loaded with tensor maps of their own, whose boxes end at the edge.
+// Rows outside a tensor cost TMA more time than rows inside: without edge boxes 133 x 28032 x 4864 took 101 us instead of 63
+// with 128x128 tiles, and 129 x 1792 x 10624 took 38 instead of 19 with 128x32 (H200). Shared memory behind an edge box keeps
+// old values. They are multiplied into rows or columns of D that do not exist and are never stored.
 #pragma once
 #include "columns.cuh"
 #include "tma.cuh"
 
-// Rows that are loaded of a tile's `kBlock` from `first` on, of an operand with `edge` rows: all, those of the last tile,
-// or none, where clusters reach past the edge.
+// How many of a tile's `kBlock` rows are loaded, if the tile begins at row `first` of an operand with `edge` rows: all of them,
+// `last` in the last tile, or none for a tile of a cluster that lies outside.
 template <u32 kBlock, bool kMayLieOutside>
 DG_DEVICE u32 rows_loaded(u32 first, u32 edge, u32 last) {
   return first + kBlock <= edge ? kBlock : !kMayLieOutside || first < edge ? last : 0;
 }
 
-// Goes on with the map for what this CTA loads of a tile, `kBox` rows from `part` on if as many of its `rows` are left, or
-// with none. By branches: a map that is chosen goes through registers, for which every load would wait.
+// Calls `load(map)` with the map for the `kBox` rows from `part` on that this CTA loads of a tile of which `rows` exist: the
+// whole box, the edge box, or nullptr if none of them exist. Branches choose the map. A conditional expression would put its
+// address into a register, and every load would wait for it.
 template <u32 kBox, bool kMayLieOutside, class Load>
 DG_DEVICE void with_map(u32 part, u32 rows, const TensorMap* whole, const TensorMap* last, const Load& load) {
   if (part + kBox <= rows) {
@@ -26,10 +27,10 @@ DG_DEVICE void with_map(u32 part, u32 rows, const TensorMap* whole, const Tensor
   }
 }
 
-// Goes on with what brings a tile's boxes of B: `use(bring)`, and `bring(load)` calls `load(map, place, row)` for each box, of
-// every segment of the tile's columns, or if `kParts` of a cluster share them, of the part-th part of each. A box brings the
-// rows from `row` on, which belong where the tile's row `place` is. At most one box of all tiles ends at the edge: it has
-// the map `last`. Only tiles with that one, or with none for some segment, look for it in each stage.
+// Calls `use(bring)`. There `bring(load)` calls `load(map, place, row)` for each of a tile's boxes of B: one for each segment of
+// its columns. If `kParts` CTAs of a cluster load a tile together, it is the part-th part of each segment. A box holds the rows
+// of B from `row` on, and goes to the tile's row `place`. At most one box in all tiles is cut by the edge; its map is `last`.
+// Only tiles that are not whole test for it in each stage.
 template <u32 kParts, bool kMayLieOutside, class Columns, class Use>
 DG_DEVICE void with_boxes(const Columns& columns, u32 part, u32 edge, const TensorMap* const (&maps)[4],
                           const TensorMap* last, const Use& use) {
