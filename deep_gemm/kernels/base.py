@@ -25,18 +25,29 @@ Value: TypeAlias = int | list[int] | Map | bytes | None
 class Argument:
     """One parameter of a kernel: its name and its type in the device code.
 
-    Pointers belong to the operand ``operand``, which is the name if it is empty.
+    Pointers belong to the operand ``operand``, and it fills ``field`` of the device code's struct: both are the name if
+    they are empty.
     """
 
     name: str
     ctype: str
     operand: str = ""
+    field: str = ""
+
+    @property
+    def is_value(self) -> bool:
+        """A number or an address, and no struct."""
+        return self.ctype in ("u32", "i64") or self.ctype.endswith("*")
 
     @property
     def declaration(self) -> str:
         """Its place in the kernel's signature. Structs stay in constant memory, where TMA can read them."""
-        by_value = self.ctype in ("u32", "i64") or self.ctype.endswith("*")
-        return f"{self.ctype} {self.name}" if by_value else f"const __grid_constant__ {self.ctype} {self.name}"
+        return f"{self.ctype} {self.name}" if self.is_value else f"const __grid_constant__ {self.ctype} {self.name}"
+
+    @property
+    def assignment(self) -> str:
+        """What gives it to its field of the device code's struct ``arguments``."""
+        return f"arguments.{self.field or self.name} = {'' if self.is_value else '&'}{self.name};"
 
     def pack(self, value: Value) -> Parameter:
         """``value`` as the launch record takes it."""
@@ -126,6 +137,10 @@ class Kernel(ABC, Generic[ConfigT]):
         """The template's variables, all of them and no others."""
         signature = ", ".join(argument.declaration for argument in self.arguments(params))
         return {**self.constants(params), "name": self.entry(params), "signature": signature}
+
+    def struct(self, params: KernelParams) -> str:
+        """Statements that fill the device code's struct ``arguments``, whose fields have the parameters' names."""
+        return "\n  ".join(argument.assignment for argument in self.arguments(params))
 
     @abstractmethod
     def values(

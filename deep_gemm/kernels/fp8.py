@@ -99,6 +99,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "tma_store": params.store == "tma",
             "mma_n": self.mma_n(config),
             "shared_bytes": self.shared_bytes(params),
+            "arguments": self.struct(params),
         }
 
     def config(self, params: KernelParams) -> FP8ConfigT:
@@ -117,18 +118,21 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         The fields of ``Fp8GemmArguments`` have these names."""
         map_d = [Argument("map_d", "TensorMap")] if self.has_output_map else []
         more = [
-            Argument(f"map_b_{index}", "TensorMap") for index in range(1, len(segments(self.config(params).block_n)))
+            Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]")
+            for index in range(1, len(segments(self.config(params).block_n)))
         ]
         return (
             *(Argument(name, "u32") for name in ("m", "n", "k", "last_rows", "last_columns", "early_stages")),
             Argument("raster", "Raster"),
-            Argument("leave_first", "u32"),
+            Argument("evict_first", "u32"),
             Argument("scale_b", "const float*", operand="sfb"),
             Argument("scale_b_stride_n", "i64"),
             Argument("scale_b_stride_k", "i64"),
             Argument("d", "u16*"),
             Argument("d_stride", "i64"),
-            *(Argument(name, "TensorMap") for name in ("map_a", "map_b", "map_scale_a")),
+            Argument("map_a", "TensorMap"),
+            Argument("map_b", "TensorMap", field="map_b[0]"),
+            Argument("map_scale_a", "TensorMap"),
             *map_d,
             *(Argument(name, "TensorMap") for name in ("map_a_last", "map_b_last", "map_scale_a_last")),
             *more,
@@ -176,7 +180,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "last_columns": columns,
             "early_stages": _early_stages(config, m, k) if constant and pdl else 0,
             "raster": list(order.arguments),
-            "leave_first": _evict_first(spec, order, large_d=self.stores_by_tma(params)),
+            "evict_first": _evict_first(spec, order, large_d=self.stores_by_tma(params)),
             "scale_b_stride_n": stride_sfb[0],
             "scale_b_stride_k": stride_sfb[1],
             "d_stride": stride_d,
@@ -239,7 +243,7 @@ _IN_STEP = 8
 read the same rows of B at one time."""
 
 _EVICT_B, _EVICT_D = 1, 2
-"""Bits of ``leave_first``."""
+"""Bits of ``evict_first``."""
 
 _LARGE_D = 100_000_000
 """Bytes, twice an H200's L2: of such a D little would be left for who reads it from its beginning, and what it pushes

@@ -175,7 +175,6 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
             "min_ctas": 2 if register_split(c) == _REGISTER_SPLITS[1][0] else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
-            "segments": len(segments(c.block_n)),
         }
 
     def registers(self, config: UprightConfig) -> tuple[int, int]:
