@@ -61,10 +61,10 @@ MUTATIONS = [
         k=34 * 128 - 16,  # the last but one begins a page
     ),
     Mutation(
-        "tell consumers of each tile for the one after it",
-        "put_away.cuh",
-        "      ahead.advance();\n      told.tell(ahead, lane == 0);\n",
-        "      told.tell(ahead, lane == 0);\n      ahead.advance();\n",
+        "publish each tile for the one after it",
+        "store_warp.cuh",
+        "      ahead.advance();\n      hint.publish(ahead, lane == 0);\n",
+        "      hint.publish(ahead, lane == 0);\n      ahead.advance();\n",
         ("ahead", "one by one", "split"),
     ),
     Mutation(
@@ -112,7 +112,7 @@ MUTATIONS = [
     ),
     Mutation(
         "load the second segment from where the first ends",
-        "box.cuh",
+        "edge_boxes.cuh",
         "load(maps[segment], place, row);",
         "load(maps[segment], place, columns.first(0) + place);",
         ("segments",),
@@ -264,14 +264,14 @@ MUTATIONS = [
     ),
     Mutation(
         "leave out a share in the exchange",
-        "reduction.cuh",
-        "for (u32 other = 0; other < kShares - 1; ++other)",
-        "for (u32 other = 1; other < kShares - 1; ++other)",
+        "split_k_exchange.cuh",
+        "for (u32 other = 0; other < kSplits - 1; ++other)",
+        "for (u32 other = 1; other < kSplits - 1; ++other)",
         ("split", "swapped split"),
     ),
     Mutation(
         "add what another thread was sent",
-        "reduction.cuh",
+        "split_k_exchange.cuh",
         "const u32 mine = slots + consumer * kConsumerBytes + thread * 16;",
         "const u32 mine = slots + consumer * kConsumerBytes + (thread ^ 1) * 16;",
         ("split", "swapped split"),

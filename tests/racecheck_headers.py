@@ -18,13 +18,13 @@ def racecheck_headers(folder: Path) -> Path:
     exchanged. In a ring that a cluster fills together one lane still does for a warp; no sums come through those."""
     edited_headers(
         folder,
-        "reduction.cuh",
-        ("kLocal ? (kShares - 1) * 4 : 1);", "kLocal ? (kShares - 1) * 128 : 1);"),
+        "split_k_exchange.cuh",
+        ("kLocal ? (kSplits - 1) * 4 : 1);", "kLocal ? (kSplits - 1) * 128 : 1);"),
         ("if (thread % 32 == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
         ("to > 0 ? to : 1);", "(to > 0 ? to : 1) * 128);"),
         (
-            "if (thread < kShares && thread != share) {",
-            "for (u32 other = 0; other < kShares; ++other) {\n          if (other == share) continue;",
+            "if (thread < kSplits && thread != split) {",
+            "for (u32 other = 0; other < kSplits; ++other) {\n          if (other == split) continue;",
         ),
         ("empty(group * kConsumersK + thread % kConsumersK)", "empty(group * kConsumersK + other % kConsumersK)"),
         ("remote_address(sender, thread / kConsumersK)", "remote_address(sender, other / kConsumersK)"),
@@ -50,11 +50,11 @@ class Race:
         return folder
 
 
-_TELL = 'if (speaks) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8), "r"(0) : "memory");'
+_TELL = 'if (writes) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8), "r"(0) : "memory");'
 RACES = {
     "told-late": Race(  # a tile's column is told once consumers may ask for it
         "128x144_s5_p1_tma",
-        "put_away.cuh",
+        "store_warp.cuh",
         (
             ("    look_ahead();\n    if (lane == 0) tma", "    if (lane == 0) tma"),
             ("    Areas::free_all();\n", "    Areas::free_all();\n    look_ahead();\n"),
@@ -62,12 +62,12 @@ RACES = {
     ),
     "told-early": Race(  # and where the column of the tile before still is
         "128x256_s3_p1_tma",
-        "told.cuh",
-        (("    place ^= 8;\n  }\n\n  // Goes on", f"    {_TELL}\n    place ^= 8;\n  }}\n\n  // Goes on"),),
+        "next_tile_hint.cuh",
+        (("    place ^= 8;\n  }\n\n  // Moves `tile`", f"    {_TELL}\n    place ^= 8;\n  }}\n\n  // Moves `tile`"),),
     ),
     "exchange": Race(  # sums are sent to a slot whose last ones may not have been read
         "swapped_16x64_s20_p2_k1x2_tma",
-        "reduction.cuh",
-        (("if (receivers(share) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);", ""),),
+        "split_k_exchange.cuh",
+        (("if (receivers(split) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);", ""),),
     ),
 }

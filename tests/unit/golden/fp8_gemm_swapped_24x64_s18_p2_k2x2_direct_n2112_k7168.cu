@@ -12,9 +12,8 @@ struct Tile {
 struct Mma {
   enum : u32 { kN = 24 };
 
-  // partial = a * b, or partial += a * b if `keep` is not 0, by descriptors of a block of K. The old sums are an operand even
-  // where they are dropped: with `keep` unknown to the compiler, it cannot take a second set of registers to start before
-  // they have been read.
+  // partial = a * b, or partial += a * b if `keep` is not 0; a and b are descriptors of a block of K. The compiler must not know
+  // `keep`: then the old sums stay an operand, and it cannot use a second set of registers.
   static DG_DEVICE void multiply(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
     asm volatile(
         "{\n .reg .pred keeps, adds;\n .reg .b64 a<4>, b<4>;\n"
@@ -39,23 +38,34 @@ struct Mma {
         : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11])        : "l"(a), "l"(b), "r"(keep), "n"(+kInstructionStep));
   }
 
-  // To be called behind the wait for them: keeps the compiler from moving uses of sums across asynchronous instructions
-  // that own them.
+  // Call after the wait for the products. It keeps the compiler from moving uses of the sums before that wait.
   static DG_DEVICE void settle(float (&partial)[kN / 2]) {
     asm volatile("" : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11])::"memory");
   }
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    fp8_gemm_swapped_24x64_s18_p2_k2x2_direct_n2112_k7168(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages,
-    const __grid_constant__ Raster raster, u32 leave_first, const float* scale_b, i64 scale_b_stride_n,
-    i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a,
-    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
-    const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last,
-    const __grid_constant__ TensorMap map_scale_a_last) {
+    fp8_gemm_swapped_24x64_s18_p2_k2x2_direct_n2112_k7168(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, const __grid_constant__ Raster raster, u32 evict_first, const float* scale_b, i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last, const __grid_constant__ TensorMap map_scale_a_last) {
   extern __shared__ __align__(1024) u8 shared[];
-  const Fp8GemmArguments arguments{&map_a, &map_scale_a, nullptr, {&map_b}, &map_a_last, &map_b_last, &map_scale_a_last,
-                                   {nullptr, nullptr}, scale_b, scale_b_stride_n, scale_b_stride_k, d, d_stride, m, n, k, last_rows,
-                                   last_columns, &raster, early_stages, leave_first};
+  Fp8GemmArguments arguments{};
+  arguments.m = m;
+  arguments.n = n;
+  arguments.k = k;
+  arguments.last_rows = last_rows;
+  arguments.last_columns = last_columns;
+  arguments.early_stages = early_stages;
+  arguments.raster = &raster;
+  arguments.evict_first = evict_first;
+  arguments.scale_b = scale_b;
+  arguments.scale_b_stride_n = scale_b_stride_n;
+  arguments.scale_b_stride_k = scale_b_stride_k;
+  arguments.d = d;
+  arguments.d_stride = d_stride;
+  arguments.map_a = &map_a;
+  arguments.map_b[0] = &map_b;
+  arguments.map_scale_a = &map_scale_a;
+  arguments.map_a_last = &map_a_last;
+  arguments.map_b_last = &map_b_last;
+  arguments.map_scale_a_last = &map_scale_a_last;
   Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();
 }
