@@ -22,12 +22,14 @@ def transpose_scales(sf: Tensor) -> Tensor:
             f"sf must be float32 on a CUDA device with 2 or 3 dimensions, but it is {sf.dtype} on {sf.device} with "
             f"{sf.dim()}."
         )
+    fake = checks.is_fake([sf])
+    if not fake:
+        checks.check_memory({"sf": sf})
     batched = sf if sf.dim() == 3 else sf.unsqueeze(0)
     batch, rows, columns = batched.shape
     # Not empty_strided, which would leave out what lies past the last row of the last column.
     whole = torch.empty((batch, columns, align(rows, 4)), dtype=sf.dtype, device=sf.device)
-    if sf.numel() and not checks.is_fake([sf]):
-        checks.check_memory({"sf": sf})
+    if sf.numel() and not fake:
         device = sf.get_device()
         with torch.cuda.device(device):
             plan = engine.plan(TransposeSpec(rows, columns, batch), device)
