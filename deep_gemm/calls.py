@@ -285,8 +285,8 @@ def _source(operation: Operation) -> str:
         f"        key = ({', '.join(key)})",
         "        call = calls.warm.get(key)",
         "    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
-        # Something is wrong with the arguments, has no memory that could be looked at, or is a fake tensor on a GPU that
-        # this torch is not built for: the check says which.
+        # Something is wrong with the arguments, has no memory that could be looked at, or is a fake tensor on a GPU and
+        # this torch is built without CUDA: the check says which.
         f"        calls.first(None, ({', '.join(operation.parameters)},), ())",
         "        return",
         "    if call is not None:",
