@@ -13,15 +13,27 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deep_gemm.errors import InvalidInputError
+from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
 
 
-def per_token_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> tuple[Tensor, Tensor]:
-    """Cast x (m, k) with one scale per row per ``gran_k`` columns: (m, k) E4M3, (m, ceil(k / gran_k)) float32."""
+def per_token_cast_to_fp8(
+    x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cast x (m, k) with one scale per row per ``gran_k`` columns: (m, k) E4M3, (m, ceil(k / gran_k)) float32.
+
+    ``use_packed_ue8m0``, scales as exponents packed into int32, is an UnsupportedError: Hopper cannot use them.
+    """
+    if not isinstance(use_packed_ue8m0, bool):
+        raise InvalidInputError(f"use_packed_ue8m0 must be True or False, but it is {use_packed_ue8m0!r}.")
+    if use_packed_ue8m0:
+        raise UnsupportedError(
+            "use_packed_ue8m0 is True, and Hopper cannot use packed UE8M0 scales. Leave it False: scales are float32 "
+            "then, and powers of two with use_ue8m0."
+        )
     return _cast_blocks(x, 1, gran_k, use_ue8m0)
 
 

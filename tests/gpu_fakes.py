@@ -15,6 +15,7 @@ from deep_gemm import arch, calls, constant, engine, options
 from deep_gemm.ops import fp8_dense
 from deep_gemm.spec import Spec, TransposeSpec
 
+EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
@@ -60,7 +61,7 @@ class FakeGpu:
         monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
-        monkeypatch.setattr(calls.Replay, "_scratch", self.scratch)
+        monkeypatch.setattr(torch, "empty", self.empty)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
         monkeypatch.setattr(options, "num_sms_for", lambda device: 132)
@@ -77,8 +78,8 @@ class FakeGpu:
         return FakeLaunch(self, kernel, addresses, constant)
 
     @staticmethod
-    def scratch(replay: Any) -> list[torch.Tensor]:
-        return [torch.empty(shape, dtype=dtype) for shape, dtype in replay._work.scratch.values()]
+    def empty(*sizes: Any, device: Any = None, **others: Any) -> torch.Tensor:
+        return EMPTY(*sizes, device="cpu" if device == f"cuda:{CPU}" else device, **others)
 
     @property
     def constants(self) -> list[bool]:

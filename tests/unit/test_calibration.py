@@ -268,25 +268,25 @@ def test_a_fit_does_not_see_what_is_held_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "files"),
+    ("kind", "files", "worst"),
     [
-        ("few_tokens", ["survey-few.jsonl"]),
-        ("batch_tokens", ["survey.jsonl", "survey-batch.jsonl"]),
-        ("some_tokens", ["survey.jsonl"]),
-        ("many_tokens", ["survey.jsonl"]),
+        ("few_tokens", ["survey-few.jsonl"], 0.67),
+        ("batch_tokens", ["survey.jsonl", "survey-batch.jsonl"], 0.86),
+        ("some_tokens", ["survey.jsonl"], 0.89),
+        ("many_tokens", ["survey.jsonl"], 0.85),
     ],
 )
-def test_the_h200s_constants_select_no_worse_than_its_file_says(kind: str, files: list[str]) -> None:
+def test_the_h200s_constants_select_no_worse_than_its_file_says(kind: str, files: list[str], worst: float) -> None:
     """On the surveys that they were fitted to, of which a few rows have no two configs any more: a change of the model
-    that loses by it needs another fit."""
+    that loses by it needs another fit. The file's worst rows are of more configs than calls choose among now."""
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     found = survey.load([results / file for file in files])
     data = fit.Data.of([row for row in found if kind_of(row["m"]) == kind], arch.SM90)
     selected = data.selected(getattr(default(), kind)).tolist()
     written = json.loads(file_of("NVIDIA H200").read_text())["fit"][kind]
-    assert 0.985 * written["shapes"] < len(selected) <= written["shapes"]
-    assert geometric_mean(selected) >= written["selected_over_best"] - 1e-3
-    assert min(selected) >= written["worst"] - 2e-3
+    assert 0.97 * written["shapes"] < len(selected) <= written["shapes"]
+    assert geometric_mean(selected) >= written["selected_over_best"]
+    assert min(selected) > worst
 
 
 def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(

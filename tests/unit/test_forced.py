@@ -76,7 +76,7 @@ def test_a_launch_has_the_operands(
     assert ctypes.c_uint64.from_address(at["d"]).value == d.data_ptr()
     assert [ctypes.c_uint32.from_address(at[name]).value for name in ("m", "n", "k")] == [37, 200, 272]
     one_row = int(params.config.block_m >= 37)  # of tiles, so that B leaves L2 first
-    assert [ctypes.c_uint32.from_address(at[name]).value for name in ("early_stages", "leave_first")] == [0, one_row]
+    assert [ctypes.c_uint32.from_address(at[name]).value for name in ("early_stages", "evict_first")] == [0, one_row]
 
 
 def test_an_output_that_cannot_be_stored_by_tma_is_refused(driver: FakeDriver, tmp_path: Path) -> None:

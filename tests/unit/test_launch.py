@@ -159,7 +159,7 @@ def test_arguments_have_the_types_and_values_of_the_kernels_parameters(config: F
         "n": 1000,
         "k": 912,
         "early_stages": 0,
-        "leave_first": 0,
+        "evict_first": 0,
     }
 
 
@@ -194,9 +194,9 @@ def test_few_stages_come_early_where_the_previous_kernel_has_more_to_do_than_loa
     assert _early_stages(find_config(family, block_m=tile[0], block_n=tile[1]), m, k) == early
 
 
-def leave_first(params: KernelParams, g: Geometry) -> object:
+def evict_first(params: KernelParams, g: Geometry) -> object:
     """Bits: 1 for B, 2 for D."""
-    kind, bits = record(params, g).args["leave_first"]
+    kind, bits = record(params, g).args["evict_first"]
     assert kind == "u32"
     return bits
 
@@ -211,7 +211,7 @@ def test_weights_leave_l2_first_where_all_that_read_them_do_so_at_one_time() -> 
             (rows * most, 1024, most == 1),
             (rows * most + 1, 1152, 0),
         ):
-            assert leave_first(make_params(config), Geometry(m, 1000, k)) == once
+            assert evict_first(make_params(config), Geometry(m, 1000, k)) == once
 
 
 TMA = 2
@@ -236,7 +236,7 @@ def test_what_would_push_out_what_is_needed_again_leaves_l2_first(
     config: FP8Config, shape: tuple[int, int, int], leaves: int
 ) -> None:
     for store, found in (("tma", leaves), ("direct", leaves & ~TMA)):
-        assert leave_first(make_params(config, store), Geometry(*shape)) == found
+        assert evict_first(make_params(config, store), Geometry(*shape)) == found
 
 
 @pytest.mark.parametrize("pdl", [False, True])

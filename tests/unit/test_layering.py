@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from deep_gemm import kernels
+
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 400
 
@@ -109,6 +111,66 @@ def violations(module: str, tree: ast.AST) -> list[str]:
         ):
             found.append(f"{module} imports {target}")
     return found
+
+
+CORE = (
+    *("deep_gemm.arch", "deep_gemm.calls", "deep_gemm.constant", "deep_gemm.engine", "deep_gemm.options"),
+    *("deep_gemm.record", "deep_gemm.select", "deep_gemm.jit", "deep_gemm.kernels.__init__", "deep_gemm.kernels.base"),
+    *("deep_gemm.kernels.features", "deep_gemm.kernels.raster", "deep_gemm.kernels.tiles"),
+)
+"""What serves every GEMM, of any dtype and family."""
+FAMILY = re.compile(r"fp\d|e\dm\d|float8|swapped|upright_?(config|by|gemm)|(bf|f|bfloat|float)(16|32)|sm\d+_\w")
+DTYPES_OF = {
+    "deep_gemm.jit.driver.tensor_map": {"f32", "bf16"},  # the driver's own names
+    "deep_gemm.jit.driver.launch": {"f32"},
+}
+
+
+def particulars(module: str, tree: ast.AST) -> set[str]:
+    """Families and dtypes that a module names in its code: identifiers and strings, but for what people read."""
+    read = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    } | {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in read:
+            names.add(node.value)
+        for field in ("id", "attr", "arg", "name", "module", "asname"):
+            value = getattr(node, field, None)
+            names |= {value} if isinstance(value, str) else set()
+    return {name for name in names - DTYPES_OF.get(module, set()) if FAMILY.search(name.lower())}
+
+
+@pytest.mark.parametrize(
+    "module", sorted(m for m in FILES if any(m == prefix or m.startswith(prefix + ".") for prefix in CORE))
+)
+def test_the_core_names_no_family_and_no_dtype(module: str) -> None:
+    """Another kernel, another operation or another dtype is a file of its own, and changes none of these."""
+    assert particulars(module, parse(FILES[module])) == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from .kernels import sm90_fp8_gemm",
+        "isinstance(config, SwappedConfig)",
+        "kernel == 'sm90_bf16_gemm'",
+        "d.dtype == torch.bfloat16",
+        "def fp8_gemm_launch(): pass",
+    ],
+)
+def test_a_name_of_a_family_is_found(source: str) -> None:
+    assert particulars("deep_gemm.engine", ast.parse(source))
+
+
+@pytest.mark.parametrize("module", sorted(m for m in FILES if not m.startswith("deep_gemm.kernels")))
+def test_families_are_found_by_the_registry_alone(module: str) -> None:
+    families = {f"deep_gemm.kernels.{name}" for name in kernels.registry()}
+    assert families.isdisjoint(imports(module, parse(FILES[module])))
 
 
 def reads_environment(tree: ast.AST) -> bool:

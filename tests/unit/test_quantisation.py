@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import InvalidInputError
+import deep_gemm
+from deep_gemm import InvalidInputError, UnsupportedError
 from deep_gemm import quantisation as q
 from deep_gemm.spec import ceil_div
 
@@ -174,3 +176,35 @@ def test_infinity_and_nan_have_no_ceiling() -> None:
 def test_mistakes(call: Callable[[], object], words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         call()
+
+
+def test_packed_scales_are_for_newer_hardware() -> None:
+    """The keyword is DeepGEMM's, and callers pass it whatever the GPU."""
+    x = torch.ones(2, 256)
+    with pytest.raises(UnsupportedError, match="packed UE8M0"):
+        q.per_token_cast_to_fp8(x, use_ue8m0=True, gran_k=128, use_packed_ue8m0=True)
+    with pytest.raises(InvalidInputError, match="use_packed_ue8m0 must be True or False"):
+        q.per_token_cast_to_fp8(x, True, use_packed_ue8m0=1)  # type: ignore[arg-type]
+    y, sf = q.per_token_cast_to_fp8(x, use_ue8m0=True, gran_k=128, use_packed_ue8m0=False)
+    assert (y.shape, sf.shape) == ((2, 256), (2, 2))
+
+
+PUBLIC: dict[str, tuple[str, ...]] = {
+    "per_token_cast_to_fp8": ("x", "use_ue8m0", "gran_k", "use_packed_ue8m0"),
+    "per_channel_cast_to_fp8": ("x", "use_ue8m0", "gran_k"),
+    "per_block_cast_to_fp8": ("x", "use_ue8m0", "gran_k"),
+    "per_custom_dims_cast_to_fp8": ("x", "dims", "use_ue8m0"),
+    "transform_sf_into_required_layout": (
+        *("sf", "mn", "k", "recipe", "num_groups", "is_sfa", "disable_ue8m0_cast", "psum_layout"),
+    ),
+    "get_mn_major_tma_aligned_tensor": ("sf",),
+    "get_tma_aligned_size": ("x", "element_size"),
+    "ceil_div": ("x", "y"),
+    "align": ("x", "y"),
+    "get_theoretical_mk_alignment_for_contiguous_layout": ("expected_m", "num_groups"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_arguments_have_deepgemms_names_and_order(name: str) -> None:
+    assert tuple(inspect.signature(getattr(deep_gemm, name)).parameters) == PUBLIC[name]
