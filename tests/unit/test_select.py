@@ -212,10 +212,13 @@ def test_ctas_of_one_tile_have_more_stages_and_are_preferred_for_that() -> None:
     one_wave = asked(m=256, n=7168, k=2048)
     assert is_lone(select(one_wave, SM90).config)
     assert not is_lone(select(replace(one_wave, m=4096), SM90).config)
-    for config in SERVING:
-        if is_lone(config):
-            twins = [replace(config, persistent=True, num_stages=fewer) for fewer in range(2, config.num_stages)]  # type: ignore[call-arg]
-            assert any(twin in LEGAL for twin in twins), f"{config} has no persistent twin with fewer stages"
+    more = []
+    for config in filter(is_lone, SERVING):
+        twins = [replace(config, persistent=True, num_stages=s) for s in range(2, config.num_stages + 1)]  # type: ignore[call-arg]
+        stages = [twin.num_stages for twin in twins if twin in LEGAL]
+        assert stages, f"{config} has no persistent twin with as many stages or fewer"
+        more.append(max(stages) < config.num_stages)
+    assert sum(more) > len(more) / 2
 
 
 def test_large_problems_get_large_tiles_and_small_ones_more_of_them() -> None:
