@@ -2,6 +2,12 @@
 #include "pipeline.cuh"
 #include "tma.cuh"
 
+// Copies `bytes` that lie one after the other into shared memory, without a tensor map.
+DG_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
 enum : u32 { kStages = 12, kStageBytes = 16384, kConsumers = 128 };
 enum : u32 { kBarrierBytes = 256 };  // of shared memory, before the ring
 using Barriers = PipelineBarriers<kStages, kConsumers / 32, 1>;

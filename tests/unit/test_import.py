@@ -109,21 +109,17 @@ def test_names_without_an_implementation_say_so(name: str) -> None:
 
 def test_importing_is_light() -> None:
     code = """
-import torch, sys, time
+import torch, sys
 before = set(sys.modules)
-start = time.process_time()  # of this process: others may keep the CPUs busy
 import deep_gemm
 for name in set(deep_gemm.__all__) - {"precompile", "testing"}:
     getattr(deep_gemm, name)
-seconds = time.process_time() - start
 heavy = {"jinja2", "cuda", "platformdirs", "filelock", "click", "rich", "matplotlib", "yaml", "triton", "pytest"}
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not new & heavy, new & heavy
 assert not torch.cuda.is_initialized()
-print(seconds)
 """
-    best = min(float(child(code)) for _ in range(3))
-    assert best < 0.15, f"importing took {best:.3f} s on top of torch"
+    child(code)  # how much it imports is a budget: see compile/test_budgets.py
 
 
 def test_importing_touches_no_environment_disk_or_process(tmp_path: Path) -> None:
