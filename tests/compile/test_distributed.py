@@ -107,7 +107,7 @@ def test_ranks_that_die(tmp_path: Path) -> None:
         assert [answer["warnings"] for answer in answers[:3]] == [[]] * 3
 
         gate = str(tmp_path / "gate")
-        told = jobs(tmp_path / "second", timeout=2.0, after=gate)
+        told = jobs(tmp_path / "second", SHAPES[:3], timeout=2.0, after=gate)  # five kernels: one in those hands
         told[1] |= {"after": None, "sabotage": ("dies building", gate), "jobs": 1}
         answers = ranks.run(told)
         assert answers[1] is None

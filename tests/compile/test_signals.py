@@ -89,7 +89,7 @@ def test_an_interrupted_compilation_is_cancelled(nvrtc: Compiler) -> None:
 
     own = Nvrtc(nvrtc.path, nvrtc.version)
     own._library = Watched()  # type: ignore[assignment]
-    golden = Path(__file__).parents[1] / "unit" / "golden" / "fp8_gemm_128x192_s4_p1_direct.cu"
+    golden = Path(__file__).parents[1] / "unit" / "golden" / "fp8_gemm_128x128_s5_p2_tma.cu"
     flags, before = own.flags("sm_90a"), set(threading.enumerate())
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
