@@ -119,7 +119,7 @@ new = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not new & heavy, new & heavy
 assert not torch.cuda.is_initialized()
 """
-    child(code)  # how much it imports is a budget: see compile/test_budgets.py
+    child(code)  # how much it imports is a budget: see test_budgets.py
 
 
 def test_importing_touches_no_environment_disk_or_process(tmp_path: Path) -> None:
