@@ -9,6 +9,7 @@
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
+#include "loaders.cuh"
 #include "next_tile_hint.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
@@ -76,7 +77,7 @@ struct Fp8Gemm {
   // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK };
   enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA writes to 128-byte boundaries
-  enum : u32 { kOffsetB = kStages * kBytesA };
+  enum : u32 { kOffsetA = 0, kOffsetB = kStages * kBytesA };
   using Scaling = RowTokens<Weights, Columns, kSlices, kBytesScale>;
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
@@ -118,7 +119,7 @@ struct Fp8Gemm {
       prologue_sync<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
-      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
+      if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(*this, first);
       if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
       if (kStoreWarp && warp == kConsumers * 4 + 3) store_tiles(*this, Scheduler(arg.raster));
       __syncwarp();
@@ -158,6 +159,7 @@ struct Fp8Gemm {
   DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, kClusters>(row, m(), arg.last_rows); }
 
+  DG_DEVICE u32 weights_loaded(const Scheduler& tile) const { return columns_of(tile).existing(n()); }
   DG_DEVICE Order order() const { return Order(blocks(), rank_k(), 0); }
 
   // Three threads, each in its own warp, load B, A, and A's scales into the stages in order. One thread cannot issue loads as fast
@@ -186,44 +188,8 @@ struct Fp8Gemm {
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
   }
 
-  DG_DEVICE void produce_tokens(Scheduler tile) {
-    Cursor cursor;
-    const u32 part = tokens_part();
-    for (; tile.valid(); tile.advance()) {
-      const Order order = this->order();
-      const u32 loaded = tokens_loaded(tile.row);
-      with_map<kTokensBox, kClusters>(part, loaded, arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
-        wait_for_previous_kernel();
-        allow_next_kernel();
-        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          const u32 a = shared + stage * kBytesA + part * kBlockK, x = order.step_block(step) * kBlockK;
-          if (!map) return;
-          if constexpr (kClusterN > 1) {
-            tma_load_multicast(a, map, barriers.full(stage), x, tile.row + part, kAll);
-          } else {
-            tma_load(a, map, barriers.full(stage), x, tile.row);
-          }
-        });
-      });
-    }
-  }
-
-  // This loader has the least to do, so it also tells the full barriers how many bytes all three load.
   DG_DEVICE void produce_scales(Scheduler tile) {
-    Cursor cursor;
-    for (; tile.valid(); tile.advance()) {
-      const Order order = this->order();
-      const u32 loaded = tokens_loaded(tile.row);
-      const u32 bytes = columns_of(tile).existing(n()) * kBlockK + loaded * (kBlockK + 4);
-      with_map<kBlockM, kClusters>(0, loaded, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
-        wait_for_previous_kernel();
-        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          barrier_arrive_expect(barriers.full(stage), bytes);
-          const u32 to = shared + kOffsetScale + stage * kBytesScale, y = order.step_block(step);
-          if (map) tma_load(to, map, barriers.full(stage), tile.row, y);
-        });
-      });
-    }
+    ProducerCursor cursor = load_scales(*this, tile);
     if constexpr (kTmaStore && !kPersistent) barriers.fill(cursor, Areas::kStagesLent, [](u32, u32) {});
   }
 

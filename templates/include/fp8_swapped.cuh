@@ -9,6 +9,7 @@
 #include "epilogue.cuh"
 #include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
+#include "loaders.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
 #include "prologue.cuh"
@@ -24,10 +25,11 @@ struct Fp8Swapped {
   enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kClusterK = Tile::kClusterK };
   // Splits of a tile's K: one for each consumer of each CTA of the cluster.
   enum : u32 { kSplits = kClusterK * kConsumers };
-  enum : bool { kTmaStore = Tile::kTmaStore };
+  enum : bool { kTmaStore = Tile::kTmaStore, kClusters = false };  // no CTAs that share loads
+  enum : u32 { kClusterN = 1, kTokensBox = kBlockM };
 
   // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
-  enum : u32 { kBytesWeights = kBlockN * kBlockK, kBytesTokens = kBlockM * kBlockK };
+  enum : u32 { kBytesWeights = kBlockN * kBlockK, kBytesA = kBlockM * kBlockK };
 
   struct Shape {
     enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = 2 };
@@ -42,15 +44,16 @@ struct Fp8Swapped {
   using Order = BlockOrder<kClusterK, kConsumers>;
   using Weights = BlockScales<1, Order>;
   using Scaling = ColumnTokens<Weights, kBlockM>;
+  enum : u32 { kBytesScale = Scaling::kStageBytes };
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedStore<kBlockM, Exchange::kOwned>;
   using Cursor = ProducerCursor;
 
-  enum : u32 { kOffsetTokens = kStages * kBytesWeights };
-  enum : u32 { kOffsetStaging = kOffsetTokens + kStages * kBytesTokens };
+  enum : u32 { kOffsetA = kStages * kBytesWeights };
+  enum : u32 { kOffsetStaging = kOffsetA + kStages * kBytesA };
   enum : u32 { kOffsetSlots = kOffsetStaging + (kTmaStore ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetScale = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kOffsetBarriers = kOffsetScale + kStages * Scaling::kStageBytes };
+  enum : u32 { kOffsetBarriers = kOffsetScale + kStages * kBytesScale };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kSplits > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
@@ -84,8 +87,8 @@ struct Fp8Swapped {
       prologue_sync<kClusterK>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
-      if (warp == kConsumers * 4 + 1 && elect_one()) produce_tokens(first);
-      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
+      if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(*this, first);
+      if (warp == kConsumers * 4 + 2 && elect_one()) load_scales(*this, first);
       __syncwarp();
     } else {
       if (threadIdx.x == 0) prefetch_maps<1>(arg, kBlockM, kBlockN);
@@ -100,7 +103,7 @@ struct Fp8Swapped {
     const Order order(blocks(), rank_k(), 0);
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(kBytesWeights, kClusterK > 1 || arg.early_stages > 0));
-      with_map<kBlockN, false>(0, weights_loaded(first.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
+      with_map<kBlockN, false>(0, weights_loaded(first), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step) tma_prefetch(map, order.step_block(step) * kBlockK, first.column);
       });
@@ -108,8 +111,11 @@ struct Fp8Swapped {
     __syncwarp();
   }
 
+  DG_DEVICE Order order() const { return Order(blocks(), rank_k(), 0); }
+
   // Rows of B and of A that are loaded for a tile.
-  DG_DEVICE u32 weights_loaded(u32 column) const { return rows_loaded<kBlockN, false>(column, n(), arg.last_columns); }
+  DG_DEVICE u32 tokens_part() const { return 0; }
+  DG_DEVICE u32 weights_loaded(const Scheduler& tile) const { return rows_loaded<kBlockN, false>(tile.column, n(), arg.last_columns); }
   DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, false>(row, m(), arg.last_rows); }
 
   // Three threads, each in its own warp, load weights, tokens, and the tokens' scales into the stages in order. One thread cannot
@@ -123,42 +129,10 @@ struct Fp8Swapped {
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           tma_load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step) * kBlockK,
                    tile.column, policy...);
-        }, EarlyLoads(arg.early_stages, kBytesWeights, kBytesTokens));
+        }, EarlyLoads(arg.early_stages, kBytesWeights, kBytesA));
       };
-      with_map<kBlockN, false>(0, weights_loaded(tile.column), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
+      with_map<kBlockN, false>(0, weights_loaded(tile), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load_all(map, policy...); });
-      });
-    }
-  }
-
-  DG_DEVICE void produce_tokens(Scheduler tile) {
-    Cursor cursor;
-    const Order order(blocks(), rank_k(), 0);
-    for (; tile.valid(); tile.advance())
-      with_map<kBlockM, false>(0, tokens_loaded(tile.row), arg.map_a, arg.map_a_last, [&](const TensorMap* map) {
-        wait_for_previous_kernel();
-        allow_next_kernel();
-        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          tma_load(shared + kOffsetTokens + stage * kBytesTokens, map, barriers.full(stage),
-                   order.step_block(step) * kBlockK, tile.row);
-        });
-      });
-  }
-
-  // This loader has the least to do, so it also tells the full barriers how many bytes all three load.
-  DG_DEVICE void produce_scales(Scheduler tile) {
-    Cursor cursor;
-    const Order order(blocks(), rank_k(), 0);
-    for (; tile.valid(); tile.advance()) {
-      const u32 rows = tokens_loaded(tile.row);
-      const u32 bytes = weights_loaded(tile.column) * kBlockK + rows * (kBlockK + 4);
-      with_map<kBlockM, false>(0, rows, arg.map_scale_a, arg.map_scale_a_last, [&](const TensorMap* map) {
-        wait_for_previous_kernel();
-        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          barrier_arrive_expect(barriers.full(stage), bytes);
-          const u32 to = shared + kOffsetScale + stage * Scaling::kStageBytes;
-          tma_load(to, map, barriers.full(stage), tile.row, order.step_block(step));
-        });
       });
     }
   }
@@ -178,7 +152,7 @@ struct Fp8Swapped {
     const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part(tile));
     Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + lane % 4 * 8),
                       uniform(descriptor_low(shared + first_row * kBlockK)),
-                      uniform(descriptor_low(shared + kOffsetTokens)), consumer, lane);
+                      uniform(descriptor_low(shared + kOffsetA)), consumer, lane);
     mainloop.at.stage = turn;
     if (arg.early_stages == 0) wait_for_previous_kernel();
     if (tile.valid()) mainloop.scaling.weights.open();
