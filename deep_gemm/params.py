@@ -95,6 +95,30 @@ class SwappedConfig(FP8Config):
 
 
 @dataclass(frozen=True)
+class HalfConfig(GemmConfig):
+    """A GEMM config for 16-bit operands, whose sums stay in the tensor cores' accumulators. Rows of A are the tensor
+    cores' M."""
+
+    @property
+    def slices(self) -> int:
+        """m64 slices of rows that one consumer multiplies."""
+        return self.block_m // (64 * self.num_consumers)
+
+
+@dataclass(frozen=True)
+class HalfSwappedConfig(GemmConfig):
+    """The same with ``block_n`` rows of B as the tensor cores' M, and ``block_m`` rows of A as their N. In groups of
+    ``consumers_k`` consumers share a tile's rows and take its blocks of K in turn."""
+
+    consumers_k: int = 1
+
+    @property
+    def k_shares(self) -> int:
+        """Parts that a tile's K is split into, to be added up at the end."""
+        return self.cluster_k * self.consumers_k
+
+
+@dataclass(frozen=True)
 class TransposeConfig(KernelConfig):
     """What one CTA of ``num_threads`` threads transposes."""
 
@@ -127,3 +151,14 @@ class KernelParams:
         # Fields are plain values: no copies of them, which `dataclasses.asdict` would make at ten times the cost.
         config = {"class": type(self.config).__name__, **vars(self.config)}
         return {**vars(self), "config": config}
+
+
+@dataclass(frozen=True)
+class HalfParams(KernelParams):
+    """Of a 16-bit GEMM also the operands' ``dtype`` ("bf16" or "f16") and major dimensions ("kk", or "m" for one that
+    is MN-major), the ``output``'s dtype, and how C is added: "none", "reads", or "reduces" (TMA adds to D)."""
+
+    dtype: str = "bf16"
+    majors: str = "kk"
+    output: str = "bf16"
+    accumulate: str = "none"

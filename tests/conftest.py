@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Settings of the caller's shell must not decide what a test sees, and tests never touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
         del os.environ[variable]
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell without job control starts with "&"
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)
     os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
     config.stash[SCRATCH] = scratch

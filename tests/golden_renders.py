@@ -14,7 +14,7 @@ from typing import Any
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.engine import build_request
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped, transpose_scales
+from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped, sm90_half_gemm, sm90_half_swapped, transpose_scales
 from deep_gemm.kernels.base import Kernel
 from deep_gemm.params import FP8Config, KernelParams
 
@@ -47,6 +47,14 @@ def golden_params() -> list[KernelParams]:
         make_params(find_config(block_m=128, block_n=192, cluster_m=2), "direct", shape=(0, 2112, 7168)),
         make_params(find_config(SWAPPED, block_m=16)),
         make_params(find_config(SWAPPED, block_m=24, cluster_k=2, consumers_k=2), "direct", shape=(0, 2112, 7168)),
+        sm90_half_gemm.make_params(sm90_half_gemm.make_config(128, 256)),
+        sm90_half_gemm.make_params(
+            sm90_half_gemm.make_config(256, 128, (1, 2, 1)), majors="mm", output="f32", accumulate="reduces"
+        ),
+        sm90_half_swapped.make_params(sm90_half_swapped.make_config(16)),
+        sm90_half_swapped.make_params(
+            sm90_half_swapped.make_config(24, 2, 2), majors="km", dtype="f16", output="f16", accumulate="reads"
+        ),
         *transpose_scales.KERNEL.cases(),
     ]
 

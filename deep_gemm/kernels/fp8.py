@@ -15,14 +15,12 @@ from ..spec import SCALE_BLOCK, GemmSpec, Operand, Spec, align, ceil_div
 from . import fp8_features
 from .base import Argument, GemmKernel, Strides, Value
 from .features import Features
-from .fp8_features import SECTOR_BYTES, Counts
-from .raster import Raster, raster
+from .fp8_features import Counts
+from .loads import early_stages, evict_first, l2_promotion, operand_maps
+from .raster import raster
 from .tiles import first_column, last_rows, left, segments
 
 FP8ConfigT = TypeVar("FP8ConfigT", bound=FP8Config)
-
-BARRIER_BYTES = 16
-"""A full and an empty mbarrier."""
 
 
 class FP8Kernel(GemmKernel[FP8ConfigT]):
@@ -98,6 +96,10 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             **{f"shape_{letter}": size for letter, size in zip("mnk", params.shape, strict=True)},
             "tma_store": params.store == "tma",
             "mma_n": self.mma_n(config),
+            "mma_types": "k32.f32.e4m3.e4m3",
+            "mma_majors": "",
+            "step_a": "kStepKMajor",
+            "step_b": "kStepKMajor",
             "shared_bytes": self.shared_bytes(params),
             "arguments": self.struct(params),
         }
@@ -162,9 +164,9 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         def scales(box: int) -> TensorMapSpec:
             return TensorMapSpec("f32", (m, blocks), (stride_sfa * 4,), (box, 1))
 
-        map_a, map_a_last = _maps(tokens, "a", m, config.block_m // config.cluster_n, rows)
+        map_a, map_a_last = operand_maps(tokens, "a", m, config.block_m // config.cluster_n, rows)
         maps_b, map_b_last, columns = _weights_maps(weights, n, config)
-        map_scale_a, map_scale_a_last = _maps(scales, "sfa", m, config.block_m, rows)
+        map_scale_a, map_scale_a_last = operand_maps(scales, "sfa", m, config.block_m, rows)
         shape = LaunchShape(
             grid=(self.num_ctas(config, m, n, spec.num_sms), 1, 1),
             block=config.num_threads,
@@ -178,9 +180,9 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "k": k,
             "last_rows": rows,
             "last_columns": columns,
-            "early_stages": _early_stages(config, m, k) if constant and pdl else 0,
+            "early_stages": early_stages(config, m, k) if constant and pdl else 0,
             "raster": list(order.arguments),
-            "evict_first": _evict_first(spec, order, large_d=self.stores_by_tma(params)),
+            "evict_first": evict_first(spec, order, k, large_d=self.stores_by_tma(params)),
             "scale_b_stride_n": stride_sfb[0],
             "scale_b_stride_k": stride_sfb[1],
             "d_stride": stride_d,
@@ -210,65 +212,6 @@ def turns(config: FP8Config) -> int:
     idle: at M = N = 4096, K = 7168 on an H200, order took 128x192 from 215 to 190 us and 256x128 from 172.4 to 170.8.
     Products issued ahead lost by it."""
     return config.num_consumers if config.num_partials == config.k_shares == 1 else 1
-
-
-def l2_promotion(spec: GemmSpec, stride: int) -> int:
-    """How many bytes of a row of A or B, which are ``stride`` apart, come into L2 together: a block of K, or where D is
-    larger than B, two. Two at once keep what is wanted first waiting for what is wanted later: graphs of up to 64
-    tokens were 0 to 6% faster with one (H200, promised weights), single calls with M up to 512 mostly 1%. But what D's
-    writes interrupt is read better in long pieces: 1000 x 32768 x 512 took 9% longer with one, 4096 x 32768 x 512 4%.
-    Not so where rows begin inside sectors: of twelve such shapes none lost more than 1% by one, and where many SMs ask
-    for the same rows it is much better (6922 x 1280 x 3440 57.4 -> 52.4 us, 3465 x 1088 x 2960 29.2 -> 26.2)."""
-    inside_sectors = stride % SECTOR_BYTES > 0
-    return SCALE_BLOCK if inside_sectors or 2 * spec.m <= spec.k else 2 * SCALE_BLOCK
-
-
-_FEW_EARLY, _ALL_EARLY = 2, 255
-"""Stages; no ring has so many."""
-
-
-def _early_stages(config: FP8Config, m: int, k: int) -> int:
-    """How many stages of constant weights are loaded before the previous kernel has ended: the whole ring, but few
-    where that one has more to do than loads. Where D has an eighth of B's bytes or more, all SMs store for long, and
-    who reads much meanwhile slows them down: graphs of 32 to 128 x 32768 x 512, 96 and 128 x 24576 x 1536 and 64 x
-    20000 x 1024 were 4 to 10% faster with few on an H200. But only where one row of tiles reads B: 128 x 7168 x 2048,
-    which two read at a time, was 4% slower, and 64 x 24576 x 1536, whose D is smaller, 3%. Few, too, where a stage has
-    more bytes of tokens, which come last, than of weights: 96 and 128 x 2112 x 7168 were 3% faster."""
-    much_stored = m <= config.block_m and 16 * m >= k
-    return _FEW_EARLY if much_stored or config.block_n < config.block_m else _ALL_EARLY
-
-
-_IN_STEP = 8
-"""With more blocks of K than these, tiles take so much longer than their starts differ that those below each other
-read the same rows of B at one time."""
-
-_EVICT_B, _EVICT_D = 1, 2
-"""Bits of ``evict_first``."""
-
-_LARGE_D = 100_000_000
-"""Bytes, twice an H200's L2: of such a D little would be left for who reads it from its beginning, and what it pushes
-out meanwhile is needed. With D evicted first, and tiles in another order too, ten such shapes gained 2.8% on cuBLASLt
-by geometric mean, at least 0 and at most 8, and twelve whose D has 34 to 91 MB 0.1%."""
-
-
-def _evict_first(spec: GemmSpec, order: Raster, large_d: bool) -> int:
-    """What is loaded or stored with evict-first. B where one row of tiles reads it, or several that read the same rows
-    of it at one time: kept, such weights push out what is needed again: M x N x K of 256 x 7168 x 16384 took 5% longer
-    on an H200, 256 x 24576 x 1536 4%. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took up to
-    11% longer where they were let go. B also where it would push out A (see `raster`). And a large D, if ``large_d``
-    allows it."""
-    together = order.rows <= order.height and ceil_div(spec.k, SCALE_BLOCK) > _IN_STEP
-    bits = _EVICT_B if order.rows == 1 or together or order.evict_b else 0
-    large = large_d and 2 * spec.m * spec.n > _LARGE_D
-    return bits | (_EVICT_D if large else 0)
-
-
-def _maps(spec: Callable[[int], TensorMapSpec], operand: str, size: int, box: int, last: int) -> tuple[Map, Map]:
-    """The maps of an operand's ``size`` rows by what ``spec`` says of the rows of a box: for boxes of ``box``, and for
-    the last one, if ``last`` rows of the last tile are loaded. One map is both where no box is another."""
-    rest = left(last, box)
-    ending = Map(spec(rest), operand)
-    return (ending if rest == box or size <= box else Map(spec(box), operand)), ending
 
 
 def _weights_maps(spec: Callable[[int], TensorMapSpec], n: int, config: FP8Config) -> tuple[list[Map], Map, int]:

@@ -7,13 +7,11 @@ import math
 from typing import NamedTuple
 
 from ..arch import SM90
-from ..params import FP8Config
+from ..params import GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
 from .features import Features
+from .loads import SECTOR_BYTES
 from .tiles import last_rows, left
-
-SECTOR_BYTES = 32
-"""What L2 reads and writes at a time."""
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
@@ -52,11 +50,13 @@ class Counts(NamedTuple):
     """Several consumers promote without order."""
     transposed: bool = False
     """Operands are swapped."""
+    promotes: bool = True
+    """Sums are promoted in every block of K."""
     consumers_k: int = 1
 
 
 @functools.lru_cache(maxsize=4096)
-def _always(counts: Counts, config: FP8Config) -> dict[str, float]:
+def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
     """Of `Features` those that are the same for all specs."""
     x, size = counts, config.cluster_size
     products = x.slices * (x.width // x.mma_n) * 4
@@ -66,10 +66,10 @@ def _always(counts: Counts, config: FP8Config) -> dict[str, float]:
         "half_width": x.mma_n / 2,
         "read": x.groups * products * (64 + x.mma_n) * 32,
         "scales_read": x.groups * 128 * x.scales * 4,
-        "columns": x.slices * x.width,
+        "columns": x.slices * x.width if x.promotes else 0,
         "in_step": float(x.in_step),
-        "token_scales": x.width if x.transposed else 0,
-        "ahead": float(config.num_partials > 1),
+        "token_scales": x.width if x.transposed and x.promotes else 0,
+        "ahead": float(not x.promotes or getattr(config, "num_partials", 1) > 1),
         "consumers_k": x.consumers_k,
         "consumers": config.num_consumers,
         "store_warp": float(x.store_warp),
@@ -87,15 +87,15 @@ def _always(counts: Counts, config: FP8Config) -> dict[str, float]:
     }
 
 
-def _slots(config: FP8Config, num_sms: int) -> int:
+def _slots(config: GemmConfig, num_sms: int) -> int:
     """Clusters that run at a time."""
     size = config.cluster_size
     return max(1, int(PACKING[size] * num_sms * config.ctas_per_sm / size))
 
 
-def features(counts: Counts, spec: GemmSpec, config: FP8Config) -> Features:
-    """The numbers of one pair."""
-    m, n, k = spec.m, spec.n, spec.k
+def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: int = 1) -> Features:
+    """The numbers of one pair. From here on K counts bytes of a row."""
+    m, n, k = spec.m, spec.n, spec.k * element_bytes
     block_m, block_n, size, cluster_k = config.block_m, config.block_n, config.cluster_size, config.cluster_k
     across_m, across_n, shares = block_m * config.cluster_m, block_n * config.cluster_n, config.k_shares
     rows, columns = ceil_div(m, across_m), ceil_div(n, across_n)

@@ -12,8 +12,9 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, UprightConfig
 from ..spec import GemmSpec, Spec, align, ceil_div
 from .base import Value
-from .fp8 import BARRIER_BYTES, FP8Kernel, check_whole_pieces, turns
+from .fp8 import FP8Kernel, check_whole_pieces, turns
 from .fp8_features import Counts
+from .loads import BARRIER_BYTES
 from .tiles import segments
 
 MAX_STAGES = 16

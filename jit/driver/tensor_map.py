@@ -10,7 +10,7 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
 
 # Values of the driver's enumerations CUtensorMapDataType, ...Swizzle and ...L2promotion, and bytes of an element.
-_DTYPES = {"u8": (0, 1), "f32": (7, 4), "bf16": (9, 2)}
+_DTYPES = {"u8": (0, 1), "f16": (6, 2), "f32": (7, 4), "bf16": (9, 2)}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _NO_INTERLEAVE = 0

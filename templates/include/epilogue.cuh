@@ -1,21 +1,17 @@
-// Epilogues: float32 accumulators to bf16 in D.
+// Epilogues of the FP8 kernels, and of others with 16-bit output: float32 accumulators to D.
 #pragma once
+#include "barrier.cuh"
 #include "columns.cuh"
+#include "output.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
-
-// What happens to sums before they are stored: two neighbours in a thread's registers become two output elements in one word. All
-// stores of this file go through it.
-struct Epilogue {
-  static DG_DEVICE u32 apply(float low, float high) { return pack_bf16(low, high); }
-};
 
 // Sums are staged in shared memory and then stored either by TMA, which clips at the edges of D (`store`), or by the warp that
 // staged them (`copy`). TMA leaves consumers free for the next tile. A copy is done sooner: TMA has to wait for a barrier and
 // some 300 cycles of fence, and takes as long for rows of 64 bytes as for rows of 128. A warpgroup's staging area has 64 x
 // kBlockN bf16 for each m64 slice, cut into boxes of kBoxColumns columns. Rows of a box are swizzled over their own length, as
 // the tensor map expects.
-template <u32 kBlockN, u32 kSlices>
+template <u32 kBlockN, u32 kSlices, class Out = Output<kBf16>>
 struct TmaStore {
   enum : u32 { kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16 };
   enum : u32 { kRowBytes = kBoxColumns * 2 };
@@ -38,8 +34,8 @@ struct TmaStore {
       const float* v = sum + (column - kColumn) / 2;
       const u32 box = staging + (kSlice * (kBlockN / kBoxColumns) + column / kBoxColumns) * kBoxBytes;
       const u32 unit = column % kBoxColumns / 8 + lane / 16;
-      store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, Epilogue::apply(v[0], v[1]), Epilogue::apply(v[2], v[3]),
-                      Epilogue::apply(v[4], v[5]), Epilogue::apply(v[6], v[7]));
+      store_matrix_x4(box + row * kRowBytes + swizzled(row, unit) * 16, Out::apply(v[0], v[1]), Out::apply(v[2], v[3]),
+                      Out::apply(v[4], v[5]), Out::apply(v[6], v[7]));
     }
   }
 
@@ -96,7 +92,7 @@ struct TmaStore {
 };
 
 // Element by element, for a D whose rows do not begin on 16-byte boundaries. Stores the columns that this split owns.
-template <u32 kBlockN, u32 kSlices, u32 kSplits>
+template <u32 kBlockN, u32 kSlices, u32 kSplits, class Out = Output<kBf16>>
 DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlockN / 2], u32 row,
                             const TileColumns<kBlockN>& tile, u32 rows, u32 columns, u32 warp, u32 lane, u32 split) {
 #pragma unroll
@@ -106,7 +102,7 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
       const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4;
       const u32 x = tile.at(i / 4 * 8) + lane % 4 * 2;
       if (y < rows && i / (kBlockN / 2 / kSplits) == split) {
-        const u32 packed = Epilogue::apply(sum[slice][i], sum[slice][i + 1]);
+        const u32 packed = Out::apply(sum[slice][i], sum[slice][i + 1]);
         u16* out = d + y * stride + x;
         if (x < columns) out[0] = static_cast<u16>(packed);
         if (x + 1 < columns) out[1] = static_cast<u16>(packed >> 16);
@@ -121,7 +117,7 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
 //
 // TMA stores need a fence and two barriers more. With constant weights in a graph, 32 x 576 x 7168 took 3.10 us with TMA and
 // 2.94 with copies, and 1 x 7168 x 2048 took 4.23 and 4.08 (H200).
-template <u32 kTokens, u32 kStored>
+template <u32 kTokens, u32 kStored, class Out = Output<kBf16>>
 struct TransposedStore {
   enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom
   enum : u32 { kBytes = kStored * kChunkBytes };  // one warpgroup's staging area
@@ -135,7 +131,7 @@ struct TransposedStore {
     for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
       if (wanted(chunk)) {
         const float* v = &sum[0][chunk * 4];
-        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, Epilogue::apply(v[0], v[1]), Epilogue::apply(v[2], v[3]));
+        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, Out::apply(v[0], v[1]), Out::apply(v[2], v[3]));
       }
     }
   }
@@ -166,7 +162,7 @@ struct TransposedStore {
   }
 };
 
-template <u32 kTokens, class Wanted>
+template <u32 kTokens, class Out = Output<kBf16>, class Wanted>
 DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[1][kTokens / 2], u32 token,
                                        u32 weight, u32 tokens, u32 weights, u32 warp, u32 lane, const Wanted& wanted) {
 #pragma unroll
@@ -176,7 +172,7 @@ DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[1]
       for (u32 i = 0; i < 4; i += 2) {
         const u32 x = weight + warp * 16 + lane / 4 + i * 4;
         const u32 y = token + chunk * 8 + lane % 4 * 2;
-        const u32 packed = Epilogue::apply(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
+        const u32 packed = Out::apply(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
         u16* out = d + y * stride + x;
         if (x < weights && y < tokens) out[0] = static_cast<u16>(packed);
         if (x < weights && y + 1 < tokens) out[stride] = static_cast<u16>(packed >> 16);

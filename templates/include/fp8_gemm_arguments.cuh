@@ -3,9 +3,6 @@
 #include "raster.cuh"
 #include "types.cuh"
 
-// Bits of `evict_first`.
-enum EvictFirst : u32 { kEvictB = 1, kEvictD = 2 };
-
 struct Fp8GemmArguments {
   const TensorMap *map_a, *map_scale_a;
   const TensorMap* map_d;   // null in kernels that do not store by TMA

@@ -1,13 +1,12 @@
 // Prologue: tensor map prefetch and mbarrier initialisation, before the first barrier of the CTA or cluster.
 #pragma once
 #include "barrier.cuh"
-#include "fp8_gemm_arguments.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
 // Prefetches the tensor maps of the first loads. Call it from a consumer thread, which is idle then.
-template <u32 kSegments>
-DG_DEVICE void prefetch_maps(const Fp8GemmArguments& arg, u32 block_m, u32 block_n) {
+template <u32 kSegments, class Arguments>
+DG_DEVICE void prefetch_maps(const Arguments& arg, u32 block_m, u32 block_n) {
 #pragma unroll
   for (u32 segment = 0; segment < kSegments; ++segment) tma_prefetch_map(arg.map_b[segment]);
   tma_prefetch_map(arg.map_a);

@@ -27,6 +27,9 @@ DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
 
+// Bits of a launch's `evict_first`: the operands that have this policy.
+enum EvictFirst : u32 { kEvictB = 1, kEvictD = 2 };
+
 // Prefetches a box into L2. This is safe while another kernel still writes it: all writes of a GPU go through L2.
 DG_DEVICE void tma_prefetch(const TensorMap* map, u32 x, u32 y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
@@ -65,6 +68,13 @@ DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y) {
 DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y, u64 policy) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;"
                ::"l"(map), "r"(source), "r"(x), "r"(y), "l"(policy) : "memory");
+}
+
+// Adds a box of float32 to what is in global memory. Every element has one addition, so that the result repeats bitwise.
+// Subnormal sums become zero (PTX, cp.reduce.async.bulk.tensor).
+DG_DEVICE void tma_add(const TensorMap* map, u32 source, u32 x, u32 y) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];"
+               ::"l"(map), "r"(source), "r"(x), "r"(y) : "memory");
 }
 
 DG_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -1,4 +1,4 @@
-// Warpgroup-level matrix instructions: fences, groups, descriptors, register allocation; and conversions to bf16.
+// Warpgroup-level matrix instructions: fences, groups, descriptors, register allocation.
 #pragma once
 #include "types.cuh"
 
@@ -19,15 +19,14 @@ DG_DEVICE void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Low word of the descriptor of a K-major operand tile in 128B-swizzled shared memory: rows of 128 bytes in atoms of 8 rows. The
-// stride offset is an atom's 1024 bytes, and the leading offset is unused. To move the tile by some bytes add bytes / 16.
-DG_DEVICE u32 descriptor_low(u32 address) {
-  constexpr u32 kLeadingOffset = 1u << 16;
-  return kLeadingOffset | ((address & 0x3FFFF) >> 4);
-}
+// Low word of the descriptor of an operand tile in 128B-swizzled shared memory. To move the tile by some bytes add bytes / 16.
+//   K-major: rows of 128 bytes in atoms of 8 rows, 1024 bytes apart. The leading offset is unused.
+//   MN-major: boxes of 64 elements of M or N by a block of K, each a row of 128 bytes for one k, in atoms of 8 k. `box_bytes` is
+//   the leading offset, from one box to the next.
+DG_DEVICE u32 descriptor_low(u32 address, u32 box_bytes = 16) { return box_bytes / 16 << 16 | ((address & 0x3FFFF) >> 4); }
 
-// Step of a descriptor from one k32 instruction to the next: 32 bytes.
-enum : u32 { kInstructionStep = 32 / 16 };
+// Steps of a descriptor from one instruction to the next: 32 bytes of each row, or 16 rows of 128 bytes.
+enum : u32 { kStepKMajor = 32 / 16, kStepMnMajor = 16 * 128 / 16 };
 
 DG_DEVICE u64 matrix_descriptor(u32 low) {
   constexpr u64 kSwizzle128B = 1ull << 62;
@@ -43,12 +42,6 @@ DG_DEVICE bool elect_one() {
   u32 elected;
   asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
   return elected != 0;
-}
-
-DG_DEVICE u32 pack_bf16(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
 }
 
 // Four 8x8 matrices of 16-bit elements from the accumulator layout to shared memory; lane i supplies the address of row i.

@@ -95,6 +95,7 @@ def test_enumerations_agree_with_the_bindings() -> None:
     promotions = bindings.CUtensorMapL2promotion
     assert {
         "u8": (int(types.CU_TENSOR_MAP_DATA_TYPE_UINT8), 1),
+        "f16": (int(types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16), 2),
         "f32": (int(types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32), 4),
         "bf16": (int(types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16), 2),
     } == tensor_map._DTYPES
@@ -132,7 +133,7 @@ GOOD: dict[str, Any] = {"dtype": "u8", "dims": (256, 256), "strides": (256,), "b
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"dtype": "f16"}, "dtype must be one of u8, f32, bf16"),
+        ({"dtype": "f64"}, "dtype must be one of u8, f16, f32, bf16"),
         ({"dims": ()}, "1 to 5 entries"),
         ({"strides": ()}, "need 1 strides"),
         ({"box": (128,)}, "2 box sizes"),

@@ -32,7 +32,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import placed
 from deep_gemm.kernels import transpose_scales
-from deep_gemm.kernels.fp8 import _ALL_EARLY, _early_stages
+from deep_gemm.kernels.loads import _ALL_EARLY, early_stages
 from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.tiles import segments
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, UprightConfig
@@ -166,7 +166,7 @@ def test_arguments_have_the_types_and_values_of_the_kernels_parameters(config: F
 @pytest.mark.parametrize("config", [UPRIGHT[0], CONFIGS[-1]], ids=["upright", "swapped"])
 def test_constant_weights_are_read_early_only_by_a_programmatic_launch(config: FP8Config) -> None:
     g, params = Geometry(7, 1000, 896), make_params(config)
-    early = _early_stages(config, g.m, g.k)
+    early = early_stages(config, g.m, g.k)
     assert early > 0
     for pdl, constant, passed in ((True, True, early), (True, False, 0), (False, True, 0)):
         assert record(params, g, pdl=pdl, constant=constant).args["early_stages"] == ("u32", passed)
@@ -191,7 +191,7 @@ def test_few_stages_come_early_where_the_previous_kernel_has_more_to_do_than_loa
     m: int, k: int, tile: tuple[int, int], early: int
 ) -> None:
     family = FAMILIES[0] if tile[0] >= 64 else SWAPPED
-    assert _early_stages(find_config(family, block_m=tile[0], block_n=tile[1]), m, k) == early
+    assert early_stages(find_config(family, block_m=tile[0], block_n=tile[1]), m, k) == early
 
 
 def evict_first(params: KernelParams, g: Geometry) -> object:

@@ -121,7 +121,7 @@ CORE = (
 """What serves every GEMM, of any dtype and family."""
 FAMILY = re.compile(r"fp\d|e\dm\d|float8|swapped|upright_?(config|by|gemm)|(bf|f|bfloat|float)(16|32)|sm\d+_\w")
 DTYPES_OF = {
-    "deep_gemm.jit.driver.tensor_map": {"f32", "bf16"},  # the driver's own names
+    "deep_gemm.jit.driver.tensor_map": {"f32", "f16", "bf16"},  # the driver's own names
     "deep_gemm.jit.driver.launch": {"f32"},
 }
 

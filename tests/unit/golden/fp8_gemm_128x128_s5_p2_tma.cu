@@ -14,21 +14,23 @@ struct Tile {
 
 struct Mma {
   enum : u32 { kN = 128 };
+  // From one instruction to the next, in the descriptors' units of 16 bytes.
+  enum : u32 { kStepA = kStepKMajor, kStepB = kStepKMajor };
 
-  // partial = a * b, or partial += a * b if `keep` is not 0; a and b are descriptors of a block of K. The compiler must not know
-  // `keep`: then the old sums stay an operand, and it cannot use a second set of registers.
-  static DG_DEVICE void multiply(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
+  // sum = a * b, or sum += a * b if `keep` is not 0; a and b are descriptors of a block of K. The compiler must not know a `keep`
+  // that is 0: then the old sums stay an operand, and it cannot use a second set of registers.
+  static DG_DEVICE void multiply(float (&sum)[kN / 2], u64 a, u64 b, u32 keep) {
     asm volatile(
         "{\n .reg .pred keeps, adds;\n .reg .b64 a<4>, b<4>;\n"
         " setp.ne.b32 keeps, %66, 0;\n setp.eq.b32 adds, 0, 0;\n"
         " add.s64 a0, %64, 0 * %67;\n"
-        " add.s64 b0, %65, 0 * %67;\n"
+        " add.s64 b0, %65, 0 * %68;\n"
         " add.s64 a1, %64, 1 * %67;\n"
-        " add.s64 b1, %65, 1 * %67;\n"
+        " add.s64 b1, %65, 1 * %68;\n"
         " add.s64 a2, %64, 2 * %67;\n"
-        " add.s64 b2, %65, 2 * %67;\n"
+        " add.s64 b2, %65, 2 * %68;\n"
         " add.s64 a3, %64, 3 * %67;\n"
-        " add.s64 b3, %65, 3 * %67;\n"
+        " add.s64 b3, %65, 3 * %68;\n"
         " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
         " a0, b0, keeps, 1, 1;\n"
         " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
@@ -38,12 +40,12 @@ struct Mma {
         " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
         " a3, b3, adds, 1, 1;\n"
         "}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])        : "l"(a), "l"(b), "r"(keep), "n"(+kInstructionStep));
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]), "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]), "+f"(sum[30]), "+f"(sum[31]), "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35]), "+f"(sum[36]), "+f"(sum[37]), "+f"(sum[38]), "+f"(sum[39]), "+f"(sum[40]), "+f"(sum[41]), "+f"(sum[42]), "+f"(sum[43]), "+f"(sum[44]), "+f"(sum[45]), "+f"(sum[46]), "+f"(sum[47]), "+f"(sum[48]), "+f"(sum[49]), "+f"(sum[50]), "+f"(sum[51]), "+f"(sum[52]), "+f"(sum[53]), "+f"(sum[54]), "+f"(sum[55]), "+f"(sum[56]), "+f"(sum[57]), "+f"(sum[58]), "+f"(sum[59]), "+f"(sum[60]), "+f"(sum[61]), "+f"(sum[62]), "+f"(sum[63])        : "l"(a), "l"(b), "r"(keep), "n"(+kStepA), "n"(+kStepB));
   }
 
   // Call after the wait for the products. It keeps the compiler from moving uses of the sums before that wait.
-  static DG_DEVICE void settle(float (&partial)[kN / 2]) {
-    asm volatile("" : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7]), "+f"(partial[8]), "+f"(partial[9]), "+f"(partial[10]), "+f"(partial[11]), "+f"(partial[12]), "+f"(partial[13]), "+f"(partial[14]), "+f"(partial[15]), "+f"(partial[16]), "+f"(partial[17]), "+f"(partial[18]), "+f"(partial[19]), "+f"(partial[20]), "+f"(partial[21]), "+f"(partial[22]), "+f"(partial[23]), "+f"(partial[24]), "+f"(partial[25]), "+f"(partial[26]), "+f"(partial[27]), "+f"(partial[28]), "+f"(partial[29]), "+f"(partial[30]), "+f"(partial[31]), "+f"(partial[32]), "+f"(partial[33]), "+f"(partial[34]), "+f"(partial[35]), "+f"(partial[36]), "+f"(partial[37]), "+f"(partial[38]), "+f"(partial[39]), "+f"(partial[40]), "+f"(partial[41]), "+f"(partial[42]), "+f"(partial[43]), "+f"(partial[44]), "+f"(partial[45]), "+f"(partial[46]), "+f"(partial[47]), "+f"(partial[48]), "+f"(partial[49]), "+f"(partial[50]), "+f"(partial[51]), "+f"(partial[52]), "+f"(partial[53]), "+f"(partial[54]), "+f"(partial[55]), "+f"(partial[56]), "+f"(partial[57]), "+f"(partial[58]), "+f"(partial[59]), "+f"(partial[60]), "+f"(partial[61]), "+f"(partial[62]), "+f"(partial[63])::"memory");
+  static DG_DEVICE void settle(float (&sum)[kN / 2]) {
+    asm volatile("" : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]), "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]), "+f"(sum[30]), "+f"(sum[31]), "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35]), "+f"(sum[36]), "+f"(sum[37]), "+f"(sum[38]), "+f"(sum[39]), "+f"(sum[40]), "+f"(sum[41]), "+f"(sum[42]), "+f"(sum[43]), "+f"(sum[44]), "+f"(sum[45]), "+f"(sum[46]), "+f"(sum[47]), "+f"(sum[48]), "+f"(sum[49]), "+f"(sum[50]), "+f"(sum[51]), "+f"(sum[52]), "+f"(sum[53]), "+f"(sum[54]), "+f"(sum[55]), "+f"(sum[56]), "+f"(sum[57]), "+f"(sum[58]), "+f"(sum[59]), "+f"(sum[60]), "+f"(sum[61]), "+f"(sum[62]), "+f"(sum[63])::"memory");
   }
 };
 

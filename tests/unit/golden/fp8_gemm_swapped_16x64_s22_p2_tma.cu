@@ -11,21 +11,23 @@ struct Tile {
 
 struct Mma {
   enum : u32 { kN = 16 };
+  // From one instruction to the next, in the descriptors' units of 16 bytes.
+  enum : u32 { kStepA = kStepKMajor, kStepB = kStepKMajor };
 
-  // partial = a * b, or partial += a * b if `keep` is not 0; a and b are descriptors of a block of K. The compiler must not know
-  // `keep`: then the old sums stay an operand, and it cannot use a second set of registers.
-  static DG_DEVICE void multiply(float (&partial)[kN / 2], u64 a, u64 b, u32 keep) {
+  // sum = a * b, or sum += a * b if `keep` is not 0; a and b are descriptors of a block of K. The compiler must not know a `keep`
+  // that is 0: then the old sums stay an operand, and it cannot use a second set of registers.
+  static DG_DEVICE void multiply(float (&sum)[kN / 2], u64 a, u64 b, u32 keep) {
     asm volatile(
         "{\n .reg .pred keeps, adds;\n .reg .b64 a<4>, b<4>;\n"
         " setp.ne.b32 keeps, %10, 0;\n setp.eq.b32 adds, 0, 0;\n"
         " add.s64 a0, %8, 0 * %11;\n"
-        " add.s64 b0, %9, 0 * %11;\n"
+        " add.s64 b0, %9, 0 * %12;\n"
         " add.s64 a1, %8, 1 * %11;\n"
-        " add.s64 b1, %9, 1 * %11;\n"
+        " add.s64 b1, %9, 1 * %12;\n"
         " add.s64 a2, %8, 2 * %11;\n"
-        " add.s64 b2, %9, 2 * %11;\n"
+        " add.s64 b2, %9, 2 * %12;\n"
         " add.s64 a3, %8, 3 * %11;\n"
-        " add.s64 b3, %9, 3 * %11;\n"
+        " add.s64 b3, %9, 3 * %12;\n"
         " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
         " a0, b0, keeps, 1, 1;\n"
         " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
@@ -35,12 +37,12 @@ struct Mma {
         " wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7},"
         " a3, b3, adds, 1, 1;\n"
         "}"
-        : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])        : "l"(a), "l"(b), "r"(keep), "n"(+kInstructionStep));
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7])        : "l"(a), "l"(b), "r"(keep), "n"(+kStepA), "n"(+kStepB));
   }
 
   // Call after the wait for the products. It keeps the compiler from moving uses of the sums before that wait.
-  static DG_DEVICE void settle(float (&partial)[kN / 2]) {
-    asm volatile("" : "+f"(partial[0]), "+f"(partial[1]), "+f"(partial[2]), "+f"(partial[3]), "+f"(partial[4]), "+f"(partial[5]), "+f"(partial[6]), "+f"(partial[7])::"memory");
+  static DG_DEVICE void settle(float (&sum)[kN / 2]) {
+    asm volatile("" : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7])::"memory");
   }
 };
 

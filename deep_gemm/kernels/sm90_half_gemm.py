@@ -1,0 +1,300 @@
+"""Dense BF16 and FP16 GEMM for Hopper: operands of any major dimension, 16-bit or float32 out, C added."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..arch import SM90, ArchSpec
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import HalfConfig, HalfParams, KernelParams
+from ..spec import GemmSpec, Spec, ceil_div
+from .fp8_features import Counts
+from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
+from .loads import BARRIER_BYTES
+
+MAX_STAGES = 16
+
+_CONSUMERS = {64: 1, 128: 2, 256: 2}
+"""Consumer warpgroups by tile height."""
+
+_CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4))
+"""How a tile's work is shared: CTAs of a cluster along m, n and k."""
+
+SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
+    (64, 32, (1, 1, 1), 2),
+    (64, 64, (1, 1, 1), 1),
+    (64, 64, (1, 1, 1), 2),
+    (64, 64, (1, 1, 2), 1),
+    (64, 64, (1, 1, 4), 1),
+    (64, 96, (1, 1, 1), 2),
+    (64, 128, (1, 1, 1), 1),
+    (64, 128, (1, 1, 1), 2),
+    (64, 128, (1, 1, 4), 1),
+    (128, 64, (1, 1, 1), 1),
+    (128, 64, (1, 1, 4), 1),
+    (128, 96, (1, 1, 1), 1),
+    (128, 128, (1, 1, 1), 1),
+    (128, 128, (1, 1, 4), 1),
+    (128, 128, (1, 2, 1), 1),
+    (128, 160, (1, 1, 1), 1),
+    (128, 192, (1, 1, 1), 1),
+    (128, 192, (2, 1, 1), 1),
+    (128, 256, (1, 1, 1), 1),
+    (128, 256, (2, 1, 1), 1),
+    (256, 128, (1, 1, 1), 1),
+    (256, 128, (1, 2, 1), 1),
+)
+"""(block_m, block_n, cluster, CTAs on an SM) of the serving set."""
+
+_REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
+"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups."""
+
+_OTHER_REGISTERS = 32
+"""What a consumer needs besides sums and the words that wait to be stored; from ptxas: less would spill."""
+
+
+class Sm90HalfGemm(HalfKernel[HalfConfig]):
+    """See ``templates/include/half_gemm.cuh`` for the algorithm."""
+
+    name = "sm90_half_gemm"
+    archs = (SM90.name,)
+    config_class = HalfConfig
+
+    def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
+        """`SERVING`, with as many stages as fit."""
+        for chosen in SERVING:
+            config = make_config(*chosen, arch=arch)
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
+        """Tiles from 64x16 to 256x128 and 128x256, alone or in clusters of two or four, one or two CTAs on an SM."""
+        for chosen in itertools.product(_CONSUMERS, range(16, 257, 16), _CLUSTERS, (1, 2)):
+            config = make_config(*chosen, arch=arch)
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def illegal(self, config: HalfConfig, arch: ArchSpec) -> str | None:
+        """Why ``config`` cannot run on ``arch``, or None."""
+        c = config
+        if c.block_k != BLOCK_K:
+            return f"block_k must be {BLOCK_K}, not {c.block_k}"
+        if _CONSUMERS.get(c.block_m) != c.num_consumers:
+            return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_CONSUMERS}"
+        if c.block_n % 16 or not 16 <= c.block_n <= 256:
+            return f"block_n must be a multiple of 16 from 16 to 256, not {c.block_n}"
+        if (c.cluster_m, c.cluster_n, c.cluster_k) not in _CLUSTERS:
+            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {_CLUSTERS}"
+        if c.block_n % (16 * c.cluster_k):
+            return f"{c.cluster_k} shares of K cannot finish equal parts of {c.block_n} columns, in steps of 16"
+        if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 128):
+            return "a cluster of small tiles waits for itself longer than sharing loads saves"
+        needed, has = sums(c) + _OTHER_REGISTERS, _REGISTER_SPLITS[c.num_consumers][1]
+        if needed > has:
+            return f"{needed} registers a thread are more than {has}"
+        if (c.block_m, c.block_n) == (64, 256):
+            return "a tile of 64 rows and 256 columns takes longer than two of 128 columns"
+        if c.num_stages < 3:
+            return f"{c.num_stages} stages are not three or more"
+        if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
+            return f"{c.ctas_per_sm} CTAs with {c.num_consumers} consumers each leave too few registers a thread"
+        shared = config_shared_bytes(c, True)
+        if not arch.ctas_fit(shared, c.ctas_per_sm):
+            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
+        return None
+
+    def runs(self, spec: Spec, config: HalfConfig) -> bool:
+        """Rows of an MN-major operand come in boxes of 64, of which each CTA of a cluster loads some."""
+        if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
+            return False
+        if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
+            return False
+        return spec.a.major == "k" or config.block_m % (64 * config.cluster_n) == 0
+
+    def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
+        """Less than half of the tile is padding: else there is one of half its height."""
+        return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
+
+    def accumulates(self, spec: GemmSpec) -> str:
+        """Where C is D and float32, TMA adds to it."""
+        if spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned:
+            return "reduces"
+        return super().accumulates(spec)
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """Constants of ``sm90_half_gemm.cu.jinja``."""
+        p, c = self.of(params)
+        return {
+            **super().constants(params),
+            "block_n": c.block_n,
+            "cluster_m": c.cluster_m,
+            "cluster_n": c.cluster_n,
+            "buffers": staging_buffers(c, p.output),
+            "min_ctas": c.ctas_per_sm if c.num_consumers > 1 else 2,
+            "mn_major_a": p.majors[0] == "m",
+            "mma_majors": "".join(f", {int(major == 'm')}" for major in p.majors),
+            "step_a": step(p.majors[0]),
+            "step_b": step(p.majors[1]),
+        }
+
+    def registers(self, config: HalfConfig) -> tuple[int, int]:
+        """By the number of consumers."""
+        return _REGISTER_SPLITS[config.num_consumers]
+
+    def mma_n(self, config: HalfConfig) -> int:
+        """All columns of the tile."""
+        return config.block_n
+
+    def counts(self, config: HalfConfig, aligned: bool) -> Counts:
+        """Rows of A are the instructions' rows; a store warp brings tiles to D."""
+        return Counts(
+            groups=config.num_consumers,
+            slices=config.slices,
+            width=config.block_n,
+            mma_n=config.block_n,
+            scales=0,
+            boxes=1,
+            store_columns=min(64, box_columns(config.block_n // config.cluster_k, "bf16")),
+            direct=not aligned,
+            store_warp=aligned,
+            in_step=False,
+            promotes=False,
+        )
+
+    def num_ctas(self, config: HalfConfig, m: int, n: int, num_sms: int) -> int:
+        """One CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
+        tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
+        slots = max(1, num_sms * config.ctas_per_sm // config.cluster_size)
+        return min(tiles, slots) * config.cluster_size
+
+    def params(self, spec: Spec, config: HalfConfig, arch: ArchSpec) -> HalfParams:
+        """With as many stages as fit beside the output's staging buffers."""
+        found = super().params(spec, config, arch)
+        return replace(found, config=fitted(config, found.output, arch))
+
+    def has_output_map(self, params: HalfParams) -> bool:
+        """Unless each element is stored for itself."""
+        return params.store == "tma"
+
+    def output_map(self, params: HalfParams, spec: GemmSpec, stride_d: int) -> TensorMapSpec | None:
+        """Boxes of 64 rows, swizzled over their own length."""
+        _, config = self.of(params)
+        size = BYTES[params.output]
+        columns = box_columns(config.block_n // config.cluster_k, params.output)
+        return TensorMapSpec(params.output, (spec.n, spec.m), (stride_d * size,), (columns, 64), columns * size)
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """Stages, staging buffers and barriers, as ``HalfGemmLayout`` lays them out (it asserts the same number)."""
+        p, config = self.of(params)
+        return config_shared_bytes(config, p.store == "tma", p.output)
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``bf16_gemm_nt_128x256_s4_c2x1_tma``."""
+        p, c = self.of(params)
+        return self.entry_name(
+            p,
+            f"{c.block_m}x{c.block_n}_s{c.num_stages}",
+            f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
+            f"k{c.cluster_k}" if c.cluster_k > 1 else "",
+            f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
+        )
+
+    def cases(self) -> list[KernelParams]:
+        """The serving set; each layout, output, way to add C and store, of a plain, a tall, a shared and a split tile;
+        compile-time dimensions."""
+        tile, tall, split = make_config(128, 128), make_config(256, 128), make_config(64, 64, (1, 1, 4))
+        pair, wide = make_config(128, 256, (2, 1, 1)), make_config(128, 256)
+        varied = [
+            make_params(tile, majors="km"),
+            make_params(wide, majors="mm"),
+            make_params(tall, majors="mk"),
+            make_params(pair, majors="km"),
+            make_params(make_config(256, 128, (1, 2, 1)), majors="mm"),
+            make_params(split, majors="mm"),
+            make_params(wide, output="f32"),
+            make_params(tall, output="f32", accumulate="reduces", majors="mm"),
+            make_params(tile, accumulate="reads"),
+            make_params(split, output="f32", accumulate="reads"),
+            make_params(split, accumulate="reads"),
+            make_params(make_config(64, 96, ctas_per_sm=2), output="f32", accumulate="reduces"),
+            make_params(wide, dtype="f16", output="f16"),
+            make_params(tile, dtype="f16", output="f32", accumulate="reads"),
+            make_params(tile, store="direct"),
+            make_params(split, store="direct", output="f32"),
+            make_params(tall, store="direct", output="f32", accumulate="reads"),
+            make_params(tile, shape=(0, 2112, 7168)),
+        ]
+        return [*(make_params(config) for config in self.configs(SM90)), *varied]
+
+
+def step(major: str) -> str:
+    """From one instruction to the next in a stage, as ``warpgroup.cuh`` calls it."""
+    return "kStepMnMajor" if major == "m" else "kStepKMajor"
+
+
+def make_config(
+    block_m: int,
+    block_n: int,
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    ctas_per_sm: int = 1,
+    arch: ArchSpec = SM90,
+) -> HalfConfig:
+    """A config with as many stages as fit into shared memory beside the staging buffers."""
+    cluster_m, cluster_n, cluster_k = cluster
+    config = HalfConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=BLOCK_K,
+        num_stages=0,
+        num_consumers=_CONSUMERS[block_m],
+        cluster_m=cluster_m,
+        cluster_n=cluster_n,
+        cluster_k=cluster_k,
+        ctas_per_sm=ctas_per_sm,
+    )
+    return fitted(replace(config, num_stages=MAX_STAGES), "bf16", arch)
+
+
+def fitted(config: HalfConfig, output: str, arch: ArchSpec = SM90) -> HalfConfig:
+    """``config`` with no more stages than fit beside the staging buffers of such an output."""
+    rest = config_shared_bytes(replace(config, num_stages=0), True, output)
+    return replace(config, num_stages=stages_that_fit(arch, config, rest, config.num_stages))
+
+
+def make_params(config: HalfConfig, **options: object) -> HalfParams:
+    """The identity of this kernel with ``config``; TMA stores bf16 of K-major operands unless ``options`` say
+    otherwise."""
+    config = fitted(config, str(options.get("output", "bf16")))
+    return HalfParams(kernel=KERNEL.name, arch=SM90.name, config=config, **{"store": "tma", **options})  # type: ignore[arg-type]
+
+
+def sums(config: HalfConfig) -> int:
+    """Registers of a consumer thread that hold sums."""
+    return config.slices * config.block_n // 2
+
+
+def staging_buffers(config: HalfConfig, output: str) -> int:
+    """One where tiles are stored late, beside the next tile's products: 16-bit elements of whole tiles, for which there
+    are registers. Else two, as consumers wait for them."""
+    registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
+    late = output != "f32" and config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
+    return 1 if late else 2
+
+
+def config_shared_bytes(config: HalfConfig, tma_store: bool, output: str = "bf16") -> int:
+    """Dynamic shared memory of one CTA: stages, staging buffers of each consumer, and the split-K exchange: slots for
+    the other shares of what each consumer finishes, and two barriers for each."""
+    finished = config.block_n // config.cluster_k
+    total = config.num_stages * (operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES)
+    if tma_store:
+        columns = box_columns(finished, output)
+        total += config.num_consumers * staging_buffers(config, output) * 64 * columns * BYTES[output]
+    if config.cluster_k > 1:
+        slot = config.slices * finished * 256
+        total += config.num_consumers * ((config.cluster_k - 1) * slot + BARRIER_BYTES)
+    return total
+
+
+KERNEL = Sm90HalfGemm()

@@ -1,0 +1,235 @@
+"""Dense BF16 and FP16 GEMM for Hopper with operands swapped: weights on the tensor cores' rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..arch import SM90, ArchSpec
+from ..params import HalfParams, HalfSwappedConfig, KernelParams
+from ..spec import GemmSpec, Operand, Spec, ceil_div
+from .fp8_features import Counts
+from .half import BLOCK_K, HalfKernel, operand_bytes, stages_that_fit
+from .loads import BARRIER_BYTES
+from .sm90_half_gemm import step
+
+MAX_STAGES = 24
+"""Of the smallest tiles, which could have more."""
+
+TOKENS = (8, 16, 24, 32, 48, 64)
+"""Tile sizes along M. Any multiple of 8 would do."""
+
+WEIGHTS = 64
+"""Rows of B in a tile."""
+
+_CONSUMERS_K = (1, 2)
+_CLUSTERS_K = (1, 2, 4, 8)
+
+SERVING: tuple[tuple[int, int, int, int], ...] = (
+    (8, 1, 1, 1),
+    (8, 1, 1, 2),
+    (8, 1, 2, 1),
+    (8, 2, 1, 1),
+    (8, 4, 1, 2),
+    (8, 8, 1, 1),
+    (16, 1, 1, 2),
+    (16, 1, 2, 1),
+    (16, 2, 1, 1),
+    (16, 4, 1, 1),
+    (16, 8, 1, 2),
+    (32, 1, 1, 1),
+    (32, 1, 1, 2),
+    (32, 1, 2, 1),
+    (32, 2, 1, 1),
+    (32, 4, 1, 2),
+    (32, 8, 1, 1),
+    (64, 1, 1, 1),
+    (64, 1, 1, 2),
+    (64, 2, 1, 1),
+    (64, 4, 1, 1),
+)
+"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set."""
+
+_LITTLE_PADDING = 1.15
+
+
+class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
+    """See ``templates/include/half_swapped.cuh`` for the algorithm."""
+
+    name = "sm90_half_swapped"
+    archs = (SM90.name,)
+    config_class = HalfSwappedConfig
+    label = "swapped "
+
+    def configs(self, arch: ArchSpec) -> Iterator[HalfSwappedConfig]:
+        """`SERVING`, with as many stages as fit."""
+        for chosen in SERVING:
+            config = make_config(*chosen, arch=arch)
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def legal(self, arch: ArchSpec) -> Iterator[HalfSwappedConfig]:
+        """`TOKENS` by 64 weights, K in up to 8 shares, one or two CTAs on an SM."""
+        for chosen in itertools.product(TOKENS, _CLUSTERS_K, _CONSUMERS_K, (1, 2)):
+            config = make_config(*chosen, arch=arch)
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def illegal(self, config: HalfSwappedConfig, arch: ArchSpec) -> str | None:
+        """Why ``config`` cannot run on ``arch``, or None."""
+        c = config
+        if (c.block_n, c.block_k) != (WEIGHTS, BLOCK_K):
+            return f"block_n and block_k must be {WEIGHTS} and {BLOCK_K}, not {c.block_n} and {c.block_k}"
+        if (c.cluster_m, c.cluster_n) != (1, 1) or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
+            given = f"{c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers along K"
+            return f"sharing a tile by {given} is not 1 x 1 x one of {_CLUSTERS_K} and one of {_CONSUMERS_K}"
+        if c.num_consumers != c.consumers_k:
+            return f"{c.num_consumers} consumer warpgroups are not the {c.consumers_k} that share K"
+        if c.block_m % 8 or not 8 <= c.block_m <= TOKENS[-1]:
+            return f"block_m must be a multiple of 8 from 8 to {TOKENS[-1]}, not {c.block_m}"
+        if c.k_shares > 8:
+            return f"{c.k_shares} shares of K are more than 8"
+        if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
+            return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
+        if c.ctas_per_sm not in (1, 2):
+            return f"{c.ctas_per_sm} CTAs on an SM: registers are budgeted for one or two"
+        shared = config_shared_bytes(c, staged=True)
+        if not arch.ctas_fit(shared, c.ctas_per_sm):
+            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
+        return None
+
+    def refuses_majors(self, a: Operand, b: Operand) -> str | None:
+        """A comes in boxes of rows."""
+        return None if a.major == "k" else "A must be K-major, as few rows of it are loaded at a time"
+
+    def worthwhile(self, spec: Spec, config: HalfSwappedConfig) -> bool:
+        """Few tokens are in the smallest tile that holds them, so that weights are read once. More are cut up, by tiles
+        that leave little over."""
+        sizes = sorted({chosen[0] for chosen in SERVING})
+        if not isinstance(spec, GemmSpec) or spec.m <= sizes[-1]:
+            return isinstance(spec, GemmSpec) and config.block_m == min(x for x in sizes if x >= spec.m)
+        rows = {size: ceil_div(spec.m, size) * size for size in sizes if size >= 32}
+        return rows.get(config.block_m, spec.m * 2) <= min(rows.values()) * _LITTLE_PADDING
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """Constants of ``sm90_half_swapped.cu.jinja``. Weights are the instructions' first operand."""
+        p, c = self.of(params)
+        return {
+            **super().constants(params),
+            "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm,
+            "mma_majors": f", {int(p.majors[1] == 'm')}, 0",
+            "step_a": step(p.majors[1]),
+            "step_b": step("k"),
+        }
+
+    def registers(self, config: HalfSwappedConfig) -> tuple[int, int]:
+        """Sums of 64 tokens are 32 registers."""
+        if config.num_consumers == 1:
+            return 40, 208
+        return (40, 232) if config.ctas_per_sm == 1 else (32, 104)
+
+    def mma_n(self, config: HalfSwappedConfig) -> int:
+        """All tokens of the tile."""
+        return config.block_m
+
+    def counts(self, config: HalfSwappedConfig, aligned: bool) -> Counts:
+        """Tokens are the instructions' columns, and D is turned on its way out."""
+        return Counts(
+            groups=1,
+            slices=1,
+            width=config.block_m,
+            mma_n=config.block_m,
+            scales=0,
+            boxes=1,
+            store_columns=64,
+            direct=not aligned,
+            store_warp=False,
+            in_step=False,
+            transposed=True,
+            consumers_k=config.consumers_k,
+            promotes=False,
+        )
+
+    def num_ctas(self, config: HalfSwappedConfig, m: int, n: int, num_sms: int) -> int:
+        """One CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
+        slots = max(1, num_sms * config.ctas_per_sm // config.cluster_k)
+        return min(ceil_div(m, config.block_m) * ceil_div(n, config.block_n), slots) * config.cluster_k
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """Stages, staging area, slots and barriers, as ``HalfSwappedLayout`` lays them out (it asserts the same
+        number)."""
+        p, config = self.of(params)
+        return config_shared_bytes(config, p.store == "tma" and p.output != "f32")
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``bf16_gemm_nt_swapped_16x64_s12_k4x2_tma``."""
+        p, c = self.of(params)
+        return self.entry_name(
+            p,
+            f"swapped_{c.block_m}x{c.block_n}_s{c.num_stages}",
+            f"k{c.cluster_k}x{c.consumers_k}" if c.k_shares > 1 else "",
+            f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
+        )
+
+    def cases(self) -> list[KernelParams]:
+        """The serving set; each layout, output, way to add C and store, of a plain, a split and a shared tile;
+        compile-time dimensions."""
+        plain, split, shared = make_config(64), make_config(16, 4), make_config(8, 1, 2)
+        varied = [
+            make_params(plain, majors="km"),
+            make_params(split, majors="km", output="f32"),
+            make_params(plain, output="f32", accumulate="reads"),
+            make_params(split, accumulate="reads"),
+            make_params(shared, output="f32"),
+            make_params(shared, store="direct", accumulate="reads"),
+            make_params(make_config(24, 2, 2), store="direct"),
+            make_params(split, dtype="f16", output="f16"),
+            make_params(plain, dtype="f16", output="f32"),
+            make_params(make_config(16, 2, 2), shape=(0, 2112, 7168)),
+        ]
+        return [*(make_params(config) for config in self.configs(SM90)), *varied]
+
+
+def make_config(
+    block_m: int, cluster_k: int = 1, consumers_k: int = 1, ctas_per_sm: int = 1, arch: ArchSpec = SM90
+) -> HalfSwappedConfig:
+    """A config with as many stages as fit into shared memory beside the staging area and the slots."""
+    config = HalfSwappedConfig(
+        block_m=block_m,
+        block_n=WEIGHTS,
+        block_k=BLOCK_K,
+        num_stages=0,
+        num_consumers=consumers_k,
+        cluster_k=cluster_k,
+        ctas_per_sm=ctas_per_sm,
+        consumers_k=consumers_k,
+    )
+    stages = stages_that_fit(arch, config, config_shared_bytes(config, staged=True), MAX_STAGES)
+    return replace(config, num_stages=stages // consumers_k * consumers_k)
+
+
+def make_params(config: HalfSwappedConfig, **options: object) -> HalfParams:
+    """The identity of this kernel with ``config``: bf16 of K-major operands, copied in pieces of 16 bytes, unless
+    ``options`` say otherwise."""
+    return HalfParams(kernel=KERNEL.name, arch=SM90.name, config=config, **{"store": "tma", **options})  # type: ignore[arg-type]
+
+
+def owned_chunks(config: HalfSwappedConfig) -> int:
+    """Chunks of eight tokens that one share of K finishes."""
+    return ceil_div(config.block_m // 8, config.k_shares)
+
+
+def config_shared_bytes(config: HalfSwappedConfig, staged: bool) -> int:
+    """Dynamic shared memory of one CTA: stages, a staging area for what each consumer finishes where 16-bit tiles are
+    staged, and the split-K exchange: slots for the other shares, and two barriers for each consumer."""
+    total = config.num_stages * (operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES)
+    if staged:
+        total += config.num_consumers * owned_chunks(config) * 1024
+    if config.k_shares > 1:
+        slot = owned_chunks(config) * 2048
+        total += config.num_consumers * ((config.k_shares - 1) * slot + BARRIER_BYTES)
+    return total
+
+
+KERNEL = Sm90HalfSwapped()

@@ -1,0 +1,206 @@
+// D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T for BF16 or FP16 operands, each K-major or MN-major. Warp-specialised as the FP8 kernel;
+// sums need no scales, so they stay in the accumulators of wgmma.
+//
+// Constants supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_half_gemm.cu.jinja).
+#pragma once
+#include "half_kernel.cuh"
+#include "half_mainloop.cuh"
+#include "half_output.cuh"
+
+template <class Constants, class MmaType>
+struct HalfGemmLayout {
+  using Tile = Constants;
+  using Mma = MmaType;
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
+  enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN, kClusterK = Tile::kClusterK, kConsumersK = 1 };
+  enum : bool { kClusters = kClusterM * kClusterN > 1 };
+  // One consumer's rows of a tile, in m64 slices, and the columns that it stores: those that its split of K owns.
+  enum : u32 { kSlices = kBlockM / (64 * kConsumers), kColumns = kBlockN / kClusterK };
+  static_assert(kSlices * 64 * kConsumers == kBlockM && kColumns % 16 == 0 && Mma::kN == kBlockN);
+
+  using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters>;
+  using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
+  using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+  using Order = BlockOrder<kClusterK, 1>;
+  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
+  using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
+  using Store = PartStore<Tile::kElement, kColumns, kSlices, kConsumers, Tile::kBuffers>;
+
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
+  enum : u32 { kOffsetA = 0, kOffsetB = kStages * A::kBytes };
+  enum : u32 { kOffsetStaging = kOffsetB + kStages * B::kBytes };
+  enum : u32 { kOffsetSlots = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
+  enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
+  static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
+};
+
+template <class Constants, class MmaType>
+struct HalfGemm {
+  using Layout = HalfGemmLayout<Constants, MmaType>;
+  using Tile = Constants;
+  using Mma = MmaType;
+  using Kernel = HalfKernel<Layout>;
+  using Scheduler = typename Layout::Scheduler;
+  using Store = typename Layout::Store;
+  using Out = typename Store::Out;
+  struct Shape {
+    enum : u32 { kStages = Layout::kStages, kStep = 1, kSlices = Layout::kSlices };
+    enum : u32 { kBytesLeft = Layout::A::kBytes, kBytesRight = Layout::B::kBytes };
+  };
+  using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
+  using Sums = typename Mainloop::Sums;
+  enum : u32 { kSlices = Layout::kSlices, kColumns = Layout::kColumns, kClusterK = Layout::kClusterK };
+  // Whether a tile waits in registers, as words of 16-bit elements, and is staged beside the next tile's products. One buffer then
+  // does: a part has been stored before the next is staged.
+  enum : bool { kStoresLate = Tile::kTmaStore && Tile::kBuffers == 1 };
+  static_assert(!kStoresLate || (Tile::kElement != kF32 && kClusterK == 1));
+
+  Kernel kernel;
+
+  DG_DEVICE HalfGemm(const HalfArguments& arg, u32 shared) : kernel(arg, shared) {}
+
+  DG_DEVICE void run() {
+    kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
+      if constexpr (Tile::kTmaStore) store_tiles(tile);
+    });
+  }
+
+ private:
+  DG_DEVICE u32 staging() const { return kernel.shared + Layout::kOffsetStaging; }
+
+  // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile.
+  DG_DEVICE void consume() {
+    const u32 consumer = uniform(threadIdx.x / 128);
+    const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const u32 first_row = consumer * 64 * kSlices, split = kernel.rank_k();
+    const u32 blocks = uniform(kernel.order().mine());
+    float sum[kSlices][Layout::kBlockN / 2];
+    u32 which = 0;  // the staging buffer that comes next
+    Mainloop mainloop(kernel.barriers, uniform(Layout::A::descriptor(kernel.shared + Layout::kOffsetA + first_row * 128)),
+                      uniform(Layout::B::descriptor(kernel.shared + Layout::kOffsetB)), lane);
+    wait_for_previous_kernel();  // before D is overwritten
+    Scheduler tile(kernel.arg.raster);
+    if (!tile.valid()) return;
+    mainloop.start(sum);
+    if constexpr (kStoresLate) {
+      u32 words[Store::kParts][Store::kWords];
+      const auto stage = [&](auto part) { Store::stage(staging(), words[decltype(part)::kValue], consumer, which, warp, lane); };
+      mainloop.template resume<0>(sum, blocks, stage);
+      for (;;) {
+        if constexpr (Tile::kAccumulate == kReads) add_c(sum, tile.row + first_row, tile.column, split, warp, lane);
+        pack(words, sum, 0);
+        tile.advance();
+        if (!tile.valid()) return stage_all(words, consumer, which, warp, lane);
+        mainloop.start(sum);
+        mainloop.template resume<Store::kParts>(sum, blocks, stage);
+      }
+    } else {
+      for (;;) {
+        const u32 row = tile.row + first_row, column = tile.column;
+        mainloop.template resume<0>(sum, blocks, Index<0>());
+        tile.advance();
+        const bool more = tile.valid();
+        if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more);
+        if constexpr (Tile::kAccumulate == kReads) add_c(sum, row, column, split, warp, lane);
+        if constexpr (Tile::kTmaStore) {
+#pragma unroll
+          for (u32 owner = 0; owner < kClusterK; ++owner)
+            if (owner == split) stage_sums(sum, owner, consumer, which, warp, lane);
+        } else {
+          store_direct(sum, row, column, split, warp, lane);
+        }
+        if (!more) return;
+        mainloop.start(sum);
+      }
+    }
+  }
+
+  // The words of the columns that split `owner` stores.
+  static DG_DEVICE void pack(u32 (&words)[Store::kParts][Store::kWords], const Sums& sum, u32 owner) {
+#pragma unroll
+    for (u32 part = 0; part < Store::kParts; ++part) {
+      const float* v = &sum[part / Store::kBoxes][(owner * kColumns + part % Store::kBoxes * Store::kBoxColumns) / 2];
+#pragma unroll
+      for (u32 i = 0; i < Store::kWords; ++i) {
+        if constexpr (Tile::kElement == kF32) {
+          words[part][i] = __float_as_uint(v[i]);
+        } else {
+          words[part][i] = Out::apply(v[2 * i], v[2 * i + 1]);
+        }
+      }
+    }
+  }
+
+  DG_DEVICE void stage_all(const u32 (&words)[Store::kParts][Store::kWords], u32 consumer, u32& which, u32 warp, u32 lane) const {
+#pragma unroll
+    for (u32 part = 0; part < Store::kParts; ++part) Store::stage(staging(), words[part], consumer, which, warp, lane);
+  }
+
+  DG_DEVICE void stage_sums(const Sums& sum, u32 owner, u32 consumer, u32& which, u32 warp, u32 lane) const {
+    u32 words[Store::kParts][Store::kWords];
+    pack(words, sum, owner);
+    stage_all(words, consumer, which, warp, lane);
+  }
+
+  DG_DEVICE void store_tiles(const Scheduler& tile) const {
+    const auto& arg = kernel.arg;
+    wait_for_previous_kernel();
+    with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
+      Store::store_all(
+          staging(), tile,
+          [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
+            x = at.column + kernel.rank_k() * kColumns;
+            y = at.row + consumer * 64 * kSlices;
+          },
+          [&](u32 source, u32 x, u32 y) {
+            if constexpr (Tile::kAccumulate == kReduces) {
+              tma_add(arg.map_d, source, x, y);
+            } else {
+              tma_store(arg.map_d, source, x, y, policy...);
+            }
+          },
+          kernel.m(), kernel.n());
+    });
+  }
+
+  // Calls `use(sum, y, x)` for pairs of neighbours, of which the first is at (y, x), in the columns that this split owns.
+  template <class Array, class Use>
+  DG_DEVICE void each_pair(Array& sum, u32 row, u32 column, u32 split, u32 warp, u32 lane, const Use& use) const {
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (u32 i = 0; i < Layout::kBlockN / 2; i += 2) {
+        const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4, x = column + i / 4 * 8 + lane % 4 * 2;
+        if (y < kernel.m() && x < kernel.n() && (kClusterK == 1 || i / (kColumns / 2) == split)) use(&sum[slice][i], y, x);
+      }
+    }
+  }
+
+  // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
+  DG_DEVICE void add_c(Sums& sum, u32 row, u32 column, u32 split, u32 warp, u32 lane) const {
+    const auto& arg = kernel.arg;
+    each_pair(sum, row, column, split, warp, lane, [&](float* pair, u32 y, u32 x) {
+      const i64 at = y * arg.c_stride + x;
+      float first, second = 0.0f;
+      if constexpr (Tile::kTmaStore) {
+        Out::load_pair(arg.c, at, first, second);
+      } else {
+        first = Out::load(arg.c, at);
+        if (x + 1 < kernel.n()) second = Out::load(arg.c, at + 1);
+      }
+      pair[0] += first;
+      pair[1] += second;
+    });
+  }
+
+  // Element by element, for a D whose rows do not begin on 16-byte boundaries.
+  DG_DEVICE void store_direct(const Sums& sum, u32 row, u32 column, u32 split, u32 warp, u32 lane) const {
+    const auto& arg = kernel.arg;
+    each_pair(sum, row, column, split, warp, lane, [&](const float* pair, u32 y, u32 x) {
+      const i64 at = y * arg.d_stride + x;
+      Out::store(arg.d, at, pair[0]);
+      if (x + 1 < kernel.n()) Out::store(arg.d, at + 1, pair[1]);
+    });
+  }
+};

@@ -1,0 +1,148 @@
+// What the BF16 and FP16 GEMM kernels have in common: the roles of warps, the prologue, and the loaders of both operands.
+//
+// Layout gives the tile and the shared memory of a kernel: kBlockM, kBlockN, kStages, kConsumers, kClusterM/N/K, kConsumersK,
+// Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the types
+// Scheduler, Order, Barriers and Exchange.
+#pragma once
+#include "barrier.cuh"
+#include "half_arguments.cuh"
+#include "operand.cuh"
+#include "order.cuh"
+#include "pipeline.cuh"
+#include "prologue.cuh"
+#include "scheduler.cuh"
+#include "split_k_exchange.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+
+template <class Layout>
+struct HalfKernel {
+  using Tile = typename Layout::Tile;
+  using Scheduler = typename Layout::Scheduler;
+  using Order = typename Layout::Order;
+  using Barriers = typename Layout::Barriers;
+  using Exchange = typename Layout::Exchange;
+  using A = typename Layout::A;
+  using B = typename Layout::B;
+  enum : u32 { kBlockK = 64, kConsumers = Layout::kConsumers, kStages = Layout::kStages };
+  enum : u32 { kClusterM = Layout::kClusterM, kClusterN = Layout::kClusterN, kClusterK = Layout::kClusterK };
+  enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
+  enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
+  enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1 };
+  static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
+
+  const HalfArguments& arg;
+  u32 shared;
+  Barriers barriers;
+  Exchange exchange;
+
+  DG_DEVICE HalfKernel(const HalfArguments& arg, u32 shared) : arg(arg), shared(shared) {
+    barriers.base = shared + Layout::kOffsetBarriers;
+    exchange.slots = shared + Layout::kOffsetSlots;
+    exchange.barriers = shared + Layout::kOffsetBarriers + Barriers::kBytes;
+  }
+
+  DG_DEVICE u32 k() const { return Tile::kShapeK ? Tile::kShapeK : arg.k; }
+  DG_DEVICE u32 n() const { return Tile::kShapeN ? Tile::kShapeN : arg.n; }
+  DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
+  DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
+  DG_DEVICE Order order(u32 turn = 0) const { return Order(ceil_div(k(), kBlockK), rank_k(), turn); }
+  DG_DEVICE typename A::Source a() const { return {arg.map_a, arg.map_a_last, m(), arg.last_rows}; }
+  DG_DEVICE typename B::Source b() const { return {arg.map_b, arg.map_b_last, n(), arg.last_columns}; }
+  // CTAs along n of a cluster load a part of A each, those along m a part of B.
+  DG_DEVICE u32 part_a() const { return kClusterN > 1 ? cluster_rank() : 0; }
+  DG_DEVICE u32 part_b() const { return kClusterM > 1 ? cluster_rank() : 0; }
+
+  // The kernel. `consume` is called by all threads of the consumers, `store` by the store warp.
+  template <class Consume, class Store>
+  DG_DEVICE void run(const Consume& consume, const Store& store) {
+    const u32 warp = threadIdx.x / 32;
+    if (threadIdx.x >= kConsumers * 128) {
+      Scheduler first;  // the first tile
+      if (warp == kConsumers * 4 + 3) {
+        init_barriers<kSplits>(barriers, exchange, rank_k());
+      } else {
+        first = Scheduler::early(arg.raster);
+        if (warp == kConsumers * 4) prefetch_weights(first);
+      }
+      prologue_sync<kClusterSize>();
+      if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
+      if (warp == kConsumers * 4 && elect_one()) load_weights(first);
+      if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(first);
+      if (warp == kConsumers * 4 + 3) store(Scheduler(arg.raster));
+      __syncwarp();
+    } else {
+      if (threadIdx.x == 0) prefetch_maps();
+      prologue_sync<kClusterSize>();
+      if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
+      consume();
+    }
+  }
+
+ private:
+  DG_DEVICE void prefetch_maps() const {
+    tma_prefetch_map(arg.map_b);
+    tma_prefetch_map(arg.map_a);
+    if (arg.last_columns < Layout::kBlockN) tma_prefetch_map(arg.map_b_last);
+    if (arg.last_rows < Layout::kBlockM) tma_prefetch_map(arg.map_a_last);
+  }
+
+  // Prefetches this CTA's first blocks of B into L2. Unlike their loads, this need not wait for the previous kernel.
+  DG_DEVICE void prefetch_weights(const Scheduler& first) const {
+    const Order order = this->order();
+    if (arg.early_stages < kStages && first.valid() && elect_one()) {
+      const u32 count = min_of(order.length, prefetched(B::kBytes, kClusterK > 1 || arg.early_stages > 0));
+      B::with_boxes(b(), first.column, part_b(), [&](const auto& bring) {
+#pragma unroll 1
+        for (u32 step = 0; step < count; ++step)
+          bring(order.step_block(step), [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
+      });
+    }
+    __syncwarp();
+  }
+
+  // Two threads, each in its own warp, load B and A into the stages in order. Constant weights do not wait for the previous kernel.
+  DG_DEVICE void load_weights(Scheduler tile) const {
+    ProducerCursor cursor;
+    const Order order = this->order();
+    for (; tile.valid(); tile.advance()) {
+      B::with_boxes(b(), tile.column, part_b(), [&](const auto& bring) {
+        with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
+          if (arg.early_stages == 0) wait_for_previous_kernel();
+          barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+            load<(kClusterM > 1)>(bring, Layout::kOffsetB + stage * B::kBytes, stage, order.step_block(step), policy...);
+          }, EarlyLoads(arg.early_stages, B::kBytes, A::kBytes));
+        });
+      });
+    }
+    if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
+  }
+
+  // This loader also tells the full barriers how many bytes both load.
+  DG_DEVICE void load_tokens(Scheduler tile) const {
+    ProducerCursor cursor;
+    const Order order = this->order();
+    for (; tile.valid(); tile.advance()) {
+      const u32 bytes = A::bytes(a(), tile.row) + B::bytes(b(), tile.column);
+      A::with_boxes(a(), tile.row, part_a(), [&](const auto& bring) {
+        wait_for_previous_kernel();
+        allow_next_kernel();
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          barrier_arrive_expect(barriers.full(stage), bytes);
+          load<(kClusterN > 1)>(bring, Layout::kOffsetA + stage * A::kBytes, stage, order.step_block(step));
+        });
+      });
+    }
+  }
+
+  template <bool kMulticast, class Bring, class... Policy>
+  DG_DEVICE void load(const Bring& bring, u32 offset, u32 stage, u32 block, Policy... policy) const {
+    bring(block, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
+      if constexpr (kMulticast) {
+        tma_load_multicast(shared + offset + place, map, barriers.full(stage), x, y, kAll, policy...);
+      } else {
+        tma_load(shared + offset + place, map, barriers.full(stage), x, y, policy...);
+      }
+    });
+  }
+};

@@ -1,0 +1,84 @@
+// The main loop of a consumer warpgroup for 16-bit operands: sums stay in the tensor cores' accumulators over all of K.
+#pragma once
+#include "pipeline.cuh"
+#include "warpgroup.cuh"
+
+// One block's products are always in flight, so that the tensor cores do not wait for the next stage: a block's stage is released
+// when the products of the block after it have been issued.
+//
+// Shape gives kStages; kStep (consumers that split K and take stages in turn); kSlices (m64 slices of the left operand); and the
+// bytes of a stage of the left and of the right operand.
+template <class Shape, class Mma, class Barriers>
+struct HalfMainloop {
+  enum : u32 { kSlices = Shape::kSlices, kSliceBytes = 64 * 64 * 2 };
+  using Sums = float[kSlices][Mma::kN / 2];
+
+  const Barriers barriers;
+  const u32 left, right;  // low words of the descriptors of this consumer's rows and of the columns, in stage 0
+  const u32 lane;
+  PipelineCursor<Shape::kStages> at;
+
+  DG_DEVICE HalfMainloop(const Barriers& barriers, u32 left, u32 right, u32 lane)
+      : barriers(barriers), left(left), right(right), lane(lane) {
+    asm volatile("mov.u32 %0, 0;" : "=r"(opaque_zero));
+  }
+
+  // Issues the products of a tile's first block, which overwrite the sums.
+  DG_DEVICE void start(Sums& sum) {
+    arrive();
+    issue(sum, opaque_zero);
+  }
+
+  // The other blocks of a tile of `blocks`, one or more, that was started. Then the sums are final. `beside(Index<i>)` is called for
+  // i below kTimes, once each, while products run: behind a block's products each, as long as there are blocks.
+  template <u32 kTimes, class Beside>
+  DG_DEVICE void resume(Sums& sum, u32 blocks, const Beside& beside) {
+    u32 left = blocks - 1;
+    beside_blocks<0, kTimes>(sum, left, beside);
+#pragma unroll 1
+    while (left > 0) step(sum, left);
+    wgmma_wait<0>();
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice) Mma::settle(sum[slice]);
+    barriers.release(stage, lane);
+  }
+
+ private:
+  u32 opaque_zero;  // zero, which the compiler must not know
+  u32 stage;        // of the block whose products were issued last
+
+  template <u32 kTime, u32 kTimes, class Beside>
+  DG_DEVICE void beside_blocks(Sums& sum, u32& left, const Beside& beside) {
+    if constexpr (kTime < kTimes) {
+      beside(Index<kTime>());
+      if (left > 0) step(sum, left);
+      beside_blocks<kTime + 1, kTimes>(sum, left, beside);
+    }
+  }
+
+  // Issues the next block's products and waits for those of the block before.
+  DG_DEVICE void step(Sums& sum, u32& left) {
+    const u32 previous = stage;
+    arrive();
+    issue(sum, 1);
+    wgmma_wait<1>();
+    barriers.release(previous, lane);
+    --left;
+  }
+
+  // Waits for the next stage.
+  DG_DEVICE void arrive() {
+    stage = at.stage;
+    barrier_wait(barriers.full(at.stage), at.parity);
+    at.template advance<Shape::kStep>();
+  }
+
+  DG_DEVICE void issue(Sums& sum, u32 keep) {
+    const u32 a = left + stage * (Shape::kBytesLeft / 16), b = right + stage * (Shape::kBytesRight / 16);
+    wgmma_fence();
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice)
+      Mma::multiply(sum[slice], matrix_descriptor(a + slice * (kSliceBytes / 16)), matrix_descriptor(b), keep);
+    wgmma_commit();
+  }
+};

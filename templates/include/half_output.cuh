@@ -1,0 +1,108 @@
+// How the upright 16-bit kernel stores a tile: parts of it through two small buffers for each consumer, by TMA.
+#pragma once
+#include "barrier.cuh"
+#include "output.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+
+// A consumer's kSlices x 64 rows by kColumns columns are cut into parts of 64 rows by kBoxColumns columns, which are staged one
+// after the other, in one buffer or in two in turn. Rows of a buffer are swizzled over their own length, as the tensor map of D expects.
+//
+// Named barriers tell when a buffer is free and when it is full. With mbarriers, whose wait is a loop, ptxas loses track of wgmma
+// in flight and serialises it.
+template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers>
+struct PartStore {
+  using Out = Output<kElement>;
+  enum : u32 { kWidest = kElement == kF32 ? 32 : 64 };
+  enum : u32 { kBoxColumns = kColumns % kWidest == 0 ? +kWidest : kColumns % 32 == 0 ? 32 : 16 };
+  enum : u32 { kRowBytes = kBoxColumns * Out::kBytes, kBoxBytes = 64 * kRowBytes };
+  enum : u32 { kBoxes = kColumns / kBoxColumns, kParts = kSlices * kBoxes };
+  enum : u32 { kBytes = kConsumers * kBuffers * kBoxBytes };
+  // Copies that may still be read when the next part is waited for. The one before these has been read, and its buffer is free.
+  enum : u32 { kPending = kConsumers * kBuffers - (kBuffers == 2 ? +kConsumers : 1) };
+  enum : u32 { kThreads = 128 + 32 };  // a consumer and the store warp
+  // A part's words of a thread: pairs of 16-bit elements, or float32.
+  enum : u32 { kWords = kBoxColumns / (kElement == kF32 ? 2 : 4) };
+
+  static DG_DEVICE u32 buffer(u32 staging, u32 consumer, u32 which) {
+    return staging + (consumer * kBuffers + which) * kBoxBytes;
+  }
+  static DG_DEVICE u32 free_barrier(u32 consumer, u32 which) { return kAreaFreeBarrier + consumer * kBuffers + which; }
+  static DG_DEVICE u32 full_barrier(u32 consumer, u32 which) { return kAreaFullBarrier + consumer * kBuffers + which; }
+
+  // Stages one part, the kWords words of a thread, in the buffer that comes next.
+  static DG_DEVICE void stage(u32 staging, const u32* words, u32 consumer, u32& which, u32 warp, u32 lane) {
+    const u32 to = buffer(staging, consumer, which);
+    named_barrier_sync(free_barrier(consumer, which), kThreads);
+    if constexpr (kElement == kF32) {
+      const u32 row = warp * 16 + lane / 4;
+#pragma unroll
+      for (u32 i = 0; i < kWords; i += 4) {  // eight columns: two of them in this thread, for two rows
+        const u32 unit = i / 2 + lane % 4 / 2, within = lane % 2 * 8;
+        store_pair(to + row * kRowBytes + swizzled(row, unit) * 16 + within, words[i], words[i + 1]);
+        store_pair(to + (row + 8) * kRowBytes + swizzled(row + 8, unit) * 16 + within, words[i + 2], words[i + 3]);
+      }
+    } else {
+      const u32 row = warp * 16 + lane % 16;  // the row whose address this lane supplies to stmatrix
+#pragma unroll
+      for (u32 i = 0; i < kWords; i += 4)  // sixteen columns
+        store_matrix_x4(to + row * kRowBytes + swizzled(row, i / 2 + lane / 16) * 16, words[i], words[i + 1], words[i + 2],
+                        words[i + 3]);
+    }
+    named_barrier_arrive(full_barrier(consumer, which), kThreads);
+    if constexpr (kBuffers == 2) which ^= 1;
+  }
+
+  // The store warp: brings the parts of every tile to D in the order in which consumers stage them. `place(consumer)` gives a tile's
+  // first column and its first row for a consumer, `copy(source, x, y)` makes one copy.
+  template <class Tile, class Place, class Copy>
+  static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, u32 rows, u32 columns) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer)
+      for (u32 which = 0; which < kBuffers; ++which) named_barrier_arrive(free_barrier(consumer, which), kThreads);
+    u32 which = 0;
+    bool before = false;  // whether a buffer has been stored that must be freed
+    for (; tile.valid(); tile.advance()) {
+#pragma unroll 1
+      for (u32 part = 0; part < kParts; ++part) {
+#pragma unroll 1
+        for (u32 consumer = 0; consumer < kConsumers; ++consumer) {
+          named_barrier_sync(full_barrier(consumer, which), kThreads);
+          if (lane == 0) {
+            u32 x, y;
+            place(tile, consumer, x, y);
+            x += part % kBoxes * kBoxColumns;
+            y += part / kBoxes * 64;
+            fence_shared_to_tma();
+            if (x < columns && y < rows) copy(buffer(staging, consumer, which), x, y);
+            tma_store_commit();
+            tma_store_wait_read<kPending>();
+          }
+          __syncwarp();
+          if constexpr (kBuffers == 2) {
+            if (before) named_barrier_arrive(free_barrier(consumer, which ^ 1), kThreads);
+          } else {
+            if (before || kPending == 0) named_barrier_arrive(free_barrier((consumer + kPending) % kConsumers, 0), kThreads);
+            before = true;
+          }
+        }
+        if constexpr (kBuffers == 2) {
+          which ^= 1;
+          before = true;
+        }
+      }
+    }
+    if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads
+  }
+
+ private:
+  // Where a 16-byte unit of a row lies: TMA's swizzle uses the address bits above those of the row.
+  static DG_DEVICE u32 swizzled(u32 row, u32 unit) {
+    constexpr u32 kUnits = kRowBytes / 16;
+    return unit ^ (row / (8 / kUnits) % kUnits);
+  }
+
+  static DG_DEVICE void store_pair(u32 address, u32 first, u32 second) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+  }
+};

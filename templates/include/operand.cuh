@@ -1,0 +1,59 @@
+// One operand of a 16-bit GEMM in shared memory, K-major or MN-major, and the thread that loads it.
+#pragma once
+#include "barrier.cuh"
+#include "edge_boxes.cuh"
+#include "pipeline.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+
+// A tile of kRows rows of A or B by a block of K of 64 elements. kParts CTAs of a cluster load a part each and multicast it.
+//   K-major: one box of 128 bytes of K by the part's rows, or an edge box (see edge_boxes.cuh).
+//   MN-major: boxes of 64 rows (128 bytes) by the block of K. Boxes past the edge are not loaded.
+// Either way 64 rows take 8192 bytes.
+template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside>
+struct OperandTile {
+  enum : u32 { kBlockK = 64, kBoxBytes = 64 * kBlockK * 2 };
+  enum : u32 { kBytes = kRows * kBlockK * 2, kPartRows = kRows / kParts };
+  static_assert(kPartRows * kParts == kRows && (!kMnMajor || kPartRows % 64 == 0));
+
+  // What a launch says of the operand.
+  struct Source {
+    const TensorMap *map, *last;
+    u32 edge, last_rows;  // its rows, and those of an edge box
+  };
+
+  // Bytes that arrive for the tile whose first row is `first`.
+  static DG_DEVICE u32 bytes(const Source& from, u32 first) {
+    if constexpr (kMnMajor) {
+      return first < from.edge ? min_of(ceil_div(from.edge - first, 64), kRows / 64) * kBoxBytes : 0;
+    } else {
+      return rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows) * kBlockK * 2;
+    }
+  }
+
+  // Calls `use(bring)`. There `bring(load)` calls `load(map, place, x, y, per_block)` for each box of the part: `place` is the
+  // box's offset in the tile, x and y its coordinates in the first block of K; for block j, add 64 * j to the coordinate that
+  // kMnMajor says.
+  template <class Use>
+  static DG_DEVICE void with_boxes(const Source& from, u32 first, u32 part, const Use& use) {
+    const u32 row = first + part * kPartRows;
+    if constexpr (kMnMajor) {
+      const u32 boxes = row < from.edge ? min_of(ceil_div(from.edge - row, 64), kPartRows / 64) : 0;
+      use([&](u32 block, const auto& load) {
+#pragma unroll
+        for (u32 box = 0; box < kPartRows / 64; ++box)
+          if (box < boxes) load(from.map, part * kPartRows * 128 + box * kBoxBytes, row + box * 64, block * kBlockK);
+      });
+    } else {
+      const u32 loaded = rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows);
+      with_map<kPartRows, kMayLieOutside>(part * kPartRows, loaded, from.map, from.last, [&](const TensorMap* map) {
+        use([&](u32 block, const auto& load) {
+          if (map) load(map, part * kPartRows * 128, block * kBlockK, row);
+        });
+      });
+    }
+  }
+
+  // Low word of the descriptor of the tile at `address`.
+  static DG_DEVICE u32 descriptor(u32 address) { return descriptor_low(address, kMnMajor ? kBoxBytes : 16); }
+};

@@ -1,0 +1,75 @@
+// Elements of D: what happens to float32 sums before they are stored. All stores go through here.
+#pragma once
+#include "types.cuh"
+
+enum Element : u32 { kBf16, kF16, kF32 };
+
+// How C is added to the product: not at all, by consumers, which read it, or by TMA, which adds the product to D in L2 (float32, and
+// C is D).
+enum Accumulate : u32 { kNothing, kReads, kReduces };
+
+template <u32 kElement>
+struct Output {
+  enum : u32 { kBytes = kElement == kF32 ? 4 : 2 };
+
+  // Two neighbours of a thread's registers as one word of 16-bit elements, rounded to nearest. FP16 overflows to infinity.
+  static DG_DEVICE u32 apply(float low, float high) {
+    static_assert(kElement != kF32, "float32 elements are words of their own");
+    u32 packed;
+    if constexpr (kElement == kBf16) {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+  }
+
+  // One element of D or C, which is `index` elements from `base`.
+  static DG_DEVICE float load(const u8* base, i64 index) {
+    const u8* at = base + index * kBytes;
+    float value;
+    if constexpr (kElement == kF32) {
+      asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    } else {
+      u16 bits;
+      asm volatile("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(at) : "memory");
+      value = widen(bits);
+    }
+    return value;
+  }
+
+  // Two elements next to each other, at a multiple of their size.
+  static DG_DEVICE void load_pair(const u8* base, i64 index, float& first, float& second) {
+    const u8* at = base + index * kBytes;
+    if constexpr (kElement == kF32) {
+      asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "l"(at) : "memory");
+    } else {
+      u32 bits;
+      asm volatile("ld.global.u32 %0, [%1];" : "=r"(bits) : "l"(at) : "memory");
+      first = widen(static_cast<u16>(bits));
+      second = widen(static_cast<u16>(bits >> 16));
+    }
+  }
+
+  static DG_DEVICE void store(u8* base, i64 index, float value) {
+    u8* at = base + index * kBytes;
+    if constexpr (kElement == kF32) {
+      asm volatile("st.global.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
+    } else {
+      const u16 bits = static_cast<u16>(apply(value, 0.0f));
+      asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(bits) : "memory");
+    }
+  }
+
+ private:
+  static DG_DEVICE float widen(u16 bits) {
+    float value;
+    if constexpr (kElement == kBf16) {
+      const u32 word = static_cast<u32>(bits) << 16;
+      asm("mov.b32 %0, %1;" : "=f"(value) : "r"(word));
+    } else {
+      asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    }
+    return value;
+  }
+};
