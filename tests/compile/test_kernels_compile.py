@@ -31,9 +31,10 @@ from kernel_builds import (
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
-from deep_gemm.jit import Builder, bursts, sass
+from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.compilers import Compiler
-from deep_gemm.jit.generator import render
+from deep_gemm.jit.generator import include_dir, render
+from deep_gemm.kernels import ffma_bursts as bursts
 from deep_gemm.kernels import fp8 as fp8_module
 from deep_gemm.kernels import sm90_fp8_gemm
 from deep_gemm.kernels.tiles import segments
@@ -342,6 +343,19 @@ def test_promotion_comes_in_bursts(
         assert sum(last - first for first, last in found) >= 0.8 * len(re.findall(r"\bFFMA\b", built.sass))
     for line, after in kept_operands(built.sass):
         assert not after.startswith(".L_"), f"{line} keeps an operand for what is jumped to as well"
+
+
+def test_without_bursts_a_cubin_is_the_compilers_own(builder: Builder, compiler: Compiler) -> None:
+    params = make_params(find_config(block_m=64, block_n=16))
+    asked = engine.build_request(params)
+    edited = builder.build(asked)
+    with settings.override(ffma_bursts=False):
+        own = builder.build(engine.build_request(params))
+    flags = compiler.flags(asked.arch)
+    assert own.source_path is not None
+    made = compiler.compile(asked.name, asked.source, own.source_path, flags, include_dir())
+    assert own.cubin == made.cubin != edited.cubin == bursts.in_bursts(made.cubin, asked.name)
+    assert own.key != edited.key
 
 
 @pytest.mark.parametrize("params", GEMMS, ids=entry)
