@@ -12,6 +12,8 @@ from ranks import Job, Ranks
 from deep_gemm.aot.workload import GemmShape
 
 SIZE = 4
+LIMIT = 8.0
+"""Seconds that ranks wait for a kernel in other hands: more than a kernel takes on a busy machine."""
 SHAPES = [GemmShape(m, n, 512) for m in (1, 64) for n in (576, 4096)]
 OTHERS = [GemmShape(1, 576, 512), GemmShape(64, 576, 7168)]
 
@@ -107,7 +109,7 @@ def test_ranks_that_die(tmp_path: Path) -> None:
         assert [answer["warnings"] for answer in answers[:3]] == [[]] * 3
 
         gate = str(tmp_path / "gate")
-        told = jobs(tmp_path / "second", SHAPES[:3], timeout=2.0, after=gate)  # five kernels: one in those hands
+        told = jobs(tmp_path / "second", SHAPES[:3], timeout=LIMIT, after=gate)  # five kernels: one in those hands
         told[1] |= {"after": None, "sabotage": ("dies building", gate), "jobs": 1}
         answers = ranks.run(told)
         assert answers[1] is None
@@ -115,7 +117,7 @@ def test_ranks_that_die(tmp_path: Path) -> None:
         count = everything_is_there(left)
         assert total(left) == count + 1
         for answer in left:
-            assert 2.0 <= answer["seconds"] < 10
+            assert LIMIT <= answer["seconds"] < 4 * LIMIT
             (message,) = answer["warnings"]
             assert message.startswith("1 kernel did not come from other ranks in time, and is built here: ")
     finally:
