@@ -92,7 +92,7 @@ def compile_once(compiler: Compiler, request: BuildRequest) -> tuple[dict[str, f
     if not phases and "ptxas" in compiled.seconds:
         ptxas = compiled.seconds["ptxas"] * 1e3
         phases = {"optimiser_ms": whole - ptxas, "ptxas_ms": ptxas}
-    return phases | {"compile_ms": whole}, compiled.cubin
+    return phases | {"compile_ms": whole}, request.finished(compiled.cubin)
 
 
 def load_ms(cubin: bytes, request: BuildRequest, shared: int, device: int = 0) -> float:

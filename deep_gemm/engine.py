@@ -84,14 +84,21 @@ def kernel_params(spec: Spec, config: KernelConfig, arch: archs.ArchSpec) -> Ker
 
 
 def build_request(params: KernelParams) -> BuildRequest:
-    """What the builder needs for ``params``: the rendered source, and the params beside it as JSON."""
+    """What the builder needs for ``params``: the rendered source, the params beside it as JSON, and what the kernel's
+    family does to its cubins."""
     kernel = kernels.get(params.kernel)
     fields = kernel.fields(params)
     key = render_key(kernel.template, fields)
     # Found in a pack or on disk, it saves importing Jinja.
     source = default_builder().source(key) or render(kernel.template, fields)
-    meta = {"params": params.to_json()}
-    return BuildRequest(name=kernel.entry(params), source=source, arch=params.arch, meta=meta, render_key=key)
+    return BuildRequest(
+        name=kernel.entry(params),
+        source=source,
+        arch=params.arch,
+        meta={"params": params.to_json()},
+        render_key=key,
+        post_pass=kernel.post_pass(),
+    )
 
 
 def build(params: KernelParams) -> Binary:
@@ -155,6 +162,7 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         "compiler": binary.compiler,
         "source": binary.source_path,
         "resources": binary.resources.to_json(),
+        "post_pass": post_pass.identity if (post_pass := kernels.of(config).post_pass()) else None,
         "seconds": {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected},
     }
     if ranked:

@@ -3,7 +3,7 @@
 Nothing here runs at import; the functions that use jinja2, cuda.bindings, platformdirs or filelock import them.
 """
 
-from deep_gemm.jit.binary import Binary, BuildRequest
+from deep_gemm.jit.binary import Binary, BuildRequest, PostPass
 from deep_gemm.jit.builder import Builder, default_builder
 from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.generator import include_dir, render, template_dir, variables
@@ -13,6 +13,7 @@ __all__ = [
     "Binary",
     "BuildRequest",
     "Builder",
+    "PostPass",
     "Resources",
     "default_builder",
     "include_dir",

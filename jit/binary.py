@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,30 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
 from deep_gemm.jit.cache.pack import ARCH, NAME, Kernel, Packable, packable
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
+
+
+@dataclass(frozen=True)
+class PostPass:
+    """What is done to a cubin after it was compiled.
+
+    `identity` is a short name that is part of the cubin's key: a pass that makes other bytes needs another one. `apply`
+    takes the cubin and the kernel's name and returns the cubin to use; `describe` says in a few words what it did to a
+    cubin. Raises InvalidInputError.
+    """
+
+    identity: str
+    apply: Callable[[bytes, str], bytes]
+    describe: Callable[[bytes], str]
+
+    def __post_init__(self) -> None:
+        if not _IDENTITY.fullmatch(self.identity):
+            raise InvalidInputError(
+                "identity of a post-pass must be 1 to 60 lower-case letters, digits, dots and hyphens, but it is "
+                f"{self.identity!r}."
+            )
+
+
+_IDENTITY = re.compile(r"[a-z0-9.-]{1,60}")
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,16 @@ class BuildRequest:
     arch: str
     meta: Mapping[str, Any] = field(default_factory=dict)
     render_key: str = ""
+    post_pass: PostPass | None = None
+
+    @property
+    def stored_meta(self) -> dict[str, Any]:
+        """`meta`, and the identity of the post-pass if there is one."""
+        return {**self.meta, **({"post_pass": self.post_pass.identity} if self.post_pass else {})}
+
+    def finished(self, cubin: bytes) -> bytes:
+        """What becomes of the compiler's `cubin`."""
+        return self.post_pass.apply(cubin, self.name) if self.post_pass else cubin
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -164,6 +198,6 @@ def packed(binary: Binary, request: BuildRequest) -> Packable:
         source=request.source.encode(),
         resources=binary.resources,
         seconds={what: took for what, took in binary.seconds.items() if what != "lookup"},
-        meta=request.meta,
+        meta=request.stored_meta,
         render_key=request.render_key,
     )

@@ -132,6 +132,7 @@ class Builder:
             arch=request.arch,
             flags=common_flags(),
             include_dir=self._includes(),
+            post_pass=request.post_pass.identity if request.post_pass else "",
         )
 
     def lookup(self, request: BuildRequest) -> Binary | None:
@@ -292,6 +293,7 @@ class Builder:
                 compiled = plan.compiler.compile(
                     request.name, request.source, path, plan.flags, self._includes(), want_ptx=want_ptx
                 )
+            compiled = replace(compiled, cubin=request.finished(compiled.cubin))
         except CompileError:
             self._count("failed")
             raise
@@ -333,7 +335,7 @@ class Builder:
             "seconds": dict(compiled.seconds),
             "created": time.time(),
             "log": compiled.log,
-            "meta": dict(plan.request.meta),
+            "meta": plan.request.stored_meta,
         }
         # Where even the source could not be stored, there is no use in trying the rest.
         if stored is None or plan.disk is None:

@@ -1,7 +1,8 @@
 """What makes two binaries the same.
 
-The source key covers the rendered source, the content of every header that it reaches, the architecture and the flags
-that all compilers are given: what a kernel is, whoever compiled it. Packs are looked up by it.
+The source key covers the rendered source, the content of every header that it reaches, the architecture, the flags that
+all compilers are given, and what is done to the cubin afterwards: what a kernel is, whoever compiled it. Packs are
+looked up by it.
 
 The key covers the source key, the compiler's full build identity and all its flags. Neither holds a path or a time, so
 two install prefixes agree on both.
@@ -18,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Raise it when the meaning of an entry changes, or what is done to a cubin (bursts.py), so that two versions of the
-# package can share a root.
-SCHEMA = 4
+# Raise it when the meaning of an entry changes, so that two versions of the package can share a root.
+SCHEMA = 5
 
 # From the "#" on, which is searched for at memory's speed; what stands before it on its line is looked at afterwards.
 _INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
@@ -53,14 +53,17 @@ def build_key(source_key: str, compiler: str, flags: Sequence[str]) -> str:
     return digest(["deep_gemm", SCHEMA, source_key, compiler, list(flags)])
 
 
-def source_key(*, name: str, source: str, arch: str, flags: Sequence[str], include_dir: Path | None) -> str:
+def source_key(
+    *, name: str, source: str, arch: str, flags: Sequence[str], include_dir: Path | None, post_pass: str = ""
+) -> str:
     """A hex digest of everything that decides what a kernel does: of `build_key`, all but the compiler.
 
-    `name` is the kernel's symbol, `flags` are those that every compiler is given.
+    `name` is the kernel's symbol, `flags` are those that every compiler is given, `post_pass` is the identity of what
+    is done to the cubin afterwards.
     """
     content = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
     reached = _reached(source, include_dir)
-    return digest(["deep_gemm source", SCHEMA, name, arch, list(flags), content, reached and reached.digest])
+    return digest(["deep_gemm source", SCHEMA, name, arch, list(flags), content, reached and reached.digest, post_pass])
 
 
 def digest(parts: Sequence[object]) -> str:

@@ -31,6 +31,9 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with SIGINT ignored, and children inherit that: tests of interrupts would hang.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Settings of the caller's shell must not decide what a test sees, and tests never touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
         del os.environ[variable]

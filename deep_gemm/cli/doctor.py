@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from deep_gemm import arch
+from deep_gemm import arch, kernels
 from deep_gemm.cli.console import console, size, table
 from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.builder import default_builder
@@ -57,6 +57,7 @@ def examine() -> dict[str, Any]:
         "driver_cuda": ".".join(map(str, release)) if (release := driver_release()) else None,
         "compilers": _compilers(),
         "headers": {"path": str(include_dir()), "files": len(list(include_dir().glob("*.cuh")))},
+        "post_passes": _post_passes(),
         "cache": _cache(),
         "packs": _packs(),
         "other_packages": _others(),
@@ -106,6 +107,15 @@ def _compilers() -> list[dict[str, Any]]:
         return [asdict(found) for found in find_all(tried=True)]
     except SettingError:  # named among the problems
         return []
+
+
+def _post_passes() -> dict[str, str | None]:
+    """What each kernel family does to its cubins after compiling; None for one that takes them as they are."""
+    try:
+        done = {name: kernel.post_pass() for name, kernel in kernels.registry().items()}
+    except SettingError:  # named among the problems
+        return {}
+    return {name: post_pass.identity if post_pass else None for name, post_pass in done.items()}
 
 
 def _cache() -> dict[str, Any]:
@@ -199,6 +209,9 @@ def _print(report: dict[str, Any]) -> None:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
         out.print(f"GPU {gpu['index']}      {text}: {gpu['arch'] or 'no kernels'}")
     out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)")
+    for name, edit in report["post_passes"].items():
+        how = f"edited after compiling by {edit}" if edit else "as the compiler made them"
+        out.print(f"kernel     {name}: cubins {how}")
     cache = report["cache"]
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"

@@ -45,6 +45,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     ranked = select.rank(asked, spec)
     params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
+    post_pass = kernels.get(params.kernel).post_pass()
     configs = [
         {
             "config": dataclasses.asdict(choice.config),
@@ -68,6 +69,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
         "cubin_bytes": len(binary.cubin),
         "shared_bytes": kernels.get(params.kernel).shared_bytes(params),
         "resources": binary.resources.to_json(),
+        "post_pass": post_pass and {"identity": post_pass.identity, "did": post_pass.describe(binary.cubin)},
     }
     if with_sass:
         from deep_gemm.jit.disassembler import sass
@@ -99,6 +101,8 @@ def _print(report: dict[str, Any]) -> None:
         f"resources  {resources['registers']} registers a thread, {size(report['shared_bytes'])} shared memory, spills "
         f"{resources['spill_stores']} + {resources['spill_loads']} bytes, stack {resources['stack']} bytes"
     )
+    edit = report["post_pass"]
+    out.print(f"edited     {edit['identity']}: {edit['did']}" if edit else "edited     no: as the compiler made it")
     for warning in resources["warnings"]:
         out.print(f"warning    {warning}")
     if "sass" in report:

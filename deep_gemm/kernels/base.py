@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from ..arch import ArchSpec
+from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape, Map, Parameter, Pointer
 from ..params import GemmConfig, KernelConfig, KernelParams
 from ..spec import GemmSpec, Spec
@@ -89,9 +90,6 @@ class Kernel(ABC, Generic[ConfigT]):
     mma_instruction: str = ""
     """The tensor-core instruction that its SASS must hold; empty for a kernel without one."""
 
-    yield_hints: bool = False
-    """Whether the yield hints of its FFMAs are edited after compiling (see ``jit/bursts.py``)."""
-
     @property
     def template(self) -> str:
         """File name of the template."""
@@ -163,6 +161,10 @@ class Kernel(ABC, Generic[ConfigT]):
     def features(self, spec: Spec, config: ConfigT) -> Features:
         """What the model of speed needs to know. A family with one config need not say."""
         raise NotImplementedError(f"{self.name} has one config: there is nothing to rank")
+
+    def post_pass(self) -> PostPass | None:
+        """What is done to its cubins after they are compiled, by today's settings, if anything is."""
+        return None
 
     @abstractmethod
     def shared_bytes(self, params: KernelParams) -> int:

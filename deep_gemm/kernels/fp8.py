@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ..errors import InvalidInputError
+from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import FP8Config, KernelParams
+from ..settings import settings
 from ..spec import SCALE_BLOCK, GemmSpec, Operand, Spec, align, ceil_div
-from . import fp8_features
+from . import ffma_bursts, fp8_features
 from .base import Argument, GemmKernel, Strides, Value
 from .features import Features
 from .fp8_features import Counts
@@ -27,7 +29,6 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
     """A dense E4M3 GEMM with block scales, promoted every 128 of K, bf16 out."""
 
     mma_instruction = "QGMMA"
-    yield_hints = True
 
     def refuses(self, spec: Spec) -> str | None:
         """Whatever is not one 1D2D product of E4M3 with bf16 output."""
@@ -45,6 +46,10 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         if spec.accumulate != "none" or spec.epilogue != "none":
             return "it writes the product as it is, without C or an epilogue"
         return None
+
+    def post_pass(self) -> PostPass | None:
+        """Promotion's FFMAs in bursts, unless DG_FFMA_BURSTS is off."""
+        return ffma_bursts.POST_PASS if settings.ffma_bursts else None
 
     @property
     def has_output_map(self) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
-from deep_gemm.jit.bursts import in_bursts
 from deep_gemm.jit.cache.files import read
 from deep_gemm.jit.compilers.base import Compiled, Compiler
 from deep_gemm.jit.process import is_plain, private_directory, run
@@ -121,7 +120,7 @@ class Nvcc(Compiler):
         except (OSError, ValueError) as error:
             made = b""
             log += f"{output.name}: {error}\n"
-        cubin = in_bursts(self._checked(made, log, source_path, options), name)
+        cubin = self._checked(made, log, source_path, options)
         return Compiled(cubin, ptx, log, resources, seconds, tuple(options))
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError
-from deep_gemm.jit.bursts import in_bursts
 from deep_gemm.jit.compilers import elf
 from deep_gemm.jit.compilers.base import Compiled, Compiler
 from deep_gemm.jit.compilers.signals import interruptible, keep_handlers
@@ -127,8 +126,7 @@ class Nvrtc(Compiler):
                     source_path=source_path,
                     options=options,
                 )
-            made = self._checked(self._get(program, "CUBIN", source_path, options), log, source_path, options)
-            cubin = in_bursts(made, name)
+            cubin = self._checked(self._get(program, "CUBIN", source_path, options), log, source_path, options)
             ptx = self._get(program, "PTX", source_path, options).decode("utf-8", "replace") if want_ptx else None
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
 import re
@@ -40,7 +42,13 @@ class Built:
     binary: Binary
     sass: str
 
+    @functools.cached_property
+    def loop(self) -> list[str]:
+        """See `main_loop`."""
+        return main_loop(self.sass)
 
+
+@contextlib.contextmanager
 def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iterator[dict[KernelParams, Future[Built]]]:
     """Every case on its way through `compiler`, as many at a time as there are cores. One that fails to compile fails
     the tests that ask for it, and no others."""

@@ -16,7 +16,7 @@ import pytest
 from jit_fakes import builder, compilations, request
 from processes import Start, kill, result, said, wait_for
 
-from deep_gemm.jit import Builder
+from deep_gemm.jit import Builder, process
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.compilers.find import choose, find_all
 from deep_gemm.jit.compilers.nvcc import Nvcc
@@ -293,10 +293,8 @@ def test_killed_inside_a_real_compiler(
     with settings.override(use_nvrtc=kind == "nvrtc"):
         compiler = choose()
     build = Builder(root, compiler, Path("/no-headers"), lock_limit=5.0)
-    begin = time.monotonic()
     assert build.build(request(source=SLOW)).layer == "compiled"
     assert build.stats["lock_timeout"] == 0
-    assert time.monotonic() - begin < 60
     assert Builder(root, compiler, Path("/no-headers")).build(request(source=SLOW)).layer == "disk"
     assert list((root / "tmp").iterdir()) == []
 
@@ -322,11 +320,9 @@ def test_killed_with_a_forked_child_that_lives_on(tmp_path: Path, start: Start) 
     try:
         kill(victim)
         os.kill(child, 0)
-        begin = time.monotonic()
-        build = builder(tmp_path / "root", lock_limit=20.0)
+        build = builder(tmp_path / "root", lock_limit=5.0)
         assert build.build(request(source=BODY)).layer == "compiled"
         assert build.stats["lock_timeout"] == 0
-        assert time.monotonic() - begin < 10
     finally:
         os.kill(child, signal.SIGKILL)
 

@@ -74,7 +74,7 @@ def test_a_killed_lock_holder_blocks_nobody(tmp_path: Path, start: Start) -> Non
     victim.wait()
     begin = time.monotonic()
     assert builder(tmp_path / "root").build(request(source="int body0;\n")).layer == "compiled"
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 40  # of the 60 that a live one is waited for
 
 
 def test_a_slow_holder_is_not_waited_for_beyond_the_limit(

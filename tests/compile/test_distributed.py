@@ -105,7 +105,7 @@ def test_ranks_that_die(tmp_path: Path) -> None:
         answers = ranks.run(jobs(tmp_path / "first", timeout=60.0))
         assert answers[3] is None
         assert total(answers) == everything_is_there(answers[:3])
-        assert max(answer["seconds"] for answer in answers[:3]) < 20
+        assert max(answer["seconds"] for answer in answers[:3]) < 40
         assert [answer["warnings"] for answer in answers[:3]] == [[]] * 3
 
         gate = str(tmp_path / "gate")

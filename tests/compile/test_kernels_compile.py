@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from kernel_builds import (
     in_one_bank,
     kept_operands,
     loaded_maps,
-    main_loop,
     moves_to_uniform,
     open_compiler,
     starts_before_it_stores,
@@ -31,9 +31,10 @@ from kernel_builds import (
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
-from deep_gemm.jit import Builder, bursts, sass
+from deep_gemm.jit import Builder
 from deep_gemm.jit.compilers import Compiler
-from deep_gemm.jit.generator import render
+from deep_gemm.jit.generator import include_dir, render
+from deep_gemm.kernels import ffma_bursts as bursts
 from deep_gemm.kernels import fp8 as fp8_module
 from deep_gemm.kernels import sm90_fp8_gemm
 from deep_gemm.kernels.tiles import segments
@@ -46,6 +47,30 @@ GEMMS = [params for params in CASES if params.kernel in {family.name for family 
 STATIC_SHARED = {"transpose_scales": 32 * 65 * 4}
 
 
+# Descriptors of operands live in uniform registers. Where ptxas takes a loop count for divergent, it keeps them in
+# ordinary ones and moves each over before every product: that cost 5 to 20% on an H200. Scale factors do not count:
+# 128x192 tiles, where they are moved so, took 0 to 2% less on an H200 than when they were not (four shapes, single
+# calls in turns).
+LOOPS = [
+    make_params(config)
+    for config in (
+        find_config(PLAIN, block_m=256, block_n=128),
+        find_config(PLAIN, block_m=128, block_n=192),
+        find_config(PLAIN, block_m=64, block_n=16),
+        find_config(PLAIN, block_m=128, block_n=64, cluster_k=2),
+        find_config(PLAIN, block_m=128, block_n=128, cluster_m=2),
+        find_config(SWAPPED, block_m=8),
+        find_config(SWAPPED, block_m=64),
+        find_config(SWAPPED, block_m=16, cluster_k=4),
+        find_config(SWAPPED, block_m=48, consumers_k=2),
+    )
+]
+
+ONE_OF_A_TILE = list({(params.kernel, params.config.tile): params for params in CASES}.values())
+"""What NVCC compiles: a tile says how many registers its code needs, and NVRTC has the same optimiser and assembler."""
+KERNELS = {"nvrtc": list(dict.fromkeys(CASES + LOOPS)), "nvcc": list(dict.fromkeys(ONE_OF_A_TILE + LOOPS))}
+
+
 def entry(params: KernelParams) -> str:
     return kernels.get(params.kernel).entry(params)
 
@@ -56,13 +81,34 @@ def compiler(request: pytest.FixtureRequest) -> Compiler:
 
 
 @pytest.fixture(scope="module")
-def builds(compiler: Compiler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[KernelParams, Future[Built]]]:
-    yield from build_all(compiler, tmp_path_factory.mktemp("kernels"), CASES)
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, KernelParams], Built]]:
+    """What a kind of compiler makes of a kernel. All kernels of a kind are compiled from when one is asked for."""
+    with contextlib.ExitStack() as stack:
+        started: dict[str, dict[KernelParams, Future[Built]]] = {}
+
+        def built(kind: str, params: KernelParams) -> Built:
+            if kind not in started:
+                work = build_all(open_compiler(kind), tmp_path_factory.mktemp(kind), KERNELS[kind])
+                started[kind] = stack.enter_context(work)
+            return started[kind][params].result()
+
+        yield built
 
 
-@pytest.mark.parametrize("params", CASES, ids=entry)
-def test_nothing_is_spilled_or_serialised(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
-    built = builds[params].result()
+@pytest.fixture
+def built(builds: Callable[[str, KernelParams], Built], kind: str, params: KernelParams) -> Built:
+    return builds(kind, params)
+
+
+def each(cases: Iterable[KernelParams]) -> pytest.MarkDecorator:
+    """A test of each of these, as NVRTC compiles it; and of the tiles that NVCC compiles too."""
+    listed = list(cases)
+    pairs = [(kind, params) for kind in KINDS for params in listed if params in KERNELS[kind]]
+    return pytest.mark.parametrize(("kind", "params"), pairs, ids=[f"{kind}-{entry(params)}" for kind, params in pairs])
+
+
+@each(CASES)
+def test_nothing_is_spilled_or_serialised(built: Built, params: KernelParams) -> None:
     resources = built.binary.resources
     assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
     assert resources.warnings == ()
@@ -79,14 +125,11 @@ def test_nothing_is_spilled_or_serialised(builds: dict[KernelParams, Future[Buil
         assert "GMMA" not in built.sass
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_the_gemm_is_made_of_the_instructions_it_asks_for(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
-    built = builds[params].result()
+@each(GEMMS)
+def test_the_gemm_is_made_of_the_instructions_it_asks_for(built: Built, params: KernelParams) -> None:
     fields, config = kernels.get(params.kernel).fields(params), fp8(params)
     # Consumers that take turns meet at a named barrier before each product, and let the next one go.
-    assert any("BAR.ARV" in instruction for instruction in main_loop(built.sass)) == takes_turns(params)
+    assert any("BAR.ARV" in instruction for instruction in built.loop) == takes_turns(params)
     assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{fields['mma_n']}x32.F32.E4M3.E4M3"}
     loads, stores = "UTMALDG.2D" in built.sass, "UTMASTG.2D" in built.sass
     assert (loads, stores) == (True, stores_by_tma(params))
@@ -112,30 +155,9 @@ def takes_turns(params: KernelParams) -> bool:
     return fp8_module.turns(fp8(params)) > 1
 
 
-# Descriptors of operands live in uniform registers. Where ptxas takes a loop count for divergent, it keeps them in
-# ordinary ones and moves each over before every product: that cost 5 to 20% on an H200. Scale factors do not count:
-# 128x192 tiles, where they are moved so, took 0 to 2% less on an H200 than when they were not (four shapes, single
-# calls in turns).
-LOOPS = [
-    make_params(config)
-    for config in (
-        find_config(PLAIN, block_m=256, block_n=128),
-        find_config(PLAIN, block_m=128, block_n=192),
-        find_config(PLAIN, block_m=64, block_n=16),
-        find_config(PLAIN, block_m=128, block_n=64, cluster_k=2),
-        find_config(PLAIN, block_m=128, block_n=128, cluster_m=2),
-        find_config(SWAPPED, block_m=8),
-        find_config(SWAPPED, block_m=64),
-        find_config(SWAPPED, block_m=16, cluster_k=4),
-        find_config(SWAPPED, block_m=48, consumers_k=2),
-    )
-]
-
-
-@pytest.mark.parametrize("params", LOOPS, ids=entry)
-def test_descriptors_stay_in_uniform_registers(builder: Builder, params: KernelParams) -> None:
-    loop = main_loop(sass(builder.build(engine.build_request(params)).cubin))
-    moves = moves_to_uniform(loop)
+@each(LOOPS)
+def test_descriptors_stay_in_uniform_registers(built: Built, params: KernelParams) -> None:
+    moves = moves_to_uniform(built.loop)
     assert len(moves) <= 2, "\n".join(moves)
 
 
@@ -185,38 +207,32 @@ def test_a_debug_build_compiles(builder: Builder) -> None:
     assert debug.cubin != plain.cubin
 
 
-@pytest.mark.parametrize("params", [*filter(takes_turns, GEMMS)], ids=entry)
-def test_consumers_in_turn_go_round_the_ring_in_steps_that_know_their_stage(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
-    code = builds[params].result().sass.splitlines()
+@each(filter(takes_turns, GEMMS))
+def test_consumers_in_turn_go_round_the_ring_in_steps_that_know_their_stage(built: Built, params: KernelParams) -> None:
+    code = built.sass.splitlines()
     products = [index for index, line in enumerate(code) if "QGMMA" in line]
     waits = [line for line in code[products[0] : products[-1]] if "PHASECHK" in line]
     assert len(waits) >= fp8(params).num_stages, "one wait serves several stages"
 
 
-@pytest.mark.parametrize("params", [*filter(stores_by_tma, GEMMS)], ids=entry)
-def test_who_stores_a_tile_fences_what_others_wrote(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
-    ordering = re.findall(r"FENCE\.VIEW\.ASYNC|BAR\.SYNC|UTMASTG", builds[params].result().sass)
+@each(filter(stores_by_tma, GEMMS))
+def test_who_stores_a_tile_fences_what_others_wrote(built: Built, params: KernelParams) -> None:
+    ordering = re.findall(r"FENCE\.VIEW\.ASYNC|BAR\.SYNC|UTMASTG", built.sass)
     before = [first for first, second in itertools.pairwise(ordering) if second == "UTMASTG" != first]
     assert before
     assert set(before) == {"FENCE.VIEW.ASYNC"}
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_the_maps_of_loads_are_asked_for_ahead(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
-    assert builds[params].result().sass.count("UTMACCTL.PF") == len(loaded_maps(params))
+@each(GEMMS)
+def test_the_maps_of_loads_are_asked_for_ahead(built: Built, params: KernelParams) -> None:
+    assert built.sass.count("UTMACCTL.PF") == len(loaded_maps(params))
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_a_tiles_first_product_waits_for_no_scale_of_b(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
+@each(GEMMS)
+def test_a_tiles_first_product_waits_for_no_scale_of_b(built: Built, params: KernelParams) -> None:
     """The first ones are asked for before it, and may come from HBM: what moves them on would wait for them."""
     asked: set[str] = set()
-    for line in builds[params].result().sass.split("WARPGROUP.ARRIVE")[0].splitlines():
+    for line in built.sass.split("WARPGROUP.ARRIVE")[0].splitlines():
         if loaded := re.search(r"\bLDG\.\S+ (R\d+),", line):
             asked.add(loaded[1])
         elif moved := re.search(r"\bR2UR \S+, (R\d+)", line):
@@ -226,12 +242,12 @@ def test_a_tiles_first_product_waits_for_no_scale_of_b(
     assert asked
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_weights_come_nearer_before_the_wait(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+@each(GEMMS)
+def test_weights_come_nearer_before_the_wait(built: Built, params: KernelParams) -> None:
     """Blocks of B, in boxes that are whole or end at the edge, are brought into L2 before a CTA's warps meet: before
     they wait, and before anything is loaded."""
     meeting = r"BAR\.SYNC\.DEFER_BLOCKING 0x0|UCGABAR_WAIT"
-    order = re.findall(rf"UTMAPF|UTMALDG|ACQBULK|{meeting}", builds[params].result().sass)
+    order = re.findall(rf"UTMAPF|UTMALDG|ACQBULK|{meeting}", built.sass)
     boxes = sum(boxes_of_weights(params))
     assert order.count("UTMAPF") == boxes
     first = order.index("UTMAPF")
@@ -246,11 +262,11 @@ def boxes_of_weights(params: KernelParams) -> tuple[int, int]:
     return boxes, boxes if boxes == 1 else 2 * boxes
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_producers_go_round_short_loops(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+@each(GEMMS)
+def test_producers_go_round_short_loops(built: Built, params: KernelParams) -> None:
     """A stage of narrow tiles is filled in less than 200 cycles. What does not change within a tile was worked out
     before: with a third more instructions 64x32 took 6% longer at 64 x 2112 x 7168."""
-    lines = [line.strip() for line in builds[params].result().sass.splitlines()]
+    lines = [line.strip() for line in built.sass.splitlines()]
     lines = [line for line in lines if re.match(r"/\*[0-9a-f]{4,}\*/|\.L_\w+:", line)]
     places = {line.rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L_")}
     loads = [index for index, line in enumerate(lines) if "UTMALDG" in line]
@@ -265,14 +281,12 @@ def test_producers_go_round_short_loops(builds: dict[KernelParams, Future[Built]
         assert len(round_) <= 32 + 14 * (loads_in_round - 1)
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_constant_weights_are_not_asked_for_too_fast(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
+@each(GEMMS)
+def test_constant_weights_are_not_asked_for_too_fast(built: Built, params: KernelParams) -> None:
     """What the previous kernel wrote is loaded behind them. Rings of few stages wait for room anyway, and where tokens
     are more bytes than weights they are what is waited for."""
     config = fp8(params)
-    loads = builds[params].result().sass.split("UTMALDG")
+    loads = built.sass.split("UTMALDG")
     clocks = ["SR_CLOCKLO" in after for after in loads[1:]]
     assert any(clocks) == (config.num_stages >= 4 and config.block_n >= config.block_m)
     # Of weights only, whole or at the edge and with either hint, in a ring's first round: the first loads of the code.
@@ -280,22 +294,20 @@ def test_constant_weights_are_not_asked_for_too_fast(
     assert sum(clocks) == sum(clocks[:first]) == (4 if any(clocks) else 0)
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_weights_wait_behind_early_ones(builds: dict[KernelParams, Future[Built]], params: KernelParams) -> None:
+@each(GEMMS)
+def test_weights_wait_behind_early_ones(built: Built, params: KernelParams) -> None:
     """Through either map, with either hint: a wait, later rounds' loads, the first's, a wait behind the early ones."""
-    order = "".join(found[0] for found in re.findall(r"ACQBULK|UTMALDG", builds[params].result().sass))
+    order = "".join(found[0] for found in re.findall(r"ACQBULK|UTMALDG", built.sass))
     whole, edge = boxes_of_weights(params)
     waits = re.search(f"(AU{{{2 * edge}}}A+){{2}}(AU{{{2 * whole}}}A+){{2}}", order)
     assert (waits is not None) == (fp8(params).num_stages >= 4), "rings of few stages know no first round"
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
+@each(GEMMS)
+def test_consumers_with_time_to_lose_look_early_for_the_next_stage(built: Built, params: KernelParams) -> None:
     """While the products of a block run, and before the one before it is promoted: once for each block of the loop."""
     config = upright(params)
-    loop = main_loop(builds[params].result().sass)
+    loop = built.loop
     steps = [re.sub(r"^@\S+ ", "", step).split(" ")[0] for step in loop]
     looks = [index for index, step in enumerate(steps) if step == "SYNCS.PHASECHK.TRANS64"]
     if config is None or config.block_m * config.block_n >= 128 * 128 or config.num_partials == 1:
@@ -309,22 +321,17 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(
         assert onwards[:until].count("FFMA") >= config.block_n / 4
 
 
-@pytest.mark.parametrize("params", [*filter(starts_before_it_stores, GEMMS)], ids=entry)
-def test_no_tile_ends_with_a_wait_for_the_first_product_of_the_next(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
+@each(filter(starts_before_it_stores, GEMMS))
+def test_no_tile_ends_with_a_wait_for_the_first_product_of_the_next(built: Built, params: KernelParams) -> None:
     """That product is the last in the code; who waits for it is the loop over blocks, which comes before."""
-    code = builds[params].result().sass
+    code = built.sass
     last = code.rindex("GMMA.")
     assert "WARPGROUP.DEPBAR" in code[:last]
     assert "WARPGROUP.DEPBAR" not in code[last:]
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_promotion_comes_in_bursts(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams, caplog: pytest.LogCaptureFixture
-) -> None:
-    built = builds[params].result()
+@each(GEMMS)
+def test_promotion_comes_in_bursts(built: Built, params: KernelParams, caplog: pytest.LogCaptureFixture) -> None:
     # The hints were understood and edited: nothing is left to do, and nothing to say.
     with caplog.at_level(logging.WARNING, logger=log.name):
         assert bursts.in_bursts(built.binary.cubin, built.binary.name) == built.binary.cubin
@@ -344,8 +351,19 @@ def test_promotion_comes_in_bursts(
         assert not after.startswith(".L_"), f"{line} keeps an operand for what is jumped to as well"
 
 
-@pytest.mark.parametrize("params", GEMMS, ids=entry)
-def test_sums_lie_in_another_bank_than_products(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
-) -> None:
-    assert in_one_bank(main_loop(builds[params].result().sass)) == []
+def test_without_bursts_a_cubin_is_the_compilers_own(builder: Builder, compiler: Compiler) -> None:
+    params = make_params(find_config(block_m=64, block_n=16))
+    asked = engine.build_request(params)
+    edited = builder.build(asked)
+    with settings.override(ffma_bursts=False):
+        own = builder.build(engine.build_request(params))
+    flags = compiler.flags(asked.arch)
+    assert own.source_path is not None
+    made = compiler.compile(asked.name, asked.source, own.source_path, flags, include_dir())
+    assert own.cubin == made.cubin != edited.cubin == bursts.in_bursts(made.cubin, asked.name)
+    assert own.key != edited.key
+
+
+@each(GEMMS)
+def test_sums_lie_in_another_bank_than_products(built: Built, params: KernelParams) -> None:
+    assert in_one_bank(built.loop) == []

@@ -24,7 +24,7 @@ from deep_gemm.jit.generator import include_dir
 from deep_gemm.settings import settings
 
 WORKER = Path(__file__).parents[1] / "signal_worker.py"
-LIMIT = 10.0  # seconds; what hangs never ends, and a busy machine may take some
+LIMIT = 60.0  # seconds; what hangs never ends, and a busy machine may take some
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def nvrtc() -> Compiler:
 
 def end(seed: str, number: signal.Signals, **job: Any) -> tuple[int, str, float]:
     """Send a process the signal at a random moment. Its exit status, what it said, and how long that took."""
-    command = [sys.executable, str(WORKER), json.dumps({"parts": 400, **job})]
+    command = [sys.executable, str(WORKER), json.dumps({"parts": 1200, **job})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "compiling\n"
@@ -54,10 +54,10 @@ def end(seed: str, number: signal.Signals, **job: Any) -> tuple[int, str, float]
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize(("handler", "expected"), [("default", ""), ("function", "handled\n")])
 def test_a_signal_ends_a_process_that_compiles(where: str, number: signal.Signals, handler: str, expected: str) -> None:
-    # NVRTC is in its front end for ten seconds, where its own handlers ended most of these by status 4 or SIGSEGV.
+    # NVRTC is in its front end for half a minute, where its own handlers ended most of these by status 4 or SIGSEGV.
     status, said, seconds = end(f"{where} {number} {handler}", number, handler=handler, where=where)
     assert (status, said) == (-number, expected)
-    assert seconds < 5  # the handler does not wait for the compilation
+    assert seconds < 15  # the handler does not wait for the compilation
 
 
 def test_an_exception_of_a_handler_ends_a_process_that_compiles() -> None:

@@ -31,7 +31,7 @@ def boxes_of(rows: int, parts: int, block: int, whole: TensorMapSpec, last: Tens
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(PARAMS, geometries(), st.data())
 def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     params: KernelParams, g: Geometry, data: st.DataObject

@@ -11,8 +11,9 @@ import pytest
 from jit_fakes import FakeCompiler, builder, cubin_of, request
 
 from deep_gemm.errors import CompileError, InvalidInputError
-from deep_gemm.jit import Builder, BuildRequest, Resources
+from deep_gemm.jit import Builder, BuildRequest, PostPass, Resources
 from deep_gemm.jit import builder as builder_module
+from deep_gemm.jit.binary import packed
 from deep_gemm.jit.driver import version
 from deep_gemm.settings import settings
 
@@ -46,6 +47,32 @@ def test_the_compiler_gets_the_stored_path_and_the_flags_of_the_key(tmp_path: Pa
     assert call["source_path"] == built.source_path
     assert call["flags"] == ("--arch=sm_90a", "-std=c++17")
     assert call["include_dir"] == tmp_path / "no-headers"
+
+
+def editing(identity: str) -> PostPass:
+    """A pass that appends the kernel's name and its own."""
+    return PostPass(identity, lambda cubin, name: cubin + f"{name} {identity}".encode(), lambda cubin: "some words")
+
+
+def test_a_post_pass_makes_another_kernel(tmp_path: Path) -> None:
+    """Each is compiled, kept and found again under a key of its own, and the plain one is as the compiler made it."""
+    asked = [request(), request(post_pass=editing("a-1")), request(post_pass=editing("a-2"))]
+    plain = cubin_of(request().source)
+    for layer in ("compiled", "disk"):
+        build = builder(tmp_path / "root")
+        built = [build.build(one) for one in asked]
+        assert [binary.cubin for binary in built] == [plain, plain + b"k a-1", plain + b"k a-2"]
+        assert [binary.layer for binary in built] == [layer] * 3
+        assert len({binary.key for binary in built}) == len({binary.source_key for binary in built}) == 3
+    entries = [json.loads(Path(one.source_path or "").with_name("kernel.json").read_text()) for one in built]
+    assert [entry["meta"].get("post_pass") for entry in entries] == [None, "a-1", "a-2"]
+    assert [packed(*pair).kernel.meta for pair in zip(built, asked, strict=True)] == [e["meta"] for e in entries]
+
+
+@pytest.mark.parametrize("identity", ["", "Bursts", "two words", "x" * 61, "a\n"])
+def test_the_identity_of_a_post_pass_is_a_short_name(identity: str) -> None:
+    with pytest.raises(InvalidInputError, match="identity of a post-pass must be 1 to 60 lower-case letters"):
+        editing(identity)
 
 
 def test_an_entry_tells_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

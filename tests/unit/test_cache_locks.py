@@ -46,7 +46,7 @@ def lock_of(build: Builder, source: str) -> Path:
 @pytest.mark.filterwarnings("error:.*falling back to SoftFileLock.*")
 def test_a_filesystem_without_locks_costs_nothing(root: Path, no_flock: None) -> None:
     """A killed holder has left its lock files: nobody waits for them, and none is made anew."""
-    build = builder(root, lock_limit=5.0)
+    build = builder(root, lock_limit=60.0)
     bodies = [f"int body{i};\n" for i in range(3)]
     (root / "locks").mkdir(parents=True)
     for body in bodies:
@@ -54,7 +54,7 @@ def test_a_filesystem_without_locks_costs_nothing(root: Path, no_flock: None) ->
     start = time.monotonic()
     for body in bodies:
         assert build.build(request(source=body)).layer == "compiled"
-    assert time.monotonic() - start < 4.0
+    assert time.monotonic() - start < 40.0
     assert build.stats["lock_timeout"] == 0
     assert builder(root).build(request(source=bodies[0])).layer == "disk"
     assert len(list((root / "locks").iterdir())) == 3

@@ -84,7 +84,7 @@ def strided(draw: st.DrawFn, dtypes: list[torch.dtype], row_major: bool) -> torc
     return memory.as_strided((rows, columns), stride, draw(st.integers(0, min(30, memory.numel() - span))))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     strided([torch.bfloat16, torch.float32], row_major=True),
     strided([torch.uint8, torch.bfloat16, torch.float32], row_major=False),

@@ -17,6 +17,7 @@ from jit_fakes import DESCRIBED
 from deep_gemm import cli, engine
 from deep_gemm.cli.app import COMMANDS, app
 from deep_gemm.errors import CompileError, DeepGemmError
+from deep_gemm.settings import settings
 
 
 def run(*arguments: str, **options: Any) -> Result:
@@ -75,6 +76,11 @@ def test_doctor() -> None:
     assert sum(compiler["chosen"] for compiler in report["compilers"]) <= 1
     text = run("doctor").output
     assert report["headers"]["path"] in text
+    edited = {name for name, post_pass in report["post_passes"].items() if post_pass == "ffma-bursts-8"}
+    assert edited == set(report["post_passes"]) - {"transpose_scales"}
+    assert all(f"{name}: cubins edited after compiling by ffma-bursts-8" in text for name in edited)
+    with settings.override(ffma_bursts=False):
+        assert set(json.loads(run("doctor", "--json").output)["post_passes"].values()) == {None}
     assert report["cache"]["root"] in text
 
 
@@ -178,6 +184,9 @@ def test_inspect(cache_dir: Path) -> None:
     assert all(0 < entry["estimate"]["sustained_us"] < entry["estimate"]["total_us"] for entry in report["configs"])
     assert Path(report["source"]).read_text()
     text = run("inspect", "64x576x7168").output
+    edit = report["post_pass"]
+    assert re.fullmatch(r"[1-9]\d* FFMAs in [1-9]\d* runs", edit["did"])
+    assert f"edited     {edit['identity']}: {edit['did']}" in text
     assert " sustained" in text
     assert report["kernel"] in text
     assert "from: memory" in text or "from: disk" in text

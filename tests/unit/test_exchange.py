@@ -54,7 +54,7 @@ def two(client: Client, keys: tuple[list[str], list[str]] = (KEYS, KEYS)) -> tup
 
 
 def soon() -> float:
-    return time.monotonic() + 5
+    return time.monotonic() + 60
 
 
 def test_each_place_is_drawn_once(client: Client) -> None:
@@ -77,7 +77,7 @@ def test_what_does_not_come_is_waited_for_until_the_deadline(client: Client) -> 
     assert not second.come(0, start + 0.3)
     assert not second.come(1, start + 0.3)
     # A FileStore counts in whole seconds.
-    assert 0.2 < time.monotonic() - start < 3.0
+    assert 0.2 < time.monotonic() - start < 9.0
     first.publish(1, binary())
     assert first.come(1, start)  # a TCPStore does not acknowledge what is set: only now it is there for others too
     assert second.come(1, start), "after the deadline, what is there already is taken"

@@ -41,7 +41,7 @@ from deep_gemm.spec import TransposeSpec, align, ceil_div
 ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(PARAMS, geometries())
 def test_tensor_maps_are_of_the_right_tensors_and_within_the_limits_of_the_hardware(
     params: KernelParams, g: Geometry
@@ -97,7 +97,7 @@ def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
     record(make_params(config), replace(g, n=1000))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(PARAMS, st.integers(1, 2500), st.integers(1, 5000), st.integers(1, 160))
 def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms: int) -> None:
     config = fp8(params)
@@ -255,7 +255,7 @@ def test_small_products_leave_sms_alone() -> None:
         assert record(make_params(config), Geometry(1, 16, 128)).shape.grid[0] == config.cluster_size
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 5), SIZES, st.integers(1, 500))
 def test_transposing_covers_rows_and_columns(batch: int, rows: int, columns: int) -> None:
     kernel = transpose_scales.KERNEL

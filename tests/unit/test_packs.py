@@ -323,8 +323,8 @@ def test_a_hundred_kernels_are_indexed_in_milliseconds(tmp_path: Path) -> None:
     pack = make(tmp_path / "a.dgpack", sources(100))
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         assert len(Packs([pack]).found()[0].pack.kernels) == 100  # type: ignore[union-attr]
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     # Some 2 ms on an idle machine.
     assert min(times) < 0.02

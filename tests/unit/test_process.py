@@ -8,12 +8,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from compilers import fake_nvcc
 from jit_fakes import FakeCompiler, builder, request
+from processes import wait_for
 
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import process
@@ -39,13 +39,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 # It starts another process and waits for it, as nvcc does; that one holds the pipes open.
 SLOW = 'sleep 600 & echo $! > "{pid}.new"; mv "{pid}.new" "{pid}"; wait'
 
@@ -53,7 +46,7 @@ SLOW = 'sleep 600 & echo $! > "{pid}.new"; mv "{pid}.new" "{pid}"; wait'
 def test_a_limit_ends_all_that_was_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
-        run(["/bin/sh", "-c", SLOW.format(pid=pid)], 0.5)
+        run(["/bin/sh", "-c", SLOW.format(pid=pid)], 1.5)
     wait_for(lambda: gone(int(pid.read_text())))
 
 

@@ -19,7 +19,7 @@ from deep_gemm.params import UprightConfig
 NUMBERS = st.one_of(st.integers(0, 1 << 12), st.integers(0, (1 << 31) - 1))
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(NUMBERS, NUMBERS)
 def test_a_divisor_divides_every_number_below_two_to_the_31(x: int, value: int) -> None:
     value = max(1, value)
@@ -35,7 +35,7 @@ def test_a_divisor_divides_the_largest_number(value: int) -> None:
     assert quotient((1 << 31) - 1, divisor(value)) == ((1 << 31) - 1) // value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 90), st.integers(1, 40))
 def test_bands_and_groups_hold_every_tile_once_m_first(rows: int, columns: int, band: int, height: int) -> None:
     order = Raster(rows, columns, min(band, columns), min(height, rows))
@@ -132,7 +132,7 @@ def reads(rows: int, columns: int, clusters: int, order: Raster, high: int, wide
     return total
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(*(st.integers(1, most) for most in (30, 30, 30, 6, 140)), st.sampled_from([(256, 256), (128, 176)]))
 def test_what_waves_read_is_counted(
     rows: int, columns: int, band: int, height: int, clusters: int, size: tuple[int, int]
@@ -188,7 +188,7 @@ def test_clusters_are_neighbours_already(config: UprightConfig) -> None:
     assert (order.height, across) == (1, 768 if config.cluster_n > 1 else 512)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(*(st.integers(1, 40000) for _ in range(3)), st.sampled_from([(128, 128), (256, 128), (256, 96)]))
 def test_what_leaves_is_what_does_not_fit_beside_what_stays(m: int, n: int, k: int, block: tuple[int, int]) -> None:
     order = raster(chosen(*block), m, n, k, 132)

@@ -61,7 +61,7 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(SPECS)
 @example(asked(m=17, n=131072, k=15904, num_sms=132, aligned=False))  # power-limited as 24 tokens, not as 17
 def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
@@ -121,7 +121,7 @@ def test_calls_choose_from_the_serving_set_and_surveys_from_all_that_is_legal() 
     assert set(candidates(spec, SM90)) <= SERVING < LEGAL
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(SPECS)
 def test_the_selected_config_covers_what_is_asked(spec: GemmSpec) -> None:
     config = select(spec, SM90).config
@@ -141,7 +141,7 @@ def test_the_selected_config_covers_what_is_asked(spec: GemmSpec) -> None:
         assert baked[name] == (size if name in spec.compiled_dims else 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SPECS)
 def test_the_order_is_the_same_every_time(spec: GemmSpec) -> None:
     first = rank(spec, SM90)
@@ -155,7 +155,7 @@ def estimates(spec: GemmSpec, configs: list[GemmConfig], m: int) -> list[float]:
     return [estimate(spec, config, default().of(m)).total_us for config in configs]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(SPECS, st.sampled_from("mnk"))
 def test_no_config_does_more_work_faster(spec: GemmSpec, name: str) -> None:
     configs = candidates(spec, SM90)
@@ -165,7 +165,7 @@ def test_no_config_does_more_work_faster(spec: GemmSpec, name: str) -> None:
         assert twice >= once * (1 - 1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(SPECS)
 def test_no_config_is_faster_on_half_the_gpu(spec: GemmSpec) -> None:
     whole, half = replace(spec, num_sms=132), replace(spec, num_sms=66)
@@ -187,7 +187,7 @@ def test_clusters_need_their_sms() -> None:
     assert {choice.config.cluster_size for choice in rank(replace(spec, m=16, num_sms=132), SM90)} == {1, 2, 4, 8}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(SPECS)
 def test_ctas_of_one_tile_run_at_the_same_time(spec: GemmSpec) -> None:
     for config in candidates(spec, SM90):
@@ -295,7 +295,7 @@ def test_a_call_gets_the_choice_of_its_representative(spec: GemmSpec) -> None:
     assert select(spec, SM90) == select(stands_for, SM90)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(SPECS)
 def test_the_model_counts_the_rows_that_launches_load(spec: GemmSpec) -> None:
     """Boxes of the last row and column of tiles end at the edge."""

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_gemm import log
-from deep_gemm.jit.bursts import BURST, in_bursts, second_operand
+from deep_gemm import kernels, log
+from deep_gemm.kernels.ffma_bursts import BURST, POST_PASS, in_bursts, second_operand
+from deep_gemm.settings import settings
 
 FFMA, FMUL, BRA, BRX, BSSY = 0x223, 0x220, 0x947, 0x949, 0x945
 NO_YIELD, FIRST, SECOND = 1 << 45, 1 << 58, 1 << 59
 KEPT = (1 << 64) - 1 ^ NO_YIELD ^ SECOND
 Word = tuple[int, int]
+GEMMS = [kernel for kernel in kernels.registry().values() if kernel.mma_instruction]
 
 
 def ffma(factor: int, *, to: int = 100, predicate: int = 7, hints: int = NO_YIELD) -> Word:
@@ -108,6 +110,22 @@ def test_every_kernel_of_a_file_and_no_data() -> None:
     image = in_bursts(elf([ffma(7), ffma(7)], [ffma(8), ffma(8)]), "k")
     words = [struct.unpack_from("<QQ", image, 64 + 16 * index) for index in range(6)]
     assert hints(words) == ["r", "y", "", "", "r", "y"]
+
+
+def test_what_was_done_is_told() -> None:
+    assert POST_PASS.describe(elf([ffma(7)] * 5, [ffma(8), ffma(8)])) == "7 FFMAs in 2 runs"
+    assert POST_PASS.describe(elf([ffma(7), ffma(8)])) == "0 FFMAs in 0 runs"
+    assert POST_PASS.describe(b"not a cubin").startswith("not edited: the first bytes")
+
+
+def test_a_setting_says_whether_gemms_are_edited() -> None:
+    def identities() -> set[str | None]:
+        return {kernel.post_pass() and kernel.post_pass().identity for kernel in GEMMS}
+
+    assert identities() == {"ffma-bursts-8"}
+    with settings.override(ffma_bursts=False):
+        assert identities() == {None}
+    assert kernels.get("transpose_scales").post_pass() is None
 
 
 def warned(image: bytes, caplog: pytest.LogCaptureFixture) -> str:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from deep_gemm.log import warn_once
+from ..jit.binary import PostPass
+from ..log import counted, warn_once
 
 BURST = 8
 """Of 2 to 16, 6 to 8 were best for two and three consumers; lone consumers would like 16 (64x64 tiles by 2%)."""
@@ -37,8 +38,8 @@ class _Unreadable(ValueError):
 
 
 def in_bursts(cubin: bytes, name: str) -> bytes:
-    """``cubin`` with its runs of FFMA in bursts of up to `BURST`. One whose layout is not known stays as it is, and a
-    warning says so: it computes the same, slower. ``name`` is the kernel's, for that."""
+    """``cubin`` with its runs of FFMA in bursts of up to `BURST`. A cubin whose layout is not known stays as it is, and
+    a warning that names the kernel, ``name``, says so: it computes the same, slower."""
     try:
         edited = bytearray(cubin)
         for begin, words in code_sections(cubin):
@@ -48,6 +49,19 @@ def in_bursts(cubin: bytes, name: str) -> bytes:
     except (ValueError, OverflowError, struct.error) as error:
         warn_once(f"bursts:{error}", f"{name} is a few percent slower than it could be: in its cubin, {error}.")
         return cubin
+
+
+def described(cubin: bytes) -> str:
+    """How many FFMAs of ``cubin`` are in how many runs, or why it was left as it is."""
+    try:
+        found = [run for _, words in code_sections(cubin) for run in runs(words)]
+    except (ValueError, OverflowError, struct.error) as error:
+        return f"not edited: {error}"
+    return f"{counted(sum(last - first for first, last in found), 'FFMA')} in {counted(len(found), 'run')}"
+
+
+POST_PASS = PostPass(f"ffma-bursts-{BURST}", in_bursts, described)
+"""Another way to edit needs another identity: it is part of a kernel's key."""
 
 
 def _edit(code: bytearray, begin: int, words: list[tuple[int, int]], first: int, last: int) -> None:
