@@ -47,15 +47,19 @@ if TYPE_CHECKING:
         transform_sf_into_required_layout,
     )
     from deep_gemm.options import (
+        get_batch_invariant,
         get_block_size_multiple_of,
+        get_deterministic_algorithms,
         get_num_sms,
         get_pdl,
         get_tc_util,
+        set_batch_invariant,
         set_block_size_multiple_of,
         set_ignore_compile_dims,
         set_num_sms,
         set_pdl,
         set_tc_util,
+        use_deterministic_algorithms,
     )
     from deep_gemm.quantisation import (
         dequantise,
@@ -98,7 +102,9 @@ __all__ = [
     "fp8_gemm_nt",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
+    "get_batch_invariant",
     "get_block_size_multiple_of",
+    "get_deterministic_algorithms",
     "get_k_alignment_for_contiguous_layout",
     "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout",
@@ -115,6 +121,7 @@ __all__ = [
     "per_token_cast_to_fp8",
     "precompile",
     "retract_constant",
+    "set_batch_invariant",
     "set_block_size_multiple_of",
     "set_ignore_compile_dims",
     "set_mk_alignment_for_contiguous_layout",
@@ -125,6 +132,7 @@ __all__ = [
     "testing",
     "transform_sf_into_required_layout",
     "transform_weights_for_mega_moe",
+    "use_deterministic_algorithms",
     "utils",
 ]
 
@@ -160,15 +168,19 @@ _LATE = {
         "transform_sf_into_required_layout",
     ),
     "deep_gemm.options": (
+        "get_batch_invariant",
         "get_block_size_multiple_of",
+        "get_deterministic_algorithms",
         "get_num_sms",
         "get_pdl",
         "get_tc_util",
+        "set_batch_invariant",
         "set_block_size_multiple_of",
         "set_ignore_compile_dims",
         "set_num_sms",
         "set_pdl",
         "set_tc_util",
+        "use_deterministic_algorithms",
     ),
     "deep_gemm.spec": (
         "align",

@@ -13,33 +13,40 @@ import torch
 
 from deep_gemm import arch, calls, constant, engine, options
 from deep_gemm.ops import fp8_dense
-from deep_gemm.spec import Spec, TransposeSpec
+from deep_gemm.spec import GemmSpec, TransposeSpec
 
 EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
 
+KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose"}
+
+
 class Launched(NamedTuple):
-    """One launch: "gemm" or "transpose", where its operands were, and whether weights were constant in it."""
+    """One launch: "gemm", "copy" or "transpose", where its operands were, whether weights were constant in it, what it
+    computes, and the operands' strides."""
 
     kernel: str
     at: dict[str, int]
     constant: bool
+    spec: Any
+    strides: Any
 
 
 class FakeLaunch:
     """A launch record that notes its launches."""
 
-    def __init__(self, gpu: FakeGpu, kernel: str, at: Mapping[str, int], constant: bool) -> None:
-        self.gpu, self.kernel, self.first, self.constant = gpu, kernel, dict(at), constant
+    def __init__(self, gpu: FakeGpu, spec: Any, strides: Any, at: Mapping[str, int], constant: bool) -> None:
+        kernel = KERNELS[type(spec)]
+        self.gpu, self.made = gpu, Launched(kernel, dict(at), constant, spec, strides)
 
     def __call__(self) -> None:
-        self.gpu.launched.append(Launched(self.kernel, self.first, self.constant))
+        self.gpu.launched.append(self.made)
 
     def at(self, addresses: Sequence[int]) -> None:
-        at = dict(zip(self.first, addresses, strict=True))
-        self.gpu.launched.append(Launched(self.kernel, at, self.constant))
+        at = dict(zip(self.made.at, addresses, strict=True))
+        self.gpu.launched.append(self.made._replace(at=at))
 
 
 class FakeGpu:
@@ -51,10 +58,11 @@ class FakeGpu:
         """Launch records that were made."""
         self.calls: calls.Calls = fp8_dense.call.__globals__["calls"]  # type: ignore[attr-defined]
         self.calls.forget()
-        check = fp8_dense.FP8GemmNT.check
+        self.checks = [fp8_dense.FP8GemmNT.check]
+        """What calls are checked by."""
 
         def checked(*args: Any) -> Any:
-            x = check(*args)
+            x = self.checks[0](*args)
             return None if x is None else replace(x, device=torch.device("cuda", 0))
 
         monkeypatch.setattr(fp8_dense.FP8GemmNT, "check", checked)
@@ -73,9 +81,7 @@ class FakeGpu:
         self, plan: Any, strides: Any, addresses: Mapping[str, int], stream: int, constant: bool = False
     ) -> FakeLaunch:
         self.prepared += 1
-        spec: Spec = plan.spec
-        kernel = "transpose" if isinstance(spec, TransposeSpec) else "gemm"
-        return FakeLaunch(self, kernel, addresses, constant)
+        return FakeLaunch(self, plan.spec, strides, addresses, constant)
 
     @staticmethod
     def empty(*sizes: Any, device: Any = None, **others: Any) -> torch.Tensor:

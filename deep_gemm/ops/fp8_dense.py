@@ -52,6 +52,7 @@ def spec(
         whole_gpu=whole_gpu,
         block_multiple=options.get_block_size_multiple_of(),
         compiled_dims="" if options.ignore_compile_dims() else compiled_dims,
+        batch_invariant=options.get_batch_invariant(),
     )
 
 

@@ -25,6 +25,7 @@ NAMES = [
     "get_theoretical_mk_alignment_for_contiguous_layout",
     *("get_num_sms", "set_num_sms", "get_tc_util", "set_tc_util", "get_pdl", "set_pdl"),
     *("set_ignore_compile_dims", "set_block_size_multiple_of", "declare_constant", "retract_constant"),
+    *("use_deterministic_algorithms", "get_deterministic_algorithms", "set_batch_invariant", "get_batch_invariant"),
     *("fp8_fp4_mega_moe", "get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"),
     *("InvalidInputError", "UnsupportedError", "settings", "debug_info", "testing", "utils", "__version__"),
 ]
