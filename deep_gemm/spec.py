@@ -91,4 +91,21 @@ class TransposeSpec:
         return f"transposing {self.batch} x {self.rows} x {self.columns} scales"
 
 
-Spec: TypeAlias = GemmSpec | TransposeSpec
+@dataclass(frozen=True)
+class CopySpec:
+    """A matrix of ``rows`` x ``columns``, two bytes an element, of any strides, to be written row by row, each row
+    padded to 16 bytes."""
+
+    rows: int
+    columns: int
+
+    @property
+    def padded_columns(self) -> int:
+        """Elements from row to row of the copy."""
+        return align(self.columns, 8)
+
+    def __str__(self) -> str:
+        return f"copying {self.rows} x {self.columns} elements"
+
+
+Spec: TypeAlias = GemmSpec | TransposeSpec | CopySpec

@@ -14,7 +14,7 @@ from typing import Any
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.engine import build_request
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped, transpose_scales
+from deep_gemm.kernels import copy_rows, sm90_fp8_gemm, sm90_fp8_swapped, transpose_scales
 from deep_gemm.kernels.base import Kernel
 from deep_gemm.params import FP8Config, KernelParams
 
@@ -48,6 +48,7 @@ def golden_params() -> list[KernelParams]:
         make_params(find_config(SWAPPED, block_m=16)),
         make_params(find_config(SWAPPED, block_m=24, cluster_k=2, consumers_k=2), "direct", shape=(0, 2112, 7168)),
         *transpose_scales.KERNEL.cases(),
+        *copy_rows.KERNEL.cases(),
     ]
 
 
