@@ -107,9 +107,8 @@ class Calls:
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
         names = list(operation.operands)
-        self._count, self._output = len(names), names.index(operation.output)
+        self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
-        self._in_place = names.index(operation.in_place) if operation.in_place else -1
         # By everything that a launch depends on: addresses, shapes, strides, dtypes, stream, the switch for batch
         # invariance. None where it came once, and was a replay.
         self.warm: dict[Any, Callable[[], object] | None] = {}
@@ -176,7 +175,7 @@ class Calls:
         promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
         # The last first: it is the operation itself, so that an error names its sizes.
         plans = [engine.plan(step.spec, device) for step in reversed(work.steps)][::-1]
-        return Replay(work, plans, x.tensors, self._output, self._in_place, _raw_stream(device), promised)
+        return Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
 
 
 class Replay:
@@ -188,18 +187,20 @@ class Replay:
         work: Work,
         plans: Sequence[engine.Plan],
         tensors: Mapping[str, Tensor],
-        output: int,
-        in_place: int,
+        operation: Operation,
         stream: int,
         constant: bool,
     ) -> None:
         self.constant, self.device = constant, plans[0].device
         self._work, self._plans, self._stream = work, plans, stream
+        self._weights = operation.weights
         self._names = (*tensors, *work.scratch)
         ranges = [byte_range(tensor) for tensor in tensors.values()]
         self._first = tuple(start for start, _ in ranges)
         sizes = tuple(end - start for start, end in ranges)
-        same = in_place if in_place >= 0 and self._first[in_place] == self._first[output] else -1
+        output = self._names.index(operation.output)
+        same = self._names.index(operation.in_place) if operation.in_place else -1
+        same = same if same >= 0 and self._first[same] == self._first[output] else -1
         self.fits = functools.partial(_fits(len(sizes), output, same), self._first, sizes)
         """Whether operands at these addresses have memory, are aligned as the first ones were, and the output shares
         no memory with the others, but for the one that it was the first time."""
@@ -247,7 +248,9 @@ class Replay:
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]
         addresses = {name: places[place] for name, place in step.operands.items()}
-        return engine.launch(plan, step.strides, addresses, self._stream, self.constant)
+        # A copy of weights is made by the launch before, however constant they are.
+        copied = any(step.operands.get(name) in self._work.scratch for name in self._weights)
+        return engine.launch(plan, step.strides, addresses, self._stream, self.constant and not copied)
 
 
 def entry(operation: Operation) -> Callable[..., None]:

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from deep_gemm import arch, calls, constant, engine, options
-from deep_gemm.ops import fp8_dense
-from deep_gemm.spec import GemmSpec, TransposeSpec
+from deep_gemm.ops import fp8_dense, half_dense
+from deep_gemm.spec import CopySpec, GemmSpec, TransposeSpec
 
 EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
 
-KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose"}
+KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose", CopySpec: "copy"}
 
 
 class Launched(NamedTuple):
@@ -32,6 +32,12 @@ class Launched(NamedTuple):
     constant: bool
     spec: Any
     strides: Any
+
+
+def calls_behind(entry: Any) -> calls.Calls:
+    """What is remembered of the calls that go through a function of `calls.entry`."""
+    found: calls.Calls = entry.__globals__["calls"]
+    return found
 
 
 class FakeLaunch:
@@ -56,16 +62,13 @@ class FakeGpu:
         self.launched: list[Launched] = []
         self.prepared = 0
         """Launch records that were made."""
-        self.calls: calls.Calls = fp8_dense.call.__globals__["calls"]  # type: ignore[attr-defined]
-        self.calls.forget()
-        self.checks = [fp8_dense.FP8GemmNT.check]
-        """What calls are checked by."""
-
-        def checked(*args: Any) -> Any:
-            x = self.checks[0](*args)
-            return None if x is None else replace(x, device=torch.device("cuda", 0))
-
-        monkeypatch.setattr(fp8_dense.FP8GemmNT, "check", checked)
+        self.calls: calls.Calls = calls_behind(fp8_dense.call)
+        calls.forget_all()
+        self.checks: dict[type, Any] = {}
+        """What calls are checked by, by operation."""
+        for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm):
+            self.checks[operation] = operation.check
+            monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
@@ -76,6 +79,15 @@ class FakeGpu:
         monkeypatch.setattr(options, "whole_gpu", lambda device: True)
         monkeypatch.setattr(engine, "plan", lambda spec, device: SimpleNamespace(spec=spec, device=CPU))
         monkeypatch.setattr(engine, "launch", self.launch)
+
+    def checked(self, operation: type) -> Any:
+        """Its check, after which the operands are on a GPU."""
+
+        def checked(*args: Any) -> Any:
+            x = self.checks[operation](*args)
+            return None if x is None else replace(x, device=torch.device("cuda", 0))
+
+        return checked
 
     def launch(
         self, plan: Any, strides: Any, addresses: Mapping[str, int], stream: int, constant: bool = False
@@ -95,6 +107,5 @@ class FakeGpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = FakeGpu(monkeypatch)
-    yield made
-    made.calls.forget()
+    yield FakeGpu(monkeypatch)
+    calls.forget_all()

@@ -144,11 +144,11 @@ class FP8GemmNT(Operation):
         padded, columns = align(x.m, 4), sfa.shape[1]
         ready = checks.tma_readable(sfa)
         strides = {
-            "a": (_row_stride(a), 1),
+            "a": (checks.row_stride(a, TMA_BYTES), 1),
             "sfa": (1, sfa.stride(1) if ready and columns > 1 else padded),
-            "b": (_row_stride(b), 1),
+            "b": (checks.row_stride(b, TMA_BYTES), 1),
             "sfb": sfb.stride(),
-            "d": (_row_stride(d), 1),
+            "d": (checks.row_stride(d, TMA_BYTES), 1),
         }
         if ready:
             return Work((Step(asked, strides, operands),))
@@ -181,11 +181,6 @@ def as_nt(x: tuple[Tensor, Tensor], name: str) -> tuple[Tensor, Tensor]:
             f"{name}.t().contiguous().t()."
         )
     return values.t(), scales.t()
-
-
-def _row_stride(x: Tensor) -> int:
-    """Elements from row to row. The stride of a single row may be anything, and TMA wants a multiple of 16 bytes."""
-    return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], 16)
 
 
 def _check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> None:

@@ -12,6 +12,7 @@ from gpu_fakes import FakeGpu
 import deep_gemm
 from deep_gemm import InvalidInputError, engine, ops, select
 from deep_gemm.arch import SM90
+from deep_gemm.ops.fp8_dense import FP8GemmNT
 from deep_gemm.testing import random_operands
 
 PAIRS = [
@@ -89,7 +90,7 @@ def test_a_flip_during_a_first_call_is_not_remembered_for_the_wrong_position(
 ) -> None:
     """Another thread may flip it when the operands were looked up and the kernel is not chosen yet."""
     call = Calls(gpu)
-    check = call.gpu.checks[0]
+    check = gpu.checks[FP8GemmNT]
     deep_gemm.set_batch_invariant(True)
     plan = engine.plan
 
@@ -102,7 +103,7 @@ def test_a_flip_during_a_first_call_is_not_remembered_for_the_wrong_position(
         return check(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "checks", [interrupted])
+        patch.setitem(gpu.checks, FP8GemmNT, interrupted)
         patch.setattr(engine, "plan", flipped)
         call()
     assert gpu.launched[-1].spec.batch_invariant is False
