@@ -19,10 +19,6 @@ __all__ = [
     "cublaslt_gemm_nt",
     "cublaslt_gemm_tn",
     "cublaslt_gemm_tt",
-    "fp16_gemm_nn",
-    "fp16_gemm_nt",
-    "fp16_gemm_tn",
-    "fp16_gemm_tt",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -31,6 +27,10 @@ __all__ = [
     "fp8_gemm_nt",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
+    "fp16_gemm_nn",
+    "fp16_gemm_nt",
+    "fp16_gemm_tn",
+    "fp16_gemm_tt",
 ]
 
 

@@ -36,14 +36,16 @@ def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
     except (RuntimeError, TypeError) as error:  # TypeError: this torch has no `out_dtype`
         text = " ".join(str(error).split())[:300]
         raise UnsupportedError(
-            f"torch {torch.__version__} cannot multiply {a.dtype} {shape_of(a)} and {shape_of(b)} into {d.dtype}: {text}"
+            f"torch {torch.__version__} cannot multiply {a.dtype} {shape_of(a)} and {shape_of(b)} into {d.dtype}: "
+            f"{text}"
         ) from error
 
 
 def _check(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) -> None:
     if (a.dtype not in HALF or b.dtype != a.dtype) and not (a.dtype in FP8 and b.dtype in FP8):
         raise InvalidInputError(
-            f"a and b must both be torch.bfloat16, both torch.float16 or both FP8, but they are {a.dtype} and {b.dtype}."
+            "a and b must both be torch.bfloat16, both torch.float16 or both FP8, but they are "
+            f"{a.dtype} and {b.dtype}."
         )
     if a.shape[1] != b.shape[1]:
         raise InvalidInputError(

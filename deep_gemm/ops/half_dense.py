@@ -134,14 +134,11 @@ class HalfGemm(Operation):
     def _check_shapes(self, named: Mapping[str, Tensor], form: str) -> None:
         a, b, d = named["a"], named["b"], named["d"]
         if a.shape[1] != b.shape[1]:
-            a_given, b_given = (
-                f"{x} is {tuple(shape[::-1]) if flipped else tuple(shape)} ({letters[::-1] if flipped else letters})"
-                for x, shape, flipped, letters in (
-                    ("a", a.shape, form[0] == "t", ("M, K")),
-                    ("b", b.shape, form[1] == "n", ("N, K")),
-                )
+            a_given = f"{shape_of(a)} (M, K)" if form[0] == "n" else f"{shape_of(a.t())} (K, M)"
+            b_given = f"{shape_of(b)} (N, K)" if form[1] == "t" else f"{shape_of(b.t())} (K, N)"
+            raise InvalidInputError(
+                f"a and b must agree in K, but in the form {form}, a is {a_given} and b is {b_given}."
             )
-            raise InvalidInputError(f"a and b must agree in K, but in the form {form}, {a_given}, and {b_given}.")
         shape = (a.shape[0], b.shape[0])
         for name in ("c", "d"):
             if name in named and tuple(named[name].shape) != shape:
