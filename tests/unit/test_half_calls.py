@@ -185,12 +185,12 @@ def test_whether_tma_can_write_d(gpu: FakeGpu, n: int, stride: int, offset: int,
 def test_what_is_added_is_in_the_spec_and_an_operand(gpu: FakeGpu) -> None:
     a, b = stored("nt")
     c, d = matrix(M, N), matrix(M, N)
-    for given, accumulate in ((None, "none"), (d, "in place"), (c, "from c"), (d[:], "in place")):
-        deep_gemm.bf16_gemm_nt(a, b, d, given)
+    for added, accumulate in ((None, "none"), (d, "in place"), (c, "from c"), (d[:], "in place")):
+        deep_gemm.bf16_gemm_nt(a, b, d, added)
         launched = gpu.launched[-1]
         assert launched.spec.accumulate == accumulate
-        assert launched.at.get("c") == (None if given is None else given.data_ptr())
-        assert launched.strides.get("c") == (None if given is None else (N, 1))
+        assert launched.at.get("c") == (None if added is None else added.data_ptr())
+        assert launched.strides.get("c") == (None if added is None else (N, 1))
 
 
 def test_replays_know_whether_c_is_d(gpu: FakeGpu) -> None:
@@ -259,10 +259,10 @@ def test_what_a_replay_takes_is_what_the_check_takes(starts: tuple[int, int, int
 def test_warm_calls_are_prepared_once(gpu: FakeGpu) -> None:
     a, b = stored("tn")
     d = torch.empty(M, N, dtype=BF16)
-    for given in (None, d, matrix(M, N)):
+    for added in (None, d, matrix(M, N)):
         before = gpu.prepared
         for _ in range(3):
-            deep_gemm.bf16_gemm_tn(a, b, d, given)
+            deep_gemm.bf16_gemm_tn(a, b, d, added)
         assert gpu.prepared == before + 1
 
 

@@ -1,4 +1,4 @@
-"""bf16_gemm, fp16_gemm and cublaslt_gemm on CPU tensors: every layout, accumulation, strides, and words for mistakes."""
+"""bf16_gemm, fp16_gemm and cublaslt_gemm on the CPU: every layout, accumulation, strides, and words for mistakes."""
 
 from __future__ import annotations
 
