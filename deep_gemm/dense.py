@@ -185,8 +185,8 @@ def bf16_gemm_nt(
             none, so that one kernel serves all shapes.
         epilogue, alpha: must be None in this version.
 
-    Sums are float32. Results are bitwise repeatable, and the same in all four forms; `set_batch_invariant` makes a
-    row's bits independent of M. M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are
+    Sums are float32. Results are bitwise repeatable. While `set_batch_invariant` is on, a row's bits depend neither on
+    M nor on the form. M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are
     multiplied by the reference implementation. Inside CUDA-graph capture the shape must have been called before.
 
     Nothing is assumed of who wrote the operands or when. Only where ``b`` was given to `declare_constant` is it read
