@@ -65,7 +65,7 @@ def fp8_gemm_nt(
         epilogue, alpha: must be None in this version.
 
     The tensor cores' sums are promoted to float32 every 128 of K, where the scales are applied. Results are bitwise
-    repeatable. M = 0 does nothing and K = 0 writes zeros. Tensors on the CPU are multiplied by the reference
+    repeatable. M = 0 or N = 0 does nothing and K = 0 writes zeros. Tensors on the CPU are multiplied by the reference
     implementation. Inside CUDA-graph capture the shape must have been called before.
 
     Every operand may be written by the kernel or copy just before, of any library: nothing is assumed of who wrote it

@@ -116,10 +116,10 @@ class FP8GemmNT(Operation):
         checks.check_memory(named)
         _check_alignment("a", a)
         _check_alignment("b", b)
-        if m:
+        if d.numel():
             checks.check_row_major("d", d)
         checks.check_no_overlap("d", d, {name: tensor for name, tensor in named.items() if name != "d"})
-        if m == 0:
+        if m == 0 or n == 0:
             return None
         if k == 0:
             with torch.inference_mode():  # which d may have been made in
@@ -214,8 +214,6 @@ def _check_shapes(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor) -> 
             f"a and b must agree in K, their last dimension, but a is {shape_of(a)} and b is {shape_of(b)}. "
             "b is N x K, the transpose of the usual weight-times-input order."
         )
-    if n == 0:
-        raise InvalidInputError(f"b must have at least one row (N >= 1), but it is {shape_of(b)}.")
     blocks_n, blocks_k = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)
     _check_scales("a", sfa, (m, blocks_k), f"one per row per {SCALE_BLOCK} of K")
     _check_scales("b", sfb, (blocks_n, blocks_k), f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block of b")
