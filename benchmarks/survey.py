@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
     """What a call with fresh tensors of this shape asks for."""
-    return ops.spec(shape.m, shape.n, shape.k, num_sms)
+    return ops.spec(shape.m, shape.n, shape.k, num_sms, shape.op)
 
 
 def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:

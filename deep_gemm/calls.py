@@ -25,7 +25,7 @@ from .jit.driver.tensor_map import ADDRESS_ALIGNMENT
 from .kernels.base import Strides
 from .log import warn_once
 from .settings import settings
-from .spec import Spec
+from .spec import GemmSpec, Spec
 
 MAX_REMEMBERED = 8192
 """Launch records kept of one operation, about a kilobyte each, and nine where scales are transposed: past it all are
@@ -79,6 +79,8 @@ class Operation(ABC):
     """Tensors by the names that kernels and messages use: an argument, or ``"a[0]"`` for a part of a pair."""
     output: str
     """The operand that is written."""
+    in_place: str = ""
+    """The operand that may be the output itself: the same address, shape and strides."""
     unused: tuple[str, ...] = ()
     """Arguments that must be None, and tensors if they are not."""
     weights: tuple[str, ...] = ()
@@ -105,10 +107,10 @@ class Calls:
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
         names = list(operation.operands)
-        self._count, self._output = len(names), names.index(operation.output)
+        self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
-        # By everything that a launch depends on: addresses, shapes, strides, dtypes, stream. None where it came once,
-        # and was a replay.
+        # By everything that a launch depends on: addresses, shapes, strides, dtypes, stream, the switch for batch
+        # invariance. None where it came once, and was a replay.
         self.warm: dict[Any, Callable[[], object] | None] = {}
         # The same by all but addresses, and by whether weights were promised to be constant.
         self.replays: dict[Any, Replay] = {}
@@ -139,7 +141,7 @@ class Calls:
             replay = self._prepare(x, device)
             call = replay.record()
             call()
-        if key is None:
+        if key is None or not replay.is_for(key[-1]):
             return
         # The common case, the tensors' device being the current one, needs no guard.
         _remember(warm, key, call if current == device else functools.partial(_on_device, device, call))
@@ -173,7 +175,7 @@ class Calls:
         promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
         # The last first: it is the operation itself, so that an error names its sizes.
         plans = [engine.plan(step.spec, device) for step in reversed(work.steps)][::-1]
-        return Replay(work, plans, x.tensors, self._output, _raw_stream(device), promised)
+        return Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
 
 
 class Replay:
@@ -185,20 +187,29 @@ class Replay:
         work: Work,
         plans: Sequence[engine.Plan],
         tensors: Mapping[str, Tensor],
-        output: int,
+        operation: Operation,
         stream: int,
         constant: bool,
     ) -> None:
         self.constant, self.device = constant, plans[0].device
         self._work, self._plans, self._stream = work, plans, stream
+        self._weights = operation.weights
         self._names = (*tensors, *work.scratch)
         ranges = [byte_range(tensor) for tensor in tensors.values()]
         self._first = tuple(start for start, _ in ranges)
         sizes = tuple(end - start for start, end in ranges)
-        self.fits = functools.partial(_fits(len(sizes), output), self._first, sizes)
+        output = self._names.index(operation.output)
+        same = self._names.index(operation.in_place) if operation.in_place else -1
+        same = same if same >= 0 and self._first[same] == self._first[output] else -1
+        self.fits = functools.partial(_fits(len(sizes), output, same), self._first, sizes)
         """Whether operands at these addresses have memory, are aligned as the first ones were, and the output shares
-        no memory with the others."""
+        no memory with the others, but for the one that it was the first time."""
         self._run: Callable[[Places], None] | None = None
+
+    def is_for(self, batch_invariant: bool) -> bool:
+        """Whether the kernels were chosen with that switch so: another thread may set it while a call is prepared."""
+        specs = [step.spec for step in self._work.steps]
+        return all(spec.batch_invariant == batch_invariant for spec in specs if isinstance(spec, GemmSpec))
 
     def record(self) -> Callable[[], None]:
         """The call at the first addresses: a launch record of its own, where nothing about it varies."""
@@ -237,7 +248,9 @@ class Replay:
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]
         addresses = {name: places[place] for name, place in step.operands.items()}
-        return engine.launch(plan, step.strides, addresses, self._stream, self.constant)
+        # A copy of weights is made by the launch before, however constant they are.
+        copied = any(step.operands.get(name) in self._work.scratch for name in self._weights)
+        return engine.launch(plan, step.strides, addresses, self._stream, self.constant and not copied)
 
 
 def entry(operation: Operation) -> Callable[..., None]:
@@ -252,6 +265,7 @@ def entry(operation: Operation) -> Callable[..., None]:
         "raw_stream": _raw_stream,
         "is_grad_enabled": _is_grad_enabled,
         "current_device": _current_device,
+        "choices": options.current(),
     }
     exec(compile(source, f"<deep_gemm entry of {operation.name}>", "exec"), namespace)
     found: Callable[..., None] = namespace["entry"]
@@ -262,9 +276,10 @@ def _source(operation: Operation) -> str:
     pairs = sorted({argument.partition("[")[0] for argument in operation.operands.values() if "[" in argument})
     tensors = [argument.replace("[", "_").rstrip("]") for argument in operation.operands.values()]
     output = operation.operands[operation.output]
-    options = [
+    plain = [
         name for name in operation.parameters if name not in (*pairs, *operation.operands.values(), *operation.unused)
     ]
+    in_place = operation.operands[operation.in_place] if operation.in_place else ""
     key = [
         *(f"{name}.data_ptr()" for name in tensors),
         *(f"{name}.shape" for name in tensors),
@@ -272,10 +287,12 @@ def _source(operation: Operation) -> str:
         *(f"{name}.dtype" for name in tensors),
         f"{output}.requires_grad and is_grad_enabled()",
         *(f"{name} is None" for name in operation.unused),
-        *options,
+        *([f"{in_place}.data_ptr() == {output}.data_ptr()"] if in_place else []),
+        *plain,
         "device",
         "raw_stream(device) if device >= 0 else None",
         "current_device() if device >= 0 else None",
+        "choices.batch_invariant",
     ]
     lines = [
         f"def entry({', '.join(operation.parameters)}):",
@@ -300,12 +317,17 @@ def _source(operation: Operation) -> str:
 
 
 @functools.cache
-def _fits(count: int, output: int) -> Callable[[Places, Places, Places], bool]:
-    """`Replay.fits` for so many operands, written out: each replay comes here, and a loop takes 1 us longer."""
+def _fits(count: int, output: int, same: int = -1) -> Callable[[Places, Places, Places], bool]:
+    """`Replay.fits` for so many operands, of which ``same`` is the output itself. Written out: each replay comes here,
+    and a loop takes 1 us longer."""
     at, first, size = ([f"{letter}{index}" for index in range(count)] for letter in "pfs")
     moved = " | ".join(f"({p} ^ {f})" for p, f in zip(at, first, strict=True))
     d = at[output]
-    apart = [f"(end <= {at[i]} or {at[i]} + {size[i]} <= {d})" for i in range(count) if i != output]
+    apart = [
+        f"{at[i]} == {d}" if i == same else f"(end <= {at[i]} or {at[i]} + {size[i]} <= {d})"
+        for i in range(count)
+        if i != output
+    ]
     source = "\n".join(
         [
             "def fits(first, sizes, at):",

@@ -57,11 +57,11 @@ def _freed(promise: _Promise) -> None:
 def declare_constant(*tensors: Tensor) -> None:
     """Promise that whatever may still be running when a GEMM is launched does not write to these tensors.
 
-    Where both ``b[0]`` and ``b[1]`` of a call were declared, and programmatic dependent launch is on (`set_pdl`), the
-    kernel reads them before its predecessor has finished. It waits for the predecessor before it reads ``a`` and its
-    scales and before it writes ``d``: those may come from the kernel just before, as ever.
+    Where ``b`` of a call was declared (of an FP8 call, both ``b[0]`` and ``b[1]``), and programmatic dependent launch
+    is on (`set_pdl`), the kernel reads it before its predecessor has finished. It waits for the predecessor before it
+    reads ``a``, its scales and ``c`` and before it writes ``d``: those may come from the kernel just before, as ever.
 
-    What is promised: no kernel or copy that can still run writes ``b[0]`` or ``b[1]``. Not the one launched just before
+    What is promised: no kernel or copy that can still run writes ``b``. Not the one launched just before
     in the same stream; and not one before that, if kernels of other libraries in between let their successors start
     (`griddepcontrol.launch_dependents`) before they have waited themselves. Without a promise nothing is assumed.
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from .ops import fp8_dense
+from .ops import checks, cublaslt, fp8_dense, half_dense
 from .ops.fp8_dense import as_nt
+from .ops.half_dense import Entries
 
 __all__ = [
+    "bf16_gemm_nn",
+    "bf16_gemm_nt",
+    "bf16_gemm_tn",
+    "bf16_gemm_tt",
+    "cublaslt_gemm_nn",
+    "cublaslt_gemm_nt",
+    "cublaslt_gemm_tn",
+    "cublaslt_gemm_tt",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -16,6 +27,10 @@ __all__ = [
     "fp8_gemm_nt",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
+    "fp16_gemm_nn",
+    "fp16_gemm_nt",
+    "fp16_gemm_tn",
+    "fp16_gemm_tt",
 ]
 
 
@@ -29,6 +44,9 @@ def fp8_gemm_nt(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
 ) -> None:
     """``d = (a * scales of a) @ (b * scales of b)^T``, on the current stream of the tensors' device.
 
@@ -44,9 +62,10 @@ def fp8_gemm_nt(
         compiled_dims: sizes to bake into the kernel, letters of "mnk". None leaves it to the library, which bakes in
             none, so that one kernel serves all shapes.
         disable_ue8m0_cast: of no effect on Hopper, where scales stay float32 whatever their values.
+        epilogue, alpha: must be None in this version.
 
     The tensor cores' sums are promoted to float32 every 128 of K, where the scales are applied. Results are bitwise
-    repeatable. M = 0 does nothing and K = 0 writes zeros. Tensors on the CPU are multiplied by the reference
+    repeatable. M = 0 or N = 0 does nothing and K = 0 writes zeros. Tensors on the CPU are multiplied by the reference
     implementation. Inside CUDA-graph capture the shape must have been called before.
 
     Every operand may be written by the kernel or copy just before, of any library: nothing is assumed of who wrote it
@@ -58,6 +77,8 @@ def fp8_gemm_nt(
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
+    if epilogue is not None or alpha is not None:
+        checks.refuse_unbuilt(epilogue, alpha)
     fp8_dense.call(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
 
 
@@ -71,11 +92,16 @@ def fp8_gemm_nn(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
 ) -> None:
     """`fp8_gemm_nt` with b given as (K, N) and its scales as (ceil(K / 128), ceil(N / 128)).
 
     Hopper's FP8 needs K contiguous in memory: b must be a transposed view of K-major storage, else UnsupportedError.
     """
+    if epilogue is not None or alpha is not None:
+        checks.refuse_unbuilt(epilogue, alpha)
     fp8_dense.call(a, as_nt(b, "b"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
 
 
@@ -89,8 +115,13 @@ def fp8_gemm_tn(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
 ) -> None:
     """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise; both views of K-major storage."""
+    if epilogue is not None or alpha is not None:
+        checks.refuse_unbuilt(epilogue, alpha)
     fp8_dense.call(as_nt(a, "a"), as_nt(b, "b"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
 
 
@@ -104,8 +135,13 @@ def fp8_gemm_tt(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
 ) -> None:
     """`fp8_gemm_nt` with a given as (K, M) and its scales likewise; a view of K-major storage."""
+    if epilogue is not None or alpha is not None:
+        checks.refuse_unbuilt(epilogue, alpha)
     fp8_dense.call(as_nt(a, "a"), b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
 
 
@@ -113,3 +149,180 @@ fp8_fp4_gemm_nt = fp8_gemm_nt
 fp8_fp4_gemm_nn = fp8_gemm_nn
 fp8_fp4_gemm_tn = fp8_gemm_tn
 fp8_fp4_gemm_tt = fp8_gemm_tt
+
+
+def _half(
+    entries: Entries, form: str, a: Any, b: Any, d: Any, c: Any, compiled_dims: Any, epilogue: Any, alpha: Any
+) -> None:
+    if epilogue is not None or alpha is not None:
+        checks.refuse_unbuilt(epilogue, alpha)
+    if c is None:
+        entries.without_c(a, b, d, compiled_dims, form)
+    else:
+        entries.with_c(a, b, c, d, compiled_dims, form)
+
+
+def bf16_gemm_nt(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """``d = (c +) a @ b^T`` of bfloat16, on the current stream of the tensors' device.
+
+    Args:
+        a: (M, K) bfloat16, of any strides: K-major and M-major storage are read as they lie, where TMA can address them
+            (one stride 1, the other a multiple of 8 elements, the address of 16 bytes). A kernel copies others first.
+        b: (N, K) bfloat16, likewise. The usual weight of a linear layer.
+        d: (M, N) bfloat16 or float32, row-major, rows any distance apart; written in place.
+        c: None, or what is added: (M, N) of d's dtype, row-major. It may be d itself (the same address, shape and
+            strides), and shares no memory with d otherwise. Added in float32, so that d is rounded once.
+        compiled_dims: sizes to bake into the kernel, letters of "mnk". None leaves it to the library, which bakes in
+            none, so that one kernel serves all shapes.
+        epilogue, alpha: must be None in this version.
+
+    Sums are float32. Results are bitwise repeatable. While `set_batch_invariant` is on, a row's bits depend neither on
+    M nor on the form. M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are
+    multiplied by the reference implementation. Inside CUDA-graph capture the shape must have been called before.
+
+    Nothing is assumed of who wrote the operands or when. Only where ``b`` was given to `declare_constant` is it read
+    before the previous kernel of the stream has finished.
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it. float16 operands are `fp16_gemm_nt`'s.
+        UnsupportedError: this version or this GPU cannot do it.
+        NotWarmError: first call of a shape inside CUDA-graph capture.
+        CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+    """
+    _half(half_dense.bf16, "nt", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def bf16_gemm_nn(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """`bf16_gemm_nt` with b given as (K, N), of any strides."""
+    _half(half_dense.bf16, "nn", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def bf16_gemm_tn(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """`bf16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
+    _half(half_dense.bf16, "tn", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def bf16_gemm_tt(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """`bf16_gemm_nt` with a given as (K, M), of any strides."""
+    _half(half_dense.bf16, "tt", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def fp16_gemm_nt(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """`bf16_gemm_nt` for float16: a and b are float16, d and c float16 or float32. Sums past 65504 are infinite in a
+    float16 d."""
+    _half(half_dense.fp16, "nt", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def fp16_gemm_nn(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """`fp16_gemm_nt` with b given as (K, N), of any strides."""
+    _half(half_dense.fp16, "nn", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def fp16_gemm_tn(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """`fp16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
+    _half(half_dense.fp16, "tn", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def fp16_gemm_tt(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    *,
+    epilogue: Any = None,
+    alpha: Any = None,
+) -> None:
+    """`fp16_gemm_nt` with a given as (K, M), of any strides."""
+    _half(half_dense.fp16, "tt", a, b, d, c, compiled_dims, epilogue, alpha)
+
+
+def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """``d = (c +) a @ b^T`` by torch, that is by cuBLAS: for comparing with.
+
+    a (M, K) and b (N, K) are bfloat16, float16 or, without scales, FP8; d (M, N) is as torch can write it; c is None, d
+    or another tensor of its dtype and shape. Tensors on the CPU are multiplied by the reference implementation.
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it.
+        UnsupportedError: torch cannot do it; the message has its words.
+    """
+    cublaslt.gemm(a, b, d, c, "nt")
+
+
+def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` with b given as (K, N)."""
+    cublaslt.gemm(a, b, d, c, "nn")
+
+
+def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` with a given as (K, M) and b as (K, N)."""
+    cublaslt.gemm(a, b, d, c, "tn")
+
+
+def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` with a given as (K, M)."""
+    cublaslt.gemm(a, b, d, c, "tt")

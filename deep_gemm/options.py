@@ -1,6 +1,8 @@
-"""Process-wide choices that callers make through functions: how many SMs, dependent launch, block sizes.
+"""Process-wide choices that callers make through functions: how many SMs, dependent launch, block sizes, and whether a
+row's bits may depend on its batch.
 
-Plans depend on them, so every change calls the listeners, which drop what was decided before.
+Plans depend on them, so every change calls the listeners, which drop what was decided before. The switch for batch
+invariance is the exception: plans and remembered calls of both positions are kept side by side.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ class _Options:
     pdl: bool = True
     ignore_compile_dims: bool = False
     block_multiple: tuple[int, int] = (1, 1)
+    batch_invariant: bool = False
 
 
 _options = _Options()
@@ -122,6 +125,39 @@ def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
 def get_block_size_multiple_of() -> tuple[int, int]:
     """The multiples of (block_m, block_n) that are allowed; (1, 1) at first."""
     return _options.block_multiple
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Whether a row of a dense GEMM's result must have the same bits whatever M is and whichever rows are beside it;
+    False at first.
+
+    While it is True, each product sums K in one order that does not depend on M: kernels that split K among CTAs or
+    warpgroups are not used, which costs speed where M is small. Repeating a call gives the same bits either way.
+
+    The switch belongs to the process, and a call does what it says when the call is made. Setting it costs a fraction
+    of a microsecond, and drops nothing: kernels and remembered calls of both positions are kept. A CUDA graph keeps
+    the kernels that it was captured with.
+
+    Raises:
+        InvalidInputError: not a bool.
+    """
+    if not isinstance(enabled, bool):
+        raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
+    _options.batch_invariant = enabled
+
+
+def get_batch_invariant() -> bool:
+    """What `set_batch_invariant` was given; False at first."""
+    return _options.batch_invariant
+
+
+use_deterministic_algorithms = set_batch_invariant
+get_deterministic_algorithms = get_batch_invariant
+
+
+def current() -> _Options:
+    """All choices, as attributes that change: for calls, which read one at each call."""
+    return _options
 
 
 def _device_limit() -> int:

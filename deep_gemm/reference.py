@@ -23,13 +23,29 @@ B_GRANULARITY = (SCALE_BLOCK, SCALE_BLOCK)
 
 def fp8_gemm_reference(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor) -> None:
     """Write ``(a * sfa) @ (b * sfb)^T`` into ``d``, rounded once to d's dtype. Shapes are those of `fp8_gemm_nt`."""
-    with _plain_arithmetic(a.device):
+    with plain_arithmetic(a.device):
         for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64):
             d[rows, columns].copy_(block)
 
 
+def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """Write ``(c +) a @ b^T`` into ``d``, rounded once to d's dtype. a (M, K) and b (N, K) are of any floating-point
+    dtype and strides; c (M, N) may be d. Sums are float64: products of two elements of 16 bits are exact in it, and no
+    mode of a process (TF32, bfloat16 in float32's place) changes them."""
+    (m, k), n = a.shape, b.shape[0]
+    with plain_arithmetic(a.device):
+        step_n = max(1, CHUNK_ELEMENTS // max(k, 1))
+        step_m = max(1, CHUNK_ELEMENTS // max(k, min(step_n, n), 1))
+        for n0 in range(0, n, step_n):
+            b_t = b[n0 : n0 + step_n].double().t()
+            for m0 in range(0, m, step_m):
+                block = a[m0 : m0 + step_m].double() @ b_t
+                where = slice(m0, m0 + step_m), slice(n0, n0 + step_n)
+                d[where].copy_(block if c is None else block + c[where])
+
+
 @contextlib.contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Without what a process may have switched on: autocast, which multiplies in bfloat16 or float16; gradients; and
     ``torch.set_default_device``. Inference mode rather than no_grad, outside of which tensors made in it cannot be
     written. TF32 and bfloat16 as float32's stand-ins do not matter: the reference is float64."""
@@ -48,7 +64,7 @@ def exact_product(
     ``elementwise`` is applied to the dequantised operands first: torch.abs and torch.square give bounds on errors.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-    with _plain_arithmetic(a.device):
+    with plain_arithmetic(a.device):
         for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, elementwise):
             out[rows, columns] = block
     return out

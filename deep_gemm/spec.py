@@ -46,7 +46,8 @@ class GemmSpec:
     ``accumulate`` says what is added to: nothing, D as it is, or another tensor C. ``compiled_dims`` is the subset of
     ``"mnk"`` that the caller wants baked into the binary. ``num_sms`` is how many SMs the launch may use, and
     ``whole_gpu`` whether these are all: if not, two CTAs must not share one, since the GPU would spread them over
-    others. ``block_multiple`` restricts (block_m, block_n).
+    others. ``block_multiple`` restricts (block_m, block_n). ``batch_invariant``: a row of D must have the same bits
+    whatever M is, so that K is summed in one order that does not depend on M.
     """
 
     m: int
@@ -64,6 +65,7 @@ class GemmSpec:
     grouping: Grouping = "none"
     accumulate: Accumulate = "none"
     epilogue: str = "none"
+    batch_invariant: bool = False
 
     @property
     def flops(self) -> int:
@@ -89,4 +91,21 @@ class TransposeSpec:
         return f"transposing {self.batch} x {self.rows} x {self.columns} scales"
 
 
-Spec: TypeAlias = GemmSpec | TransposeSpec
+@dataclass(frozen=True)
+class CopySpec:
+    """A matrix of ``rows`` x ``columns``, two bytes an element, of any strides, to be written row by row, each row
+    padded to 16 bytes."""
+
+    rows: int
+    columns: int
+
+    @property
+    def padded_columns(self) -> int:
+        """Elements from row to row of the copy."""
+        return align(self.columns, 8)
+
+    def __str__(self) -> str:
+        return f"copying {self.rows} x {self.columns} elements"
+
+
+Spec: TypeAlias = GemmSpec | TransposeSpec | CopySpec

@@ -14,7 +14,14 @@ from typing import Any
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.engine import build_request
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped, sm90_half_gemm, sm90_half_swapped, transpose_scales
+from deep_gemm.kernels import (
+    copy_rows,
+    sm90_fp8_gemm,
+    sm90_fp8_swapped,
+    sm90_half_gemm,
+    sm90_half_swapped,
+    transpose_scales,
+)
 from deep_gemm.kernels.base import Kernel
 from deep_gemm.params import FP8Config, KernelParams
 
@@ -56,6 +63,7 @@ def golden_params() -> list[KernelParams]:
             sm90_half_swapped.make_config(24, 2, 2), majors="km", dtype="f16", output="f16", accumulate="reads"
         ),
         *transpose_scales.KERNEL.cases(),
+        *copy_rows.KERNEL.cases(),
     ]
 
 

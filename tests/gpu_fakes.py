@@ -12,34 +12,47 @@ import pytest
 import torch
 
 from deep_gemm import arch, calls, constant, engine, options
-from deep_gemm.ops import fp8_dense
-from deep_gemm.spec import Spec, TransposeSpec
+from deep_gemm.ops import fp8_dense, half_dense
+from deep_gemm.spec import CopySpec, GemmSpec, TransposeSpec
 
 EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
 
+KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose", CopySpec: "copy"}
+
+
 class Launched(NamedTuple):
-    """One launch: "gemm" or "transpose", where its operands were, and whether weights were constant in it."""
+    """One launch: "gemm", "copy" or "transpose", where its operands were, whether weights were constant in it, what it
+    computes, and the operands' strides."""
 
     kernel: str
     at: dict[str, int]
     constant: bool
+    spec: Any
+    strides: Any
+
+
+def calls_behind(entry: Any) -> calls.Calls:
+    """What is remembered of the calls that go through a function of `calls.entry`."""
+    found: calls.Calls = entry.__globals__["calls"]
+    return found
 
 
 class FakeLaunch:
     """A launch record that notes its launches."""
 
-    def __init__(self, gpu: FakeGpu, kernel: str, at: Mapping[str, int], constant: bool) -> None:
-        self.gpu, self.kernel, self.first, self.constant = gpu, kernel, dict(at), constant
+    def __init__(self, gpu: FakeGpu, spec: Any, strides: Any, at: Mapping[str, int], constant: bool) -> None:
+        kernel = KERNELS[type(spec)]
+        self.gpu, self.made = gpu, Launched(kernel, dict(at), constant, spec, strides)
 
     def __call__(self) -> None:
-        self.gpu.launched.append(Launched(self.kernel, self.first, self.constant))
+        self.gpu.launched.append(self.made)
 
     def at(self, addresses: Sequence[int]) -> None:
-        at = dict(zip(self.first, addresses, strict=True))
-        self.gpu.launched.append(Launched(self.kernel, at, self.constant))
+        at = dict(zip(self.made.at, addresses, strict=True))
+        self.gpu.launched.append(self.made._replace(at=at))
 
 
 class FakeGpu:
@@ -49,15 +62,13 @@ class FakeGpu:
         self.launched: list[Launched] = []
         self.prepared = 0
         """Launch records that were made."""
-        self.calls: calls.Calls = fp8_dense.call.__globals__["calls"]  # type: ignore[attr-defined]
-        self.calls.forget()
-        check = fp8_dense.FP8GemmNT.check
-
-        def checked(*args: Any) -> Any:
-            x = check(*args)
-            return None if x is None else replace(x, device=torch.device("cuda", 0))
-
-        monkeypatch.setattr(fp8_dense.FP8GemmNT, "check", checked)
+        self.calls: calls.Calls = calls_behind(fp8_dense.call)
+        calls.forget_all()
+        self.checks: dict[type, Any] = {}
+        """What calls are checked by, by operation."""
+        for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm):
+            self.checks[operation] = operation.check
+            monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
@@ -69,13 +80,20 @@ class FakeGpu:
         monkeypatch.setattr(engine, "plan", lambda spec, device: SimpleNamespace(spec=spec, device=CPU))
         monkeypatch.setattr(engine, "launch", self.launch)
 
+    def checked(self, operation: type) -> Any:
+        """Its check, after which the operands are on a GPU."""
+
+        def checked(*args: Any) -> Any:
+            x = self.checks[operation](*args)
+            return None if x is None else replace(x, device=torch.device("cuda", 0))
+
+        return checked
+
     def launch(
         self, plan: Any, strides: Any, addresses: Mapping[str, int], stream: int, constant: bool = False
     ) -> FakeLaunch:
         self.prepared += 1
-        spec: Spec = plan.spec
-        kernel = "transpose" if isinstance(spec, TransposeSpec) else "gemm"
-        return FakeLaunch(self, kernel, addresses, constant)
+        return FakeLaunch(self, plan.spec, strides, addresses, constant)
 
     @staticmethod
     def empty(*sizes: Any, device: Any = None, **others: Any) -> torch.Tensor:
@@ -89,6 +107,5 @@ class FakeGpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = FakeGpu(monkeypatch)
-    yield made
-    made.calls.forget()
+    yield FakeGpu(monkeypatch)
+    calls.forget_all()

@@ -20,7 +20,7 @@ from deep_gemm import engine, kernels, ops, select
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot import workload
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import Plan
+from deep_gemm.aot.layers import FP8, Plan
 from deep_gemm.aot.workload import MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
@@ -115,16 +115,16 @@ class Report:
 
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None) -> GemmSpec:
     """What a call with freshly allocated tensors of this shape asks for, under the options of this process."""
-    return ops.spec(shape.m, shape.n, shape.k, num_sms or arch.num_sms)
+    return ops.spec(shape.m, shape.n, shape.k, num_sms or arch.num_sms, shape.op)
 
 
 K_MULTIPLE = 16
 """Rows of FP8 are read in pieces of 16 bytes."""
 
 
-def refusal(n: int, k: int) -> str:
+def refusal(n: int, k: int, op: str = FP8) -> str:
     """Why a call of such weights is refused whatever M is; "" if it is not."""
-    if k % K_MULTIPLE:
+    if k % K_MULTIPLE and op == FP8:
         return (
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
             f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."
@@ -134,12 +134,19 @@ def refusal(n: int, k: int) -> str:
 
 def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> list[KernelParams]:
     """The kernels that such a call runs, by the path that a call takes: spec, ranking, parameters. Which GPU model it
-    will be is not known here, so that there is one for each calibration that chooses another. Raises UnsupportedError,
-    and InvalidInputError for a shape that every call refuses."""
-    if why := refusal(shape.n, shape.k):
+    will be is not known here, so that there is one for each calibration that chooses another; nor is how the switch for
+    batch invariance will stand, so that there is one for each position. Raises UnsupportedError, and InvalidInputError
+    for a shape that every call refuses."""
+    if why := refusal(shape.n, shape.k, shape.op):
         raise InvalidInputError(f"{shape} cannot be served: {why}")
-    asked = spec_of(shape, spec, num_sms)
-    chosen = [select.rank(asked, spec, known)[0].config for known in calibration.every()]
+    asked = replace(spec_of(shape, spec, num_sms), batch_invariant=False)
+    invariant = replace(asked, batch_invariant=True)
+    chosen = []
+    for known in calibration.every():
+        chosen.append(select.rank(asked, spec, known)[0].config)
+        # What is first among all is first among those that are batch invariant, if it is one.
+        if not kernels.of(chosen[-1]).runs(invariant, chosen[-1]):
+            chosen.append(select.rank(invariant, spec, known)[0].config)
     return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]
 
 
@@ -172,6 +179,7 @@ def precompile(
     tp: int = 1,
     ep: int = 1,
     max_m: int = MAX_M,
+    op: str = "",
     arch: str = "sm_90a",
     num_sms: int | None = None,
     shard: tuple[int, int] | None = None,
@@ -191,6 +199,8 @@ def precompile(
         tp: tensor-parallel GPUs of a model.
         ep: expert-parallel GPUs of a model, among which its routed experts are shared.
         max_m: where `what` does not say M, every M from 1 to this.
+        op: what runs shapes, and layers of models that are not quantised: "fp8_gemm_nt" (a model is cast when it is
+            loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", FP8 runs shapes, and a model's dtype decides.
         arch: the target, such as "sm_90a". No GPU need be present.
         num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
         shard: (i, n) builds part i, counted from 0, of n parts that are the same in every process; everything if None.
@@ -207,7 +217,7 @@ def precompile(
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for a workload that is
     wrong; UnsupportedError for one with groups, or that is not understood as a whole.
     """
-    work = choose(shapes_for(what, tp, ep, max_m, allow_partial), arch, num_sms)
+    work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op), arch, num_sms)
     return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
 
 
@@ -230,22 +240,24 @@ def run(
     return report.summary(start)
 
 
-def plan(what: Any, tp: int = 1, ep: int = 1) -> Plan:
+def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The layers of a workload as `workload.plan` finds them, with those that every call refuses among the problems."""
-    found = workload.plan(what, tp, ep)
+    found = workload.plan(what, tp, ep, op)
     layers, problems = [], list(found.problems)
     for layer in found.layers:
-        why_not = layer.why_not or refusal(layer.n, layer.k)
+        why_not = layer.why_not or refusal(layer.n, layer.k, layer.op)
         if why_not != layer.why_not:
             problems.append(f"{f'{layer.name}: ' if layer.name else ''}{layer.n} x {layer.k}: {why_not}")
         layers.append(replace(layer, why_not=why_not))
     return Plan(tuple(layers), tuple(problems))
 
 
-def shapes_for(what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M, allow_partial: bool = False) -> list[GemmShape]:
+def shapes_for(
+    what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M, allow_partial: bool = False, op: str = ""
+) -> list[GemmShape]:
     """The shapes of a workload; where it does not say M, one for all numbers of tokens up to `max_m` that are ranked as
     one. Raises as `precompile` does."""
-    found = plan(what, tp, ep)
+    found = plan(what, tp, ep, op)
     if found.problems and not allow_partial:
         raise UnsupportedError(
             f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."

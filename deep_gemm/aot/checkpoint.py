@@ -14,7 +14,20 @@ from typing import Any
 
 from deep_gemm.aot import inputs, model
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import ALSO_ALONE, COLUMN, GROUPED, JOINED, KNOWN, Layer, Plan, Weight, layers_of
+from deep_gemm.aot.layers import (
+    ALSO_ALONE,
+    COLUMN,
+    FP8,
+    GROUPED,
+    JOINED,
+    KNOWN,
+    OPS,
+    Layer,
+    Plan,
+    Weight,
+    check_op,
+    layers_of,
+)
 from deep_gemm.aot.quantization import blocks_not
 from deep_gemm.errors import InvalidInputError
 
@@ -47,26 +60,28 @@ def is_checkpoint(path: Path) -> bool:
     return path.name.endswith((".safetensors", INDEX))
 
 
-def plan(path: Path, tp: int = 1, ep: int = 1) -> Plan:
+def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The linear layers of a checkpoint on one GPU of `tp`. Its config.json, if there is one, says how heads are split.
 
     An index whose files are not there has names and no sizes: these come from config.json then, and what it does not
-    explain is a problem. Raises InvalidInputError for files that are damaged or missing.
+    explain is a problem. Layers of a checkpoint without FP8 run `op`, or what their dtype says if it is "". Raises
+    InvalidInputError for files that are damaged or missing.
     """
     model.degrees(tp, ep)
+    check_op(op)
     directory = path if path.is_dir() else path.parent
     config = _config(directory / "config.json")
     names, files = _listed(path)
     if not any((directory / file).exists() for file in files):
         if config is None:
             raise InvalidInputError(f"{path} names files that are not there, and there is no config.json beside it.")
-        return _from_names(names, config, tp, ep)
+        return _from_names(names, config, tp, ep, op)
     found: dict[str, Stored] = {}
     for file in files:
         found |= header(directory / file)
     if absent := [name for name in names if name not in found]:
         raise InvalidInputError(f"{path} lists {len(absent)} tensors that no file has, such as {shown(absent[0])}.")
-    return _from_tensors(found, config, tp, ep)
+    return _from_tensors(found, config, tp, ep, op)
 
 
 def header(path: Path) -> dict[str, Stored]:
@@ -121,9 +136,9 @@ def _listed(path: Path) -> tuple[list[str], list[str]]:
     return list(places), sorted(set(places.values()))
 
 
-def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int) -> Plan:
+def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, op: str) -> Plan:
     """The config's layers, and as problems the quantised weights of the index that are none of them."""
-    found = model.plan(config, tp, ep)
+    found = model.plan(config, tp, ep, op)
     quantised = {name.removesuffix("." + scale) for name in names for scale in SCALES if name.endswith("." + scale)}
     has = {part for layer in found.layers for part in _parts_of(layer.name)}
     strange = {_general(name) for name in quantised if name.rpartition(".")[2] not in has and not _is_expert(name)}
@@ -137,7 +152,7 @@ def _parts_of(layer: str) -> tuple[str, ...]:
     return (last, *JOINED.get(last, ()), alone.get(last, last))
 
 
-def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None, tp: int, ep: int) -> Plan:
+def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None, tp: int, ep: int, op: str) -> Plan:
     known = _read_config(config)
     if known is not None:
         model.check_experts(known, ep)
@@ -160,12 +175,14 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
             continue
         module, _, own = base.rpartition(".")
         other = OTHER_LAYERS.search(base) is not None
+        runs = FP8 if quantised else op or OPS.get(stored.dtype, FP8)
         if stored.dtype in WIDE and (quantised or other):
-            weight = replace(weight, why_not=f"it is {stored.dtype}, not FP8.")
+            why_not = f"it is {stored.dtype}, not FP8." if runs == FP8 else "engines multiply it by other libraries."
+            weight = replace(weight, why_not=why_not)
         elif stored.dtype in WIDE and own not in KNOWN:
             strange[_general(base)] = None
             weight = replace(weight, why_not="it is not known for a linear layer.")
-        modules.setdefault(module, {})[own] = _with_heads(own, weight, known)
+        modules.setdefault(module, {})[own] = _with_heads(own, replace(weight, op=runs), known)
     found = layers_of(((_short(module), weights) for module, weights in modules.items()), tp, quantised)
     routed = [
         Layer(name, *size, f"routed experts: {GROUPED}") for name, all_sizes in experts.items() for size in all_sizes

@@ -31,6 +31,7 @@ def precompile(
     tp: int = 1,
     ep: int = 1,
     max_m: int = MAX_M,
+    op: str = "",
     arch: str = "sm_90a",
     num_sms: int | None = None,
     store: dist.Store | None = None,
@@ -75,6 +76,7 @@ def precompile(
             tp=tp,
             ep=ep,
             max_m=max_m,
+            op=op,
             arch=arch,
             num_sms=num_sms,
             jobs=jobs,
@@ -82,7 +84,7 @@ def precompile(
             allow_partial=allow_partial,
         )
     store = _default_store() if store is None else store
-    work = build.choose(build.shapes_for(what, tp, ep, max_m, allow_partial), arch, num_sms)
+    work = build.choose(build.shapes_for(what, tp, ep, max_m, allow_partial, op), arch, num_sms)
     report = Report(work, progress)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}

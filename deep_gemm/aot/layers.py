@@ -7,12 +7,24 @@ A weight is what a checkpoint holds (q_proj); a layer is what an engine calls (q
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deep_gemm.errors import InvalidInputError
 
 BLOCK = 128
 """Rows and columns of a weight that share one scale."""
+
+FP8 = "fp8_gemm_nt"
+OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
+"""What layers run, by the dtype of their weights as a config and a checkpoint name it; FP8 for all others."""
+
+
+def check_op(op: str) -> None:
+    """Raises InvalidInputError unless it is one that layers can run, or "", which leaves it to their dtype."""
+    known = dict.fromkeys((FP8, *OPS.values()))
+    if op and op not in known:
+        raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
+
 
 GROUPED = "grouped products have no kernels yet."
 
@@ -20,13 +32,14 @@ GROUPED = "grouped products have no kernels yet."
 @dataclass(frozen=True)
 class Layer:
     """A linear layer's weight, n x k, on one GPU. `why_not` says why no kernel serves it, "" if one does. `ms` are the
-    sizes of M that it is asked for; all that the caller names if empty."""
+    sizes of M that it is asked for; all that the caller names if empty. `op` is what it runs."""
 
     name: str
     n: int
     k: int
     why_not: str = ""
     ms: tuple[int, ...] = ()
+    op: str = FP8
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,14 @@ class Plan:
 class Weight:
     """One weight of a checkpoint, whole: `rows` are the parts of its n that are split one by one (q, k and v in one
     matrix are three). `heads` is what a part is split by, where that is not its rows; a part that `repeats` is copied
-    once there are more GPUs than heads. `why_not` says why its format cannot be served."""
+    once there are more GPUs than heads. `why_not` says why its format cannot be served; `op` is what it runs."""
 
     rows: tuple[int, ...]
     k: int
     why_not: str = ""
     heads: int = 0
     repeats: bool = False
+    op: str = FP8
 
     @property
     def n(self) -> int:
@@ -133,9 +147,10 @@ class _Piece:
     k: int
     why_not: str
     broken: str
+    op: str
 
     def layer(self, name: str) -> Layer:
-        return Layer(name, sum(self.rows), self.k, self.why_not or self.broken)
+        return Layer(name, sum(self.rows), self.k, self.why_not or self.broken, op=self.op)
 
 
 def layers_of(modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool) -> Plan:
@@ -166,10 +181,10 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
         rows = tuple(row for member in members for row in member.rows)
         fits = not blocks_fixed or all(row % BLOCK == 0 for row in rows[:-1]) or any(m.broken for m in members)
         # Of two formats, or with blocks that two parts would share, no engine can make one matrix.
-        if len({(member.k, member.why_not) for member in members}) > 1 or not fits:
+        if len({(member.k, member.why_not, member.op) for member in members}) > 1 or not fits:
             continue
         broken = next((member.broken for member in members if member.broken), "")
-        found.append((name, _Piece(rows, members[0].k, members[0].why_not, broken)))
+        found.append((name, _Piece(rows, members[0].k, members[0].why_not, broken, members[0].op)))
         for part in parts:
             if part in ALSO_ALONE:
                 found.append((ALSO_ALONE[part], left[part]))
@@ -178,19 +193,19 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
 
 
 def _on_one_gpu(name: str, weight: Weight, tp: int) -> _Piece:
-    plain = _Piece(weight.rows, weight.k, weight.why_not, "")
+    plain = _Piece(weight.rows, weight.k, weight.why_not, "", weight.op)
     if tp == 1 or name in WHOLE or weight.why_not:
         return plain
     if name in ROW:
         k = divided(weight.k, tp, f"K of {name}", weight.heads)
-        return _Piece(weight.rows, k, "", _broken("K", (k,), tp))
+        return replace(plain, k=k, broken=_broken("K", (k,), tp, weight.op))
     if name in COLUMN:
         count = weight.heads or 0
         copies = weight.repeats and 0 < count < tp
         parts = count if copies and tp % count == 0 else tp
         rows = tuple(divided(row, parts, f"N of {name}", count) for row in weight.rows)
-        return _Piece(rows, weight.k, "", _broken("N", rows, tp))
-    return _Piece(weight.rows, weight.k, "", f"how {tp} GPUs share {name} is not known.")
+        return replace(plain, rows=rows, broken=_broken("N", rows, tp, weight.op))
+    return replace(plain, broken=f"how {tp} GPUs share {name} is not known.")
 
 
 def divided(size: int, parts: int, what: str, heads: int = 0) -> int:
@@ -201,8 +216,8 @@ def divided(size: int, parts: int, what: str, heads: int = 0) -> int:
     return size // parts
 
 
-def _broken(dimension: str, sizes: Sequence[int], tp: int) -> str:
-    bad = next((size for size in sizes if size % BLOCK), 0)
+def _broken(dimension: str, sizes: Sequence[int], tp: int, op: str) -> str:
+    bad = next((size for size in sizes if size % BLOCK), 0) if op == FP8 else 0
     if not bad:
         return ""
     return (

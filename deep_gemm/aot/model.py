@@ -7,12 +7,12 @@ guessed. A checkpoint says more (`deep_gemm.aot.checkpoint`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from deep_gemm.aot import inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import GROUPED, Layer, Plan, Weight, divided, layers_of
+from deep_gemm.aot.layers import FP8, GROUPED, OPS, Layer, Plan, Weight, check_op, divided, layers_of
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
@@ -156,15 +156,17 @@ def is_config(data: Mapping[str, Any]) -> bool:
     return bool({"hidden_size", "text_config", "model_type", "architectures"} & set(data))
 
 
-def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> Plan:
+def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The linear layers of a model on one of its GPUs, from its Hugging Face configuration.
 
     `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and what every GPU needs
     whole stays whole. Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts,
-    which must divide evenly. Raises InvalidInputError for a field that is wrong, and for a `tp` or `ep` that does not
-    divide what it must.
+    which must divide evenly. Without a quantization_config layers run `op`; if it is "", their dtype (torch_dtype)
+    decides: bfloat16 and float16 stay as they are, others are cast to FP8 when they are loaded. Raises
+    InvalidInputError for a field that is wrong, and for a `tp` or `ep` that does not divide what it must.
     """
     degrees(tp, ep)
+    check_op(op)
     text, outside = text_part(config)
     kind = text.get("model_type", config.get("model_type"))
     if kind is not None and (not isinstance(kind, str) or kind not in FAMILIES):
@@ -183,7 +185,8 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> Plan:
     kinds, strange = _attention_kinds(text, known)
     problems += [f"Layers of the type {shown(word)} are not known: no kernel is prepared for them." for word in strange]
     modules = _modules(text, known, kinds, str(kind))
-    named = [(shown_as, _formatted(form, where, weights, count)) for shown_as, where, weights, count in modules]
+    op = op or _op_of(text, config)
+    named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
     found = layers_of(named, tp, form.fixed)
     experts = (_routed(known, tp, ep),) if known.experts else ()
     return Plan.join([Plan(found.layers + experts, (*problems, *found.problems))])
@@ -343,10 +346,18 @@ def _routed(x: ModelConfig, tp: int, ep: int) -> Layer:
     return Layer("experts.gate_up_proj", 2 * own, x.hidden_size, f"{x.experts} routed experts: {GROUPED}")
 
 
-def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int]) -> dict[str, Weight]:
-    """The weights with what their format says. One is left out of quantisation where all of its layers are."""
+def _op_of(*configs: Mapping[str, Any]) -> str:
+    """What layers run by the dtype that a config names, whose field transformers has renamed."""
+    words = (config.get(field) for config in configs for field in ("torch_dtype", "dtype"))
+    word = next((word for word in words if isinstance(word, str)), "")
+    return OPS.get(word.removeprefix("torch."), FP8)
+
+
+def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int], op: str) -> dict[str, Weight]:
+    """The weights with what their format says; they run ``op`` if it says nothing. One is left out of quantisation
+    where all of its layers are."""
     if not form.given:
-        return weights
+        return {name: replace(weight, op=op) for name, weight in weights.items()}
     found = {}
     for name, weight in weights.items():
         names = [f"model.layers.{index}.{module}.{name}" for index in layers] or [f"model.layers.0.{module}.{name}"]

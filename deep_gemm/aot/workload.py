@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deep_gemm.aot import checkpoint, inputs, model
 from deep_gemm.aot.inputs import parse_sizes, shown
-from deep_gemm.aot.layers import GROUPED, Layer, Plan
+from deep_gemm.aot.layers import FP8, GROUPED, Layer, Plan, check_op
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
 __all__ = [
@@ -41,12 +41,13 @@ MAX_M = 16384
 
 @dataclass(frozen=True, order=True)
 class GemmShape:
-    """D (m x n) = A (m x k) @ B (n x k)^T; `source` says which layer it is."""
+    """D (m x n) = A (m x k) @ B (n x k)^T by `op`; `source` says which layer it is."""
 
     m: int
     n: int
     k: int
     source: str = ""
+    op: str = FP8
 
     @property
     def flops(self) -> int:
@@ -54,17 +55,19 @@ class GemmShape:
         return 2 * self.m * self.n * self.k
 
     def bytes_moved(self) -> int:
-        """Each operand, its scales and the bf16 output once: the least that FP8 with block scales must move."""
+        """Each operand, its scales and the 16-bit output once: the least that must be moved."""
+        if self.op != FP8:
+            return 2 * (self.m * self.k + self.n * self.k + self.m * self.n)
         blocks = -(-self.k // 128)
         return self.m * self.k + self.n * self.k + 2 * self.m * self.n + 4 * blocks * (self.m + -(-self.n // 128))
 
     def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}"
+        return f"{self.m} x {self.n} x {self.k}" + ("" if self.op == FP8 else f" of {self.op}")
 
 
 def shapes(layers: Iterable[Layer], ms: Sequence[int]) -> list[GemmShape]:
     """Every layer that can be served, at its own sizes of M where it has some, else at every M of `ms`."""
-    return [GemmShape(m, x.n, x.k, x.name) for x in layers if not x.why_not for m in (x.ms or ms)]
+    return [GemmShape(m, x.n, x.k, x.name, x.op) for x in layers if not x.why_not for m in (x.ms or ms)]
 
 
 def parse(text: str) -> Layer:
@@ -93,7 +96,7 @@ def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[La
     return [layer for layer in model.plan(config, tp, ep).layers if not layer.why_not]
 
 
-def plan(what: Any, tp: int = 1, ep: int = 1) -> Plan:
+def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The layers of a workload however it is given, and what of it is not understood.
 
     `what` is one of these, or a list of them:
@@ -101,48 +104,50 @@ def plan(what: Any, tp: int = 1, ep: int = 1) -> Plan:
     - a model's Hugging Face configuration, or the path of its `config.json`;
     - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
       formats and scales are then those of its tensors; only headers are read;
-    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ...}` or `{"m": [...], "shapes": [entries]}`,
-      or the path of a JSON or YAML file that holds one.
+    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ..., "op": ...}`, of which n and k must be
+      there, or `{"m": [...], "shapes": [entries]}`, or the path of a JSON or YAML file that holds one.
 
-    `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. Raises
+    `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. `op` is what runs
+    where nothing else is said of it: of shapes that is "fp8_gemm_nt" if it is "", and of models their dtype's. Raises
     InvalidInputError for anything else, and UnsupportedError for a shape of more than one group.
     """
+    check_op(op)
     if isinstance(what, Mapping):
-        return _described(what, "the description", tp, ep)
+        return _described(what, "the description", tp, ep, op)
     if isinstance(what, str) and inputs.is_shape(what):
-        return Plan((parse(what),))
+        return Plan((replace(parse(what), op=op or FP8),))
     if isinstance(what, str | os.PathLike):
-        return _file(Path(what), tp, ep)
+        return _file(Path(what), tp, ep, op)
     if isinstance(what, GemmShape):
         ms = (inputs.whole(what.m, f"m of {shown(what)}"),)
-        return Plan((_layer(what.source, what.n, what.k, ms, shown(what)),))
+        return Plan((_layer(what.source, what.n, what.k, ms, shown(what), what.op),))
     if isinstance(what, Layer):
         return Plan((what if what.why_not else _checked(what),))
     if isinstance(what, Iterable) and not isinstance(what, bytes | bytearray):
         items = list(what)
         if isinstance(what, tuple) and 2 <= len(items) <= 3 and all(isinstance(item, int) for item in items):
-            return Plan((_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), ()),))
-        return Plan.join([plan(item, tp, ep) for item in items])
+            return Plan((_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), (), op),))
+        return Plan.join([plan(item, tp, ep, op) for item in items])
     raise InvalidInputError(
         "what must be a file, a checkpoint's directory, a model's description, or shapes such as (n, k) or 7168x2048, "
         f"but it is {shown(what)}."
     )
 
 
-def _file(path: Path, tp: int, ep: int) -> Plan:
+def _file(path: Path, tp: int, ep: int, op: str) -> Plan:
     if checkpoint.is_checkpoint(path):
-        return checkpoint.plan(path, tp, ep)
+        return checkpoint.plan(path, tp, ep, op)
     if path.is_dir():
         config = path / "config.json"
         if not config.is_file():
             raise InvalidInputError(f"{path} must hold *.safetensors or a config.json, but it holds neither.")
         path = config
-    return _described(inputs.read_file(path), str(path), tp, ep)
+    return _described(inputs.read_file(path), str(path), tp, ep, op)
 
 
-def _described(data: Any, where: str, tp: int, ep: int) -> Plan:
+def _described(data: Any, where: str, tp: int, ep: int, op: str) -> Plan:
     if isinstance(data, Mapping) and model.is_config(data):
-        return model.plan(data, tp, ep)
+        return model.plan(data, tp, ep, op)
     ms: tuple[int, ...] = ()
     if isinstance(data, Mapping) and "shapes" in data:
         ms = tuple(inputs.sizes(data["m"], f"m in {where}")) if data.get("m") is not None else ()
@@ -152,10 +157,10 @@ def _described(data: Any, where: str, tp: int, ep: int) -> Plan:
             f"{where} must hold a list of shapes, an object with `shapes`, or a model's config with `hidden_size`, "
             f"but it holds {type(data).__name__}."
         )
-    return Plan(tuple(_entry(entry, f"shape {index} of {where}", ms) for index, entry in enumerate(data)))
+    return Plan(tuple(_entry(entry, f"shape {index} of {where}", ms, op) for index, entry in enumerate(data)))
 
 
-def _entry(entry: Any, where: str, ms: tuple[int, ...]) -> Layer:
+def _entry(entry: Any, where: str, ms: tuple[int, ...], op: str) -> Layer:
     if not isinstance(entry, Mapping) or not {"n", "k"} <= set(entry):
         raise InvalidInputError(f"{where} must be an object with n and k (and m if wanted), but it is {shown(entry)}.")
     groups = inputs.whole(entry.get("groups", 1), f"groups of {where}")
@@ -165,12 +170,16 @@ def _entry(entry: Any, where: str, ms: tuple[int, ...]) -> Layer:
     if not isinstance(name, str):
         raise InvalidInputError(f"name of {where} must be text, but it is {shown(name)}.")
     own = tuple(inputs.sizes(entry["m"], f"m of {where}")) if entry.get("m") is not None else ms
-    return _layer(name, entry["n"], entry["k"], own, where)
+    runs = entry.get("op", op) or FP8
+    if not isinstance(runs, str):
+        raise InvalidInputError(f"op of {where} must be text, but it is {shown(runs)}.")
+    return _layer(name, entry["n"], entry["k"], own, where, runs)
 
 
-def _layer(name: str, n: Any, k: Any, ms: tuple[int, ...], where: str) -> Layer:
-    return Layer(name, inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms)
+def _layer(name: str, n: Any, k: Any, ms: tuple[int, ...], where: str, op: str) -> Layer:
+    check_op(op)
+    return Layer(name, inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms, op=op)
 
 
 def _checked(layer: Layer) -> Layer:
-    return _layer(layer.name, layer.n, layer.k, layer.ms, shown(layer))
+    return _layer(layer.name, layer.n, layer.k, layer.ms, shown(layer), layer.op)

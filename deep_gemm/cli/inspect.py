@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from deep_gemm.aot import layers
 from deep_gemm.aot.workload import GemmShape, parse_shape
 from deep_gemm.cli.console import console, duration, size, table
 
@@ -15,11 +16,12 @@ from deep_gemm.cli.console import console, duration, size, table
 @click.command("inspect")
 @click.argument("shape", metavar="MxNxK")
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
+@click.option("--op", default=layers.FP8, show_default=True, help="The operation.")
 @click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that the call may use. [all]")
 @click.option("--top", default=8, show_default=True, type=click.IntRange(1), help="How many configs to list.")
 @click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(shape: str, arch: str, num_sms: int | None, top: int, with_sass: bool, as_json: bool) -> None:
+def command(shape: str, arch: str, op: str, num_sms: int | None, top: int, with_sass: bool, as_json: bool) -> None:
     """Show the problem, the configs with the model's estimates, and the kernel: source, registers, shared memory, SASS.
 
     The best config is compiled if it is not in the cache. Nothing runs, so no GPU is needed.
@@ -27,7 +29,8 @@ def command(shape: str, arch: str, num_sms: int | None, top: int, with_sass: boo
     found = parse_shape(shape)
     if len(found) != 1:
         raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
-    report = examine(found[0], arch, num_sms, top, with_sass)
+    layers.check_op(op)
+    report = examine(dataclasses.replace(found[0], op=op), arch, num_sms, top, with_sass)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
     else:

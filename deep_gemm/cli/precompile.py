@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deep_gemm.aot import inputs, workload
+from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.layers import Layer
 from deep_gemm.cli.console import console, duration, size, table
 from deep_gemm.log import counted
@@ -40,6 +41,9 @@ FAILED, PARTIAL = 1, 3
     show_default=True,
     help="Every M up to this.",
 )
+@click.option(
+    "--op", default="", metavar="NAME", help="Run shapes and unquantised models by this. [FP8; a model's dtype]"
+)
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
 @click.option("--shard", "shard_text", metavar="I/N", help="Part I of N, from 0: each task of a Slurm array one. [all]")
@@ -57,6 +61,7 @@ def command(
     ep: int,
     m_text: str | None,
     max_m: int,
+    op: str,
     arch: str,
     num_sms: int | None,
     shard_text: str | None,
@@ -82,7 +87,16 @@ def command(
     ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else select.representatives(max_m)
     part = shard.parse(shard_text) if shard_text is not None else None
     # A shape is text here even where a file of that name exists.
-    found = build.plan([*(workload.parse(text) for text in texts), *([path] if path is not None else [])], tp, ep)
+    layers.check_op(op)
+    found = build.plan(
+        [
+            *(replace(workload.parse(text), op=op or layers.FP8) for text in texts),
+            *([path] if path is not None else []),
+        ],
+        tp,
+        ep,
+        op,
+    )
     work = build.choose(workload.shapes(found.layers, ms), arch, num_sms)
     every = f"every M to {max_m}" if m_text is None else _span(ms)
     report: dict[str, Any] = {
@@ -171,22 +185,27 @@ def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | N
 
 
 def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
-    asked = (n_k := (layer.n, layer.k), layer.ms)
+    own = (layer.n, layer.k, layer.op)
     kernels = sum(
-        any((s.n, s.k) == n_k and (not asked[1] or s.m in asked[1]) for s in x) for x in work.kernels.values()
+        any((s.n, s.k, s.op) == own and (not layer.ms or s.m in layer.ms) for s in x) for x in work.kernels.values()
     )
-    impossible = [x.error for x in work.impossible if any((s.n, s.k) == n_k for s in x.shapes)]
+    impossible = [x.error for x in work.impossible if any((s.n, s.k, s.op) == own for s in x.shapes)]
     why_not = layer.why_not or (str(impossible[0]) if impossible else "")
     m = _span(layer.ms) if layer.ms else every
     return {
         "name": layer.name,
         "n": layer.n,
         "k": layer.k,
+        "op": layer.op,
         "m": m,
         "kernels": 0 if layer.why_not else kernels,
         "served": not why_not,
         "why_not": why_not,
     }
+
+
+def _served(op: str) -> str:
+    return "yes" if op == layers.FP8 else f"yes, by {op}"
 
 
 def _span(ms: Sequence[int]) -> str:
@@ -195,7 +214,7 @@ def _span(ms: Sequence[int]) -> str:
 
 def _print_plan(report: dict[str, Any]) -> None:
     rows = [
-        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], one["why_not"] or "yes"]
+        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], one["why_not"] or _served(one["op"])]
         for one in report["layers"]
     ]
     out = console()

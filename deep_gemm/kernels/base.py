@@ -200,7 +200,7 @@ class GemmKernel(Kernel[ConfigT]):
         return text + (f" r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "")
 
     def runs(self, spec: Spec, config: ConfigT) -> bool:
-        """Whether tile and cluster fit the caller's limits."""
+        """Whether tile and cluster fit the caller's limits, and K is summed in one order where that is asked for."""
         if not isinstance(spec, GemmSpec) or not isinstance(config, GemmConfig):
             return False
         multiple_m, multiple_n = spec.block_multiple
@@ -210,6 +210,7 @@ class GemmKernel(Kernel[ConfigT]):
             and config.cluster_size <= spec.num_sms
             # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
             and (spec.whole_gpu or config.ctas_per_sm == 1)
+            and not (spec.batch_invariant and config.k_shares > 1)
         )
 
     def store(self, config: ConfigT, aligned: bool) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..calls import byte_range
 from ..errors import InvalidInputError, UnsupportedError
 from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
+from ..spec import align
 
 TMA_BYTES = ADDRESS_ALIGNMENT
 """The Tensor Memory Accelerator wants base addresses and row strides that are multiples of this many bytes."""
@@ -65,6 +66,18 @@ def tma_writable(d: Tensor) -> bool:
     size = d.element_size()
     aligned = d.data_ptr() % TMA_BYTES == 0 and (rows <= 1 or d.stride(0) * size % TMA_BYTES == 0)
     return aligned and columns * size % TMA_BYTES == 0
+
+
+def row_stride(x: Tensor, multiple: int) -> int:
+    """Elements from row to row. The stride of a single row may be anything, and TMA wants a multiple of 16 bytes."""
+    return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], multiple)
+
+
+def refuse_unbuilt(epilogue: Any, alpha: Any) -> None:
+    """Refuse keywords of later versions of the interface, unless they are None."""
+    for name, value in (("epilogue", epilogue), ("alpha", alpha)):
+        if value is not None:
+            raise UnsupportedError(f"{name} must be None: this version has no {name}. Apply it to d after the call.")
 
 
 def pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ def spec(
         whole_gpu=whole_gpu,
         block_multiple=options.get_block_size_multiple_of(),
         compiled_dims="" if options.ignore_compile_dims() else compiled_dims,
+        batch_invariant=options.get_batch_invariant(),
     )
 
 
@@ -115,10 +116,10 @@ class FP8GemmNT(Operation):
         checks.check_memory(named)
         _check_alignment("a", a)
         _check_alignment("b", b)
-        if m:
+        if d.numel():
             checks.check_row_major("d", d)
         checks.check_no_overlap("d", d, {name: tensor for name, tensor in named.items() if name != "d"})
-        if m == 0:
+        if m == 0 or n == 0:
             return None
         if k == 0:
             with torch.inference_mode():  # which d may have been made in
@@ -143,11 +144,11 @@ class FP8GemmNT(Operation):
         padded, columns = align(x.m, 4), sfa.shape[1]
         ready = checks.tma_readable(sfa)
         strides = {
-            "a": (_row_stride(a), 1),
+            "a": (checks.row_stride(a, TMA_BYTES), 1),
             "sfa": (1, sfa.stride(1) if ready and columns > 1 else padded),
-            "b": (_row_stride(b), 1),
+            "b": (checks.row_stride(b, TMA_BYTES), 1),
             "sfb": sfb.stride(),
-            "d": (_row_stride(d), 1),
+            "d": (checks.row_stride(d, TMA_BYTES), 1),
         }
         if ready:
             return Work((Step(asked, strides, operands),))
@@ -182,11 +183,6 @@ def as_nt(x: tuple[Tensor, Tensor], name: str) -> tuple[Tensor, Tensor]:
     return values.t(), scales.t()
 
 
-def _row_stride(x: Tensor) -> int:
-    """Elements from row to row. The stride of a single row may be anything, and TMA wants a multiple of 16 bytes."""
-    return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], 16)
-
-
 def _check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> None:
     """Accept the 1x128 / 128x128 recipe in each of its spellings, and say what is wrong with any other."""
     if (recipe_a is None) != (recipe_b is None):
@@ -218,8 +214,6 @@ def _check_shapes(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor) -> 
             f"a and b must agree in K, their last dimension, but a is {shape_of(a)} and b is {shape_of(b)}. "
             "b is N x K, the transpose of the usual weight-times-input order."
         )
-    if n == 0:
-        raise InvalidInputError(f"b must have at least one row (N >= 1), but it is {shape_of(b)}.")
     blocks_n, blocks_k = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)
     _check_scales("a", sfa, (m, blocks_k), f"one per row per {SCALE_BLOCK} of K")
     _check_scales("b", sfb, (blocks_n, blocks_k), f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block of b")

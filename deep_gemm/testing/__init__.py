@@ -1,6 +1,6 @@
 """What tests and benchmarks of GEMMs need: comparing, timing, making operands, guarding memory."""
 
-from deep_gemm.testing.accuracy import accumulation_bound, assert_close_to_exact
+from deep_gemm.testing.accuracy import accumulation_bound, assert_close_to_exact, assert_half_close_to_exact
 from deep_gemm.testing.bench import bench, bench_flushed, bench_kineto, get_arch_major
 from deep_gemm.testing.buffers import Guarded, guarded, guarded_copy
 from deep_gemm.testing.numeric import calc_diff, count_bytes
@@ -16,6 +16,7 @@ __all__ = [
     "Operand",
     "accumulation_bound",
     "assert_close_to_exact",
+    "assert_half_close_to_exact",
     "bench",
     "bench_flushed",
     "bench_kineto",

@@ -78,11 +78,29 @@ def assert_close_to_exact(d: Tensor, a: Tensor, sfa: Tensor, b: Tensor, sfb: Ten
     return worst
 
 
+def assert_half_close_to_exact(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None) -> float:
+    """The same for ``d = (c +) a @ b^T``, a (M, K) and b (N, K) bfloat16 or float16 of random signs; c (M, N).
+
+    An instruction adds 16 products, which are exact, and the accumulator, and cuts each 23 bits or more below the
+    largest. No product is larger than R = sqrt(A^2 @ (B^2)^T), and the accumulator is rarely larger than a few R. So E
+    is twice what all cuts come to if each is of R: a k16 step that is left out errs by R / sqrt(K / 16) or so.
+    """
+    x, y = a.double(), b.double()
+    steps = -(-a.shape[1] // 16)
+    exact = x @ y.t() + (0.0 if c is None else c.double())
+    root_sum_square = (x.square() @ y.square().t()).sqrt()
+    added = 0.0 if c is None else c.double().abs()
+    return _compare(d, exact, 2.0**-23 * (2 * 17 * steps * root_sum_square + added), 0)
+
+
 def _check_rows(d: Tensor, a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool, first_row: int) -> float:
+    return _compare(d, exact_product(a, sfa, b, sfb), accumulation_bound(a, sfa, b, sfb, worst_case), first_row)
+
+
+def _compare(d: Tensor, exact: Tensor, accumulation: Tensor, first_row: int) -> float:
     info = torch.finfo(d.dtype)
     unit = info.eps / 2
-    exact = exact_product(a, sfa, b, sfb)
-    bound = (1 + unit) * accumulation_bound(a, sfa, b, sfb, worst_case)
+    bound = (1 + unit) * accumulation
     # The last term is for results below the dtype's normal range, whose spacing no longer shrinks.
     tolerance = unit * exact.abs() + bound + info.smallest_normal * info.eps
     error = (d.double() - exact).abs()

@@ -44,7 +44,7 @@ from deep_gemm.settings import settings
 
 CASES = [params for kernel in kernels.registry().values() for params in kernel.cases()]
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
-STATIC_SHARED = {"transpose_scales": 32 * 65 * 4}
+STATIC_SHARED = {"transpose_scales": 32 * 65 * 4, "copy_rows": 64 * 66 * 2}
 
 
 # Descriptors of operands live in uniform registers. Where ptxas takes a loop count for divergent, it keeps them in

@@ -58,9 +58,21 @@ def test_every_form_names_its_arguments(form: str) -> None:
     """In DeepGEMM's order, so that callers may pass them by position, and help() shows them."""
     parameters = inspect.signature(FORMS[form][0]).parameters.values()
     names = ["a", "b", "d", "c", "recipe", "recipe_a", "recipe_b", "compiled_dims", "disable_ue8m0_cast"]
-    assert [parameter.name for parameter in parameters] == names
-    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    later = ["epilogue", "alpha"]
+    assert [parameter.name for parameter in parameters] == names + later
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert [parameter.name for parameter in parameters if parameter.kind is positional] == names
     assert [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty] == names[:3]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("keyword", ["epilogue", "alpha"])
+def test_keywords_of_later_versions_must_be_none(operands: tuple[Operand, Operand], form: str, keyword: str) -> None:
+    function, transpose_a, transpose_b = FORMS[form]
+    a, b = (transposed(x) if flip else x for x, flip in zip(operands, (transpose_a, transpose_b), strict=True))
+    function(a, b, output(), epilogue=None, alpha=None)
+    with pytest.raises(UnsupportedError, match=f"{keyword} must be None"):
+        function(a, b, output(), **{keyword: 1.0})
 
 
 @pytest.mark.parametrize("form", ["nn", "tn", "tt"])

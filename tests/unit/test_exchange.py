@@ -188,6 +188,7 @@ def test_without_a_process_group_everything_is_built_here(monkeypatch: pytest.Mo
         "tp": 1,
         "ep": 1,
         "max_m": 16384,
+        "op": "",
         "arch": "sm_90a",
         "num_sms": 7,
         "jobs": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from deep_gemm.settings import child_environment
 NAMES = [
     *("fp8_gemm_nt", "fp8_gemm_nn", "fp8_gemm_tn", "fp8_gemm_tt"),
     *("fp8_fp4_gemm_nt", "fp8_fp4_gemm_nn", "fp8_fp4_gemm_tn", "fp8_fp4_gemm_tt"),
+    *(f"{kind}_gemm_{form}" for kind in ("bf16", "fp16", "cublaslt") for form in ("nt", "nn", "tn", "tt")),
     *("transform_sf_into_required_layout", "get_mn_major_tma_aligned_tensor", "get_tma_aligned_size"),
     *("ceil_div", "align", "per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"),
     *("per_custom_dims_cast_to_fp8", "get_m_alignment_for_contiguous_layout", "get_k_alignment_for_contiguous_layout"),
@@ -25,6 +27,7 @@ NAMES = [
     "get_theoretical_mk_alignment_for_contiguous_layout",
     *("get_num_sms", "set_num_sms", "get_tc_util", "set_tc_util", "get_pdl", "set_pdl"),
     *("set_ignore_compile_dims", "set_block_size_multiple_of", "declare_constant", "retract_constant"),
+    *("use_deterministic_algorithms", "get_deterministic_algorithms", "set_batch_invariant", "get_batch_invariant"),
     *("fp8_fp4_mega_moe", "get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"),
     *("InvalidInputError", "UnsupportedError", "settings", "debug_info", "testing", "utils", "__version__"),
 ]
@@ -43,7 +46,12 @@ def test_public_names(name: str) -> None:
 
 
 def test_all_is_sorted_and_true() -> None:
-    assert deep_gemm.__all__ == sorted(deep_gemm.__all__)
+    def natural(name: str) -> list[tuple[str, int]]:
+        """fp8 before fp16."""
+        return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D+)(\d*)", name)]
+
+    assert sorted(deep_gemm.__all__, key=natural) == deep_gemm.__all__
+    assert len(set(deep_gemm.__all__)) == len(deep_gemm.__all__)
     assert all(hasattr(deep_gemm, name) for name in deep_gemm.__all__)
 
 

@@ -22,8 +22,9 @@ from deep_gemm.engine import build_request
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.jit.builder import BuildRequest
 from deep_gemm.jit.generator import variables
-from deep_gemm.kernels import transpose_scales
+from deep_gemm.kernels import copy_rows, transpose_scales
 from deep_gemm.kernels.base import Kernel
+from deep_gemm.kernels.copy_rows import CopyConfig
 from deep_gemm.kernels.fp8 import turns
 from deep_gemm.params import (
     FP8Config,
@@ -34,7 +35,7 @@ from deep_gemm.params import (
     TransposeConfig,
     UprightConfig,
 )
-from deep_gemm.spec import GemmSpec, Operand, TransposeSpec
+from deep_gemm.spec import CopySpec, GemmSpec, Operand, TransposeSpec
 
 CONFIGS: list[FP8Config] = [config for family in FAMILIES for config in family.legal(SM90)]
 SERVING: list[FP8Config] = [config for family in FAMILIES for config in family.configs(SM90)]
@@ -46,8 +47,8 @@ def kernel(request: pytest.FixtureRequest) -> Kernel[Any]:
 
 
 def test_the_registry_finds_every_module_with_a_kernel() -> None:
-    names = {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_half_gemm", "sm90_half_swapped", "transpose_scales"}
-    assert names == kernels.registry().keys()
+    gemms = {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_half_gemm", "sm90_half_swapped"}
+    assert gemms | {"transpose_scales", "copy_rows"} == kernels.registry().keys()
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
 
 
@@ -119,8 +120,9 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
             kernels.for_spec(spec)
 
 
-def test_transposing_is_one_familys() -> None:
+def test_transposing_and_copying_are_one_familys_each() -> None:
     assert kernels.for_spec(TransposeSpec(4, 4)) == [transpose_scales.KERNEL]
+    assert kernels.for_spec(CopySpec(4, 4)) == [copy_rows.KERNEL]
 
 
 def test_templates_use_exactly_the_declared_fields(kernel: Kernel[Any]) -> None:
@@ -150,7 +152,7 @@ def test_the_serving_set_is_small() -> None:
 def test_entry_names_tell_all_binaries_apart() -> None:
     shapes = [(0, 0, 0), (0, 2112, 7168), (7, 0, 0), (0, 7, 0), (0, 0, 7), (64, 2112, 7168)]
     every = [make_params(c, store, shape) for c in CONFIGS for store in ("tma", "direct") for shape in shapes]
-    every += transpose_scales.KERNEL.cases()
+    every += transpose_scales.KERNEL.cases() + copy_rows.KERNEL.cases()
     names = [kernels.get(params.kernel).entry(params) for params in every]
     # As a path of the cache and a symbol of C, wherever case does not count too.
     assert len({name.lower() for name in names}) == len(every)
@@ -167,7 +169,7 @@ def test_one_source_a_binary() -> None:
 
 
 def test_params_round_trip_through_json(kernel: Kernel[Any]) -> None:
-    configs = (UprightConfig, SwappedConfig, HalfConfig, HalfSwappedConfig, TransposeConfig)
+    configs = (UprightConfig, SwappedConfig, HalfConfig, HalfSwappedConfig, TransposeConfig, CopyConfig)
     classes = {cls.__name__: cls for cls in configs}
     for params in kernel.cases():
         data = json.loads(json.dumps(params.to_json()))
@@ -335,8 +337,8 @@ def test_every_reason_has_a_test(kernel: Kernel[Any]) -> None:
     assert [reason for reason in reasons if not any(re.fullmatch(reason, sentence) for sentence in given)] == []
 
 
-def test_another_config_is_refused_by_the_transposing_kernel() -> None:
-    kernel = transpose_scales.KERNEL
+@pytest.mark.parametrize("kernel", [transpose_scales.KERNEL, copy_rows.KERNEL], ids=lambda kernel: kernel.name)
+def test_another_config_is_refused_by_the_kernels_that_have_one(kernel: Kernel[Any]) -> None:
     config = next(kernel.configs(SM90))
     assert kernel.illegal(config, SM90) is None
     assert "one config only" in str(kernel.illegal(replace(config, tile_rows=128), SM90))

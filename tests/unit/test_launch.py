@@ -31,12 +31,12 @@ from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import placed
-from deep_gemm.kernels import transpose_scales
+from deep_gemm.kernels import copy_rows, transpose_scales
 from deep_gemm.kernels.loads import _ALL_EARLY, early_stages
 from deep_gemm.kernels.raster import raster
 from deep_gemm.kernels.tiles import segments
 from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, UprightConfig
-from deep_gemm.spec import TransposeSpec, align, ceil_div
+from deep_gemm.spec import CopySpec, TransposeSpec, align, ceil_div
 
 ELEMENT_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 
@@ -278,7 +278,31 @@ def test_transposing_covers_rows_and_columns(batch: int, rows: int, columns: int
     assert plan.shape.block == fields["num_threads"]
 
 
-@pytest.mark.parametrize("kernel", [*FAMILIES, transpose_scales.KERNEL], ids=lambda kernel: kernel.name)
+@settings(max_examples=200, deadline=None)
+@given(SIZES, st.one_of(st.integers(1, 500), st.just(2**31 - 1)), st.integers(0, 1 << 40))
+def test_copying_covers_rows_and_columns(rows: int, columns: int, stride: int) -> None:
+    kernel = copy_rows.KERNEL
+    (params,) = kernel.cases()
+    plan = kernel.launch(params, CopySpec(rows, columns), {"source": (1, stride)})
+    args = placed(plan.parameters, {"source": 0x100, "target": 0x200})
+    assert dict(zip(parameter_names(params), args, strict=True)) == {
+        "input": ("ptr", 0x100),
+        "output": ("ptr", 0x200),
+        "rows": ("u32", rows),
+        "columns": ("u32", columns),
+        "stride_row": ("i64", 1),
+        "stride_column": ("i64", stride),
+        "padded_columns": ("u32", align(columns, 8)),
+    }
+    tiles = ceil_div(rows, 64) * ceil_div(columns, 64)
+    assert plan.shape.grid == (min(tiles, copy_rows.MAX_CTAS), 1, 1)
+    assert plan.shape.block == kernel.fields(params)["num_threads"]
+
+
+ALL = [*FAMILIES, transpose_scales.KERNEL, copy_rows.KERNEL]
+
+
+@pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.name)
 def test_a_spec_of_another_kind_is_refused(kernel: object) -> None:
     """Each family says why, and does not launch it if asked all the same."""
     params = kernel.cases()[0]  # type: ignore[attr-defined]

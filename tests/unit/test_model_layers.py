@@ -321,6 +321,7 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
         "name": "o_proj",
         "n": 7168,
         "k": 2048,
+        "op": "fp8_gemm_nt",
         "m": "M = 64",
         "kernels": 1,
         "served": True,

@@ -11,7 +11,14 @@ import torch
 from deep_gemm import InvalidInputError, testing
 from deep_gemm.quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_gemm.reference import exact_product
-from deep_gemm.testing import assert_close_to_exact, calc_diff, count_bytes, guarded, guarded_copy
+from deep_gemm.testing import (
+    assert_close_to_exact,
+    assert_half_close_to_exact,
+    calc_diff,
+    count_bytes,
+    guarded,
+    guarded_copy,
+)
 from deep_gemm.testing.accuracy import ACCUMULATOR_FRACTION_BITS, INSTRUCTION_K, accumulation_bound
 from deep_gemm.testing.bench import _silence, _time_of
 
@@ -255,3 +262,24 @@ def test_silence(capfd: pytest.CaptureFixture[str]) -> None:
         os.write(2, b"hidden")
     os.write(1, b"shown")
     assert capfd.readouterr() == ("shown", "")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_halves_is_within_its_bound_and_no_step_can_be_missing(dtype: torch.dtype, wide: bool) -> None:
+    """Nor c, nor one rounding more than there should be of an output of 32 bits."""
+    out = torch.float32 if wide else dtype
+    generator = torch.Generator().manual_seed(1)
+    a, b, c = (torch.randn(*shape, generator=generator) for shape in ((20, 4096), (30, 4096), (20, 30)))
+    a, b, c = a.to(dtype), b.to(dtype), c.to(out)
+    exact = a.double() @ b.double().t()
+    d = (exact + c.double()).to(out)
+    assert assert_half_close_to_exact(d, a, b, c) <= 1
+    assert assert_half_close_to_exact(exact.to(out), a, b) <= 1
+    missing = exact - a[:, 512:528].double() @ b[:, 512:528].double().t()
+    for wrong, added in ((missing.to(out), None), (exact.to(out), c)):
+        with pytest.raises(AssertionError, match="outside the bound"):
+            assert_half_close_to_exact(wrong, a, b, added)
+    if wide and dtype == torch.bfloat16:
+        with pytest.raises(AssertionError, match="outside the bound"):
+            assert_half_close_to_exact(d.to(dtype).float(), a, b, c)

@@ -1,0 +1,73 @@
+"""The same products by torch, that is by cuBLAS: what tests and benchmarks compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInputError, UnsupportedError
+from ..reference import half_gemm_reference, plain_arithmetic
+from . import checks
+from .checks import shape_of
+
+HALF = (torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
+    """``d = (c +) a @ b^T``; ``form`` says how a and b are given. See `deep_gemm.cublaslt_gemm_nt`."""
+    named = {"a": a, "b": b, "d": d} | ({} if c is None else {"c": c})
+    for name, tensor in named.items():
+        checks.check_plain(name, tensor)
+    device = checks.check_devices(named)
+    checks.check_output_gradient("d", d)
+    a, b = a.t() if form[0] == "t" else a, b.t() if form[1] == "n" else b
+    _check(a, b, d, c)
+    if checks.is_fake(named.values()) or d.numel() == 0:
+        return
+    if device.type == "cpu":
+        half_gemm_reference(a, b, d, c)
+        return
+    try:
+        with plain_arithmetic(device):
+            _multiply(a, b.t(), d, c)
+    except (RuntimeError, TypeError) as error:  # TypeError: this torch has no `out_dtype`
+        text = " ".join(str(error).split())[:300]
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot multiply {a.dtype} {shape_of(a)} and {shape_of(b)} into {d.dtype}: "
+            f"{text}"
+        ) from error
+
+
+def _check(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) -> None:
+    if (a.dtype not in HALF or b.dtype != a.dtype) and not (a.dtype in FP8 and b.dtype in FP8):
+        raise InvalidInputError(
+            "a and b must both be torch.bfloat16, both torch.float16 or both FP8, but they are "
+            f"{a.dtype} and {b.dtype}."
+        )
+    if a.shape[1] != b.shape[1]:
+        raise InvalidInputError(
+            f"a and b must agree in K, but as M x K and N x K they are {shape_of(a)}, {shape_of(b)}."
+        )
+    shape = (a.shape[0], b.shape[0])
+    if tuple(d.shape) != shape:
+        raise InvalidInputError(f"d must have the shape {shape}, but it has {shape_of(d)}.")
+    if c is not None and (c.dtype, c.shape) != (d.dtype, d.shape):
+        raise InvalidInputError(f"c must be as d is, {d.dtype} {shape_of(d)}, but it is {c.dtype} {shape_of(c)}.")
+
+
+def _multiply(a: Tensor, b_t: Tensor, d: Tensor, c: Tensor | None) -> None:
+    if a.dtype in FP8:
+        one = torch.ones((), device=a.device)
+        wide = d.dtype if c is None else torch.float32
+        product = torch._scaled_mm(a, b_t, scale_a=one, scale_b=one, out_dtype=wide)
+        d.copy_(product if c is None else product.add_(c))
+    elif a.dtype != d.dtype:
+        product = torch.mm(a, b_t, out_dtype=d.dtype)
+        d.copy_(product if c is None else product.add_(c))
+    elif c is None:
+        torch.mm(a, b_t, out=d)
+    else:
+        torch.addmm(c, a, b_t, out=d)

@@ -1,0 +1,257 @@
+"""Dense GEMMs of bfloat16 and float16, in every layout: ``d = (c +) a @ b^T``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import options
+from ..calls import Operation, Step, Work, entry
+from ..errors import InvalidInputError
+from ..reference import half_gemm_reference
+from ..spec import Accumulate, CopySpec, Dtype, GemmSpec, Major, Operand, align
+from . import checks
+from .checks import TMA_BYTES, shape_of
+
+BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
+"""Names of the operations, in every layout."""
+
+_DTYPES: dict[str, tuple[torch.dtype, Dtype]] = {BF16: (torch.bfloat16, "bf16"), FP16: (torch.float16, "f16")}
+PIECE = TMA_BYTES // 2
+"""Elements of 16 bytes."""
+
+
+def spec(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    num_sms: int,
+    whole_gpu: bool = True,
+    majors: tuple[Major, Major] = ("k", "k"),
+    wide: bool = False,
+    aligned: bool | None = None,
+    accumulate: Accumulate = "none",
+    compiled_dims: str = "",
+) -> GemmSpec:
+    """What a call asks for, under the options of this process. ``majors`` are those of A and B, ``wide`` stands for
+    float32 output, and ``aligned`` says whether TMA can write D (and read C); None stands for freshly allocated ones.
+    """
+    dtype = _DTYPES[op][1]
+    fresh = n % (PIECE // 2 if wide else PIECE) == 0
+    return GemmSpec(
+        m=m,
+        n=n,
+        k=k,
+        a=Operand(dtype, majors[0]),
+        b=Operand(dtype, majors[1]),
+        d=Operand("f32" if wide else dtype, major="mn", aligned=fresh if aligned is None else aligned),
+        num_sms=num_sms,
+        whole_gpu=whole_gpu,
+        block_multiple=options.get_block_size_multiple_of(),
+        compiled_dims="" if options.ignore_compile_dims() else compiled_dims,
+        accumulate=accumulate,
+        batch_invariant=options.get_batch_invariant(),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class HalfGemmOperands:
+    """Checked operands. a (m, k) and b (n, k) are views of any strides; c, where there is one, and d are (m, n),
+    row-major and of one dtype."""
+
+    tensors: Mapping[str, Tensor]
+    m: int
+    n: int
+    k: int
+    device: torch.device
+    compiled_dims: str
+    accumulate: Accumulate
+
+
+class HalfGemm(Operation):
+    """See `deep_gemm.bf16_gemm_nt`. ``accumulates``: there is a c."""
+
+    output = "d"
+    weights = ("b",)
+
+    def __init__(self, name: str, accumulates: bool) -> None:
+        self.name = name
+        self.dtype = _DTYPES[name][0]
+        tensors = ("a", "b", "c", "d") if accumulates else ("a", "b", "d")
+        self.parameters = (*tensors, "compiled_dims", "form")
+        self.operands = {name: name for name in tensors}
+        self.in_place = "c" if accumulates else ""
+
+    def check(self, *arguments: Any) -> HalfGemmOperands | None:
+        """None for fake tensors, of which only kinds and shapes are checked, and where there is no product to compute.
+
+        ``form`` says how a and b are given: "tn" for a (K, M) and b (K, N).
+        """
+        *given, compiled_dims, form = arguments
+        named: dict[str, Any] = dict(zip(self.operands, given, strict=True))
+        dims = checks.check_compiled_dims(compiled_dims or "")
+        for name, tensor in named.items():
+            checks.check_plain(name, tensor)
+        device = checks.check_devices(named)
+        checks.check_output_gradient("d", named["d"])
+        self._check_dtypes(named)
+        named = _as_nt(named, form)
+        (m, k), n = named["a"].shape, named["b"].shape[0]
+        self._check_shapes(named, form)
+        if checks.is_fake(named.values()):
+            return None
+        checks.check_memory(named)
+        accumulate = _check_places(named)
+        if m == 0 or n == 0:
+            return None
+        if k == 0:
+            with torch.inference_mode():  # which d may have been made in
+                if accumulate == "none":
+                    named["d"].zero_()
+                elif accumulate == "from c":
+                    named["d"].copy_(named["c"])
+            return None
+        return HalfGemmOperands(named, m, n, k, device, dims, accumulate)
+
+    def _check_dtypes(self, named: Mapping[str, Tensor]) -> None:
+        for name in ("a", "b"):
+            dtype = named[name].dtype
+            if dtype != self.dtype:
+                other = next((op for op, (takes, _) in _DTYPES.items() if takes == dtype), None)
+                instead = f"{other} takes {dtype}." if other else f"Pass {name}.to({self.dtype})."
+                raise InvalidInputError(f"{name} of {self.name} must be {self.dtype}, but it is {dtype}. {instead}")
+        d = named["d"]
+        if d.dtype not in (self.dtype, torch.float32):
+            raise InvalidInputError(f"d of {self.name} must be {self.dtype} or torch.float32, but it is {d.dtype}.")
+        if "c" in named and named["c"].dtype != d.dtype:
+            raise InvalidInputError(f"c must have d's dtype, {d.dtype}, but it is {named['c'].dtype}.")
+
+    def _check_shapes(self, named: Mapping[str, Tensor], form: str) -> None:
+        a, b, d = named["a"], named["b"], named["d"]
+        if a.shape[1] != b.shape[1]:
+            a_given = f"{shape_of(a)} (M, K)" if form[0] == "n" else f"{shape_of(a.t())} (K, M)"
+            b_given = f"{shape_of(b)} (N, K)" if form[1] == "t" else f"{shape_of(b.t())} (K, N)"
+            raise InvalidInputError(
+                f"a and b must agree in K, but in the form {form}, a is {a_given} and b is {b_given}."
+            )
+        shape = (a.shape[0], b.shape[0])
+        for name in ("c", "d"):
+            if name in named and tuple(named[name].shape) != shape:
+                raise InvalidInputError(
+                    f"{name} must have the shape {shape}, M x N of a and b, but it has {shape_of(named[name])}."
+                )
+        for name, tensor in (("a", a), ("b", b), ("d", d)):
+            checks.check_sizes(name, tensor)
+
+    def work(self, x: HalfGemmOperands, device: int) -> Work:
+        """The GEMM, and before it a copy of A or B where TMA cannot read it as it lies."""
+        d, c = x.tensors["d"], x.tensors.get("c")
+        ways = {name: addressed(x.tensors[name]) for name in ("a", "b")}
+        asked = spec(
+            self.name,
+            x.m,
+            x.n,
+            x.k,
+            num_sms=options.num_sms_for(device),
+            whole_gpu=options.whole_gpu(device),
+            majors=(_major(ways["a"]), _major(ways["b"])),
+            wide=d.dtype == torch.float32,
+            aligned=checks.tma_writable(d) and (c is None or checks.tma_writable(c)),
+            accumulate=x.accumulate,
+            compiled_dims=x.compiled_dims,
+        )
+        operands = {name: name for name in x.tensors}
+        strides: dict[str, tuple[int, ...]] = {
+            name: (checks.row_stride(x.tensors[name], PIECE), 1) for name in ("c", "d") if name in x.tensors
+        }
+        steps, scratch = [], {}
+        for name, way in ways.items():
+            tensor = x.tensors[name]
+            if way is None:
+                copy = CopySpec(*tensor.shape)
+                operands[name] = f"{name} copied"
+                steps.append(Step(copy, {"source": tensor.stride()}, {"source": name, "target": operands[name]}))
+                scratch[operands[name]] = ((copy.rows, copy.padded_columns), tensor.dtype)
+                strides[name] = (copy.padded_columns, 1)
+            else:
+                strides[name] = way
+        return Work((*steps, Step(asked, strides, operands)), scratch)
+
+    def reference(self, x: HalfGemmOperands) -> None:
+        """See `half_gemm_reference`."""
+        half_gemm_reference(**x.tensors)
+
+
+def addressed(x: Tensor) -> tuple[int, int] | None:
+    """Strides by which TMA can address x (rows, K): (row stride, 1) if it is K-major, (1, stride between steps of K) if
+    rows are contiguous, None if neither. Of a dimension of size 1 the stride may be anything."""
+    (rows, k), (outer, inner) = x.shape, x.stride()
+    if x.data_ptr() % TMA_BYTES:
+        return None
+    if (k == 1 or inner == 1) and (rows == 1 or (outer >= k and outer % PIECE == 0)):
+        return (outer if rows > 1 else align(k, PIECE)), 1
+    if (rows == 1 or outer == 1) and (k == 1 or (inner >= rows and inner % PIECE == 0)):
+        return 1, (inner if k > 1 else align(rows, PIECE))
+    return None
+
+
+def _major(way: tuple[int, int] | None) -> Major:
+    """Copies are K-major."""
+    return "k" if way is None or way[1] == 1 else "mn"
+
+
+def _as_nt(named: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
+    """With a and b as views (M, K) and (N, K)."""
+    flipped = {"a": form[0] == "t", "b": form[1] == "n"}
+    return {name: tensor.t() if flipped.get(name) else tensor for name, tensor in named.items()}
+
+
+def _check_places(named: Mapping[str, Tensor]) -> Accumulate:
+    """How c and d lie, and that d shares no memory with another operand, unless c is d. Returns what is added to."""
+    d, c = named["d"], named.get("c")
+    if d.numel():
+        checks.check_row_major("d", d)
+    inputs = {name: tensor for name, tensor in named.items() if name not in ("c", "d")}
+    if c is None:
+        checks.check_no_overlap("d", d, inputs)
+        return "none"
+    if c.numel() and ((c.shape[1] > 1 and c.stride(1) != 1) or (c.shape[0] > 1 and c.stride(0) < c.shape[1])):
+        raise InvalidInputError(
+            f"c must be row-major with rows of its own, as d is, but it is {shape_of(c)} with strides {c.stride()}. "
+            "Pass .contiguous()."
+        )
+    if _same(c, d):
+        checks.check_no_overlap("d", d, inputs)
+        return "in place"
+    checks.check_no_overlap("d", d, {**inputs, "c": c})
+    return "from c"
+
+
+def _same(c: Tensor, d: Tensor) -> bool:
+    """Whether c is d: the same elements at the same places."""
+    strides = zip(c.shape, c.stride(), d.stride(), strict=True)
+    return c.data_ptr() == d.data_ptr() and all(size <= 1 or one == other for size, one, other in strides)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The functions behind a public one, all arguments by position. They are two operations, so that a call without c
+    looks at three tensors."""
+
+    without_c: Callable[..., None]
+    """a, b, d, compiled_dims, form."""
+    with_c: Callable[..., None]
+    """a, b, c, d, compiled_dims, form."""
+
+    @classmethod
+    def of(cls, name: str) -> Entries:
+        """Those of an operation."""
+        return cls(entry(HalfGemm(name, accumulates=False)), entry(HalfGemm(name, accumulates=True)))
+
+
+bf16, fp16 = Entries.of(BF16), Entries.of(FP16)

@@ -1,0 +1,112 @@
+"""The switch for batch invariance: two pairs of names, what it changes, and that setting it costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu_fakes import FakeGpu
+
+import deep_gemm
+from deep_gemm import InvalidInputError, engine, ops, select
+from deep_gemm.arch import SM90
+from deep_gemm.ops.fp8_dense import FP8GemmNT
+from deep_gemm.testing import random_operands
+
+PAIRS = [
+    (deep_gemm.set_batch_invariant, deep_gemm.get_batch_invariant),
+    (deep_gemm.use_deterministic_algorithms, deep_gemm.get_deterministic_algorithms),
+]
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    deep_gemm.set_batch_invariant(False)
+    yield
+    deep_gemm.set_batch_invariant(False)
+
+
+def test_it_is_one_switch_of_two_names_and_off_at_first() -> None:
+    for write, _ in PAIRS:
+        for value in (True, False):
+            write(value)
+            assert [read() for _, read in PAIRS] == [value, value]
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "True"])
+@pytest.mark.parametrize("write", [pair[0] for pair in PAIRS])
+def test_only_a_bool_is_taken(write: Any, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match="enabled must be True or False, not"):
+        write(value)
+    assert deep_gemm.get_batch_invariant() is False
+
+
+def test_no_kernel_splits_k_while_it_is_on() -> None:
+    """At any M; and without it, small products do."""
+    split = {}
+    for value in (False, True):
+        deep_gemm.set_batch_invariant(value)
+        specs = [ops.spec(m, n, k, 132) for m in (1, 16, 64, 200, 4096) for n, k in ((576, 7168), (7168, 2048))]
+        assert {spec.batch_invariant for spec in specs} == {value}
+        split[value] = {choice.config.k_shares for spec in specs for choice in select.rank(spec, SM90)}
+    assert split[True] == {1}
+    assert max(split[False]) > 1
+
+
+class Calls:
+    """One call again and again, by the fake GPU."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        (a, sfa), self.b, _, _ = random_operands(24, 136, 272, "cpu")
+        self.a = (a, sfa.t().contiguous().t())
+        self.d = torch.empty(24, 136, dtype=torch.bfloat16)
+
+    def __call__(self, fresh: bool = False) -> int:
+        """Launch records that were made for it."""
+        before = self.gpu.prepared
+        a, sfa = self.a
+        operand = (a.clone(), sfa.t().clone().t()) if fresh else self.a
+        deep_gemm.fp8_gemm_nt(operand, self.b, self.d)
+        return self.gpu.prepared - before
+
+
+def test_flipping_keeps_both_positions_warm(gpu: FakeGpu) -> None:
+    """As SGLang does, around each call."""
+    call = Calls(gpu)
+    for value in (False, True):
+        deep_gemm.set_batch_invariant(value)
+        assert [call(), call(), call(fresh=True)] == [1, 0, 1]
+    for value in (True, False) * 3:
+        deep_gemm.set_batch_invariant(value)
+        assert [call(), call(fresh=True)] == [0, 0]
+        assert gpu.launched[-1].spec.batch_invariant is value
+
+
+def test_a_flip_during_a_first_call_is_not_remembered_for_the_wrong_position(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may flip it when the operands were looked up and the kernel is not chosen yet."""
+    call = Calls(gpu)
+    check = gpu.checks[FP8GemmNT]
+    deep_gemm.set_batch_invariant(True)
+    plan = engine.plan
+
+    def flipped(*args: Any) -> Any:
+        deep_gemm.set_batch_invariant(True)
+        return plan(*args)
+
+    def interrupted(*args: Any) -> Any:
+        deep_gemm.set_batch_invariant(False)
+        return check(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(gpu.checks, FP8GemmNT, interrupted)
+        patch.setattr(engine, "plan", flipped)
+        call()
+    assert gpu.launched[-1].spec.batch_invariant is False
+    assert deep_gemm.get_batch_invariant() is True
+    assert call() == 1  # the record of the call before was lost
+    assert gpu.launched[-1].spec.batch_invariant is True

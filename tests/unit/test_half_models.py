@@ -1,0 +1,207 @@
+"""Models and shapes of bfloat16 and float16: which operation their layers run, and what is compiled ahead for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from test_checkpoint import CONFIG, MODEL, Tensors, write
+from test_model_layers import BLOCKS, LLAMA_8B
+
+import deep_gemm
+from deep_gemm import ops, select
+from deep_gemm.aot import build, checkpoint, model, workload
+from deep_gemm.aot.layers import FP8, OPS, Layer, Plan
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.arch import SM90
+from deep_gemm.cli.app import app
+from deep_gemm.errors import InvalidInputError
+
+BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
+SIZES = {
+    "qkv_proj": (6144, 4096),
+    "o_proj": (4096, 4096),
+    "mlp.gate_up_proj": (28672, 4096),
+    "mlp.down_proj": (4096, 14336),
+}
+
+
+def runs(plan: Plan) -> set[str]:
+    """What the layers that are served run."""
+    return {layer.op for layer in plan.served}
+
+
+def test_operations_are_those_that_exist() -> None:
+    assert {FP8, *OPS.values()} == set(ops.NAMES)
+    assert FP8 == ops.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("fields", "op"),
+    [
+        ({"torch_dtype": "bfloat16"}, BF16),
+        ({"torch_dtype": "float16"}, FP16),
+        ({"dtype": "bfloat16"}, BF16),
+        ({"torch_dtype": "torch.float16"}, FP16),
+        ({"torch_dtype": "float32"}, FP8),
+        ({"torch_dtype": None}, FP8),
+        ({"torch_dtype": 7}, FP8),
+        ({}, FP8),
+        ({"torch_dtype": "bfloat16", "quantization_config": BLOCKS}, FP8),
+    ],
+)
+def test_a_config_says_what_its_layers_run(fields: dict[str, Any], op: str) -> None:
+    found = model.plan(LLAMA_8B | fields)
+    assert {layer.name: (layer.n, layer.k) for layer in found.served} == SIZES
+    assert runs(found) == {op}
+    assert found.problems == ()
+    # Whoever casts a model when it is loaded says so; a quantised one is what it is.
+    assert runs(model.plan(LLAMA_8B | fields, op=FP8)) == {FP8}
+    assert runs(model.plan(LLAMA_8B | fields, op=BF16)) == {FP8 if "quantization_config" in fields else BF16}
+
+
+def test_the_dtype_may_be_outside_of_the_language_model() -> None:
+    found = model.plan({"model_type": "mistral3", "torch_dtype": "bfloat16", "text_config": LLAMA_8B})
+    assert runs(found) == {BF16}
+
+
+def test_no_block_of_scales_limits_tensor_parallelism() -> None:
+    """N of 14336 / 32 = 448 a GPU is no multiple of 128."""
+    assert model.plan(LLAMA_8B, 32).problems
+    found = model.plan(LLAMA_8B | {"torch_dtype": "bfloat16"}, 32)
+    assert found.problems == ()
+    assert {layer.name: (layer.n, layer.k) for layer in found.served}["mlp.gate_up_proj"] == (896, 4096)
+
+
+def stored(dtype: str) -> Tensors:
+    """The checkpoint of `test_checkpoint` before it was quantised."""
+    return {name: (dtype, shape) for name, (_, shape) in MODEL.items() if not name.endswith("scale_inv")}
+
+
+@pytest.mark.parametrize(("dtype", "op"), [("BF16", BF16), ("F16", FP16), ("F32", FP8)])
+def test_a_checkpoint_says_what_its_layers_run(tmp_path: Path, dtype: str, op: str) -> None:
+    write(tmp_path / "model.safetensors", stored(dtype))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    found = workload.plan(tmp_path, tp=2)
+    assert runs(found) == {op}
+    assert {layer.name: (layer.n, layer.k) for layer in found.served}["qkv_proj"] == (3072, 2048)
+    assert found.problems == ()
+    left = {layer.name: layer.why_not for layer in found.layers if layer.why_not}
+    reason = "it is F32, not FP8." if op == FP8 else "engines multiply it by other libraries."
+    assert left["lm_head"] == reason
+    assert runs(workload.plan(tmp_path, op=FP8)) == {FP8}
+
+
+def test_what_is_not_quantised_in_an_fp8_checkpoint_stays_with_others(tmp_path: Path) -> None:
+    mixed = MODEL | {"model.layers.0.self_attn.o_proj.weight": ("BF16", (2048, 4096))}
+    del mixed["model.layers.0.self_attn.o_proj.weight_scale_inv"]
+    write(tmp_path / "model.safetensors", mixed)
+    found = checkpoint.plan(tmp_path)
+    assert runs(found) == {FP8}
+    assert {layer.why_not for layer in found.layers if layer.name == "o_proj"} == {"", "it is BF16, not FP8."}
+
+
+def test_an_index_without_files_goes_by_the_config(tmp_path: Path) -> None:
+    index = {"weight_map": {"model.layers.0.self_attn.q_proj.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "bfloat16"}))
+    assert runs(workload.plan(tmp_path)) == {BF16}
+    assert runs(workload.plan(tmp_path, op=FP8)) == {FP8}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        GemmShape(64, 512, 250, op=BF16),
+        Layer("", 512, 250, ms=(64,), op=BF16),
+        {"shapes": [{"n": 512, "k": 250, "m": 64, "op": BF16}]},
+        [[{"shapes": [{"n": 512, "k": 250, "m": 64, "op": BF16}]}]],
+    ],
+    ids=lambda what: type(what).__name__,
+)
+def test_shapes_carry_their_operation(what: Any) -> None:
+    """K = 250 is no shape for FP8."""
+    assert workload.shapes(build.plan(what).layers, [1]) == [GemmShape(64, 512, 250, op=BF16)]
+    assert build.plan(what).problems == ()
+
+
+def test_shapes_take_the_operation_that_is_named_beside_them() -> None:
+    for what in ("64x512x250", [(512, 250)], {"shapes": [{"n": 512, "k": 250}]}):
+        assert runs(build.plan(what, op=FP16)) == {FP16}
+        assert "K must be a multiple of 16" in build.plan(what).problems[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: workload.plan("512x256", op="gemm"),
+        lambda: workload.plan({"shapes": [{"n": 1, "k": 16, "op": "gemm"}]}),
+        lambda: model.plan(LLAMA_8B, op="gemm"),
+        lambda: deep_gemm.precompile("512x256", op="gemm"),
+    ],
+)
+def test_an_operation_that_does_not_exist_is_refused(call: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"op must be one of fp8_gemm_nt, bf16_gemm_nt.*'gemm'"):
+        call()
+
+
+def test_an_operation_is_text() -> None:
+    with pytest.raises(InvalidInputError, match="op of shape 0 of the description must be text, but it is 7"):
+        workload.plan({"shapes": [{"n": 1, "k": 16, "op": 7}]})
+
+
+def test_what_is_asked_of_the_selector() -> None:
+    asked = build.spec_of(GemmShape(64, 512, 250, op=BF16), SM90)
+    assert (asked.a.dtype, asked.b.dtype, asked.d.dtype) == ("bf16", "bf16", "bf16")
+    assert asked == ops.spec(64, 512, 250, SM90.num_sms, op=BF16)
+    assert GemmShape(64, 512, 256, op=BF16).bytes_moved() == 2 * (64 * 256 + 512 * 256 + 64 * 512)
+    assert str(GemmShape(64, 512, 256, op=BF16)) == "64 x 512 x 256 of bf16_gemm_nt"
+
+
+def test_the_command_line_names_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"torch_dtype": "bfloat16"}))
+
+    def asked(*options: str) -> set[str]:
+        arguments = ["precompile", "--m", "1", "--dry-run", "--json", *options]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        return {layer["op"] for layer in json.loads(done.stdout)["layers"]}
+
+    path = str(tmp_path / "config.json")
+    assert asked("--model", path) == {BF16}
+    assert asked("--model", path, "--op", FP8) == {FP8}
+    assert asked("--shape", "512x256", "--op", FP16) == {FP16}
+
+
+def test_inspect_takes_it_too() -> None:
+    done = CliRunner().invoke(app, ["inspect", "1x512x256", "--op", "gemm"])
+    assert "op must be one of fp8_gemm_nt, bf16_gemm_nt" in done.output
+
+
+@pytest.fixture
+def off() -> Iterator[None]:
+    yield
+    deep_gemm.set_batch_invariant(False)
+
+
+@pytest.mark.usefixtures("off")
+def test_kernels_of_both_positions_of_the_switch_are_compiled_ahead() -> None:
+    """Whatever position it is in then."""
+    shapes = [GemmShape(m, n, k) for m in (1, 16, 64, 300) for n, k in ((576, 7168), (7168, 2048))]
+    found = {}
+    for value in (False, True):
+        deep_gemm.set_batch_invariant(value)
+        found[value] = [build.kernels_of(shape, SM90) for shape in shapes]
+        for shape, kernels in zip(shapes, found[value], strict=True):
+            asked = build.spec_of(shape, SM90)
+            assert asked.batch_invariant is value
+            first = select.rank(asked, SM90)[0].config
+            assert first in [params.config for params in kernels]
+    assert found[True] == found[False]
+    assert any(len(kernels) > 1 for kernels in found[True])
+    assert replace(asked, batch_invariant=False) != asked
