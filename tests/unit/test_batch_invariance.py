@@ -63,12 +63,14 @@ class Calls:
         (a, sfa), self.b, _, _ = random_operands(24, 136, 272, "cpu")
         self.a = (a, sfa.t().contiguous().t())
         self.d = torch.empty(24, 136, dtype=torch.bfloat16)
+        self.kept: list[torch.Tensor] = []  # so that no fresh operand comes to an earlier one's address
 
     def __call__(self, fresh: bool = False) -> int:
         """Launch records that were made for it."""
         before = self.gpu.prepared
         a, sfa = self.a
         operand = (a.clone(), sfa.t().clone().t()) if fresh else self.a
+        self.kept += operand
         deep_gemm.fp8_gemm_nt(operand, self.b, self.d)
         return self.gpu.prepared - before
 
