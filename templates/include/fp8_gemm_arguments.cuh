@@ -8,7 +8,6 @@ struct Fp8GemmArguments {
   const TensorMap* map_d;   // null in kernels that do not store by TMA
   const TensorMap* map_b[4];  // one for each segment of a tile's columns (see columns.cuh)
   const TensorMap *map_a_last, *map_b_last, *map_scale_a_last;  // maps of edge boxes (see edge_boxes.cuh)
-  const TensorMap* unread[2];  // not read; keeps register numbers as they were, which follow the layout
   const float* scale_b;
   i64 scale_b_stride_n, scale_b_stride_k;
   u16* d;

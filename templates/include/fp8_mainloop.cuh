@@ -27,13 +27,9 @@ struct Fp8Mainloop {
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
   static_assert(!Shape::kUnrolls || (kPartials == 1 && kStep == 1));
 
-  // Members of this type, and unread_count, are not read. They keep register numbers as they were, which follow the layout.
-  struct Unread {};
-
   struct Block {
     u32 stage;
     typename Scaling::Factors factors;
-    Unread unread;
   };
   using Sums = float[kSlices][kColumns / 2];
   enum : u32 { kPage = Scaling::kPage };
@@ -55,11 +51,9 @@ struct Fp8Mainloop {
   const ProductTurns<Shape::kTurns> turns;
   const u32 lane;
   PipelineCursor<Shape::kStages> at;
-  u32 unread_count = 0;
   bool full = false;  // whether stage `at` is known to be full
   u32 opaque_zero;  // zero, which the compiler must not know
   float partial[kPartials][Mma::kN / 2];
-  Unread unread;
 
   DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 consumer, u32 lane)
       : barriers(barriers), scaling(scaling), left(left), right(right), turns(consumer), lane(lane) {
@@ -281,7 +275,6 @@ struct Fp8Mainloop {
   DG_DEVICE void arrive(Block& block) {
     block.stage = at.stage;
     if (!(kPeeks && full)) barrier_wait(barriers.full(at.stage), at.parity);
-    unread_count = 0;
     at.template advance<kStep>();
   }
 
