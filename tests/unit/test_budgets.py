@@ -12,7 +12,7 @@ import pytest
 import deep_gemm
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.workload import model_layers, shapes
-from deep_gemm.benchmarks.shapes import DEEPSEEK_V3
+from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, LLAMA_3
 from deep_gemm.params import KernelParams
 from deep_gemm.select import representatives
 
@@ -27,6 +27,17 @@ def kernels() -> list[KernelParams]:
 
 def test_few_kernels_serve_a_model(kernels: list[KernelParams]) -> None:
     assert 20 <= len(kernels) <= BUDGETS["kernels"]
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("model", LLAMA_3)
+def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
+    """Of every fourth number of tokens that is ranked for itself, which ask for at most five kernels fewer than all."""
+    layers = model_layers(LLAMA_3[model], tp)
+    work = choose(shapes(layers, representatives(16384)[::4]))
+    assert {layer.op for layer in layers} == {"bf16_gemm_nt"}
+    assert not work.impossible
+    assert 15 <= len(work.kernels) <= BUDGETS["bf16_kernels"][model][str(tp)]
 
 
 def test_importing_is_cheap() -> None:
