@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,11 +122,11 @@ def promises(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     done: list[tuple[Any, ...]] = []
 
-    def operands(shape: GemmShape, sets: int) -> list[backends.Operands]:
+    def operands(shape: GemmShape, sets: int) -> list[backends.FP8Operands]:
         made = []
         for _ in range(min(sets, 2)):
             size = (shape.m, shape.k), (shape.m, 1), (shape.n, shape.k), (1, 1), (shape.m, shape.n)
-            made.append(backends.Operands(*(torch.zeros(each) for each in size)))
+            made.append(backends.FP8Operands(*(torch.zeros(each) for each in size)))
         return made
 
     def fp8_gemm_nt(a: Any, b: Any, d: Any) -> None:
@@ -243,8 +244,8 @@ def test_what_meets_the_limit_of_power_has_a_line_of_its_own() -> None:
 def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    backends.add_deepgemm(lambda a, b, d: asked.append((a, b, d)))
-    x = backends.Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
+    backends.add_deepgemm(SimpleNamespace(fp8_gemm_nt=lambda a, b, d: asked.append((a, b, d))))
+    x = backends.FP8Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
     backends.BACKENDS[backends.DEEPGEMM](x)()
     assert asked == [(("a", "sfa"), ("b", "sfb"), "d")]
     row = run.make_row(GemmShape(64, 576, 7168), "flush", {"ours": 4.0, "deepgemm": 5.0}, {"blockwise": "no"})
