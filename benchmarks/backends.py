@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,60 +23,21 @@ from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.kernels.base import Strides
 from deep_gemm.ops import fp8_dense, half_dense
+from deep_gemm.ops.checks import TMA_BYTES
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import calc_diff, random_operands
 
 Call = Callable[[], Any]
 
 
-class Operands(ABC):
-    """One set of an operation's tensors. `a` are activations, `b` weights, and `d` is written."""
-
-    peers: ClassVar[tuple[str, ...]]
-    """The backends that ours is compared with, besides DeepGEMM."""
-    weight_bytes: ClassVar[int]
-    """Of an element of `b`."""
-    accumulate: bool = False
-    """Whether the product is added to `d`."""
-    a: Tensor
-    b: Tensor
-    d: Tensor
-
-    @staticmethod
-    @abstractmethod
-    def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
-        """What a call with fresh tensors of this shape asks for."""
-
-    @classmethod
-    @abstractmethod
-    def make(cls, shape: GemmShape, sets: int, device: str) -> list[Any]:
-        """See `make_operands`."""
-
-    @property
-    @abstractmethod
-    def weights(self) -> dict[str, Tensor]:
-        """What a model keeps, by field."""
-
-    @abstractmethod
-    def call(self, library: Any) -> Call:
-        """The operation's function in a module of our interface."""
-
-    @abstractmethod
-    def asked(self) -> tuple[Operation, tuple[Any, ...]]:
-        """The operation, and the arguments of its check."""
-
-    @staticmethod
-    def addressable(shape: GemmShape) -> bool:
-        """Whether TMA can read fresh tensors of this shape, so that none is copied."""
-        return True
-
-
 @dataclass
-class FP8Operands(Operands):
+class FP8Operands:
     """`a` (m, k), `b` (n, k): E4M3; `sfa` (m, k/128) MN-major, `sfb` (n/128, k/128): float32; `d` (m, n): bf16."""
 
     peers = ("tensorwise", "blockwise")
-    weight_bytes = 1
+    element_bytes = 1
+    op = ops.DEFAULT
+    accumulate = False
 
     a: Tensor
     sfa: Tensor
@@ -87,6 +47,7 @@ class FP8Operands(Operands):
 
     @staticmethod
     def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
+        """What a call with fresh tensors of this shape asks for."""
         return ops.spec(shape.m, shape.n, shape.k, num_sms, shape.op)
 
     @classmethod
@@ -102,34 +63,39 @@ class FP8Operands(Operands):
 
     @property
     def weights(self) -> dict[str, Tensor]:
+        """What a model keeps, by field."""
         return {"b": self.b, "sfb": self.sfb}
 
-    def call(self, library: Any) -> Call:
-        """With the scales ready."""
-        return functools.partial(library.fp8_gemm_nt, (self.a, self.sfa), (self.b, self.sfb), self.d)
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the operation's function."""
+        return (self.a, self.sfa), (self.b, self.sfb), self.d
 
-    def asked(self) -> tuple[Operation, tuple[Any, ...]]:
-        return fp8_dense.FP8GemmNT(), ((self.a, self.sfa), (self.b, self.sfb), self.d)
+    def checked(self) -> tuple[Operation, Any]:
+        """The operation, and what it makes of the operands."""
+        return (operation := fp8_dense.FP8GemmNT()), operation.check(*self.arguments)
 
 
 @dataclass
-class HalfOperands(Operands):
-    """`a` and `b` lie as the form of `op` says, "tn" for (k, m) and (k, n)."""
+class HalfOperands:
+    """`a` and `b` lie as the form of `op` says, "tn" for (k, m) and (k, n); `accumulate`: the product is added to
+    `d`."""
 
     peers = ("cublaslt",)
-    weight_bytes = 2
+    element_bytes = 2
 
     op: str
     a: Tensor
     b: Tensor
     d: Tensor
-    accumulate: bool = False
+    accumulate: bool
 
     @staticmethod
     def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
-        name, form, one = _nt(shape.op), shape.op[-2:], Problem.of(shape)
+        """As `FP8Operands.spec`."""
+        one, form = Problem.of(shape), shape.op[-2:]
         return half_dense.spec(
-            name,
+            _nt(shape.op),
             shape.m,
             shape.n,
             shape.k,
@@ -142,45 +108,40 @@ class HalfOperands(Operands):
     @classmethod
     def make(cls, shape: GemmShape, sets: int, device: str) -> list[HalfOperands]:
         """What is added to begins as zeros."""
-        form, one = shape.op[-2:], Problem.of(shape)
-        dtype = half_dense.HalfGemm(_nt(shape.op), one.accumulate).dtype
+        one, op = Problem.of(shape), shape.op
+        dtype = half_dense.HalfGemm(_nt(op), one.accumulate).dtype
+        wide = torch.float32 if one.output == "f32" else dtype
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(rows: int, turned: bool) -> Tensor:
-            size = (shape.k, rows) if turned else (rows, shape.k)
+        def normal(*size: int) -> Tensor:
             return torch.randn(size, dtype=dtype, device=device, generator=generator)
 
-        a, wide = normal(shape.m, form[0] == "t"), torch.float32 if one.output == "f32" else dtype
+        a, b = (one.k, one.m) if op[-2] == "t" else (one.m, one.k), (one.k, one.n) if op[-1] == "n" else (one.n, one.k)
+        tokens, size = normal(*a), (one.m, one.n)
         return [
-            cls(
-                shape.op,
-                a,
-                normal(shape.n, form[1] == "n"),
-                torch.zeros(shape.m, shape.n, dtype=wide, device=device),
-                one.accumulate,
-            )
+            cls(op, tokens, normal(*b), torch.zeros(size, dtype=wide, device=device), one.accumulate)
             for _ in range(sets)
         ]
 
     @property
     def weights(self) -> dict[str, Tensor]:
+        """As `FP8Operands.weights`."""
         return {"b": self.b}
 
     @property
-    def _given(self) -> tuple[Tensor, ...]:
+    def arguments(self) -> tuple[Any, ...]:
+        """As `FP8Operands.arguments`; `d` is c too where it is added to."""
         return (self.a, self.b, self.d, self.d) if self.accumulate else (self.a, self.b, self.d)
 
-    def call(self, library: Any) -> Call:
-        """With `d` as c where it is added to."""
-        return functools.partial(getattr(library, self.op), *self._given)
+    def checked(self) -> tuple[Operation, Any]:
+        """As `FP8Operands.checked`."""
+        operation = half_dense.HalfGemm(_nt(self.op), self.accumulate)
+        return operation, operation.check(*self.arguments, "", self.op[-2:])
 
-    def asked(self) -> tuple[Operation, tuple[Any, ...]]:
-        return half_dense.HalfGemm(_nt(self.op), self.accumulate), (*self._given, "", self.op[-2:])
 
-    @staticmethod
-    def addressable(shape: GemmShape) -> bool:
-        inner = (shape.m if shape.op[-2] == "t" else shape.k, shape.n if shape.op[-1] == "n" else shape.k)
-        return all(size % half_dense.PIECE == 0 for size in inner)
+Operands = FP8Operands | HalfOperands
+"""One set of an operation's tensors. `a` are activations, `b` weights, and `d` is written; `peers` are the backends
+that ours is compared with, besides DeepGEMM."""
 
 
 def _nt(op: str) -> str:
@@ -188,7 +149,7 @@ def _nt(op: str) -> str:
     return f"{op[:-2]}nt"
 
 
-def of(shape: GemmShape) -> type[Operands]:
+def of(shape: GemmShape) -> type[FP8Operands] | type[HalfOperands]:
     """The class of a shape's operands."""
     return FP8Operands if shape.op == ops.DEFAULT else HalfOperands
 
@@ -207,22 +168,33 @@ MAX_SETS, STEADY_SETS = 256, 4
 def sets_for(shape: GemmShape, mode: str) -> int:
     """How many sets are taken in turn in a mode. Tiny weights would need thousands of them to leave the L2; a real
     model's would not leave it either."""
-    size = shape.n * shape.k * of(shape).weight_bytes
+    size = shape.n * shape.k * of(shape).element_bytes
     graph = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // size)))
     return {"flush": 1, "steady": STEADY_SETS}.get(mode, graph)
 
 
+def addressable(shape: GemmShape) -> bool:
+    """Whether TMA can read fresh operands of this shape, so that none is copied."""
+    asked, size = of(shape).spec(shape, 1), of(shape).element_bytes
+    inner = (shape.m if asked.a.major == "mn" else shape.k, shape.n if asked.b.major == "mn" else shape.k)
+    return all(elements * size % TMA_BYTES == 0 for elements in inner)
+
+
 def placed(x: Operands, device: int) -> tuple[Strides, Mapping[str, int]]:
     """Strides and addresses with which a call launches its GEMM."""
-    operation, arguments = x.asked()
-    checked = operation.check(*arguments)
+    operation, checked = x.checked()
     step = operation.work(checked, device).steps[-1]
     return step.strides, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
 
 
+def call(x: Operands, library: Any) -> Call:
+    """The operation's public function, which `library` has."""
+    return functools.partial(getattr(library, x.op), *x.arguments)
+
+
 def ours(x: Operands) -> Call:
     """The operation's public function."""
-    return x.call(deep_gemm)
+    return call(x, deep_gemm)
 
 
 def ours_promised(x: Operands) -> Call:
@@ -292,10 +264,11 @@ def names_for(shape: GemmShape) -> tuple[str, ...]:
     return ("ours", *of(shape).peers, *(name for name in (DEEPGEMM,) if name in BACKENDS))
 
 
-def add_deepgemm(library: Any) -> None:
+def add_deepgemm(library: Any) -> dict[str, str]:
     """Make the module of DeepGEMM one of `BACKENDS`: our problem, called as ours is. It compiles a kernel for a shape
-    in seconds, at the first call."""
-    BACKENDS[DEEPGEMM] = lambda x: x.call(library)
+    in seconds, at the first call. Returns what rows say of it."""
+    BACKENDS[DEEPGEMM] = lambda x: call(x, library)
+    return {DEEPGEMM: getattr(library, "__version__", "of no known version")}
 
 
 def usable(name: str, x: Operands) -> str | None:

@@ -126,7 +126,7 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     for floor_name in ("floor", "floor_overlapped"):
         if floor_name in us:
             row[f"us_{floor_name}"] = round(us[floor_name], 3)
-    known = READ_FLOOR_US.get((shape.n, shape.k)) if backends.of(shape).weight_bytes == 1 else None
+    known = READ_FLOOR_US.get((shape.n, shape.k)) if backends.of(shape).element_bytes == 1 else None
     floors = [x for x in (us.get("floor"), known) if x is not None]
     if mode == "graph" and floors:
         row["floor_fraction"] = round(min(floors) / mine, 4)

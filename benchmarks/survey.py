@@ -120,11 +120,9 @@ class Survey:
 def is_surveyed(shape: GemmShape, mode: str) -> bool:
     """Whether configs are timed so. Back to back only where power is what limits them: that is all it tells a fit. What
     TMA cannot read would be copied first."""
-    return (
-        backends.of(shape).addressable(shape)
-        and why_not(shape, mode) is None
-        and (mode != "steady" or meets_power_limit(shape))
-    )
+    if why_not(shape, mode) is not None or not backends.addressable(shape):
+        return False
+    return mode != "steady" or meets_power_limit(shape)
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:

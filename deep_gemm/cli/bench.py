@@ -82,6 +82,7 @@ def command(
     draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
     """
     from deep_gemm.benchmarks import backends, costs, run
+    from deep_gemm.benchmarks import deepgemm as theirs
 
     modes = modes or ("flush",)
     out = console()
@@ -93,7 +94,7 @@ def command(
         if gemm_modes or {"host", "dims"} & set(modes):
             _need_gpu(modes)
         if gemm_modes:
-            known = _add_deepgemm(deepgemm) if deepgemm is not None else {}
+            known = backends.add_deepgemm(theirs.load(deepgemm)) if deepgemm is not None else {}
             every = backends.names_for(chosen[0])
             if unknown := set(against) - set(every):
                 raise click.UsageError(f"{op} is not timed against {', '.join(unknown)}; {', '.join(every[1:])} can be")
@@ -138,16 +139,6 @@ def _shapes(
     if not chosen:
         raise click.UsageError(f"no shape of the set {set_name} has an M among {m_text}")
     return chosen
-
-
-def _add_deepgemm(directory: Path) -> dict[str, str]:
-    """What rows say of it."""
-    from deep_gemm.benchmarks import backends
-    from deep_gemm.benchmarks import deepgemm as theirs
-
-    library = theirs.load(directory)
-    backends.add_deepgemm(library)
-    return {"deepgemm": getattr(library, "__version__", "of no known version")}
 
 
 def _need_gpu(modes: tuple[str, ...]) -> None:
