@@ -1,6 +1,6 @@
 # make demo    create .venv if it is not there, and run the main job
 # make test    create .venv if it is not there, and run the tests
-# make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode);
+# make bench   on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables (BUDGET=900 bounds each mode);
 #              DEEPGEMM=DIRECTORY times DeepGEMM too, as pip install --target DIRECTORY laid it down
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
 # make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 4 minutes

@@ -18,7 +18,7 @@ import deep_gemm
 from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
-from deep_gemm.benchmarks import backends, deepgemm, rows, run, serving_set, shapes, survey, timing
+from deep_gemm.benchmarks import backends, rows, run, selection, serving_set, shapes, survey, timing
 from deep_gemm.cli.app import app
 from deep_gemm.cli.calibrate import surveyed
 from deep_gemm.errors import DeepGemmError, InvalidInputError
@@ -200,7 +200,6 @@ def test_what_cannot_be_timed_is_said(options: tuple[str, ...], message: str, mo
     result = CliRunner().invoke(app, ["bench", "--shape", "64x512x256", *options])
     assert result.exit_code != 0
     assert message in result.output
-    assert deepgemm.NAME == "deep_gemm"
 
 
 @pytest.mark.parametrize("op", ["bf16_gemm_nt", "bf16_gemm_tn"])
@@ -210,6 +209,70 @@ def test_surveys_are_of_what_tma_reads(op: str) -> None:
     assert {shape.op for shape in found} == {op}
     assert any(shape.m % 8 for shape in found) == (op == "bf16_gemm_nt")
     assert all(survey.is_surveyed(shape, "flush") for shape in found)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_survey_launches_what_a_call_would(accumulate: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, made, empty = problem("bf16_gemm_nn", "f32", accumulate), [], torch.empty
+    make = backends.make_operands
+
+    def operands(shape: GemmShape, sets: int) -> list[Any]:
+        made.extend(make(shape, min(sets, 2), "cpu"))
+        return list(made)
+
+    monkeypatch.setattr(backends, "make_operands", operands)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
+    monkeypatch.setattr(survey, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(survey.engine, "forced_plan", lambda asked, *_: SimpleNamespace(spec=asked))
+    asked = survey.spec_of(shape, SM90.num_sms)
+    config = select.legal(asked, SM90)[0]
+    ((name, timer),) = survey.timers_of(shape, asked, [config], "promised", SM90, 0)
+    for call in timer.calls:
+        call()
+    launched = list(gpu.launched)
+    for x in made:
+        backends.ours(x)()
+    called = gpu.launched[len(launched) :]
+    assert [each._replace(constant=False) for each in launched] == called
+    assert all(each.constant for each in launched)
+    assert name == survey.name_of(config, asked, SM90)
+
+
+def test_the_commands_survey_an_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
+    for module in (survey, selection):
+        monkeypatch.setattr(module, "environment", dict)
+
+    class Timer:
+        def __call__(self) -> float:
+            return 2.0
+
+        def look(self) -> float:
+            return 2.0
+
+    def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
+        return ((survey.name_of(config, asked, SM90), Timer()) for config in configs)
+
+    monkeypatch.setattr(survey, "timers_of", timers)
+    path, options = tmp_path / "rows.jsonl", ("--random", "2", "--no-public", "--mode", "flush", "--within", "0")
+    told = ("--op", "bf16_gemm_tn", "--output-dtype", "f32", "--accumulate", "--output", str(path))
+    result = CliRunner().invoke(app, ["calibrate", "survey", *options, *told])
+    assert result.exit_code == 0, result.output
+    assert "of bf16_gemm_tn to f32, added" in result.output
+    found = survey.load([path])
+    assert {(row["op"], row["output"], row["accumulate"]) for row in found} == {("bf16_gemm_tn", "f32", True)}
+    for row in found:
+        asked = survey.spec_of(rows.shape_of(row), SM90.num_sms)
+        assert set(row["times"]) == {survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)}
+    monkeypatch.setattr(selection, "unseen", lambda paths: [GemmShape(64, 512, 256)])
+    assert selection.main([str(path), "fp16_gemm_nn"]) == 0
+    (judged,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (judged["mode"], judged["op"], judged["us"]) == ("selection", "fp16_gemm_nn", 2.0)
 
 
 def test_a_cover_is_made_of_16_bit_kernels_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,9 +81,19 @@ def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch:
         assert found is None if reason is None else found is not None and found.startswith(reason)
 
 
-@pytest.mark.parametrize(("options", "op"), [((), {}), (("--op", "bf16_gemm_tn"), {"op": "bf16_gemm_tn"})])
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [
+        ((), {}),
+        (("--op", "bf16_gemm_nt"), {"op": "bf16_gemm_nt"}),
+        (
+            ("--op", "fp16_gemm_tn", "--output-dtype", "f32", "--accumulate"),
+            {"op": "fp16_gemm_tn", "output": "f32", "accumulate": True},
+        ),
+    ],
+)
 def test_it_is_timed_beside_the_others(
-    options: tuple[str, ...], op: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...], op: dict[str, str | bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deep_gemm.benchmarks import backends, run
     from deep_gemm.cli import bench
