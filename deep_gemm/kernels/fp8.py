@@ -107,6 +107,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "step_b": "kStepKMajor",
             "shared_bytes": self.shared_bytes(params),
             "arguments": self.struct(params),
+            "argument_fields": self.struct_fields(params),
         }
 
     def config(self, params: KernelParams) -> FP8ConfigT:
@@ -122,7 +123,9 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
-        The fields of ``Fp8GemmArguments`` have these names."""
+        B has a map for each segment of a tile's columns (see ``columns.cuh``), and each operand one of edge boxes (see
+        ``edge_boxes.cuh``), which have ``last_rows`` and ``last_columns`` rows. ``early_stages`` of B are loaded before
+        the previous kernel has ended; 0: it may write B and its scales. ``evict_first`` are bits (see ``tma.cuh``)."""
         map_d = [Argument("map_d", "TensorMap")] if self.has_output_map else []
         more = [
             Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]")

@@ -144,11 +144,13 @@ class HalfKernel(GemmKernel[HalfConfigT]):
             "mma_types": _MMA_TYPES[p.dtype],
             "shared_bytes": self.shared_bytes(params),
             "arguments": self.struct(params),
+            "argument_fields": self.struct_fields(params),
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
-        The fields of ``HalfArguments`` have these names."""
+        As of the FP8 kernels (see ``fp8.py``), without scales; MN-major operands have no edge boxes, and their second
+        map is the first."""
         p, _ = self.of(params)
         reads = [Argument("c", "const u8*"), Argument("c_stride", "i64")] if p.accumulate == "reads" else []
         return (
