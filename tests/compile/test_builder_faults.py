@@ -16,7 +16,7 @@ import pytest
 from jit_fakes import builder, compilations, request
 from processes import Start, kill, result, said, wait_for
 
-from deep_gemm.jit import Builder, process
+from deep_gemm.jit import Builder
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.compilers.find import choose, find_all
 from deep_gemm.jit.compilers.nvcc import Nvcc
