@@ -39,19 +39,20 @@ from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
 
-_HALF = [
+HALF: list[KernelParams] = [
+    *half_mutations.KERNELS.values(),
     sm90_half_gemm.make_params(sm90_half_gemm.make_config(128, 256, (2, 1, 1)), majors="km"),
     sm90_half_gemm.make_params(
         sm90_half_gemm.make_config(256, 128, (1, 2, 1)), majors="mm", output="f32", accumulate="reduces"
     ),
 ]
-"""With those of `half_mutations.py`, 16-bit kernels of every kind."""
+"""16-bit kernels of every kind."""
 
 
 def chosen(every: int) -> list[KernelParams]:
     """A cover, or with ``every`` one in so many of everything."""
     known = everything()
-    return [*(known[::every] if every else cover(known, features)), *half_mutations.KERNELS.values(), *_HALF]
+    return known[::every] if every else cover(known, features)
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
@@ -104,7 +105,7 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     if race:
         include, every, name = RACES[race].put_into(include), 1, RACES[race].kernel
     builder = Builder(place / "cache", nvrtc(), include)
-    with compiled((params, builder, params) for params in named(chosen(every), name)) as binaries:
+    with compiled((params, builder, params) for params in named([*chosen(every), *HALF], name)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0
     for params, function in functions.items():
