@@ -30,6 +30,26 @@ def _crowding(k: int) -> float:
     return 1.0 if k % SECTOR_BYTES else 0.4 if k % (2 * SECTOR_BYTES) else 0.0
 
 
+LEAST_CYCLES = 8.0
+"""Of an instruction, however narrow."""
+
+PROMOTION_CYCLES = 0.5
+"""Promotion of one column of an m64 slice."""
+
+TOKEN_CYCLES = 5.8
+"""Reading and multiplying one token's scale where tokens are columns: each column has another."""
+
+UPRIGHT_US = 0.16
+"""What a launch takes more where tokens are rows."""
+
+DIRECT_ELEMENTS = 10.0
+"""An element that is stored for itself takes as long as so many that TMA stores."""
+
+L2_SHARING = 0.15
+"""Bytes that n tiles ask the L2 for count n to the power of minus this each: SMs that ask for the same line at a time
+share an answer."""
+
+
 class Counts(NamedTuple):
     """What does not depend on the spec. ``slices`` m64 slices of ``width`` columns are a consumer's, and each of the
     ``groups`` that multiply the same block takes them in instructions of ``mma_n`` columns."""
@@ -38,18 +58,10 @@ class Counts(NamedTuple):
     slices: int
     width: int
     mma_n: int
-    scales: int
-    """Scales of tokens that a thread reads for a block."""
-    boxes: int
-    """TMA boxes of B per stage."""
-    store_columns: int
-    """Of one row of a TMA store."""
     direct: bool
     """D is stored element by element."""
     store_warp: bool
     """A warp brings tiles to D while consumers go on to the next."""
-    in_step: bool
-    """Several consumers promote without order."""
     transposed: bool = False
     """Operands are swapped."""
     consumers_k: int = 1
@@ -61,29 +73,19 @@ def _always(counts: Counts, config: FP8Config) -> dict[str, float]:
     x, size = counts, config.cluster_size
     products = x.slices * (x.width // x.mma_n) * 4
     return {
-        "groups": x.groups,
-        "products": products,
-        "half_width": x.mma_n / 2,
-        "read": x.groups * products * (64 + x.mma_n) * 32,
-        "scales_read": x.groups * 128 * x.scales * 4,
-        "columns": x.slices * x.width,
-        "in_step": float(x.in_step),
-        "token_scales": x.width if x.transposed else 0,
-        "ahead": float(config.num_partials > 1),
-        "consumers_k": x.consumers_k,
+        "tensor": x.groups * products * max(x.mma_n / 2, LEAST_CYCLES),
         "consumers": config.num_consumers,
-        "store_warp": float(x.store_warp),
+        "consumers_k": x.consumers_k,
+        "promotion": x.slices * x.width * PROMOTION_CYCLES + (x.width * TOKEN_CYCLES if x.transposed else 0),
+        "ahead": float(config.num_partials > 1),
         "stages": config.num_stages,
-        "boxes": x.boxes,
-        "direct": float(x.direct),
-        "narrow": 64 / x.store_columns,
-        "transposed": float(x.transposed),
-        "local_shares": float(x.consumers_k > 1),
-        "cluster_shares": float(config.cluster_k > 1),
-        "cluster_2": float(size == 2),
-        "cluster_4": float(size == 4),
-        "cluster_8": float(size == 8),
-        "in_parts": float(x.mma_n < x.width),
+        "prologue_us": 0.0 if x.transposed else UPRIGHT_US,
+        "store_warp": float(x.store_warp),
+        "pairs": float(size == 2),
+        "fours": float(size == 4),
+        "eights": float(size == 8),
+        "shares": float(config.cluster_k > 1),
+        "read": x.groups * products * (64 + x.mma_n) * 32,
     }
 
 
@@ -119,24 +121,19 @@ def features(counts: Counts, spec: GemmSpec, config: FP8Config) -> Features:
     first *= min(columns, at_once) * across_n + min(rows, at_once) * tokens * config.cluster_m
     first = min(first, m * k + n * k)
     depth_read = cluster_k * blocks * SCALE_BLOCK
+    tokens_read = all_tokens * columns * depth_read * min(32, columns) ** -L2_SHARING
+    weights_read = all_weights * rows * depth_read * min(32, rows) ** -L2_SHARING
     return Features(
         waves=waves,
         steps=waves * blocks,
         resident=min(config.ctas_per_sm, ceil_div(tiles, spec.num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
-        asked=tokens / config.cluster_n + block_n / config.cluster_m,
-        elements=finished,
-        handed=(shares - 1) * (finished if counts.transposed else block_m * block_n / shares),
+        elements=finished * (DIRECT_ELEMENTS if counts.direct else 1.0),
         first=first,
         traffic=m * k + n * k + 2 * m * n - first,
-        weights_again=n * k if rows > 1 else 0,
-        tokens_read=all_tokens * columns * depth_read,
-        tokens_sharers=min(32, columns),
-        weights_read=all_weights * rows * depth_read,
-        weights_sharers=min(32, rows),
+        handed_out=tokens_read + weights_read,
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
-        torn=0.5 if k % SECTOR_BYTES else 0.0,  # rows are multiples of 16 bytes
         crowded=tokens / config.cluster_n * columns / waves / spec.num_sms * _crowding(k) / blocks,
-        hanging=1 / blocks if k % SCALE_BLOCK else 0.0,
+        asked=tokens / config.cluster_n + block_n / config.cluster_m,
         **_always(counts, config),
     )

@@ -193,12 +193,8 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
             slices=slices,
             width=config.block_n,
             mma_n=mma_n,
-            scales=2 * slices,
-            boxes=len(segments(config.block_n)),
-            store_columns=store_box(config)[0],
             direct=not aligned,
             store_warp=config.persistent and aligned,
-            in_step=config.num_consumers > 1 and config.num_partials == 1 and turns(config) == 1,
         )
 
     def num_ctas(self, config: UprightConfig, m: int, n: int, num_sms: int) -> int:
