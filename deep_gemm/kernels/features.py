@@ -43,6 +43,8 @@ class Features(NamedTuple):
     """1 in clusters of so many CTAs, else 0."""
     shares: float
     """1 where CTAs of a cluster exchange shares of K, else 0."""
+    handed: float
+    """Elements that a CTA hands over for that."""
     first: float
     """Bytes that HBM moves before all CTAs have their first stage."""
     traffic: float

@@ -129,6 +129,8 @@ def features(counts: Counts, spec: GemmSpec, config: FP8Config) -> Features:
         resident=min(config.ctas_per_sm, ceil_div(tiles, spec.num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
         elements=finished * (DIRECT_ELEMENTS if counts.direct else 1.0),
+        # Slices of 64 tokens do so whole, whatever rows of them there are.
+        handed=(shares - 1) * (finished if counts.transposed else block_m * block_n / shares),
         first=first,
         traffic=m * k + n * k + 2 * m * n - first,
         handed_out=tokens_read + weights_read,

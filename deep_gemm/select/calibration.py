@@ -37,6 +37,8 @@ class Speed(Constants):
     """What launching and ending CTAs of a cluster together costs."""
     exchange_us: float
     """Exchanging shares of K between CTAs, for each tile."""
+    handed_per_us: float
+    """Elements that a CTA hands to others in a microsecond."""
     epilogue_us: float
     """A tile's fixed cost: drain, staging, barriers."""
     elements_per_us: float
