@@ -166,7 +166,8 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     out, spec = console(), arch.get("sm_90a")
     launches = [row for row in rows if row["mode"] in LAUNCH_MODES]
     parts = [[row for row in launches if fit.is_held_out(row) == held] for held in (False, True)]
-    known = calibration.of(rows[0].get("device", "")) if rows else calibration.default()
+    device = rows[0].get("device") if rows else None
+    known = calibration.of(device) if device else calibration.default()
     summary: dict[str, Any] = {}
     speed, power = known.speed, known.power
     seen, held_out = (fit.Data.of(part, spec) if part else None for part in parts)

@@ -90,30 +90,23 @@ def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
         assert times == sorted(times)
 
 
-def test_where_power_is_the_limit_what_draws_less_is_taken() -> None:
-    """Pairs of 256x128 share what they load: no tiles draw less, and some are faster once."""
-    spec = asked(m=4096, n=7168, k=16384)
-    first, *others = rank(spec, SM90)
-    alone = min(others, key=lambda choice: choice.estimate.total_us)
-    assert alone.estimate.total_us < first.estimate.total_us
-    assert (first.config.block_m, first.config.block_n, first.config.cluster_size) == (256, 128, 2)
-    assert first.sustained_us < 0.97 * alone.sustained_us
-    # Where the tensor cores idle anyway, time alone decides.
-    slow = replace(spec, m=2048, n=8192, k=16384)
-    assert rank(slow, SM90)[0].estimate.total_us < 1.02 * min(c.estimate.total_us for c in rank(slow, SM90))
-    short = replace(spec, m=256, k=2048)
+@pytest.mark.parametrize("shape", [(4096, 7168, 16384), (8192, 4096, 7168), (2048, 4096, 512)])
+def test_where_power_is_the_limit_what_draws_less_is_taken(shape: tuple[int, int, int]) -> None:
+    """Large products, and smaller ones of many tokens. With power to spare, time alone decides."""
+    spec, known = asked(*shape), default()
+    plenty = replace(known, power=replace(known.power, products_per_us=1e15, stored_per_us=1e12, launch_us=1e-3))
+    first, alone = rank(spec, SM90)[0], rank(spec, SM90, plenty)[0]
+    assert alone.estimate.total_us == min(choice.estimate.total_us for choice in rank(spec, SM90))
+    assert first.sustained_us <= replace(alone, calibration=known).sustained_us
+    scarce = replace(known, power=replace(known.power, products_per_us=known.power.products_per_us / 10))
+    least = rank(spec, SM90, scarce)
+    assert least[0].sustained_us < 1.01 * min(choice.sustained_us for choice in least)
+
+
+def test_short_launches_are_chosen_by_time_alone() -> None:
+    short = asked(m=256, n=7168, k=2048)
     assert short.flops < heuristic.SUSTAINED_FLOPS
     assert rank(short, SM90)[0].estimate.total_us == min(choice.estimate.total_us for choice in rank(short, SM90))
-
-
-def test_power_counts_in_shorter_launches_too() -> None:
-    """Of many tokens. Others draw less still, but take too long alone."""
-    first, *others = rank(asked(m=2048, n=4096, k=512), SM90)
-    assert first.spec.flops < heuristic.SUSTAINED_FLOPS
-    alone = min(others, key=lambda choice: choice.estimate.total_us)
-    assert alone.estimate.total_us < first.estimate.total_us < 1.02 * alone.estimate.total_us
-    assert first.sustained_us < 0.97 * alone.sustained_us
-    assert min(choice.sustained_us for choice in others) < first.sustained_us
 
 
 def test_calls_choose_from_the_serving_set_and_surveys_from_all_that_is_legal() -> None:

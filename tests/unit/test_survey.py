@@ -17,6 +17,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import survey
 from deep_gemm.benchmarks.modes import LAUNCH_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
+from deep_gemm.select.calibration import default
 
 
 def test_quality_is_best_over_selected() -> None:
@@ -137,6 +138,7 @@ def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
     monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
 
     def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
@@ -181,6 +183,7 @@ def test_with_everything_the_model_has_no_say(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
     monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
     shape = GemmShape(300, 2112, 1152)
     asked = survey.spec_of(shape, SM90.num_sms)
