@@ -37,10 +37,10 @@ class Features(NamedTuple):
     """What a launch of this family takes more than others."""
     store_warp: float
     """1 where a warp brings tiles to D while consumers go on to the next, else 0."""
-    pairs: float
-    fours: float
-    eights: float
-    """1 in clusters of so many CTAs, else 0."""
+    cluster: float
+    """1 where CTAs are launched in clusters, else 0."""
+    multicast: float
+    """1 where CTAs of a cluster share what they load, else 0."""
     shares: float
     """1 where CTAs of a cluster exchange shares of K, else 0."""
     handed: float

@@ -70,7 +70,7 @@ class Counts(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _always(counts: Counts, config: FP8Config) -> dict[str, float]:
     """Of `Features` those that are the same for all specs."""
-    x, size = counts, config.cluster_size
+    x = counts
     products = x.slices * (x.width // x.mma_n) * 4
     return {
         "tensor": x.groups * products * max(x.mma_n / 2, LEAST_CYCLES),
@@ -81,9 +81,8 @@ def _always(counts: Counts, config: FP8Config) -> dict[str, float]:
         "stages": config.num_stages,
         "prologue_us": 0.0 if x.transposed else UPRIGHT_US,
         "store_warp": float(x.store_warp),
-        "pairs": float(size == 2),
-        "fours": float(size == 4),
-        "eights": float(size == 8),
+        "cluster": float(config.cluster_size > 1),
+        "multicast": float(config.cluster_m * config.cluster_n > 1),
         "shares": float(config.cluster_k > 1),
         "read": x.groups * products * (64 + x.mma_n) * 32,
     }

@@ -31,10 +31,10 @@ class Speed(Constants):
     """What a launch takes more for each consumer warpgroup."""
     store_warp_us: float
     """Extra microseconds when the store warp writes the last tile."""
-    pair_us: float
-    four_us: float
-    eight_us: float
+    cluster_us: float
     """What launching and ending CTAs of a cluster together costs."""
+    multicast_us: float
+    """What CTAs that share loads wait for each other, for each tile."""
     exchange_us: float
     """Exchanging shares of K between CTAs, for each tile."""
     handed_per_us: float
