@@ -42,18 +42,13 @@ SHEETS = (
 
 
 def of(device: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Sheet:
-    """The sheet of the GPU model that the driver calls ``device``; else the one nearest by SMs and bandwidth, of which
-    0 says that it is not known. A variant of a model, such as an H200 with another number of SMs, counts as unknown."""
-    for sheet in SHEETS:
-        if sheet.device == device and num_sms in (0, sheet.sms):
-            return sheet
+    """The sheet of the GPU model that the driver calls ``device``, else the one nearest by SMs and bandwidth, of which
+    0 says that it is not known. Of a model with a variant, such as the H100 for PCIe, the SMs tell which it is."""
+    model = [sheet for sheet in SHEETS if sheet.name.split()[0] in device.split() and num_sms in (0, sheet.sms)]
 
-    def distance(sheet: Sheet) -> tuple[float, bool]:
+    def distance(sheet: Sheet) -> tuple[bool, float]:
         sms = math.log(num_sms / sheet.sms) if num_sms else 0.0
         hbm = math.log(hbm_gb_per_s / sheet.hbm_gb_per_s) if hbm_gb_per_s else 0.0
-        model = sheet.name.split()[0] in device.split()
-        return math.hypot(sms, hbm), not model
+        return sheet.device != device, math.hypot(sms, hbm)
 
-    # A model's own sheet, where the name tells it and the SMs agree.
-    named = [s for s in SHEETS if s.name.split()[0] in device.split() and num_sms in (0, s.sms)]
-    return min(named or SHEETS, key=distance)
+    return min(model or SHEETS, key=distance)
