@@ -30,7 +30,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "consumer_us": (0.001, 1.0),
     "store_warp_us": (0.001, 1.0),
     "cluster_us": (0.01, 3.0),
-    "multicast_us": (0.01, 3.0),
     "exchange_us": (0.01, 2.5),
     "handed_per_us": (1e3, 2e5),
     "epilogue_us": (0.05, 3.0),

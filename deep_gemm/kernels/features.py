@@ -39,8 +39,6 @@ class Features(NamedTuple):
     """1 where a warp brings tiles to D while consumers go on to the next, else 0."""
     cluster: float
     """1 where CTAs are launched in clusters, else 0."""
-    multicast: float
-    """1 where CTAs of a cluster share what they load, else 0."""
     shares: float
     """1 where CTAs of a cluster exchange shares of K, else 0."""
     handed: float

@@ -82,7 +82,6 @@ def _always(counts: Counts, config: FP8Config) -> dict[str, float]:
         "prologue_us": 0.0 if x.transposed else UPRIGHT_US,
         "store_warp": float(x.store_warp),
         "cluster": float(config.cluster_size > 1),
-        "multicast": float(config.cluster_m * config.cluster_n > 1),
         "shares": float(config.cluster_k > 1),
         "read": x.groups * products * (64 + x.mma_n) * 32,
     }

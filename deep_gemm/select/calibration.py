@@ -33,8 +33,6 @@ class Speed(Constants):
     """Extra microseconds when the store warp writes the last tile."""
     cluster_us: float
     """What launching and ending CTAs of a cluster together costs."""
-    multicast_us: float
-    """What CTAs that share loads wait for each other, for each tile."""
     exchange_us: float
     """Exchanging shares of K between CTAs, for each tile."""
     handed_per_us: float

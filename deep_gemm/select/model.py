@@ -64,9 +64,7 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     seen = x.waves - (x.waves - 1) * c.epilogue_hidden
     epilogue = seen * (c.epilogue_us + x.resident * x.elements / c.elements_per_us)
     # Nothing hides an exchange: all shares of a tile wait for the last.
-    epilogue = epilogue + x.waves * (
-        x.multicast * c.multicast_us + x.shares * c.exchange_us + x.handed / c.handed_per_us
-    )
+    epilogue = epilogue + x.waves * (x.shares * c.exchange_us + x.handed / c.handed_per_us)
     launch = c.launch_us + x.prologue_us + x.consumers * c.consumer_us + x.store_warp * c.store_warp_us
     launch = launch + x.cluster * c.cluster_us
     found["hbm"] = found["hbm"] + first
