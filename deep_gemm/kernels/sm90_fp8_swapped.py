@@ -140,12 +140,8 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
             slices=1,
             width=config.block_m,
             mma_n=config.block_m,
-            scales=config.block_m // 4,
-            boxes=1,
-            store_columns=64,
             direct=not aligned,
             store_warp=False,
-            in_step=False,
             transposed=True,
             consumers_k=config.consumers_k,
         )

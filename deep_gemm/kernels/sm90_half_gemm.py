@@ -154,12 +154,8 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             slices=config.slices,
             width=config.block_n,
             mma_n=config.block_n,
-            scales=0,
-            boxes=1,
-            store_columns=min(64, box_columns(config.block_n // config.cluster_k, "bf16")),
             direct=not aligned,
             store_warp=aligned,
-            in_step=False,
             promotes=False,
         )
 
