@@ -15,8 +15,8 @@ from ..params import GemmConfig, HalfParams, KernelParams
 from ..spec import GemmSpec, Operand, Spec, ceil_div
 from .base import Argument, GemmKernel, Strides, Value
 from .features import Features
-from .fp8_features import Counts
-from .fp8_features import features as count
+from .gemm_features import Counts
+from .gemm_features import features as count
 from .loads import BARRIER_BYTES, early_stages, evict_first, l2_promotion, operand_maps
 from .raster import raster
 from .tiles import left

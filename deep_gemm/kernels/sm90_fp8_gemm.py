@@ -13,7 +13,7 @@ from ..params import KernelParams, UprightConfig
 from ..spec import GemmSpec, Spec, align, ceil_div
 from .base import Value
 from .fp8 import FP8Kernel, check_whole_pieces, turns
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .loads import BARRIER_BYTES
 from .tiles import segments
 

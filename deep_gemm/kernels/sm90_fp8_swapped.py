@@ -10,7 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..params import KernelParams, SwappedConfig
 from ..spec import GemmSpec, Spec, align, ceil_div
 from .fp8 import FP8Kernel
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .loads import BARRIER_BYTES
 
 MAX_STAGES = 24

@@ -10,7 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import HalfConfig, HalfParams, KernelParams
 from ..spec import GemmSpec, Spec, ceil_div
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 

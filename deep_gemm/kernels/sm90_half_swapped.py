@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..arch import SM90, ArchSpec
 from ..params import HalfParams, HalfSwappedConfig, KernelParams
 from ..spec import GemmSpec, Operand, Spec, ceil_div
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .half import BLOCK_K, HalfKernel, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 from .sm90_half_gemm import step

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deep_gemm import arch, kernels, ops
 from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
-from deep_gemm.kernels.fp8_features import L2_SHARING
+from deep_gemm.kernels.gemm_features import L2_SHARING
 from deep_gemm.kernels.tiles import last_rows, left
 from deep_gemm.params import GemmConfig, UprightConfig
 from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select

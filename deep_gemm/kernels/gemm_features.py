@@ -1,4 +1,4 @@
-"""What the model of speed counts of a dense FP8 GEMM done with a config."""
+"""What the model of speed counts of a dense GEMM done with a config."""
 
 from __future__ import annotations
 
