@@ -77,9 +77,9 @@ class Survey:
         device = torch.cuda.current_device()
         spec, start = archs.for_device(device), time.monotonic()
         common = environment()
-        num_sms = options.num_sms_for(device)
+        num_sms, known = options.num_sms_for(device), engine.calibration_of(device)
         work = [(shape, mode) for shape in self.shapes for mode in self.modes if is_surveyed(shape, mode)]
-        candidates = {shape: self._candidates(spec_of(shape, num_sms), spec) for shape in self.shapes}
+        candidates = {shape: self._candidates(spec_of(shape, num_sms), spec, known) for shape in self.shapes}
         self._build({(spec_of(s, num_sms), config) for s, found in candidates.items() for config in found}, spec)
         for index, (shape, mode) in enumerate(work):
             if time.monotonic() - start > self.seconds:
@@ -87,7 +87,7 @@ class Survey:
                 return
             asked = spec_of(shape, num_sms)
             row: Row = rows.said(shape) | {"mode": mode}
-            row["selected"] = name_of(select.rank(asked, spec)[0].config, asked, spec)
+            row["selected"] = name_of(select.rank(asked, spec, known)[0].config, asked, spec)
             configs = candidates[shape][: STEADY_CONFIGS if mode == "steady" else None]
             timers = dict(timers_of(shape, asked, configs, mode, spec, device))
             if self.everything:
@@ -99,12 +99,12 @@ class Survey:
             self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
             yield row | common
 
-    def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec) -> list[GemmConfig]:
+    def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec, known: calibration.Calibration) -> list[GemmConfig]:
         """The selected one first: it is timed whatever the model thinks of those that calls do not choose among."""
         if self.everything:
             return select.legal(asked, spec)
-        selected = select.rank(asked, spec)[0].config
-        ranked = select.order(asked, select.legal(asked, spec), calibration.default())
+        selected = select.rank(asked, spec, known)[0].config
+        ranked = select.order(asked, select.legal(asked, spec), known)
         limit = min(choice.estimate.total_us for choice in ranked) * self.within
         near = (choice.config for choice in ranked if not self.within or choice.estimate.total_us <= limit)
         return [selected, *(config for config in near if config != selected)]

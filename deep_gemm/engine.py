@@ -144,7 +144,7 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     arch = archs.for_device(device)
     ranked: list[select.Choice] = []
     if isinstance(spec, GemmSpec):
-        ranked = select.rank(spec, arch, calibration.of(torch.cuda.get_device_name(device)))
+        ranked = select.rank(spec, arch, calibration_of(device))
         config: KernelConfig = ranked[0].config
     else:
         config = next(kernels.for_spec(spec)[0].configs(arch))
@@ -172,6 +172,13 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     if settings.print_configs:
         say(f"{spec}: {config}" + (f", {ranked[0].estimate}" if ranked else ""))
     return Plan(spec, device, params, function)
+
+
+def calibration_of(device: int) -> calibration.Calibration:
+    """The calibration of CUDA device ``device``; by its spec sheet where its model has none."""
+    found = torch.cuda.get_device_properties(device)
+    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)  # kHz, bits
+    return calibration.of(found.name, found.multi_processor_count, 2 * clock * width / 8e6)
 
 
 def load(params: KernelParams, device: int, what: str) -> tuple[Function, Binary]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
-from deep_gemm.ops import fp8_dense
-from deep_gemm.params import KernelParams
+from deep_gemm.ops import fp8_dense, half_dense
+from deep_gemm.params import HalfParams, KernelParams
 from deep_gemm.settings import settings
 from deep_gemm.spec import align, ceil_div
 from deep_gemm.testing import Operand
@@ -86,3 +86,38 @@ def force(
     made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     return Forced(Launch(function, made.shape, stream, made.parameters, addresses), scales)
+
+
+def laid_out(x: Tensor, major: str) -> Tensor:
+    """x (rows, K) as a letter of `HalfParams.majors` says."""
+    return x if major == "k" else x.t().contiguous().t()
+
+
+def force_half(
+    params: HalfParams,
+    function: Function,
+    tensors: Mapping[str, Tensor],
+    num_sms: int,
+    stream: int,
+    pdl: bool = False,
+    constant_b: bool = False,
+) -> Launch:
+    """Make the launch of a 16-bit kernel for d (M, N) = (c +) a @ b^T on a stream. ``tensors`` are a (M, K) and b (N,
+    K), which lie as ``params`` say, d, and c where there is one."""
+    (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
+    op = half_dense.BF16 if params.dtype == "bf16" else half_dense.FP16
+    spec = half_dense.spec(
+        op,
+        m,
+        n,
+        k,
+        num_sms,
+        majors=("k" if params.majors[0] == "k" else "mn", "k" if params.majors[1] == "k" else "mn"),
+        wide=params.output == "f32",
+        accumulate={"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],  # type: ignore[arg-type]
+        aligned=params.store == "tma",
+    )
+    strides = {name: tensor.stride() for name, tensor in tensors.items()}
+    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    return Launch(function, made.shape, stream, made.parameters, addresses)

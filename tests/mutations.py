@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "multiply the first quarter of every block of K four times",
         "warpgroup.cuh",
-        "kInstructionStep = 32 / 16",
-        "kInstructionStep = 0",
+        "kStepKMajor = 32 / 16",
+        "kStepKMajor = 0",
         EVERY,
     ),
     Mutation(

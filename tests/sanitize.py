@@ -24,17 +24,29 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import half_mutations
 from cover import cover, everything, features
-from forced import compiled, force, load, nvrtc
+from forced import compiled, force, force_half, laid_out, load, nvrtc
 from racecheck_headers import RACES, racecheck_headers
 
 from deep_gemm import kernels
 from deep_gemm.jit import Builder
+from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.params import FP8Config, KernelParams
+from deep_gemm.kernels import sm90_half_gemm
+from deep_gemm.params import FP8Config, GemmConfig, HalfParams, KernelParams
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
+
+HALF: list[KernelParams] = [
+    *half_mutations.KERNELS.values(),
+    sm90_half_gemm.make_params(sm90_half_gemm.make_config(128, 256, (2, 1, 1)), majors="km"),
+    sm90_half_gemm.make_params(
+        sm90_half_gemm.make_config(256, 128, (1, 2, 1)), majors="mm", output="f32", accumulate="reduces"
+    ),
+]
+"""16-bit kernels of every kind."""
 
 
 def chosen(every: int) -> list[KernelParams]:
@@ -54,6 +66,28 @@ def sizes(config: FP8Config) -> tuple[int, int, int, int]:
     return m, n, k, ceil_div(2 * config.cluster_size, config.ctas_per_sm)
 
 
+def run_half(params: HalfParams, function: Function, stream: int) -> bool:
+    """Run a 16-bit kernel twice as the others; whether the result is right."""
+    config = params.config
+    assert isinstance(config, GemmConfig)
+    m, n, k = config.block_m + 72, 2 * config.block_n + 40, 448
+    sms = ceil_div(2 * config.cluster_size, config.ctas_per_sm)
+    a, b = (
+        laid_out(torch.randn(rows, k, device="cuda").bfloat16(), x)
+        for rows, x in zip((m, n), params.majors, strict=True)
+    )
+    out = torch.float32 if params.output == "f32" else torch.bfloat16
+    c = torch.randn(m, n, device="cuda").to(out)
+    found = []
+    for early in (False, True):
+        tensors = {"a": a, "b": b, "d": c.clone()} | ({"c": c} if params.accumulate == "reads" else {})
+        force_half(params, function, tensors, sms, stream, early, early)()
+        found.append(tensors["d"])
+    torch.cuda.synchronize()
+    exact = a.double() @ b.double().t() + (0 if params.accumulate == "none" else c.double())
+    return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
+
+
 def _config(params: KernelParams) -> FP8Config:
     assert isinstance(params.config, FP8Config)
     return params.config
@@ -71,10 +105,15 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     if race:
         include, every, name = RACES[race].put_into(include), 1, RACES[race].kernel
     builder = Builder(place / "cache", nvrtc(), include)
-    with compiled((params, builder, params) for params in named(chosen(every), name)) as binaries:
+    with compiled((params, builder, params) for params in named([*chosen(every), *HALF], name)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0
     for params, function in functions.items():
+        if isinstance(params, HalfParams):
+            if not run_half(params, function, stream):
+                wrong += 1
+                print(f"wrong: {params}")
+            continue
         m, n, k, num_sms = sizes(_config(params))
         a, b, _, _ = random_operands(m, n, k, "cuda")
         d, early = (torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))

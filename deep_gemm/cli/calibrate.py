@@ -21,9 +21,11 @@ from deep_gemm.cli.console import Number, console
 from deep_gemm.select import calibration
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from deep_gemm.benchmarks.fit import Data
 
 COUNT, TOKENS, SECONDS = click.IntRange(0, 10_000), click.IntRange(1, 1 << 20), Number()
+RANGES = (64, 128, 512)
+"""Up to so many tokens, and above: surveys have as many rows of each range, and fits are judged by range."""
 CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
 
@@ -33,7 +35,7 @@ CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 102
 def command(context: click.Context, seconds: float) -> None:
     """Measure this GPU, fit the model's constants, and write its calibration file; or do one of these.
 
-    A file for each GPU model is part of the package; GPUs without one are taken for an H200.
+    GPU models without a file start from their spec sheet and from the file of the nearest model.
     """
     if context.invoked_subcommand is None:
         import torch
@@ -122,7 +124,7 @@ def surveyed(
 ) -> list[GemmShape]:
     """What a survey times: `count` random shapes, and with `public` DeepSeek-V3's N x K at many M, of `min_m` to
     `max_m` tokens; in an order that `seed` gives. Random ones are log-uniform, and so many of each range of tokens that
-    has constants of its own that all get as many rows: graphs, which double and triple them, are of few tokens. Fewer
+    all get as many rows: graphs, which double and triple them, are of few tokens. Fewer
     where not one in 100 has so many tokens."""
     from deep_gemm.benchmarks import survey
 
@@ -132,18 +134,23 @@ def surveyed(
     left = _shares(count, min_m, max_m)
     drawn = shapes.posed(shapes.log_uniform(count * 100, seed), op, output, added)
     for shape in (x for x in drawn if survey.is_surveyed(x, "flush")):
-        if shape.n % 8 == 0 and min_m <= shape.m <= max_m and left[kind := calibration.kind_of(shape.m)]:
+        if shape.n % 8 == 0 and min_m <= shape.m <= max_m and left[kind := range_of(shape.m)]:
             left[kind] -= 1
             found.append(shape)
     random.Random(seed).shuffle(found)
     return found
 
 
+def range_of(m: int) -> str:
+    """The name of the range that ``m`` tokens belong to."""
+    return next((f"m <= {limit}" for limit in RANGES if m <= limit), f"m > {RANGES[-1]}")
+
+
 def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
     """How many of ``count`` shapes each range of tokens gets, so that their rows are as many."""
     from deep_gemm.benchmarks import survey
 
-    least = {calibration.kind_of(m): m for m in range(max_m, min_m - 1, -1)}
+    least = {range_of(m): m for m in range(max_m, min_m - 1, -1)}
     modes = {
         kind: sum(survey.is_surveyed(GemmShape(m, 64, 128), mode) for mode in LAUNCH_MODES) for kind, m in least.items()
     }
@@ -162,58 +169,59 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
     type=click.IntRange(1),
     default=80,
     show_default=True,
-    help="Keep constants for which there are fewer rows.",
+    help="Keep known constants if fewer rows can be fitted to.",
 )
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
-    """Fit the model's constants to surveys. Needs no GPU, and a minute."""
+    """Fit the model's constants to surveys. Needs no GPU, and a minute. A quarter of the shapes is kept for judging."""
     from deep_gemm.benchmarks import fit, survey
 
     rows = survey.load(sources)
-    out = console()
-    found: dict[str, calibration.Calibration] = {}
-    summary: dict[str, dict[str, float]] = {}
-    for name in calibration.KINDS:
-        known = getattr(calibration.default(), name)
-        launches = (row for row in rows if row["mode"] in LAUNCH_MODES)
-        mine = [row for row in launches if calibration.kind_of(row["m"]) == name]
-        data = fit.Data.of(mine, arch.get("sm_90a")) if len(mine) >= max(least, 1) else None
-        if data is None or not data.held_out.any() or data.held_out.all():
-            out.print(f"{name}: constants are as they were, since {len(mine)} rows are too few.")
-            found[name] = known
-            continue
-        # What is judged has not seen the shapes that it is judged by, nor have known constants it could start from.
-        blind = fit.fit(data, fit.middle(), ~data.held_out)
-        if name in ("few_tokens", "batch_tokens"):
-            found[name], blind = fit.climb(data, known), fit.climb(data, blind, ~data.held_out)
-        else:
-            found[name] = fit.fit(data, known)
-        judged = data.selected(blind)[data.held_out]
-        summary[name] = {**_summary(data.selected(found[name])), **_summary(judged, "held_out_")}
-        out.print(f"{name}: {summary[name]}")
-    power = calibration.default().power
-    if (fitted := fit.fit_power(rows, arch.get("sm_90a"))) is None:
+    out, spec = console(), arch.get("sm_90a")
+    launches = [row for row in rows if row["mode"] in LAUNCH_MODES]
+    parts = [[row for row in launches if fit.is_held_out(row) == held] for held in (False, True)]
+    device = rows[0].get("device") if rows else None
+    known = calibration.of(device) if device else calibration.default()
+    summary: dict[str, Any] = {}
+    speed, power = known.speed, known.power
+    seen, held_out = (fit.Data.of(part, spec) if part else None for part in parts)
+    if seen is None or held_out is None or len(seen.rows) < least:
+        out.print(f"speed: constants are as they were, since {len(launches)} rows are too few.")
+    else:
+        speed = fit.fit(seen, known.speed)
+        summary["speed"] = {"fitted": _summary(seen, speed), "held_out": _summary(held_out, speed)}
+        for name, ranges in summary["speed"].items():
+            for text, numbers in ranges.items():
+                out.print(f"{name}, {text}: {numbers}")
+    if (fitted := fit.fit_power(rows, spec)) is None:
         out.print("power: constants are as they were, since times back to back are too few, or do not tell.")
     else:
         power, summary["power"] = fitted
         out.print(f"power: {summary['power']}")
     if not summary:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
-    made = calibration.Calibrations(**found, power=power)
     about: dict[str, Any] = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch") if key in rows[0]}
     about["files"] = [path.name for path in sources]
     for key in ("date", "source_digest"):  # surveys may be of several days and trees
         about[f"{key}s"] = sorted({row[key] for row in rows if key in row})
+    constants = calibration.Calibration(speed, power).to_json()
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"constants": made.to_json(), "fit": summary, "survey": about}, indent=1) + "\n")
+    output.write_text(json.dumps({"constants": constants, "fit": summary, "survey": about}, indent=1) + "\n")
     out.print(f"Written: {output}")
 
 
-def _summary(quality: Tensor, prefix: str = "") -> dict[str, float]:
-    found = quality.tolist()
+def _summary(data: Data, speed: calibration.Speed) -> dict[str, dict[str, float]]:
+    """How good choices are, in each range of tokens: single calls, and graphs of launches."""
+    found: dict[str, list[float]] = {}
+    for row, quality in zip(data.rows, data.selected(speed).tolist(), strict=True):
+        mode = "flush" if row["mode"] == "flush" else "graph"
+        found.setdefault(f"{mode} {range_of(row['m'])}", []).append(quality)
     return {
-        f"{prefix}shapes": len(found),
-        f"{prefix}selected_over_best": round(geometric_mean(found), 4),
-        f"{prefix}worst": round(min(found), 3),
+        name: {
+            "rows": len(each),
+            "selected_over_best": round(geometric_mean(each), 4),
+            "worst": round(min(each), 3),
+        }
+        for name, each in sorted(found.items())
     }
 
 

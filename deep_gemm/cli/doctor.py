@@ -89,6 +89,8 @@ def _gpus() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
+    from deep_gemm import engine
+
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -98,7 +100,8 @@ def _gpus() -> list[dict[str, Any]]:
             target, why = None, str(error)
         capability = f"{properties.major}.{properties.minor}"
         entry = {"index": index, "name": properties.name, "capability": capability, "memory": properties.total_memory}
-        found.append(entry | {"sms": properties.multi_processor_count, "arch": target, "why": why})
+        entry |= {"sms": properties.multi_processor_count, "arch": target, "why": why}
+        found.append(entry | {"calibration": engine.calibration_of(index).origin if target else ""})
     return found
 
 
@@ -208,6 +211,8 @@ def _print(report: dict[str, Any]) -> None:
     for gpu in report["gpus"]:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
         out.print(f"GPU {gpu['index']}      {text}: {gpu['arch'] or 'no kernels'}")
+        if gpu["calibration"]:
+            out.print(f"           configs are chosen by {gpu['calibration']}")
     out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)")
     for name, edit in report["post_passes"].items():
         how = f"edited after compiling by {edit}" if edit else "as the compiler made them"

@@ -61,6 +61,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     report: dict[str, Any] = {
         "spec": dataclasses.asdict(asked),
         "configs_ranked": len(ranked),
+        "calibration": ranked[0].calibration.origin,
         "configs": configs,
         "params": params.to_json(),
         "kernel": binary.name,
@@ -90,6 +91,7 @@ def _print(report: dict[str, Any]) -> None:
         estimate = entry["estimate"]
         cells = [_cell(estimate[name]) for name in terms]
         rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
+    out.print(f"ranked     by {report['calibration']}")
     title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: by what power limits alone)"
     headers = [name.removesuffix("_us") for name in terms]
     # One space between columns: a row of large times must fit into 120 columns.

@@ -136,6 +136,16 @@ class Kernel(ABC, Generic[ConfigT]):
         signature = ", ".join(argument.declaration for argument in self.arguments(params))
         return {**self.constants(params), "name": self.entry(params), "signature": signature}
 
+    def struct_fields(self, params: KernelParams) -> str:
+        """The fields of the device code's struct ``Arguments``: numbers, addresses, and pointers to what stays in
+        constant memory. A parameter whose field is ``name[i]`` is one of an array."""
+        fields: dict[str, tuple[str, int]] = {}
+        for argument in self.arguments(params):
+            name, _, index = (argument.field or argument.name).partition("[")
+            ctype = argument.ctype if argument.is_value else f"const {argument.ctype}*"
+            fields[name] = (ctype, int(index.rstrip("]")) + 1 if index else 0)
+        return "\n  ".join(f"{ctype} {name}{f'[{size}]' if size else ''};" for name, (ctype, size) in fields.items())
+
     def struct(self, params: KernelParams) -> str:
         """Statements that fill the device code's struct ``arguments``, whose fields have the parameters' names."""
         return "\n  ".join(argument.assignment for argument in self.arguments(params))

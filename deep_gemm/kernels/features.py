@@ -1,4 +1,4 @@
-"""What the model of speed needs to know of a spec done with a config: counts, no times."""
+"""What the model of speed needs to know of a spec done with a config: counts, and times of the family's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import NamedTuple
 
 
 class Features(NamedTuple):
-    """Numbers, or arrays of them for many pairs at once. "A block" is one CTA's block of K."""
+    """Numbers, or arrays of them for many pairs at once. "A block" is one CTA's block of K.
+
+    All of them are a GEMM's, whatever its dtypes. A family adds terms by what it puts into ``promotion``, ``elements``
+    and ``prologue_us``, in the cycles and microseconds of its own instructions.
+    """
 
     waves: float
     """Tiles that the busiest slot does, one after the other."""
@@ -14,74 +18,42 @@ class Features(NamedTuple):
     """Blocks of K that it goes through for that."""
     resident: float
     """CTAs on the busiest SM."""
-    groups: float
-    """Consumers that multiply the same block."""
-    products: float
-    """Instructions a consumer issues for a block."""
-    half_width: float
-    """Half the columns of one instruction: its cycles in the tensor cores."""
-    read: float
-    """Bytes of operands that instructions read for a block."""
-    scales_read: float
-    """Bytes of tokens' scales that come from shared memory into registers for a block, as often as threads ask."""
-    filled: float
-    """Bytes that are loaded for a block."""
-    asked: float
-    """Rows of 128 bytes that a CTA asks the L2 for: of what a cluster shares, its part."""
-    columns: float
-    """Columns of m64 accumulators that a consumer promotes for a block."""
-    in_step: float
-    """1 where several consumers promote without order, else 0."""
-    token_scales: float
-    """Scales of tokens that a consumer multiplies into its columns for a block."""
+    tensor: float
+    """Cycles that the tensor cores take for a block of one CTA."""
+    consumers: float
+    """Consumer warpgroups of a CTA."""
+    consumers_k: float
+    """Consumers that have blocks of K of their own; the others multiply the same block."""
+    promotion: float
+    """Cycles that a consumer adds up sums for a block; 0 where they stay in the tensor cores' accumulators."""
     ahead: float
     """1 where the next products are issued before promotion, else 0."""
-    consumers_k: float
-    consumers: float
+    stages: float
+    filled: float
+    """Bytes that are loaded for a block."""
+    elements: float
+    """Output elements of a tile that are stored, as far as they exist; more where each takes longer."""
+    prologue_us: float
+    """What a launch of this family takes more than others."""
     store_warp: float
     """1 where a warp brings tiles to D while consumers go on to the next, else 0."""
-    stages: float
-    """Of the ring: each has two barriers, which are made one after the other."""
-    boxes: float
-    """TMA boxes of B per stage."""
-    elements: float
-    """Output elements of a tile that are stored, as far as they exist."""
-    direct: float
-    """1 for element by element stores, else 0."""
-    narrow: float
-    """How often the rows of one TMA store go into rows of 64 columns."""
-    transposed: float
-    """1 where operands are swapped, else 0."""
-    local_shares: float
-    """1 where consumers of a CTA exchange shares of K, else 0."""
-    cluster_shares: float
-    """The same for CTAs of a cluster."""
+    cluster: float
+    """1 where CTAs are launched in clusters, else 0."""
+    shares: float
+    """1 where CTAs of a cluster exchange shares of K, else 0."""
     handed: float
-    """Elements that a CTA hands over: m64 slices of tokens do so whole, whatever rows of them there are."""
-    cluster_2: float
-    cluster_4: float
-    cluster_8: float
+    """Elements that a CTA hands over for that."""
     first: float
     """Bytes that HBM moves before all CTAs have their first stage."""
     traffic: float
     """Bytes that HBM moves after them."""
-    weights_again: float
-    """Bytes of B, if more than one cluster tile asks for them."""
-    tokens_read: float
-    """Bytes of A that the L2 hands out."""
-    tokens_sharers: float
-    """Cluster tiles that read the same bytes of A, up to 32."""
-    weights_read: float
-    weights_sharers: float
-    """The same of B."""
-    in_parts: float
-    """1 where an m64 slice is multiplied in two parts, else 0."""
+    handed_out: float
+    """Bytes of both operands that the L2 hands out. Those that several tiles ask for at a time count less."""
     unaligned: float
-    """Of the rows of 128 bytes of a block, the part that begins inside a line of 128 bytes."""
-    torn: float
-    """The part that begins inside a sector of 32 bytes."""
+    """Of the rows of 128 bytes of a block, the part that begins inside a line of the L2."""
     crowded: float
-    """Rows of A of a block whose lines the L2 is asked for again and again: by the part of the SMs that want them at a
-    time, over the blocks of K that a CTA has of a row, and by `_crowding`."""
-    hanging: float
-    """Of the blocks of K that a CTA has of a tile, the part that ends past K, where it has the last."""
+    """Rows of a block whose lines the L2 is asked for again and again, by how badly they crowd it."""
+    read: float
+    """Bytes of operands that instructions read from shared memory for a block. For power alone, as is `asked`."""
+    asked: float
+    """Rows of 128 bytes that a CTA asks the L2 for: of what a cluster shares, its part."""

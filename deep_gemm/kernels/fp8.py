@@ -14,10 +14,10 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import FP8Config, KernelParams
 from ..settings import settings
 from ..spec import SCALE_BLOCK, GemmSpec, Operand, Spec, align, ceil_div
-from . import ffma_bursts, fp8_features
+from . import ffma_bursts, gemm_features
 from .base import Argument, GemmKernel, Strides, Value
 from .features import Features
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
 from .raster import raster
 from .tiles import first_column, last_rows, left, segments
@@ -69,10 +69,10 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         """What the model of speed counts of ``config``, where D is ``aligned`` for TMA or not."""
 
     def features(self, spec: Spec, config: FP8ConfigT) -> Features:
-        """See ``fp8_features.py``."""
+        """See ``gemm_features.py``."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
-        return fp8_features.features(self._counts(config, spec.d.aligned), spec, config)
+        return gemm_features.features(self._counts(config, spec.d.aligned), spec, config)
 
     @functools.cache  # noqa: B019 - one instance for the life of the process
     def _counts(self, config: FP8ConfigT, aligned: bool) -> Counts:
@@ -107,6 +107,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "step_b": "kStepKMajor",
             "shared_bytes": self.shared_bytes(params),
             "arguments": self.struct(params),
+            "argument_fields": self.struct_fields(params),
         }
 
     def config(self, params: KernelParams) -> FP8ConfigT:
@@ -122,7 +123,9 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
-        The fields of ``Fp8GemmArguments`` have these names."""
+        B has a map for each segment of a tile's columns (see ``columns.cuh``), and each operand one of edge boxes (see
+        ``edge_boxes.cuh``), which have ``last_rows`` and ``last_columns`` rows. ``early_stages`` of B are loaded before
+        the previous kernel has ended; 0: it may write B and its scales. ``evict_first`` are bits (see ``tma.cuh``)."""
         map_d = [Argument("map_d", "TensorMap")] if self.has_output_map else []
         more = [
             Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]")

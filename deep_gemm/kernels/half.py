@@ -15,8 +15,8 @@ from ..params import GemmConfig, HalfParams, KernelParams
 from ..spec import GemmSpec, Operand, Spec, ceil_div
 from .base import Argument, GemmKernel, Strides, Value
 from .features import Features
-from .fp8_features import Counts
-from .fp8_features import features as count
+from .gemm_features import Counts
+from .gemm_features import features as count
 from .loads import BARRIER_BYTES, early_stages, evict_first, l2_promotion, operand_maps
 from .raster import raster
 from .tiles import left
@@ -144,11 +144,13 @@ class HalfKernel(GemmKernel[HalfConfigT]):
             "mma_types": _MMA_TYPES[p.dtype],
             "shared_bytes": self.shared_bytes(params),
             "arguments": self.struct(params),
+            "argument_fields": self.struct_fields(params),
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
-        The fields of ``HalfArguments`` have these names."""
+        As of the FP8 kernels (see ``fp8.py``), without scales; MN-major operands have no edge boxes, and their second
+        map is the first."""
         p, _ = self.of(params)
         reads = [Argument("c", "const u8*"), Argument("c_stride", "i64")] if p.accumulate == "reads" else []
         return (

@@ -13,7 +13,7 @@ from ..params import KernelParams, UprightConfig
 from ..spec import GemmSpec, Spec, align, ceil_div
 from .base import Value
 from .fp8 import FP8Kernel, check_whole_pieces, turns
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .loads import BARRIER_BYTES
 from .tiles import segments
 
@@ -160,10 +160,6 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         ctas = self.num_ctas(config, spec.m, spec.n, spec.num_sms)
         return ctas <= spec.num_sms * config.ctas_per_sm and not (spec.d.aligned and spec.n % 8)
 
-    def worthwhile(self, spec: Spec, config: UprightConfig) -> bool:
-        """Less than half of the tile is padding: else there is one of half its height."""
-        return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
-
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_fp8_gemm.cu.jinja``."""
         c = self.config(params)
@@ -194,12 +190,8 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
             slices=slices,
             width=config.block_n,
             mma_n=mma_n,
-            scales=2 * slices,
-            boxes=len(segments(config.block_n)),
-            store_columns=store_box(config)[0],
             direct=not aligned,
             store_warp=config.persistent and aligned,
-            in_step=config.num_consumers > 1 and config.num_partials == 1 and turns(config) == 1,
         )
 
     def num_ctas(self, config: UprightConfig, m: int, n: int, num_sms: int) -> int:

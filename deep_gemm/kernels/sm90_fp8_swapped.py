@@ -10,7 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..params import KernelParams, SwappedConfig
 from ..spec import GemmSpec, Spec, align, ceil_div
 from .fp8 import FP8Kernel
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .loads import BARRIER_BYTES
 
 MAX_STAGES = 24
@@ -140,12 +140,8 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
             slices=1,
             width=config.block_m,
             mma_n=config.block_m,
-            scales=config.block_m // 4,
-            boxes=1,
-            store_columns=64,
             direct=not aligned,
             store_warp=False,
-            in_step=False,
             transposed=True,
             consumers_k=config.consumers_k,
         )

@@ -10,7 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import HalfConfig, HalfParams, KernelParams
 from ..spec import GemmSpec, Spec, ceil_div
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 
@@ -154,12 +154,8 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             slices=config.slices,
             width=config.block_n,
             mma_n=config.block_n,
-            scales=0,
-            boxes=1,
-            store_columns=min(64, box_columns(config.block_n // config.cluster_k, "bf16")),
             direct=not aligned,
             store_warp=aligned,
-            in_step=False,
             promotes=False,
         )
 

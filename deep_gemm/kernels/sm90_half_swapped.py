@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..arch import SM90, ArchSpec
 from ..params import HalfParams, HalfSwappedConfig, KernelParams
 from ..spec import GemmSpec, Operand, Spec, ceil_div
-from .fp8_features import Counts
+from .gemm_features import Counts
 from .half import BLOCK_K, HalfKernel, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 from .sm90_half_gemm import step
@@ -140,12 +140,8 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
             slices=1,
             width=config.block_m,
             mma_n=config.block_m,
-            scales=0,
-            boxes=1,
-            store_columns=64,
             direct=not aligned,
             store_warp=False,
-            in_step=False,
             transposed=True,
             consumers_k=config.consumers_k,
             promotes=False,

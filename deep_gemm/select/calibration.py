@@ -4,150 +4,107 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import InvalidInputError
+from . import sheets
 from .constants import Constants
 from .power import Power
+from .sheets import Sheet
 
 FOLDER = Path(__file__).parent / "calibrations"
 
-KINDS = ("few_tokens", "batch_tokens", "some_tokens", "many_tokens")
-FEW_TOKENS, BATCH_TOKENS, SOME_TOKENS = 64, 128, 512
-"""Up to so many tokens there are constants for few and for a large batch that is decoded, both fitted to graphs of many
-launches as well, and for some."""
-
 
 @dataclass(frozen=True)
-class Calibration(Constants):
-    """Constants of one GPU model, made by `deep-gemm calibrate`. Times in us, cycles of the SM clock."""
+class Speed(Constants):
+    """How fast one GPU model is, made by `deep-gemm calibrate`. Times in us, cycles of the SM clock."""
 
-    WHAT: ClassVar[str] = "A calibration"
+    WHAT: ClassVar[str] = "A calibration's part about speed"
 
     clock_ghz: float
-    """SM clock in short runs."""
-    tensor_ghz: float
-    """The same where tensor cores are the limit."""
+    """Boost clock, from the spec sheet: cycles are counted in it."""
     launch_us: float
     """An empty launch as timed, and the way to the first load."""
-    epilogue_us: float
-    """A tile's fixed cost: drain, staging, barriers."""
-    epilogue_elements_per_us: float
-    """Output elements that a CTA converts and stores by TMA in a microsecond."""
-    narrow_store: float
-    """Stores of rows of 64 / n columns take n to the power of this as long."""
-    epilogue_hidden: float
-    """Part of it that the work on the next tile hides."""
-    direct_elements_per_us: float
-    """The same, element by element."""
-    transposed_elements_per_us: float
-    """The same by TMA where operands are swapped, in addition: they are turned on the way."""
-    upright_us: float
-    """What a launch takes more where tokens are rows: a tile of few has rows without any."""
-    stage_us: float
-    """What a launch takes more for each stage of the ring, whose barriers are made first."""
     consumer_us: float
-    """The same for each consumer warpgroup."""
+    """What a launch takes more for each consumer warpgroup."""
     store_warp_us: float
     """Extra microseconds when the store warp writes the last tile."""
-    cluster_2_us: float
-    cluster_4_us: float
-    cluster_8_us: float
+    cluster_us: float
     """What launching and ending CTAs of a cluster together costs."""
-    local_us: float
-    """Handing over shares of K inside a CTA."""
     exchange_us: float
-    """Handing over shares of K between CTAs."""
-    skew: float
-    """What these then wait for each other, as a part of the time that they multiply."""
+    """Exchanging shares of K between CTAs, for each tile."""
     handed_per_us: float
-    """Elements that consumers of a CTA hand over in a microsecond."""
-    exchanged_per_us: float
-    """Elements that a CTA hands to others of its cluster in a microsecond."""
-    instruction_cycles: float
-    """Least time of a wgmma, however narrow."""
+    """Elements that a CTA hands to others in a microsecond."""
+    epilogue_us: float
+    """A tile's fixed cost: drain, staging, barriers."""
+    elements_per_us: float
+    """Output elements that a CTA converts and stores in a microsecond."""
+    epilogue_hidden: float
+    """Part of the epilogue that the work on the next tile hides."""
+    tensor: float
+    """Cycles of the tensor cores for one of their nominal cycles: at work they draw the power that lowers the clock."""
     chain_cycles: float
     """Latency of one block of K in a consumer: wait, issue, drain."""
-    promote_cycles: float
-    """Promotion of one column of an m64 slice."""
-    token_cycles: float
-    """Reading and multiplying one token's scale."""
-    exposed: float
-    """Part of promotion during which the tensor cores idle, however it is scheduled."""
-    in_step: float
-    """The same in addition, where several consumers promote without order."""
-    parts_cycles: float
-    """Multiplying an m64 slice in two parts, in one block of K."""
-    ahead_cycles: float
-    """Latency of one block where products are issued ahead."""
-    issue_cycles: float
-    """A producer thread's time for one box of B."""
-    shared_bytes_per_cycle: float
-    """Shared memory of an SM: operands that wgmma reads, and what TMA writes."""
-    fill_bytes_per_cycle: float
-    """From L2 into one SM."""
-    line_cycles: float
-    """Asking the L2 for a line, for one SM."""
     load_cycles: float
     """From asking for a stage to having it."""
+    fill_bytes_per_cycle: float
+    """From L2 into one SM."""
+    crowded_cycles: float
+    """What a crowded row of 128 bytes costs in addition, for one SM."""
+    unaligned: float
+    """What a row of 128 bytes that begins inside a line costs the L2 in addition, as a part of a row."""
     start_gb_per_s: float
     """From HBM, of the first stages of all CTAs."""
     hbm_gb_per_s: float
-    again: float
-    """Part of B that costs HBM's time twice, where several tiles ask for it before it has come."""
     l2_gb_per_s: float
-    """From L2 into all SMs together, of bytes that one SM asks for."""
-    l2_sharing: float
-    """Bytes that n tiles ask for count n to the power of minus this each."""
-    unaligned: float
-    """What a row of 128 bytes costs that begins inside a line, in lines: it takes two, and fits say more."""
-    torn: float
-    """What it costs in addition, in lines, if it begins inside a sector of 32 bytes: it takes five of them then."""
-    crowded_cycles: float
-    """What a crowded row of 128 bytes costs in addition, for one SM."""
-    hanging_cycles: float
-    """What a row of 128 bytes costs in addition that ends past K, for one SM: TMA fills it up with zeros."""
+    """From L2 into all SMs together."""
+    overlap: float
+    """The power of the norm that joins the times of resources: the larger, the better they overlap."""
 
 
 @dataclass(frozen=True)
-class Calibrations:
-    """Those of one GPU model: for few tokens, where launches overlap and HBM is the limit, for a batch, where in
-    addition power is, for many, where tensor cores and the L2 matter, and for some, where all do; and what draws
-    power."""
+class Calibration:
+    """What is known of a GPU model: its speed, what draws power, and ``origin``, which says whose constants these
+    are."""
 
-    few_tokens: Calibration
-    batch_tokens: Calibration
-    some_tokens: Calibration
-    many_tokens: Calibration
+    speed: Speed
     power: Power
-
-    def of(self, m: int) -> Calibration:
-        """The constants for ``m`` tokens."""
-        found: Calibration = getattr(self, kind_of(m))
-        return found
+    origin: str = ""
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Calibrations:
-        """All of them, from a file's "constants". Raises InvalidInputError."""
-        names = [*KINDS, "power"]
-        if sorted(data) != sorted(names):
+    def from_json(cls, data: dict[str, Any], origin: str = "") -> Calibration:
+        """From a file's "constants". Raises InvalidInputError."""
+        if sorted(data) != ["power", "speed"]:
             raise InvalidInputError(
-                f"A calibration file holds constants for {', '.join(names)}, but this one for {', '.join(data)}. "
+                f"A calibration file holds constants of speed and power, but this one of {', '.join(data)}. "
                 "Make it anew with `deep-gemm calibrate fit`."
             )
-        return cls(**{kind: Calibration.from_json(data[kind]) for kind in KINDS}, power=Power.from_json(data["power"]))
+        return cls(Speed.from_json(data["speed"]), Power.from_json(data["power"]), origin)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """For a calibration file."""
-        return asdict(self)
+        return {"speed": asdict(self.speed), "power": asdict(self.power)}
 
-
-def kind_of(m: int) -> str:
-    """Which of ``Calibrations`` is for ``m`` tokens."""
-    limits = (FEW_TOKENS, BATCH_TOKENS, SOME_TOKENS)
-    return next((kind for kind, limit in zip(KINDS, limits, strict=False) if m <= limit), KINDS[-1])
+    def scaled(self, known: Sheet, to: Sheet) -> Calibration:
+        """What these constants, of the card ``known``, are on the card ``to`` by both spec sheets."""
+        hbm, tensor = to.hbm_gb_per_s / known.hbm_gb_per_s, to.tensor_tflops / known.tensor_tflops
+        cycles = to.sms * to.clock_ghz / (known.sms * known.clock_ghz)
+        speed = replace(
+            self.speed,
+            clock_ghz=to.clock_ghz,
+            tensor=self.speed.tensor * cycles / tensor,
+            start_gb_per_s=self.speed.start_gb_per_s * hbm,
+            hbm_gb_per_s=self.speed.hbm_gb_per_s * hbm,
+            l2_gb_per_s=self.speed.l2_gb_per_s * cycles,
+        )
+        power = replace(
+            self.power,
+            products_per_us=self.power.products_per_us * min(tensor, to.power_w / known.power_w),
+            stored_per_us=self.power.stored_per_us * hbm,
+        )
+        return Calibration(speed, power, f"the spec sheet of {to.name}, scaled from {self.origin}")
 
 
 def file_of(device_name: str) -> Path:
@@ -157,22 +114,31 @@ def file_of(device_name: str) -> Path:
 
 
 @functools.cache
-def load(path: Path) -> Calibrations:
-    """The calibrations in a file. Raises InvalidInputError if it holds none."""
-    return Calibrations.from_json(json.loads(path.read_text())["constants"])
+def load(path: Path) -> Calibration:
+    """The calibration in a file. Raises InvalidInputError if it holds none."""
+    data = json.loads(path.read_text())
+    return Calibration.from_json(data["constants"], f"the calibration {path.stem}")
 
 
-def of(device_name: str) -> Calibrations:
-    """The calibrations of a GPU model; an H200's where there are none."""
+@functools.cache
+def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
+    """The calibration of a GPU model; where it has none, what its spec sheet makes of that of the nearest card. SMs and
+    bandwidth find the sheet of a card that has none; 0 says that they are not known."""
     path = file_of(device_name)
-    return load(path) if path.is_file() else default()
+    if path.is_file():
+        return load(path)
+    sheet = sheets.of(device_name, num_sms, hbm_gb_per_s)
+    known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
+    nearest = min(known, key=sheet.distance)
+    found = load(file_of(nearest.device))
+    return found if nearest == sheet else found.scaled(nearest, sheet)
 
 
-def every() -> list[Calibrations]:
+def every() -> list[Calibration]:
     """Those of all GPU models that have one, the default first."""
     return [default(), *(load(path) for path in sorted(FOLDER.glob("*.json")) if load(path) != default())]
 
 
-def default() -> Calibrations:
-    """Those used where there are none of the GPU itself: an H200's."""
+def default() -> Calibration:
+    """Those used where no GPU is named: an H200's."""
     return load(file_of("NVIDIA H200"))

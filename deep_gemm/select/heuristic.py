@@ -14,9 +14,9 @@ from ..arch import ArchSpec
 from ..errors import UnsupportedError
 from ..params import GemmConfig
 from ..spec import GemmSpec, ceil_div
-from .calibration import SOME_TOKENS, Calibration, Calibrations, default
-from .model import Costs, Estimate, costs, estimate, features, parts
-from .power import Power, sustained_us
+from .calibration import Calibration, default
+from .model import Estimate, estimate, features, parts
+from .power import sustained_us
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,20 @@ class Choice:
     config: GemmConfig
     spec: GemmSpec
     calibration: Calibration
-    power: Power
 
     @functools.cached_property
     def estimate(self) -> Estimate:
         """What the model expects of it: worked out when asked for, since ranking needs one number of each."""
-        return estimate(self.spec, self.config, self.calibration)
+        return estimate(self.spec, self.config, self.calibration.speed)
 
     @functools.cached_property
     def sustained_us(self) -> float:
         """How long it takes among many launches back to back, if power is what limits them (see `power`)."""
-        return sustained_us(self.spec, self.config, features(self.spec, self.config), self.power)
+        return sustained_us(self.spec, self.config, features(self.spec, self.config), self.calibration.power)
 
+
+SOME_TOKENS = 512
+"""More are prefill or training, which make many launches in a row."""
 
 EXACT_TOKENS = 16
 """M up to 16 is not bucketed."""
@@ -80,7 +82,7 @@ def sustains(spec: GemmSpec) -> bool:
     return spec.flops >= (PREFILL_FLOPS if spec.m > SOME_TOKENS else SUSTAINED_FLOPS)
 
 
-def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibrations | None = None) -> list[Choice]:
+def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> list[Choice]:
     """Every config that `candidates` names for ``spec``, the fastest by the model first; ties go to the smaller tile.
     Where power can be the limit, what they take back to back counts too (`SUSTAINED_PART`). ``calibration`` is an
     H200's if it is None. Estimates are of the `representative` number of tokens.
@@ -92,37 +94,26 @@ def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibrations | None = None
 
 
 @functools.lru_cache(maxsize=256)
-def _rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibrations) -> tuple[Choice, ...]:
+def _rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> tuple[Choice, ...]:
     return tuple(order(spec, candidates(spec, arch), calibration))
 
 
-def order(spec: GemmSpec, configs: list[GemmConfig], calibration: Calibrations) -> list[Choice]:
+def order(spec: GemmSpec, configs: list[GemmConfig], calibration: Calibration) -> list[Choice]:
     """``configs``, all of which can run ``spec``, the fastest by the model first."""
-    constants = calibration.of(spec.m)
-    known = _known(constants, spec.d.aligned)
-    sustained = sustains(spec)
+    speed, sustained = calibration.speed, sustains(spec)
 
     def key(config: GemmConfig) -> tuple[float, int]:
         x = features(spec, config)
-        of = known.get(config)
-        if of is None:
-            of = known[config] = costs(x, constants)
-        us = parts(x, constants, known=of)["total"]
+        us = parts(x, speed)["total"]
         if sustained:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
-            us = (max(0.0, us - constants.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
+            us = (max(0.0, us - speed.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
         return us, config.block_m * config.block_n
 
-    return [Choice(config, spec, constants, calibration.power) for config in sorted(configs, key=key)]
+    return [Choice(config, spec, calibration) for config in sorted(configs, key=key)]
 
 
-@functools.lru_cache(maxsize=16)
-def _known(calibration: Calibration, aligned: bool) -> dict[GemmConfig, Costs]:
-    """What configs cost, of those that were ranked before."""
-    return {}
-
-
-def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibrations | None = None) -> Choice:
+def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> Choice:
     """The first of `rank`."""
     return rank(spec, arch, calibration)[0]
 

@@ -2,12 +2,11 @@
 // Warp-specialised: a producer warpgroup fills a ring of stages by TMA. Each consumer warpgroup multiplies its own rows of the
 // tile, promotes them, and stages them for the store. In persistent CTAs the producers load the next tile meanwhile.
 //
-// Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
+// Tile supplies the block sizes, Mma the wgmma and Arguments the parameters of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
 #include "barrier.cuh"
 #include "edge_boxes.cuh"
 #include "epilogue.cuh"
-#include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "loaders.cuh"
 #include "next_tile_hint.cuh"
@@ -21,7 +20,7 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-template <class Tile, class Mma>
+template <class Tile, class Mma, class Arguments>
 struct Fp8Gemm {
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
   enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
@@ -88,12 +87,12 @@ struct Fp8Gemm {
   enum : u32 { kSharedBytes = kOffsetHint + (kHints ? +NextTileHint::kBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
-  const Fp8GemmArguments& arg;
+  const Arguments& arg;
   u32 shared;
   Barriers barriers;
   Exchange exchange;
 
-  DG_DEVICE Fp8Gemm(const Fp8GemmArguments& arg, u32 shared) : arg(arg), shared(shared) {
+  DG_DEVICE Fp8Gemm(const Arguments& arg, u32 shared) : arg(arg), shared(shared) {
     barriers.base = shared + kOffsetBarriers;
     exchange.slots = shared + kOffsetSlots;
     exchange.barriers = shared + kOffsetBarriers + Barriers::kBytes;

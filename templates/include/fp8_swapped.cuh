@@ -2,12 +2,11 @@
 // and tokens (A) its N. With few tokens no shared memory and no products are wasted. K can be split over the consumers of a CTA
 // and over the CTAs of a cluster, which add their sums through distributed shared memory.
 //
-// Tile supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_fp8_swapped.cu.jinja).
+// Tile supplies the block sizes, Mma the wgmma and Arguments the parameters of this kernel (see kernels/sm90_fp8_swapped.cu.jinja).
 #pragma once
 #include "barrier.cuh"
 #include "edge_boxes.cuh"
 #include "epilogue.cuh"
-#include "fp8_gemm_arguments.cuh"
 #include "fp8_mainloop.cuh"
 #include "loaders.cuh"
 #include "order.cuh"
@@ -18,7 +17,7 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-template <class Tile, class Mma>
+template <class Tile, class Mma, class Arguments>
 struct Fp8Swapped {
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 128 };
   static_assert(kBlockM % 8 == 0 && kBlockM <= 64);
@@ -57,12 +56,12 @@ struct Fp8Swapped {
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kSplits > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
-  const Fp8GemmArguments& arg;
+  const Arguments& arg;
   u32 shared;
   Barriers barriers;
   Exchange exchange;
 
-  DG_DEVICE Fp8Swapped(const Fp8GemmArguments& arg, u32 shared) : arg(arg), shared(shared) {
+  DG_DEVICE Fp8Swapped(const Arguments& arg, u32 shared) : arg(arg), shared(shared) {
     barriers.base = shared + kOffsetBarriers;
     exchange.slots = shared + kOffsetSlots;
     exchange.barriers = shared + kOffsetBarriers + Barriers::kBytes;

@@ -35,12 +35,12 @@ struct HalfGemmLayout {
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 };
 
-template <class Constants, class MmaType>
+template <class Constants, class MmaType, class Arguments>
 struct HalfGemm {
   using Layout = HalfGemmLayout<Constants, MmaType>;
   using Tile = Constants;
   using Mma = MmaType;
-  using Kernel = HalfKernel<Layout>;
+  using Kernel = HalfKernel<Layout, Arguments>;
   using Scheduler = typename Layout::Scheduler;
   using Store = typename Layout::Store;
   using Out = typename Store::Out;
@@ -58,7 +58,7 @@ struct HalfGemm {
 
   Kernel kernel;
 
-  DG_DEVICE HalfGemm(const HalfArguments& arg, u32 shared) : kernel(arg, shared) {}
+  DG_DEVICE HalfGemm(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
 
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {

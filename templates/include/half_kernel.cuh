@@ -2,10 +2,9 @@
 //
 // Layout gives the tile and the shared memory of a kernel: kBlockM, kBlockN, kStages, kConsumers, kClusterM/N/K, kConsumersK,
 // Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the types
-// Scheduler, Order, Barriers and Exchange.
+// Scheduler, Order, Barriers and Exchange. Arguments are the kernel's parameters (see kernels/half.py).
 #pragma once
 #include "barrier.cuh"
-#include "half_arguments.cuh"
 #include "operand.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
@@ -15,7 +14,7 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-template <class Layout>
+template <class Layout, class Arguments>
 struct HalfKernel {
   using Tile = typename Layout::Tile;
   using Scheduler = typename Layout::Scheduler;
@@ -31,12 +30,12 @@ struct HalfKernel {
   enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1 };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
-  const HalfArguments& arg;
+  const Arguments& arg;
   u32 shared;
   Barriers barriers;
   Exchange exchange;
 
-  DG_DEVICE HalfKernel(const HalfArguments& arg, u32 shared) : arg(arg), shared(shared) {
+  DG_DEVICE HalfKernel(const Arguments& arg, u32 shared) : arg(arg), shared(shared) {
     barriers.base = shared + Layout::kOffsetBarriers;
     exchange.slots = shared + Layout::kOffsetSlots;
     exchange.barriers = shared + Layout::kOffsetBarriers + Barriers::kBytes;

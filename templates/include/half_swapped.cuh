@@ -33,12 +33,12 @@ struct HalfSwappedLayout {
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 };
 
-template <class Constants, class MmaType>
+template <class Constants, class MmaType, class Arguments>
 struct HalfSwapped {
   using Layout = HalfSwappedLayout<Constants, MmaType>;
   using Tile = Constants;
   using Mma = MmaType;
-  using Kernel = HalfKernel<Layout>;
+  using Kernel = HalfKernel<Layout, Arguments>;
   using Scheduler = typename Layout::Scheduler;
   using Exchange = typename Layout::Exchange;
   using Store = typename Layout::Store;
@@ -53,7 +53,7 @@ struct HalfSwapped {
 
   Kernel kernel;
 
-  DG_DEVICE HalfSwapped(const HalfArguments& arg, u32 shared) : kernel(arg, shared) {}
+  DG_DEVICE HalfSwapped(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
 
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [](const Scheduler&) {});

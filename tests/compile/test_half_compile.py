@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
+from half_mutations import KERNELS, MUTATIONS, Mutation
 from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, open_compiler
 
-from deep_gemm import kernels
+from deep_gemm import engine, kernels
+from deep_gemm.jit import Builder
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels import sm90_half_gemm, sm90_half_swapped
 from deep_gemm.params import HalfParams, KernelParams
@@ -75,3 +78,18 @@ def test_the_main_loop_is_products_and_a_barrier(
     loop = main_loop(builds[params].result().sass)
     assert len(moves_to_uniform(loop)) <= 2
     assert len(loop) < 70
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_each_mutation_applies_once_and_changes_the_code(
+    mutation: Mutation, compiler: Compiler, tmp_path: Path
+) -> None:
+    """Those of tests/gpu/test_half_mutations.py."""
+    if compiler.kind != "nvrtc":
+        pytest.skip("one compiler does")
+    params = KERNELS[mutation.kernels[0]]
+    broken, sound = (
+        Builder(tmp_path / name, compiler, headers).build(engine.build_request(params)).cubin
+        for name, headers in (("broken", mutation.headers(tmp_path / "include")), ("sound", None))
+    )
+    assert broken != sound

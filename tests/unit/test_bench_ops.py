@@ -22,6 +22,7 @@ from deep_gemm.benchmarks import backends, rows, run, selection, serving_set, sh
 from deep_gemm.cli.app import app
 from deep_gemm.cli.calibrate import surveyed
 from deep_gemm.errors import DeepGemmError, InvalidInputError
+from deep_gemm.select.calibration import default
 from deep_gemm.testing import calc_diff
 
 __all__ = ["gpu"]
@@ -244,6 +245,7 @@ def test_the_commands_survey_an_operation(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
     monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
     for module in (survey, selection):
         monkeypatch.setattr(module, "environment", dict)

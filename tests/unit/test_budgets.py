@@ -1,8 +1,9 @@
-"""What a deployment may cost: how many kernels it needs, and importing (`benchmarks/budgets.json`)."""
+"""What a deployment may cost: how many kernels it needs, compiling them, and importing (`benchmarks/budgets.json`)."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 
 import deep_gemm
+from deep_gemm import engine
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.workload import model_layers, shapes
-from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, LLAMA_3
+from deep_gemm.benchmarks import compile_cost
+from deep_gemm.benchmarks.shapes import LLAMA_3
+from deep_gemm.jit.compilers import Compiler
 from deep_gemm.params import KernelParams
 from deep_gemm.select import representatives
 
@@ -21,8 +25,7 @@ BUDGETS = json.loads((Path(__file__).parents[2] / "benchmarks" / "budgets.json")
 
 @pytest.fixture(scope="module")
 def kernels() -> list[KernelParams]:
-    """All that DeepSeek-V3's dense layers can ask for."""
-    return list(choose(shapes(model_layers(DEEPSEEK_V3), representatives(16384))).kernels)
+    return compile_cost.kernels()
 
 
 def test_few_kernels_serve_a_model(kernels: list[KernelParams]) -> None:
@@ -38,6 +41,30 @@ def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
     assert {layer.op for layer in layers} == {"bf16_gemm_nt"}
     assert not work.impossible
     assert 15 <= len(work.kernels) <= BUDGETS["bf16_kernels"][model][str(tp)]
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Compiler:
+    return compile_cost.nvrtc()
+
+
+def in_trials(compiler: Compiler, params: KernelParams, turns: int) -> float:
+    """CPU time of compiling a kernel, in that of one that never changes: machines differ, and others work on them."""
+    took, trial = compile_cost.cpu_seconds(compiler, [engine.build_request(params), compile_cost.trial()], turns)
+    return took / trial
+
+
+@pytest.mark.compile
+def test_a_first_build_is_short(kernels: list[KernelParams], nvrtc: Compiler) -> None:
+    slowest = max(kernels, key=compile_cost.size)
+    assert in_trials(nvrtc, slowest, turns=2) <= BUDGETS["slowest_in_trials"]
+
+
+@pytest.mark.compile
+def test_kernels_compile_fast(kernels: list[KernelParams], nvrtc: Compiler) -> None:
+    """By three of them. `python -m deep_gemm.benchmarks.compile_cost` measures all."""
+    each = [in_trials(nvrtc, params, turns=2) for params in compile_cost.sample(kernels)]
+    assert statistics.mean(each) <= BUDGETS["sample_in_trials"]
 
 
 def test_importing_is_cheap() -> None:

@@ -171,7 +171,7 @@ SPAN = 1 << 17
 BASES = st.integers(0, SPAN // 4).map(lambda n: n * 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.tuples(BASES, BASES, BASES, BASES, BASES.map(lambda n: n // 2)), st.booleans())
 def test_what_a_replay_takes_is_what_the_check_takes(starts: tuple[int, ...], aligned: bool) -> None:
     """Of operands anywhere in one piece of memory, a replay takes none that the check refuses, and all that are aligned

@@ -16,8 +16,8 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import survey
 from deep_gemm.benchmarks.modes import LAUNCH_MODES
-from deep_gemm.cli.calibrate import CALIBRATION_M, command, surveyed
-from deep_gemm.select.calibration import KINDS, kind_of
+from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
+from deep_gemm.select.calibration import default
 
 
 def test_quality_is_best_over_selected() -> None:
@@ -68,11 +68,11 @@ def test_a_survey_as_it_comes_has_rows_enough_for_all_constants(seed: int) -> No
     """With fewer than `fit` asks for it keeps those of an H200. Drawn alike over M, most rows were of few tokens."""
     defaults = {option.name: option.default for name in ("survey", "fit") for option in command.commands[name].params}
     found = surveyed(defaults["count"], seed, public=True, min_m=1, max_m=8192)
-    rows = Counter(kind_of(s.m) for s in found for mode in LAUNCH_MODES if survey.is_surveyed(s, mode))
-    assert set(rows) == set(KINDS)
+    rows = Counter(range_of(s.m) for s in found for mode in LAUNCH_MODES if survey.is_surveyed(s, mode))
+    assert set(rows) == {range_of(m) for m in (*RANGES, RANGES[-1] + 1)}
     assert min(rows.values()) >= defaults["least"]
     drawn = [shape for shape in found if shape.source != "DeepSeek-V3"]
-    of = Counter(kind_of(s.m) for s in drawn for mode in LAUNCH_MODES if survey.is_surveyed(s, mode))
+    of = Counter(range_of(s.m) for s in drawn for mode in LAUNCH_MODES if survey.is_surveyed(s, mode))
     assert max(of.values()) - min(of.values()) <= 3
     assert len(drawn) == defaults["count"]
 
@@ -138,6 +138,7 @@ def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
     monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
 
     def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
@@ -182,6 +183,7 @@ def test_with_everything_the_model_has_no_say(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
     monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
     shape = GemmShape(300, 2112, 1152)
     asked = survey.spec_of(shape, SM90.num_sms)

@@ -245,7 +245,7 @@ def test_precompile_writes_a_pack_of_all_or_none(
         request = engine.build_request(params)
         key = made.source_key(request)
         assert found.source(key).decode() == request.source
-        assert found.kernels[key].meta == json.loads(json.dumps(request.meta))
+        assert found.kernels[key].meta == json.loads(json.dumps(request.stored_meta))
     # From disk and from memory it is the same pack.
     before = out.read_bytes()
     assert run(*arguments).exit_code == 0

@@ -50,10 +50,28 @@ struct Mma {
   }
 };
 
+struct Arguments {
+  u32 m;
+  u32 n;
+  u32 k;
+  u32 last_rows;
+  u32 last_columns;
+  u32 early_stages;
+  const Raster* raster;
+  u32 evict_first;
+  u8* d;
+  i64 d_stride;
+  const TensorMap* map_a;
+  const TensorMap* map_b;
+  const TensorMap* map_d;
+  const TensorMap* map_a_last;
+  const TensorMap* map_b_last;
+};
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     bf16_gemm_nt_128x256_s4_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, const __grid_constant__ Raster raster, u32 evict_first, u8* d, i64 d_stride, const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last) {
   extern __shared__ __align__(1024) u8 shared[];
-  HalfArguments arguments{};
+  Arguments arguments{};
   arguments.m = m;
   arguments.n = n;
   arguments.k = k;
@@ -69,5 +87,5 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   arguments.map_d = &map_d;
   arguments.map_a_last = &map_a_last;
   arguments.map_b_last = &map_b_last;
-  HalfGemm<Constants, Mma>(arguments, shared_address(shared)).run();
+  HalfGemm<Constants, Mma, Arguments>(arguments, shared_address(shared)).run();
 }

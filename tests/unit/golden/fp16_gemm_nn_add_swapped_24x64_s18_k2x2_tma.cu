@@ -47,10 +47,29 @@ struct Mma {
   }
 };
 
+struct Arguments {
+  u32 m;
+  u32 n;
+  u32 k;
+  u32 last_rows;
+  u32 last_columns;
+  u32 early_stages;
+  const Raster* raster;
+  u32 evict_first;
+  u8* d;
+  i64 d_stride;
+  const u8* c;
+  i64 c_stride;
+  const TensorMap* map_a;
+  const TensorMap* map_b;
+  const TensorMap* map_a_last;
+  const TensorMap* map_b_last;
+};
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     fp16_gemm_nn_add_swapped_24x64_s18_k2x2_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, const __grid_constant__ Raster raster, u32 evict_first, u8* d, i64 d_stride, const u8* c, i64 c_stride, const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last) {
   extern __shared__ __align__(1024) u8 shared[];
-  HalfArguments arguments{};
+  Arguments arguments{};
   arguments.m = m;
   arguments.n = n;
   arguments.k = k;
@@ -67,5 +86,5 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   arguments.map_b = &map_b;
   arguments.map_a_last = &map_a_last;
   arguments.map_b_last = &map_b_last;
-  HalfSwapped<Constants, Mma>(arguments, shared_address(shared)).run();
+  HalfSwapped<Constants, Mma, Arguments>(arguments, shared_address(shared)).run();
 }

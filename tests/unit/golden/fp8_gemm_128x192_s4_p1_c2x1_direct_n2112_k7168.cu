@@ -49,10 +49,33 @@ struct Mma {
   }
 };
 
+struct Arguments {
+  u32 m;
+  u32 n;
+  u32 k;
+  u32 last_rows;
+  u32 last_columns;
+  u32 early_stages;
+  const Raster* raster;
+  u32 evict_first;
+  const float* scale_b;
+  i64 scale_b_stride_n;
+  i64 scale_b_stride_k;
+  u16* d;
+  i64 d_stride;
+  const TensorMap* map_a;
+  const TensorMap* map_b[2];
+  const TensorMap* map_scale_a;
+  const TensorMap* map_d;
+  const TensorMap* map_a_last;
+  const TensorMap* map_b_last;
+  const TensorMap* map_scale_a_last;
+};
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     fp8_gemm_128x192_s4_p1_c2x1_direct_n2112_k7168(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, const __grid_constant__ Raster raster, u32 evict_first, const float* scale_b, i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last, const __grid_constant__ TensorMap map_scale_a_last, const __grid_constant__ TensorMap map_b_1) {
   extern __shared__ __align__(1024) u8 shared[];
-  Fp8GemmArguments arguments{};
+  Arguments arguments{};
   arguments.m = m;
   arguments.n = n;
   arguments.k = k;
@@ -74,5 +97,5 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   arguments.map_b_last = &map_b_last;
   arguments.map_scale_a_last = &map_scale_a_last;
   arguments.map_b[1] = &map_b_1;
-  Fp8Gemm<Tile, Mma>(arguments, shared_address(shared)).run();
+  Fp8Gemm<Tile, Mma, Arguments>(arguments, shared_address(shared)).run();
 }

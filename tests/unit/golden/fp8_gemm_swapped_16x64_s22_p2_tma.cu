@@ -46,10 +46,32 @@ struct Mma {
   }
 };
 
+struct Arguments {
+  u32 m;
+  u32 n;
+  u32 k;
+  u32 last_rows;
+  u32 last_columns;
+  u32 early_stages;
+  const Raster* raster;
+  u32 evict_first;
+  const float* scale_b;
+  i64 scale_b_stride_n;
+  i64 scale_b_stride_k;
+  u16* d;
+  i64 d_stride;
+  const TensorMap* map_a;
+  const TensorMap* map_b[1];
+  const TensorMap* map_scale_a;
+  const TensorMap* map_a_last;
+  const TensorMap* map_b_last;
+  const TensorMap* map_scale_a_last;
+};
+
 extern "C" __global__ void __launch_bounds__(256, 2)
     fp8_gemm_swapped_16x64_s22_p2_tma(u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, const __grid_constant__ Raster raster, u32 evict_first, const float* scale_b, i64 scale_b_stride_n, i64 scale_b_stride_k, u16* d, i64 d_stride, const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a, const __grid_constant__ TensorMap map_a_last, const __grid_constant__ TensorMap map_b_last, const __grid_constant__ TensorMap map_scale_a_last) {
   extern __shared__ __align__(1024) u8 shared[];
-  Fp8GemmArguments arguments{};
+  Arguments arguments{};
   arguments.m = m;
   arguments.n = n;
   arguments.k = k;
@@ -69,5 +91,5 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   arguments.map_a_last = &map_a_last;
   arguments.map_b_last = &map_b_last;
   arguments.map_scale_a_last = &map_scale_a_last;
-  Fp8Swapped<Tile, Mma>(arguments, shared_address(shared)).run();
+  Fp8Swapped<Tile, Mma, Arguments>(arguments, shared_address(shared)).run();
 }

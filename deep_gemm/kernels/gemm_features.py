@@ -1,4 +1,4 @@
-"""What the model of speed counts of a dense FP8 GEMM done with a config."""
+"""What the model of speed counts of a dense GEMM done with a config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from ..arch import SM90
-from ..params import GemmConfig
+from ..params import FP8Config, GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
 from .features import Features
 from .loads import SECTOR_BYTES
@@ -28,6 +28,26 @@ def _crowding(k: int) -> float:
     return 1.0 if k % SECTOR_BYTES else 0.4 if k % (2 * SECTOR_BYTES) else 0.0
 
 
+LEAST_CYCLES = 8.0
+"""Of an instruction, however narrow."""
+
+PROMOTION_CYCLES = 0.5
+"""Promotion of one column of an m64 slice."""
+
+TOKEN_CYCLES = 5.8
+"""Reading and multiplying one token's scale where tokens are columns: each column has another."""
+
+UPRIGHT_US = 0.16
+"""What a launch takes more where tokens are rows."""
+
+DIRECT_ELEMENTS = 10.0
+"""An element that is stored for itself takes as long as so many that TMA stores."""
+
+L2_SHARING = 0.15
+"""Bytes that n tiles ask the L2 for count n to the power of minus this each: SMs that ask for the same line at a time
+share an answer."""
+
+
 class Counts(NamedTuple):
     """What does not depend on the spec. ``slices`` m64 slices of ``width`` columns are a consumer's, and each of the
     ``groups`` that multiply the same block takes them in instructions of ``mma_n`` columns."""
@@ -36,18 +56,10 @@ class Counts(NamedTuple):
     slices: int
     width: int
     mma_n: int
-    scales: int
-    """Scales of tokens that a thread reads for a block."""
-    boxes: int
-    """TMA boxes of B per stage."""
-    store_columns: int
-    """Of one row of a TMA store."""
     direct: bool
     """D is stored element by element."""
     store_warp: bool
     """A warp brings tiles to D while consumers go on to the next."""
-    in_step: bool
-    """Several consumers promote without order."""
     transposed: bool = False
     """Operands are swapped."""
     promotes: bool = True
@@ -58,32 +70,21 @@ class Counts(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
     """Of `Features` those that are the same for all specs."""
-    x, size = counts, config.cluster_size
+    x = counts
     products = x.slices * (x.width // x.mma_n) * 4
+    promotion = x.slices * x.width * PROMOTION_CYCLES + (x.width * TOKEN_CYCLES if x.transposed else 0)
     return {
-        "groups": x.groups,
-        "products": products,
-        "half_width": x.mma_n / 2,
-        "read": x.groups * products * (64 + x.mma_n) * 32,
-        "scales_read": x.groups * 128 * x.scales * 4,
-        "columns": x.slices * x.width if x.promotes else 0,
-        "in_step": float(x.in_step),
-        "token_scales": x.width if x.transposed and x.promotes else 0,
-        "ahead": float(not x.promotes or getattr(config, "num_partials", 1) > 1),
-        "consumers_k": x.consumers_k,
+        "tensor": x.groups * products * max(x.mma_n / 2, LEAST_CYCLES),
         "consumers": config.num_consumers,
-        "store_warp": float(x.store_warp),
+        "consumers_k": x.consumers_k,
+        "promotion": promotion if x.promotes else 0.0,
+        "ahead": float(not isinstance(config, FP8Config) or config.num_partials > 1),
         "stages": config.num_stages,
-        "boxes": x.boxes,
-        "direct": float(x.direct),
-        "narrow": 64 / x.store_columns,
-        "transposed": float(x.transposed),
-        "local_shares": float(x.consumers_k > 1),
-        "cluster_shares": float(config.cluster_k > 1),
-        "cluster_2": float(size == 2),
-        "cluster_4": float(size == 4),
-        "cluster_8": float(size == 8),
-        "in_parts": float(x.mma_n < x.width),
+        "prologue_us": 0.0 if x.transposed else UPRIGHT_US,
+        "store_warp": float(x.store_warp),
+        "cluster": float(config.cluster_size > 1),
+        "shares": float(config.cluster_k > 1),
+        "read": x.groups * products * (64 + x.mma_n) * 32,
     }
 
 
@@ -96,6 +97,7 @@ def _slots(config: GemmConfig, num_sms: int) -> int:
 def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: int = 1) -> Features:
     """The numbers of one pair. From here on K counts bytes of a row."""
     m, n, k = spec.m, spec.n, spec.k * element_bytes
+    d_bytes = 4 if spec.d.dtype == "f32" else 2
     block_m, block_n, size, cluster_k = config.block_m, config.block_n, config.cluster_size, config.cluster_k
     across_m, across_n, shares = block_m * config.cluster_m, block_n * config.cluster_n, config.k_shares
     rows, columns = ceil_div(m, across_m), ceil_div(n, across_n)
@@ -119,24 +121,21 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
     first *= min(columns, at_once) * across_n + min(rows, at_once) * tokens * config.cluster_m
     first = min(first, m * k + n * k)
     depth_read = cluster_k * blocks * SCALE_BLOCK
+    tokens_read = all_tokens * columns * depth_read * min(32, columns) ** -L2_SHARING
+    weights_read = all_weights * rows * depth_read * min(32, rows) ** -L2_SHARING
     return Features(
         waves=waves,
         steps=waves * blocks,
         resident=min(config.ctas_per_sm, ceil_div(tiles, spec.num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
-        asked=tokens / config.cluster_n + block_n / config.cluster_m,
-        elements=finished,
+        elements=finished * (DIRECT_ELEMENTS if counts.direct else 1.0) * d_bytes / 2,
+        # Slices of 64 tokens do so whole, whatever rows of them there are.
         handed=(shares - 1) * (finished if counts.transposed else block_m * block_n / shares),
         first=first,
-        traffic=m * k + n * k + 2 * m * n - first,
-        weights_again=n * k if rows > 1 else 0,
-        tokens_read=all_tokens * columns * depth_read,
-        tokens_sharers=min(32, columns),
-        weights_read=all_weights * rows * depth_read,
-        weights_sharers=min(32, rows),
+        traffic=m * k + n * k + d_bytes * m * n * (1 if spec.accumulate == "none" else 2) - first,
+        handed_out=tokens_read + weights_read,
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
-        torn=0.5 if k % SECTOR_BYTES else 0.0,  # rows are multiples of 16 bytes
         crowded=tokens / config.cluster_n * columns / waves / spec.num_sms * _crowding(k) / blocks,
-        hanging=1 / blocks if k % SCALE_BLOCK else 0.0,
+        asked=tokens / config.cluster_n + block_n / config.cluster_m,
         **_always(counts, config),
     )

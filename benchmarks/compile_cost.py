@@ -1,0 +1,109 @@
+"""What compiling costs, in CPU seconds and in compilations of a kernel that never changes.
+
+`python -m deep_gemm.benchmarks.compile_cost` compiles every kernel of DeepSeek-V3's dense layers through NVRTC and
+writes what they took to `benchmarks/budgets.json`, beside the limits that tests/unit/test_budgets.py holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deep_gemm.benchmarks.shapes import DEEPSEEK_V3
+from deep_gemm.jit.binary import BuildRequest
+
+if TYPE_CHECKING:
+    from deep_gemm.jit.compilers.base import Compiler
+    from deep_gemm.params import KernelParams
+
+MAX_M = 16384
+BUDGETS = Path(__file__).with_name("budgets.json")
+
+
+@functools.lru_cache(maxsize=1)
+def trial() -> BuildRequest:
+    """The kernel that never changes."""
+    return BuildRequest("trial", Path(__file__).with_name("trial_kernel.cu").read_text(), "sm_90a")
+
+
+def kernels() -> list[KernelParams]:
+    """All that DeepSeek-V3's dense layers can ask for, whichever GPU model they run on."""
+    from deep_gemm.aot.build import choose
+    from deep_gemm.aot.workload import model_layers, shapes
+    from deep_gemm.select import representatives
+
+    return list(choose(shapes(model_layers(DEEPSEEK_V3), representatives(MAX_M))).kernels)
+
+
+def size(params: KernelParams) -> int:
+    """Bytes in the ring: kernels with large ones take longest to compile, as their loops are unrolled over it."""
+    rows, columns = params.config.tile
+    return rows * columns * getattr(params.config, "num_stages", 0)
+
+
+def cpu_seconds(compiler: Compiler, requests: Sequence[BuildRequest], turns: int = 1) -> list[float]:
+    """The least CPU time of this process, all its threads, that each of them took to compile in so many turns."""
+    from deep_gemm.jit.generator import include_dir
+
+    best = [float("inf")] * len(requests)
+    for _ in range(turns):
+        for place, one in enumerate(requests):
+            start = time.process_time()
+            compiler.compile(one.name, one.source, f"{one.name}.cu", compiler.flags(one.arch), include_dir())
+            best[place] = min(best[place], time.process_time() - start)
+    return best
+
+
+def nvrtc() -> Compiler:
+    """NVRTC, warm: the first compilation of a process opens the library."""
+    from deep_gemm.jit.compilers.find import choose
+    from deep_gemm.settings import settings
+
+    with settings.override(use_nvrtc=True):
+        compiler = choose()
+    cpu_seconds(compiler, [trial()])
+    return compiler
+
+
+def sample(work: Sequence[KernelParams]) -> list[KernelParams]:
+    """Three kernels that stand for all: a small one, a middling one and a large one."""
+    ordered = sorted(work, key=size)
+    return [ordered[len(ordered) * part // 6] for part in (1, 3, 5)]
+
+
+def record() -> dict[str, Any]:
+    """What all kernels took: CPU seconds, and the same in trial kernels, of which one was compiled beside each."""
+    from deep_gemm import engine
+
+    compiler, work = nvrtc(), kernels()
+    seconds, trials = {}, []
+    for params in work:
+        request = engine.build_request(params)
+        took, beside = cpu_seconds(compiler, [request, trial()], turns=2)
+        seconds[request.name] = took
+        trials.append(beside)
+    unit, slowest = statistics.median(trials), max(seconds, key=seconds.__getitem__)
+    sampled = [seconds[engine.build_request(params).name] for params in sample(work)]
+    return {
+        "compiler": compiler.identity,
+        "kernels": len(seconds),
+        "cpu_seconds": round(sum(seconds.values()), 1),
+        "slowest": slowest,
+        "slowest_cpu_seconds": round(seconds[slowest], 2),
+        "trial_cpu_seconds": round(unit, 3),
+        "mean_in_trials": round(statistics.mean(seconds.values()) / unit, 2),
+        "sample_in_trials": round(statistics.mean(sampled) / unit, 2),
+        "slowest_in_trials": round(seconds[slowest] / unit, 2),
+    }
+
+
+if __name__ == "__main__":
+    budgets = json.loads(BUDGETS.read_text())
+    budgets["compile_recorded"] = record()
+    BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
+    print(json.dumps(budgets["compile_recorded"], indent=1))

@@ -1,0 +1,54 @@
+"""Spec sheets of GPU models: what an unknown card starts from.
+
+From NVIDIA's data sheets: "H100 Tensor Core GPU" (SXM and PCIe), "H200 Tensor Core GPU", "GH200 Grace Hopper Superchip"
+(with 96 GB), "H20" product brief. Tensor rates are those of eight-bit operands without sparsity. The L2 of the GH100
+chip is from "NVIDIA H100 Tensor Core GPU Architecture".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One GPU model."""
+
+    name: str
+    device: str
+    """How the driver calls it."""
+    sms: int
+    clock_ghz: float
+    """Boost clock."""
+    tensor_tflops: float
+    hbm_gb_per_s: float
+    l2_bytes: int
+    power_w: int
+
+    def distance(self, other: Sheet) -> float:
+        """How different two cards are, by what bounds a GEMM."""
+        rates = ("sms", "tensor_tflops", "hbm_gb_per_s")
+        return math.hypot(*(math.log(getattr(self, rate) / getattr(other, rate)) for rate in rates))
+
+
+SHEETS = (
+    Sheet("H100 SXM", "NVIDIA H100 80GB HBM3", 132, 1.98, 1979, 3350, 50_000_000, 700),
+    Sheet("H100 PCIe", "NVIDIA H100 PCIe", 114, 1.755, 1513, 2039, 50_000_000, 350),
+    Sheet("H200", "NVIDIA H200", 132, 1.98, 1979, 4800, 50_000_000, 700),
+    Sheet("H20", "NVIDIA H20", 78, 1.98, 296, 4000, 60_000_000, 400),
+    Sheet("GH200", "NVIDIA GH200 480GB", 132, 1.98, 1979, 4000, 50_000_000, 1000),
+)
+
+
+def of(device: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Sheet:
+    """The sheet of the GPU model that the driver calls ``device``, else the one nearest by SMs and bandwidth, of which
+    0 says that it is not known. Of a model with a variant, such as the H100 for PCIe, the SMs tell which it is."""
+    model = [sheet for sheet in SHEETS if sheet.name.split()[0] in device.split() and num_sms in (0, sheet.sms)]
+
+    def distance(sheet: Sheet) -> tuple[bool, float]:
+        sms = math.log(num_sms / sheet.sms) if num_sms else 0.0
+        hbm = math.log(hbm_gb_per_s / sheet.hbm_gb_per_s) if hbm_gb_per_s else 0.0
+        return sheet.device != device, math.hypot(sms, hbm)
+
+    return min(model or SHEETS, key=distance)

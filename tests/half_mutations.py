@@ -1,0 +1,116 @@
+"""Device code of the 16-bit kernels broken on purpose, as in `mutations.py`: each edit makes a wrong result, and no
+wait for something that never comes."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+from deep_gemm.kernels import sm90_half_gemm as upright
+from deep_gemm.kernels import sm90_half_swapped as swapped
+from deep_gemm.params import HalfParams
+
+KERNELS: dict[str, HalfParams] = {
+    "late": upright.make_params(upright.make_config(128, 128)),
+    "float": upright.make_params(upright.make_config(128, 128), output="f32", accumulate="reads"),
+    "turned": upright.make_params(upright.make_config(128, 256), majors="mm"),
+    "split": upright.make_params(upright.make_config(64, 64, (1, 1, 2))),
+    "direct": upright.make_params(upright.make_config(64, 64), store="direct"),
+    "swapped": swapped.make_params(swapped.make_config(32)),
+    "swapped split": swapped.make_params(swapped.make_config(16, 2, 2), output="f32"),
+}
+"""All layouts of operands, all ways out, split K."""
+
+_UPRIGHT = ("late", "float", "turned", "split", "direct")
+
+MUTATIONS = [
+    Mutation(
+        "drop the last block of K",
+        "half_kernel.cuh",
+        "Tile::kShapeK : arg.k;",
+        "Tile::kShapeK : arg.k - 64;",
+        tuple(KERNELS),
+    ),
+    Mutation(
+        "keep the last block of K alone",
+        "half_mainloop.cuh",
+        "issue(sum, 1);",
+        "issue(sum, opaque_zero);",
+        tuple(KERNELS),
+    ),
+    Mutation(
+        "multiply the first quarter of a block four times",
+        "warpgroup.cuh",
+        "kStepKMajor = 32 / 16",
+        "kStepKMajor = 0",
+        ("late", "split", "swapped"),
+    ),
+    Mutation(
+        "step past K in MN-major operands",
+        "warpgroup.cuh",
+        "kStepMnMajor = 16 * 128 / 16",
+        "kStepMnMajor = 8 * 128 / 16",
+        ("turned",),
+    ),
+    Mutation(
+        "take every box of columns for the first",
+        "operand.cuh",
+        "kMnMajor ? kBoxBytes : 16",
+        "kMnMajor ? 0 : 16",
+        ("turned",),
+    ),
+    Mutation(
+        "load one box of rows again",
+        "operand.cuh",
+        "row + box * 64, block * kBlockK",
+        "row, block * kBlockK",
+        ("turned",),
+    ),
+    Mutation(
+        "stage rows as they are not swizzled",
+        "half_output.cuh",
+        "swizzled(row, i / 2 + lane / 16) * 16",
+        "(i / 2 + lane / 16) * 16",
+        ("late", "turned", "split"),
+    ),
+    Mutation(
+        "stage one of two neighbours twice",
+        "half_output.cuh",
+        "within, words[i], words[i + 1]);",
+        "within, words[i], words[i]);",
+        ("float",),
+    ),
+    Mutation(
+        "exchange neighbours",
+        "half_gemm.cuh",
+        "Out::apply(v[2 * i], v[2 * i + 1])",
+        "Out::apply(v[2 * i + 1], v[2 * i])",
+        ("late", "turned", "split"),
+    ),
+    Mutation("add C to one of two neighbours", "half_gemm.cuh", "      pair[1] += second;\n", "", ("float",)),
+    Mutation(
+        "store the parts of split K in one place",
+        "half_gemm.cuh",
+        "x = at.column + kernel.rank_k() * kColumns;",
+        "x = at.column;",
+        ("split",),
+    ),
+    Mutation(
+        "store one of two neighbours twice",
+        "half_gemm.cuh",
+        "Out::store(arg.d, at + 1, pair[1]);",
+        "Out::store(arg.d, at + 1, pair[0]);",
+        ("direct",),
+    ),
+    Mutation(
+        "store weights of the upper half in the lower",
+        "half_swapped.cuh",
+        "lane / 4 + i / 2 * 8,",
+        "lane / 4,",
+        ("swapped split",),
+    ),
+]
+
+
+def mutants() -> list[tuple[Mutation, str]]:
+    """Every mutation with each of the kernels that it breaks."""
+    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]
