@@ -1,6 +1,6 @@
 # make demo    create .venv if it is not there, and run the main job
 # make test    create .venv if it is not there, and run the tests
-# make bench   on a GPU: record benchmarks/results, draw charts, fill README's tables (BUDGET=900 bounds each mode);
+# make bench   on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables (BUDGET=900 bounds each mode);
 #              DEEPGEMM=DIRECTORY times DeepGEMM too, as pip install --target DIRECTORY laid it down
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
 # make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
@@ -56,14 +56,18 @@ sanitize:
 	$(RUN) tests/sanitizer.py
 
 # Each row is on disk as soon as it is measured, so an interrupted run loses nothing.
+bench: THEIRS = $(if $(DEEPGEMM),--deepgemm $(DEEPGEMM))
 bench: $(STAMP)
-	rm -f benchmarks/results/reference.jsonl benchmarks/results/random.jsonl benchmarks/results/costs.jsonl
-ifdef DEEPGEMM
-	$(RUN) -m deep_gemm.benchmarks.deepgemm $(DEEPGEMM) benchmarks/results/reference.jsonl $(BUDGET)
-else
-	$(RUN) -m deep_gemm bench --mode flush --mode graph --set public --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
-	$(RUN) -m deep_gemm bench --mode steady --set steady --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
-endif
+	rm -f benchmarks/results/reference.jsonl benchmarks/results/random.jsonl benchmarks/results/costs.jsonl \
+		benchmarks/results/bf16.jsonl
+	$(RUN) -m deep_gemm bench $(THEIRS) --mode flush --mode graph --set public --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
+	$(RUN) -m deep_gemm bench $(THEIRS) --mode steady --set steady --seconds $(BUDGET) --output benchmarks/results/reference.jsonl
+	$(RUN) -m deep_gemm bench $(THEIRS) --op bf16_gemm_nt --mode flush --mode graph --set public --random 30 --seconds $(BUDGET) \
+		--output benchmarks/results/bf16.jsonl
+	for form in nn tn tt; do $(RUN) -m deep_gemm bench $(THEIRS) --op bf16_gemm_$$form --set public --m 4096 --seconds $(BUDGET) \
+		--output benchmarks/results/bf16.jsonl; done
+	$(RUN) -m deep_gemm bench $(THEIRS) --op bf16_gemm_tn --output-dtype f32 --accumulate --set public --m 4096 --seconds $(BUDGET) \
+		--output benchmarks/results/bf16.jsonl
 	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --mode steady --seconds $(BUDGET) --output benchmarks/results/random.jsonl
 	$(RUN) -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
 	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode dims --mode kernels --output benchmarks/results/costs.jsonl

@@ -1,23 +1,43 @@
-"""What is compared: our call, the vendor's library through torch, and DeepGEMM, on the same quantised operands."""
+"""What is compared: our call, the vendor's library through torch, and DeepGEMM, on the same operands.
+
+What is to be said of an operation is said here, by the class of its operands: nothing else that times it names one.
+"""
 
 from __future__ import annotations
 
+import functools
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from deep_gemm.aot.workload import GemmShape
+import deep_gemm
+from deep_gemm import ops
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks import timing
+from deep_gemm.benchmarks.shapes import Problem
+from deep_gemm.calls import Operation
+from deep_gemm.errors import DeepGemmError
+from deep_gemm.kernels.base import Strides
+from deep_gemm.ops import fp8_dense, half_dense
+from deep_gemm.ops.checks import TMA_BYTES
+from deep_gemm.spec import GemmSpec
+from deep_gemm.testing import calc_diff, random_operands
 
 Call = Callable[[], Any]
 
 
 @dataclass
-class Operands:
+class FP8Operands:
     """`a` (m, k), `b` (n, k): E4M3; `sfa` (m, k/128) MN-major, `sfb` (n/128, k/128): float32; `d` (m, n): bf16."""
+
+    peers = ("tensorwise", "blockwise")
+    element_bytes = 1
+    op = ops.DEFAULT
+    accumulate = False
 
     a: Tensor
     sfa: Tensor
@@ -25,32 +45,156 @@ class Operands:
     sfb: Tensor
     d: Tensor
 
+    @staticmethod
+    def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
+        """What a call with fresh tensors of this shape asks for."""
+        return ops.spec(shape.m, shape.n, shape.k, num_sms, shape.op)
 
-def make_operands(shape: GemmShape, sets: int, device: str = "cuda") -> list[Operands]:
-    """Random normal data through the real 1x128 and 128x128 quantisation; zeros would run faster than any user's data.
+    @classmethod
+    def make(cls, shape: GemmShape, sets: int, device: str) -> list[FP8Operands]:
+        """Through the real 1x128 and 128x128 quantisation."""
+        (a, sfa), _, _, _ = random_operands(shape.m, 1, shape.k, device)
+        sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa)
+        out = []
+        for index in range(sets):
+            _, (b, sfb), _, _ = random_operands(1, shape.n, shape.k, device, seed=index)
+            out.append(cls(a, sfa, b, sfb, torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device)))
+        return out
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What a model keeps, by field."""
+        return {"b": self.b, "sfb": self.sfb}
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the operation's function."""
+        return (self.a, self.sfa), (self.b, self.sfb), self.d
+
+    def checked(self) -> tuple[Operation, Any]:
+        """The operation, and what it makes of the operands."""
+        return (operation := fp8_dense.FP8GemmNT()), operation.check(*self.arguments)
+
+
+@dataclass
+class HalfOperands:
+    """`a` and `b` lie as the form of `op` says, "tn" for (k, m) and (k, n); `accumulate`: the product is added to
+    `d`."""
+
+    peers = ("cublaslt",)
+    element_bytes = 2
+
+    op: str
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    accumulate: bool
+
+    @staticmethod
+    def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
+        """As `FP8Operands.spec`."""
+        one, form = Problem.of(shape), shape.op[-2:]
+        return half_dense.spec(
+            _nt(shape.op),
+            shape.m,
+            shape.n,
+            shape.k,
+            num_sms,
+            majors=("mn" if form[0] == "t" else "k", "mn" if form[1] == "n" else "k"),
+            wide=one.output == "f32",
+            accumulate="in place" if one.accumulate else "none",
+        )
+
+    @classmethod
+    def make(cls, shape: GemmShape, sets: int, device: str) -> list[HalfOperands]:
+        """What is added to begins as zeros."""
+        one, op = Problem.of(shape), shape.op
+        dtype = half_dense.HalfGemm(_nt(op), one.accumulate).dtype
+        wide = torch.float32 if one.output == "f32" else dtype
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=device, generator=generator)
+
+        a, b = (one.k, one.m) if op[-2] == "t" else (one.m, one.k), (one.k, one.n) if op[-1] == "n" else (one.n, one.k)
+        tokens, size = normal(*a), (one.m, one.n)
+        return [
+            cls(op, tokens, normal(*b), torch.zeros(size, dtype=wide, device=device), one.accumulate)
+            for _ in range(sets)
+        ]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """As `FP8Operands.weights`."""
+        return {"b": self.b}
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As `FP8Operands.arguments`; `d` is c too where it is added to."""
+        return (self.a, self.b, self.d, self.d) if self.accumulate else (self.a, self.b, self.d)
+
+    def checked(self) -> tuple[Operation, Any]:
+        """As `FP8Operands.checked`."""
+        operation = half_dense.HalfGemm(_nt(self.op), self.accumulate)
+        return operation, operation.check(*self.arguments, "", self.op[-2:])
+
+
+Operands = FP8Operands | HalfOperands
+"""One set of an operation's tensors. `a` are activations, `b` weights, and `d` is written; `peers` are the backends
+that ours is compared with, besides DeepGEMM."""
+
+
+def _nt(op: str) -> str:
+    """What `half_dense` calls it in every form."""
+    return f"{op[:-2]}nt"
+
+
+def of(shape: GemmShape) -> type[FP8Operands] | type[HalfOperands]:
+    """The class of a shape's operands."""
+    return FP8Operands if shape.op == ops.DEFAULT else HalfOperands
+
+
+def make_operands(shape: GemmShape, sets: int, device: str = "cuda") -> list[Any]:
+    """Random normal data; zeros would run faster than any user's data.
 
     The sets share the activations and have weights and outputs of their own, as the layers of a model do.
     """
-    import torch
+    return of(shape).make(shape, sets, device)
 
-    import deep_gemm
-    from deep_gemm.testing import random_operands
 
-    (a, sfa), _, _, _ = random_operands(shape.m, 1, shape.k, device)
-    sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa)
-    out = []
-    for index in range(sets):
-        _, (b, sfb), _, _ = random_operands(1, shape.n, shape.k, device, seed=index)
-        out.append(Operands(a, sfa, b, sfb, torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device)))
-    return out
+MAX_SETS, STEADY_SETS = 256, 4
+
+
+def sets_for(shape: GemmShape, mode: str) -> int:
+    """How many sets are taken in turn in a mode. Tiny weights would need thousands of them to leave the L2; a real
+    model's would not leave it either."""
+    size = shape.n * shape.k * of(shape).element_bytes
+    graph = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // size)))
+    return {"flush": 1, "steady": STEADY_SETS}.get(mode, graph)
+
+
+def addressable(shape: GemmShape) -> bool:
+    """Whether TMA can read fresh operands of this shape, so that none is copied."""
+    asked, size = of(shape).spec(shape, 1), of(shape).element_bytes
+    inner = (shape.m if asked.a.major == "mn" else shape.k, shape.n if asked.b.major == "mn" else shape.k)
+    return all(elements * size % TMA_BYTES == 0 for elements in inner)
+
+
+def placed(x: Operands, device: int) -> tuple[Strides, Mapping[str, int]]:
+    """Strides and addresses with which a call launches its GEMM."""
+    operation, checked = x.checked()
+    step = operation.work(checked, device).steps[-1]
+    return step.strides, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
+
+
+def call(x: Operands, library: Any) -> Call:
+    """The operation's public function, which `library` has."""
+    return functools.partial(getattr(library, x.op), *x.arguments)
 
 
 def ours(x: Operands) -> Call:
-    """`deep_gemm.fp8_gemm_nt` with the scales ready."""
-    import deep_gemm
-
-    a, b = (x.a, x.sfa), (x.b, x.sfb)
-    return lambda: deep_gemm.fp8_gemm_nt(a, b, x.d)
+    """The operation's public function."""
+    return call(x, deep_gemm)
 
 
 def ours_promised(x: Operands) -> Call:
@@ -58,34 +202,24 @@ def ours_promised(x: Operands) -> Call:
 
     Give it back with `retract` once all has been timed: a later tensor at the same address has promised nothing.
     """
-    import torch
-
-    import deep_gemm
-
     if x.b.is_cuda:
         torch.cuda.synchronize(x.b.device)  # the promise is that nothing that still runs writes them
-    deep_gemm.declare_constant(x.b, x.sfb)
+    deep_gemm.declare_constant(*x.weights.values())
     return ours(x)
 
 
 def retract(x: Operands) -> None:
     """Take back the promise of `ours_promised`, if it was given."""
-    import deep_gemm
-
-    deep_gemm.retract_constant(x.b, x.sfb)
+    deep_gemm.retract_constant(*x.weights.values())
 
 
-def own_weights(x: Operands) -> Operands:
+def own_weights(x: Any) -> Any:
     """The same problem with weights and output at other addresses, of which nothing is promised."""
-    import torch
-
-    return replace(x, b=x.b.clone(), sfb=x.sfb.clone(), d=torch.empty_like(x.d))
+    return replace(x, d=torch.zeros_like(x.d), **{name: tensor.clone() for name, tensor in x.weights.items()})
 
 
-def tensorwise(x: Operands) -> Call:
+def tensorwise(x: FP8Operands) -> Call:
     """cuBLASLt with one scale a tensor and fast accumulation: the easier problem, since it promotes nothing."""
-    import torch
-
     one = torch.ones((), dtype=torch.float32, device=x.a.device)
     weights = x.b.t()
     return lambda: torch._scaled_mm(
@@ -93,9 +227,8 @@ def tensorwise(x: Operands) -> Call:
     )
 
 
-def blockwise(x: Operands) -> Call:
+def blockwise(x: FP8Operands) -> Call:
     """cuBLASLt with the same 1x128 and 128x128 scales: our problem. It wants other layouts of them."""
-    import torch
     from torch.nn.functional import ScalingType, pad, scaled_mm
 
     weights = x.b.t()
@@ -105,20 +238,37 @@ def blockwise(x: Operands) -> Call:
     return lambda: scaled_mm(x.a, weights, sfa, recipe_a, sfb, recipe_b, output_dtype=torch.bfloat16)
 
 
-BACKENDS: dict[str, Callable[[Operands], Call]] = {"ours": ours, "tensorwise": tensorwise, "blockwise": blockwise}
+def cublaslt(x: HalfOperands) -> Call:
+    """cuBLAS through torch, into `d` itself: our problem."""
+    a, b = (x.a.t() if x.op[-2] == "t" else x.a), (x.b if x.op[-1] == "n" else x.b.t())
+    wide: dict[str, Any] = {} if x.d.dtype == x.a.dtype else {"out_dtype": x.d.dtype}
+    if x.accumulate:
+        return lambda: torch.addmm(x.d, a, b, out=x.d, **wide)
+    return lambda: torch.mm(a, b, out=x.d, **wide)
+
+
+BACKENDS: dict[str, Callable[[Any], Call]] = {
+    "ours": ours,
+    "tensorwise": tensorwise,
+    "blockwise": blockwise,
+    "cublaslt": cublaslt,
+}
 
 DEEPGEMM = "deepgemm"
+EASIER = ("tensorwise",)
+"""Backends whose results are not ours."""
 
 
-def add_deepgemm(gemm: Callable[..., None]) -> None:
-    """Make DeepGEMM's ``fp8_gemm_nt`` one of `BACKENDS`: our problem, called as ours is. It compiles a kernel for a
-    shape in seconds, at the first call."""
+def names_for(shape: GemmShape) -> tuple[str, ...]:
+    """All backends of a shape's operation, ours first."""
+    return ("ours", *of(shape).peers, *(name for name in (DEEPGEMM,) if name in BACKENDS))
 
-    def make(x: Operands) -> Call:
-        a, b = (x.a, x.sfa), (x.b, x.sfb)
-        return lambda: gemm(a, b, x.d)
 
-    BACKENDS[DEEPGEMM] = make
+def add_deepgemm(library: Any) -> dict[str, str]:
+    """Make the module of DeepGEMM one of `BACKENDS`: our problem, called as ours is. It compiles a kernel for a shape
+    in seconds, at the first call. Returns what rows say of it."""
+    BACKENDS[DEEPGEMM] = lambda x: call(x, library)
+    return {DEEPGEMM: getattr(library, "__version__", "of no known version")}
 
 
 def usable(name: str, x: Operands) -> str | None:
@@ -127,24 +277,21 @@ def usable(name: str, x: Operands) -> str | None:
     Results of who solves our problem are compared with ours, so that a misread scale layout does not pass for a fast
     kernel.
     """
-    import torch
-
-    from deep_gemm.errors import DeepGemmError
-    from deep_gemm.testing import calc_diff
-
     if name == "ours":
         BACKENDS[name](x)()  # an error of ours is not swallowed
         return None
-    x.d.fill_(float("nan"))  # what is not written is seen
+    begin = 0.0 if x.accumulate else float("nan")  # what is not written is seen
+    x.d.fill_(begin)
     try:
         result = BACKENDS[name](x)()
         torch.cuda.synchronize()
     except DeepGemmError:
         raise
-    except (RuntimeError, ValueError, ImportError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError, ImportError, AttributeError) as error:
         return textwrap.shorten(str(error), 100) or type(error).__name__
-    if name in ("blockwise", DEEPGEMM):
+    if name not in EASIER:
         theirs = (x.d if result is None else result).clone()  # ours comes to where it may be
+        x.d.fill_(begin)
         ours(x)()
         difference = float(calc_diff(theirs, x.d))
         if not difference < 1e-3:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deep_gemm.benchmarks.rows import operation_of
 from deep_gemm.errors import DeepGemmError
 
 Row = dict[str, Any]
@@ -15,6 +16,8 @@ MAX_LINES = 12
 PANELS = (
     ("ratio_tensorwise", "time of cuBLASLt tensorwise / ours"),
     ("ratio_tensorwise_unpromised", "the same, weights not promised constant"),
+    ("ratio_cublaslt", "time of cuBLASLt / ours"),
+    ("ratio_cublaslt_unpromised", "the same, weights not promised constant"),
     ("floor_fraction", "measured read floor / our time"),
     ("tflops", "TFLOP/s"),
     ("gbps", "GB/s"),
@@ -57,7 +60,8 @@ def draw(rows: Sequence[Row], path: Path, mode: str) -> None:
     axes[-1].set_xlabel("M")
     first = chosen[0]
     measured = f"{first.get('device', 'unknown device')}, {first.get('date', 'no date')}"
-    figure.suptitle(f"FP8 1x128 / 128x128, bf16 out, {mode} mode, {measured}")
+    what = ", ".join(dict.fromkeys(operation_of(row) or "FP8 1x128 / 128x128, bf16 out" for row in chosen))
+    figure.suptitle(f"{what}, {mode} mode, {measured}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -72,7 +72,7 @@ PLACES = 30_000
 """More calls than are timed: a place that came twice would be a warm call's."""
 
 
-def elsewhere(x: backends.Operands, places: int = PLACES) -> Callable[[], None]:
+def elsewhere(x: backends.FP8Operands, places: int = PLACES) -> Callable[[], None]:
     """`ours` with A, its scales and D 16 bytes further on from call to call, in memory of their own, all zeros: what is
     multiplied takes the host no time. Places repeat after so many calls."""
     import torch

@@ -1,23 +1,16 @@
-"""DeepGEMM beside us and cuBLASLt, in one process: the public list and the shapes that are timed back to back.
-
-    python -m deep_gemm.benchmarks.deepgemm DIRECTORY FILE [SECONDS]   add rows to FILE
+"""DeepGEMM beside us and cuBLASLt, in one process: `deep-gemm bench --deepgemm DIRECTORY`.
 
 DIRECTORY is what `pip install --target DIRECTORY` made of DeepGEMM, which is imported under the name of this package.
-SECONDS bound single calls and graphs, and then what is timed back to back.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from deep_gemm.benchmarks import backends, shapes
-from deep_gemm.benchmarks.run import Run
 from deep_gemm.errors import DeepGemmError
 
 NAME = "deep_gemm"
@@ -59,23 +52,3 @@ def _take_out() -> dict[str, ModuleType]:
     """Takes whatever is imported as ``deep_gemm`` out of the table of modules."""
     names = [name for name in sys.modules if name == NAME or name.startswith(NAME + ".")]
     return {name: sys.modules.pop(name) for name in names}
-
-
-def main(arguments: Sequence[str]) -> int:
-    if len(arguments) not in (2, 3):
-        print(__doc__)
-        return 2
-    found, output = load(Path(arguments[0])), Path(arguments[1])
-    seconds = float(arguments[2]) if len(arguments) == 3 else math.inf
-    backends.add_deepgemm(found.fp8_gemm_nt)
-    names, known = (*Run.names, backends.DEEPGEMM), {"deepgemm": getattr(found, "__version__", "of no known version")}
-    for chosen, modes in ((shapes.public(), ("flush", "graph")), (shapes.steady(), ("steady",))):
-        plan = Run(chosen, modes, seconds, output, names, known=known)
-        plan.execute()
-        if plan.left_out:
-            print(f"The time ran out before {len(plan.left_out)} measurements: {'; '.join(plan.left_out)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

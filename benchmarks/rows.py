@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.aot import inputs
+from deep_gemm.aot.layers import FP8
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks.shapes import Problem, posed
 from deep_gemm.errors import InvalidInputError
 
 Row = dict[str, Any]
@@ -26,10 +29,33 @@ def read(path: Path, check: Callable[[Row, str], None]) -> list[Row]:
     return found
 
 
+def said(shape: GemmShape) -> Row:
+    """What a row says of its shape; of the operation only what is not FP8's."""
+    row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
+    one = Problem.of(shape)
+    more = {"op": one.op if one.op != FP8 else "", "output": one.output, "accumulate": one.accumulate}
+    return row | {name: value for name, value in more.items() if value}
+
+
+def shape_of(row: Row) -> GemmShape:
+    """The shape that a row is of. Raises InvalidInputError for an operation that there is not."""
+    shape = GemmShape(row["m"], row["n"], row["k"], row.get("source", ""))
+    return posed([shape], row.get("op", FP8), row.get("output", ""), row.get("accumulate", False))[0]
+
+
+def operation_of(row: Row) -> str:
+    """The operation of a row for a person, as "bf16_gemm_tn to f32, added"; "" for FP8's."""
+    return str(shape_of(row)).partition(" of ")[2]
+
+
 def check_shape(row: Row, where: str) -> None:
-    """Raises InvalidInputError unless m, n and k are whole numbers from 1."""
+    """Raises InvalidInputError unless m, n and k are whole numbers from 1, of an operation that there is."""
     for name in ("m", "n", "k"):
         inputs.whole(row.get(name), f"{name} in {where}")
+    try:
+        shape_of(row)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"op, output and accumulate in {where} are of nothing that is timed: {error}") from None
 
 
 def check_positive(value: Any, where: str, zero: bool = False) -> None:

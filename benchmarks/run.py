@@ -21,9 +21,11 @@ from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
 from deep_gemm.benchmarks.summary import GEMM_MODES
 
-MAX_SETS = 256
-OTHERS = ("tensorwise", "blockwise", backends.DEEPGEMM)
+OTHERS = (*(name for name in backends.BACKENDS if name != "ours"), backends.DEEPGEMM)
 """Whom ours is compared with."""
+
+VENDORS = {"tensorwise", "cublaslt"}
+"""The fastest of the vendor's, one of each operation."""
 
 Row = dict[str, Any]
 
@@ -36,7 +38,8 @@ class Run:
     modes: Sequence[str] = ("flush",)
     seconds: float = math.inf
     output: Path | None = None
-    names: Sequence[str] = ("ours", "tensorwise", "blockwise")
+    names: Sequence[str] = ()
+    """Backends; if there are none, all of each shape's operation."""
     progress: Callable[[str], None] = print
     known: Row = field(default_factory=dict)
     """What every row says besides, such as whose version was timed."""
@@ -63,16 +66,14 @@ class Run:
         return measured
 
 
-def measure(shape: GemmShape, mode: str, names: Sequence[str] = Run.names) -> Row:
-    """Time one shape in one mode with every backend that accepts it.
+def measure(shape: GemmShape, mode: str, names: Sequence[str] = ()) -> Row:
+    """Time one shape in one mode with every backend of `names`, or of its operation, that accepts it.
 
     In graph mode ours is timed twice: with the promise that the weights are constant, as a decoder can give it, and
     without, on weights of its own. The other modes promise nothing: in general weights are not constant.
     """
-    # Tiny weights would need thousands of sets to leave the L2; a real model's would not leave it either.
-    graph_sets = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
-    sets = {"flush": 1, "graph": graph_sets, "steady": 4}[mode]
-    operands = backends.make_operands(shape, sets)
+    operands = backends.make_operands(shape, backends.sets_for(shape, mode))
+    names = names or backends.names_for(shape)
     promised: list[backends.Operands] = []
     try:
         refused = {name: reason for name in names if (reason := backends.usable(name, operands[0])) is not None}
@@ -107,7 +108,7 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     `floor_fraction` is the time of reading the weights over `us`: the lesser of `us_floor`, measured beside it, and
     that of `READ_FLOOR_US`, if they are there. `us_floor_overlapped` is what it takes with less shared memory.
     """
-    row: Row = {"mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
+    row: Row = {"mode": mode} | rows.said(shape)
     mine, unpromised = us["ours"], us.get("ours_unpromised")
     row["us"] = round(mine, 3)
     row["tflops"] = round(shape.flops / mine / 1e6, 1)
@@ -120,12 +121,13 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
             row[f"refused_{name}"] = refused[name]
     if unpromised is not None:
         row["us_unpromised"] = round(unpromised, 3)
-        if "tensorwise" in us:
-            row["ratio_tensorwise_unpromised"] = round(us["tensorwise"] / unpromised, 4)
+        for name in VENDORS & us.keys():
+            row[f"ratio_{name}_unpromised"] = round(us[name] / unpromised, 4)
     for floor_name in ("floor", "floor_overlapped"):
         if floor_name in us:
             row[f"us_{floor_name}"] = round(us[floor_name], 3)
-    floors = [x for x in (us.get("floor"), READ_FLOOR_US.get((shape.n, shape.k))) if x is not None]
+    known = READ_FLOOR_US.get((shape.n, shape.k)) if backends.of(shape).element_bytes == 1 else None
+    floors = [x for x in (us.get("floor"), known) if x is not None]
     if mode == "graph" and floors:
         row["floor_fraction"] = round(min(floors) / mine, 4)
     return row
@@ -159,7 +161,7 @@ def line(row: Row) -> str:
     text = (
         f"{row['mode']:6} {row['m']:5} x {row['n']:5} x {row['k']:5}  {row['us']:9.2f} us {row['tflops']:7.1f} TFLOP/s"
     )
-    text += f" {row['gbps']:7.1f} GB/s"
+    text += f" {row['gbps']:7.1f} GB/s" + (f"  {operation}" if (operation := rows.operation_of(row)) else "")
     for name in OTHERS:
         if f"ratio_{name}" in row:
             text += f"  {row[f'ratio_{name}']:.3f} of {name}"

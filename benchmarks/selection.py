@@ -1,6 +1,6 @@
 """Judge the selector on shapes that its calibration did not see: a survey of them, one row each.
 
-    python -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
+    python -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl [OP]
 
 The shapes are random ones of a seed that no survey has; one that a survey beside the rows holds all the same is left
 out. All configs that can run a shape are looked at, whatever the model thinks of them, and those not far behind are
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import shapes, survey
 from deep_gemm.benchmarks.provenance import environment
@@ -36,7 +37,7 @@ def judged(row: survey.Row) -> survey.Row:
     return {
         "mode": "selection",
         **{name: row[name] for name in ("m", "n", "k")},
-        **{name: row[name] for name in ("legal",) if name in row},
+        **{name: row[name] for name in ("op", "legal") if name in row},
         "timed": len(times),
         "of": "a survey that the calibration did not see",
         "selected": selected,
@@ -49,11 +50,12 @@ def judged(row: survey.Row) -> survey.Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1:
+    if len(arguments) not in (1, 2):
         print(__doc__)
         return 2
     output = Path(arguments[0])
-    found = unseen(sorted(output.parent.glob("survey*.jsonl")))
+    op = arguments[1] if len(arguments) == 2 else FP8
+    found = shapes.posed(unseen(sorted(output.parent.glob("survey*.jsonl"))), op)
     output.unlink(missing_ok=True)
     for row in survey.Survey(found, ("flush",), everything=True).rows():
         append(output, judged(row))

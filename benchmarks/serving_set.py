@@ -4,7 +4,8 @@
 
 FILE holds rows of a survey, as `deep-gemm calibrate survey` writes them; the more configs each row times, the better.
 The set among which calls choose (`SERVING` in the modules of families) is the first kernels of such a list. With
---all, kernels that are not legal any more count too. --list prints the best N.
+--all, kernels that are not legal any more count too. --list prints the best N. Rows of all forms, outputs and dtypes of
+16-bit operations are judged together, as one set serves them; FP8's are not among them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.benchmarks import survey
+from deep_gemm.benchmarks.rows import operation_of, shape_of
 from deep_gemm.benchmarks.summary import RANGES, geometric_mean
 from deep_gemm.errors import DeepGemmError
 
@@ -30,10 +32,13 @@ MISSING = 1.35
 
 SIZES = (24, 32, 48, 64, 96)
 
-_NAME = re.compile(r"fp8_gemm_(?:(swapped|small)_)?(\d+x\d+)_(.+)")
-_NO_CHOICE = re.compile(r"[sp]\d+|tma|direct|[mnk]\d+")
-"""Parts of a name that follow from the others or from the call: stages, sets of partial sums, how D is stored, sizes
-that are compiled in."""
+_NAME = re.compile(
+    r"[a-z0-9]+_gemm_(?:[nt][nt]_)?(?:f32_)?(?:(?:add|reduce)_)?"
+    r"(?:(swapped|small)_)?(\d+x\d+)_(.+?)_(?:tma|direct)(?:_[mnk]\d+)*"
+)
+_NO_CHOICE = re.compile(r"[sp]\d+")
+"""Parts of a name that follow from the others, as how D is stored and sizes that are compiled in do from the call:
+stages, and sets of partial sums."""
 
 
 @functools.cache
@@ -125,12 +130,15 @@ def worth(rows: Sequence[Row], table: Sequence[Times]) -> dict[str, dict[str, fl
     return dict(sorted(found.items(), key=lambda item: -max(item[1].values())))
 
 
-def legal_configs() -> frozenset[str]:
-    """All configs that are legal here."""
-    from deep_gemm import arch, ops, select
+def legal_configs(rows: Iterable[Row]) -> frozenset[str]:
+    """All configs that are legal here for operations of ``rows``."""
+    from deep_gemm import arch, select
 
-    asked = ops.spec(1, 128, 128, arch.SM90.num_sms)
-    return frozenset(config_of(survey.name_of(each, asked, arch.SM90)) for each in select.legal(asked, arch.SM90))
+    # Of the longest K, which can be cut into the most shares.
+    longest = {operation_of(row): row for row in sorted(rows, key=lambda row: int(row["k"]))}
+    specs = [survey.spec_of(shape_of(row), arch.SM90.num_sms) for row in longest.values()]
+    pairs = [(asked, config) for asked in specs for config in select.legal(asked, arch.SM90)]
+    return frozenset(config_of(survey.name_of(config, asked, arch.SM90)) for asked, config in pairs)
 
 
 def print_table(of: Mapping[str, Mapping[str, float]], labels: Sequence[str]) -> None:
@@ -149,7 +157,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--list", type=int, default=0, metavar="N", help="print the best N")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
-    rows, legal = survey.load(asked.files), None if asked.all else legal_configs()
+    rows = survey.load(asked.files)
+    if len({next(iter(row["times"])).startswith("fp8") for row in rows}) > 1:
+        raise DeepGemmError("These files hold rows of FP8 and of 16-bit operations, which no set of kernels serves.")
+    legal = None if asked.all else legal_configs(rows)
     rows = [row for row in rows if legal is None or any(config_of(name) in legal for name in row["times"])]
     if not rows:
         raise DeepGemmError("These files hold no row of a kernel that is legal here; --all takes others too.")

@@ -4,8 +4,53 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+from deep_gemm.aot.layers import FP8, OPS
 from deep_gemm.aot.workload import GemmShape
+from deep_gemm.errors import InvalidInputError
+
+TIMED_OPS = (FP8, *(op[:-2] + form for op in dict.fromkeys(OPS.values()) for form in ("nt", "nn", "tn", "tt")))
+"""Operations that can be timed."""
+OUTPUTS = ("f32",)
+"""What D can be, other than what an operation writes if nothing is said."""
+
+
+@dataclass(frozen=True, order=True)
+class Problem(GemmShape):
+    """A shape with what an operation leaves open: what D is, one of `OUTPUTS`, and whether the product is added to
+    it."""
+
+    output: str = ""
+    accumulate: bool = False
+
+    @classmethod
+    def of(cls, shape: GemmShape) -> Problem:
+        """A shape of which nothing of that is said writes a D of the operands' dtype."""
+        return shape if isinstance(shape, cls) else cls(shape.m, shape.n, shape.k, shape.source, shape.op)
+
+    def bytes_moved(self) -> int:
+        """With D as it is, which is read too where it is added to."""
+        size = self.m * self.n * (4 if self.output else 2)
+        return super().bytes_moved() - 2 * self.m * self.n + size * (2 if self.accumulate else 1)
+
+    def __str__(self) -> str:
+        return super().__str__() + (f" to {self.output}" if self.output else "") + (", added" * self.accumulate)
+
+
+def posed(shapes: Iterable[GemmShape], op: str = FP8, output: str = "", accumulate: bool = False) -> list[GemmShape]:
+    """The same shapes for an operation. Raises InvalidInputError where it has no such output, or adds to none."""
+    if op not in TIMED_OPS or output not in ("", *OUTPUTS) or not isinstance(accumulate, bool):
+        given = (op, output, accumulate)
+        known = f"{', '.join(TIMED_OPS)}, outputs {', '.join(OUTPUTS)}"
+        raise InvalidInputError(f"op, output and accumulate must be of {known}, True and False, but are {given!r}.")
+    if op == FP8:
+        if output or accumulate:
+            raise InvalidInputError(f"{FP8} writes bf16 and adds to nothing: output and accumulate are for others.")
+        return list(shapes)
+    return [Problem(x.m, x.n, x.k, x.source, op, output, accumulate) for x in shapes]
+
 
 REFERENCE_NK = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 """The seven N x K that results are summarised over: the linear layers of DeepSeek-V3 on one GPU."""
@@ -46,6 +91,13 @@ DEEPSEEK_V3: dict[str, int] = {
     "v_head_dim": 128,
 }
 """The sizes in the published `config.json` of DeepSeek-V3, as `workload.model_layers` reads them."""
+
+_LLAMA_3: dict[str, int | str] = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}
+LLAMA_3: dict[str, dict[str, int | str]] = {
+    "8B": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "70B": _LLAMA_3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+}
+"""The same of Llama 3, which is published in BF16."""
 
 MODEL_NK: dict[str, tuple[tuple[int, int], ...]] = {
     "DeepSeek-V3": REFERENCE_NK,

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks import rows as lines
 from deep_gemm.benchmarks.modes import FLOOR_MAX_M, meets_power_limit
 
 Row = dict[str, Any]
@@ -24,6 +26,8 @@ _AGAINST = (
     ("tensorwise", "ratio_tensorwise"),
     ("tensorwise, no promise", "ratio_tensorwise_unpromised"),
     ("blockwise", "ratio_blockwise"),
+    ("cuBLASLt", "ratio_cublaslt"),
+    ("cuBLASLt, no promise", "ratio_cublaslt_unpromised"),
     ("DeepGEMM", "ratio_deepgemm"),
     (FLOOR, "floor_fraction"),
 )
@@ -36,12 +40,23 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """For each mode and range of M that was measured: how fast we are against each other way, by geometric mean.
+    """For each operation, mode and range of M: how fast we are against each other way, by geometric mean. Entries name
+    the operation where one is not FP8's.
 
-    `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise",
-    "DeepGEMM" if it was there, or the "read floor": the floor over our time, for M <= 64 where it is known. Ratios
-    above 1 mean that we are faster.
+    `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise", or for
+    16 bits "cuBLASLt"; "DeepGEMM" if it was there, or the "read floor": the floor over our time, for M <= 64 where
+    it is known. Ratios above 1 mean that we are faster.
     """
+    timed = [row for row in rows if row["mode"] in GEMM_MODES]
+    names = dict.fromkeys(map(lines.operation_of, timed))
+    if any(names):
+        of = {name: [row for row in timed if lines.operation_of(row) == name] for name in names}
+        return [{"op": name or FP8} | entry for name in names for entry in _summary(of[name])]
+    return _summary(timed)
+
+
+def _summary(rows: Sequence[Row]) -> list[Row]:
+    """Of one operation."""
     out = []
     for mode in GEMM_MODES:
         of_mode = [row for row in rows if row["mode"] == mode]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, ops, options, select
+from deep_gemm import engine, kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import rows, timing
+from deep_gemm.benchmarks import backends, rows, timing
 from deep_gemm.benchmarks.modes import SURVEY_MODES, meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.errors import InvalidInputError
@@ -30,8 +30,6 @@ MODES = SURVEY_MODES
 of what power limits then."""
 STEADY_CONFIGS = 10
 """So many of the best by the model are timed back to back, which takes seconds."""
-STEADY_SETS = 4
-"""Of weights and outputs, which are taken in turns then."""
 FLUSH_REPEATS = ((100.0, 20), (1000.0, 8), (float("inf"), 4))
 """Up to so many us, so many single calls: long ones vary less, and heat the GPU."""
 
@@ -50,7 +48,7 @@ Row = dict[str, Any]
 
 def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
     """What a call with fresh tensors of this shape asks for."""
-    return ops.spec(shape.m, shape.n, shape.k, num_sms, shape.op)
+    return backends.of(shape).spec(shape, num_sms)
 
 
 def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
@@ -88,7 +86,7 @@ class Survey:
                 self.progress(f"the time ran out before {len(work) - index} of {len(work)} measurements")
                 return
             asked = spec_of(shape, num_sms)
-            row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source, "mode": mode}
+            row: Row = rows.said(shape) | {"mode": mode}
             row["selected"] = name_of(select.rank(asked, spec, known)[0].config, asked, spec)
             configs = candidates[shape][: STEADY_CONFIGS if mode == "steady" else None]
             timers = dict(timers_of(shape, asked, configs, mode, spec, device))
@@ -120,8 +118,11 @@ class Survey:
 
 
 def is_surveyed(shape: GemmShape, mode: str) -> bool:
-    """Whether configs are timed so. Back to back only where power is what limits them: that is all it tells a fit."""
-    return why_not(shape, mode) is None and (mode != "steady" or meets_power_limit(shape))
+    """Whether configs are timed so. Back to back only where power is what limits them: that is all it tells a fit. What
+    TMA cannot read would be copied first."""
+    if why_not(shape, mode) is not None or not backends.addressable(shape):
+        return False
+    return mode != "steady" or meets_power_limit(shape)
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
@@ -176,11 +177,8 @@ def timers_of(
     those of ``builder``, if there is one."""
     import torch
 
-    from deep_gemm.benchmarks import backends
-
-    graph_sets = min(256, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k))))
-    sets = {"flush": 1, "steady": STEADY_SETS}.get(mode, graph_sets)
-    operands = backends.make_operands(shape, sets)
+    operands = backends.make_operands(shape, backends.sets_for(shape, mode))
+    places = [backends.placed(x, device) for x in operands]
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     order = list(configs)
     random.Random(shape.m * shape.n + shape.k).shuffle(order)
@@ -188,12 +186,7 @@ def timers_of(
         stream = torch.cuda.Stream()
         calls = []
         plan = engine.forced_plan(asked, config, device, builder)
-        for x in operands:
-            tensors = {name: getattr(x, name) for name in ("a", "sfa", "b", "sfb", "d")}
-            strides = {name: tensor.stride() for name, tensor in tensors.items()}
-            if x.sfa.shape[1] == 1:
-                strides["sfa"] = (1, -(-shape.m // 4) * 4)
-            addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        for strides, addresses in places:
             handle = engine.raw_stream(device) if mode == "flush" else stream.cuda_stream
             calls.append(engine.launch(plan, strides, addresses, handle, mode == "promised"))
         name = name_of(config, asked, spec)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
+from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 from deep_gemm.benchmarks import shapes
 from deep_gemm.benchmarks.modes import COST_MODES
@@ -14,6 +17,19 @@ from deep_gemm.benchmarks.summary import GEMM_MODES, summary
 from deep_gemm.cli.console import Number, console, table
 
 MODES = (*GEMM_MODES, *COST_MODES)
+AGAINST = ("tensorwise", "blockwise", "cublaslt")
+
+
+def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which operation is timed, as `shapes.posed` takes them."""
+    ops = click.Choice(shapes.TIMED_OPS)
+    for option in (
+        click.option("--accumulate", is_flag=True, help="Add the product to D, in place."),
+        click.option("--output-dtype", "dtype", type=click.Choice(shapes.OUTPUTS), help="Of D. [as A's]"),
+        click.option("--op", type=ops, default=FP8, show_default=True, metavar="NAME", help="The operation."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command("bench")
@@ -25,7 +41,9 @@ MODES = (*GEMM_MODES, *COST_MODES)
     "--random", "random_count", type=click.IntRange(1, 100_000), metavar="COUNT", help="Random shapes, log-uniform."
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of --random.")
-@click.option("--against", multiple=True, type=click.Choice(["tensorwise", "blockwise"]), help="cuBLASLt [both].")
+@click.option("--against", multiple=True, type=click.Choice(AGAINST), help="cuBLASLt. [all ways]")
+@click.option("--deepgemm", type=click.Path(path_type=Path), help="Time DeepGEMM of this directory too.")
+@operation_options
 @click.option("--seconds", type=Number(), default=math.inf, help="Begin no new measurement after this long.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append JSON rows to this file, each once measured.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
@@ -40,12 +58,18 @@ def command(
     random_count: int | None,
     seed: int,
     against: tuple[str, ...],
+    deepgemm: Path | None,
+    op: str,
+    dtype: str | None,
+    accumulate: bool,
     seconds: float,
     output: Path | None,
     chart: Path | None,
     source: Path | None,
 ) -> None:
     """Time kernels side by side with cuBLASLt, in one process.
+
+    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt: for flush, graph and steady.
 
     flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and without the promise that
     they are constant. steady: power-limited, seconds a shape. host: what a warm call costs the CPU, part by part.
@@ -57,7 +81,8 @@ def command(
     at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
     draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
     """
-    from deep_gemm.benchmarks import costs, run
+    from deep_gemm.benchmarks import backends, costs, run
+    from deep_gemm.benchmarks import deepgemm as theirs
 
     modes = modes or ("flush",)
     out = console()
@@ -65,12 +90,16 @@ def command(
     left_out: list[str] = []
     if source is None:
         gemm_modes = [mode for mode in modes if mode in GEMM_MODES]
-        chosen = _shapes(set_name, texts, m_text, random_count, seed)
+        chosen = shapes.posed(_shapes(set_name, texts, m_text, random_count, seed), op, dtype or "", accumulate)
         if gemm_modes or {"host", "dims"} & set(modes):
             _need_gpu(modes)
         if gemm_modes:
-            names = ("ours", *(against or ("tensorwise", "blockwise")))
-            plan = run.Run(chosen, gemm_modes, seconds, output, names, progress=lambda text: out.print(text))
+            known = backends.add_deepgemm(theirs.load(deepgemm)) if deepgemm is not None else {}
+            every = backends.names_for(chosen[0])
+            if unknown := set(against) - set(every):
+                raise click.UsageError(f"{op} is not timed against {', '.join(unknown)}; {', '.join(every[1:])} can be")
+            names = [name for name in every if not against or name not in AGAINST or name in against]
+            plan = run.Run(chosen, gemm_modes, seconds, output, names, lambda text: out.print(text), known)
             rows += plan.execute()
             left_out = plan.left_out
         for mode in modes:

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deep_gemm import arch
+from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks import rows as lines
 from deep_gemm.benchmarks import shapes
 from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
+from deep_gemm.cli.bench import operation_options
 from deep_gemm.cli.console import Number, console
 from deep_gemm.select import calibration
 
@@ -64,6 +67,7 @@ def command(context: click.Context, seconds: float) -> None:
     help="Leave out shapes with a larger M.",
 )
 @click.option("--mode", "modes", multiple=True, type=click.Choice(SURVEY_MODES), help="How to time; repeatable. [all]")
+@operation_options
 @click.option(
     "--within",
     type=Number(),
@@ -86,6 +90,9 @@ def survey_command(
     min_m: int,
     max_m: int,
     modes: tuple[str, ...],
+    op: str,
+    dtype: str | None,
+    accumulate: bool,
     within: float,
     seconds: float,
 ) -> None:
@@ -97,7 +104,7 @@ def survey_command(
 
     if not torch.cuda.is_available():
         raise click.ClickException("a survey times kernels on a GPU, and torch sees none here.")
-    chosen = surveyed(count, seed, public, min_m, max_m)
+    chosen = surveyed(count, seed, public, min_m, max_m, op, dtype or "", accumulate)
     out = console()
     plan = survey.Survey(chosen, modes or SURVEY_MODES, within, seconds, lambda text: out.print(text))
     timed = 0
@@ -112,15 +119,21 @@ def survey_command(
     _report(survey.load([output]))
 
 
-def surveyed(count: int, seed: int, public: bool, min_m: int, max_m: int) -> list[GemmShape]:
+def surveyed(
+    count: int, seed: int, public: bool, min_m: int, max_m: int, op: str = FP8, output: str = "", added: bool = False
+) -> list[GemmShape]:
     """What a survey times: `count` random shapes, and with `public` DeepSeek-V3's N x K at many M, of `min_m` to
     `max_m` tokens; in an order that `seed` gives. Random ones are log-uniform, and so many of each range of tokens that
     all get as many rows: graphs, which double and triple them, are of few tokens. Fewer
     where not one in 100 has so many tokens."""
+    from deep_gemm.benchmarks import survey
+
     found = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
+    found = [x for x in shapes.posed(found, op, output, added) if survey.is_surveyed(x, "flush")]
     found = [shape for shape in found if min_m <= shape.m <= max_m]
     left = _shares(count, min_m, max_m)
-    for shape in shapes.log_uniform(count * 100, seed):
+    drawn = shapes.posed(shapes.log_uniform(count * 100, seed), op, output, added)
+    for shape in (x for x in drawn if survey.is_surveyed(x, "flush")):
         if shape.n % 8 == 0 and min_m <= shape.m <= max_m and left[kind := range_of(shape.m)]:
             left[kind] -= 1
             found.append(shape)
@@ -226,7 +239,7 @@ def _report(rows: list[dict[str, Any]]) -> None:
 
     out = console()
     for mode in SURVEY_MODES:
-        found = {f"{r['m']} x {r['n']} x {r['k']}": survey.quality(r) for r in rows if r["mode"] == mode}
+        found = {str(lines.shape_of(r)): survey.quality(r) for r in rows if r["mode"] == mode}
         if found:
             worst = min(found, key=found.__getitem__)
             mean = geometric_mean(found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,11 @@ def promises(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     done: list[tuple[Any, ...]] = []
 
-    def operands(shape: GemmShape, sets: int) -> list[backends.Operands]:
+    def operands(shape: GemmShape, sets: int) -> list[backends.FP8Operands]:
         made = []
         for _ in range(min(sets, 2)):
             size = (shape.m, shape.k), (shape.m, 1), (shape.n, shape.k), (1, 1), (shape.m, shape.n)
-            made.append(backends.Operands(*(torch.zeros(each) for each in size)))
+            made.append(backends.FP8Operands(*(torch.zeros(each) for each in size)))
         return made
 
     def fp8_gemm_nt(a: Any, b: Any, d: Any) -> None:
@@ -243,8 +244,8 @@ def test_what_meets_the_limit_of_power_has_a_line_of_its_own() -> None:
 def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    backends.add_deepgemm(lambda a, b, d: asked.append((a, b, d)))
-    x = backends.Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
+    backends.add_deepgemm(types.SimpleNamespace(fp8_gemm_nt=lambda a, b, d: asked.append((a, b, d))))
+    x = backends.FP8Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
     backends.BACKENDS[backends.DEEPGEMM](x)()
     assert asked == [(("a", "sfa"), ("b", "sfb"), "d")]
     row = run.make_row(GemmShape(64, 576, 7168), "flush", {"ours": 4.0, "deepgemm": 5.0}, {"blockwise": "no"})
@@ -287,8 +288,6 @@ class Clock:
     """Stands in for a GPU and its events: what runs takes the time that it is said to, in us."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import types
-
         import torch
 
         self.now, self.rests = 0.0, []  # type: tuple[float, list[float]]
@@ -341,8 +340,6 @@ def test_only_long_single_calls_rest_and_short_ones_take_more_turns(monkeypatch:
 @pytest.mark.parametrize(("us", "calls"), [(5.0, 400), (300.0, 8), (900.0, 4)])
 def test_calls_back_to_back_are_in_graphs(monkeypatch: pytest.MonkeyPatch, us: float, calls: int) -> None:
     """Of 2 ms, if more than one round of calls is shorter."""
-    import types
-
     clock, captured, replays = Clock(monkeypatch), [], []  # type: tuple[Clock, list[tuple[int, str]], list[int]]
 
     def capture(sets: list[str], count: int, stream: str) -> Any:
@@ -373,8 +370,6 @@ def test_who_is_timed_first_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_source_digest_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import types
-
     def digest(text: str) -> str:
         (tmp_path / "x.cuh").write_text(text)
         return provenance.source_digest()
@@ -387,8 +382,6 @@ def test_the_source_digest_changes_with_the_sources(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_installed_is_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a wheel this says that nothing was forgotten, and that a digest means the same everywhere."""
-    import types
-
     installed = provenance.source_digest()
     root = Path(__file__).parents[2]
     tree = {"deep_gemm": "deep_gemm", "deep_gemm.jit": "jit", "deep_gemm.templates": "templates"}

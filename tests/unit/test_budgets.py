@@ -12,9 +12,13 @@ import pytest
 
 import deep_gemm
 from deep_gemm import engine
+from deep_gemm.aot.build import choose
+from deep_gemm.aot.workload import model_layers, shapes
 from deep_gemm.benchmarks import compile_cost
+from deep_gemm.benchmarks.shapes import LLAMA_3
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.params import KernelParams
+from deep_gemm.select import representatives
 
 BUDGETS = json.loads((Path(__file__).parents[2] / "benchmarks" / "budgets.json").read_text())
 
@@ -50,6 +54,17 @@ def test_kernels_compile_fast(kernels: list[KernelParams], nvrtc: Compiler) -> N
     """By three of them. `python -m deep_gemm.benchmarks.compile_cost` measures all."""
     each = [in_trials(nvrtc, params, turns=2) for params in compile_cost.sample(kernels)]
     assert statistics.mean(each) <= BUDGETS["sample_in_trials"]
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("model", LLAMA_3)
+def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
+    """Of every fourth number of tokens that is ranked for itself, which ask for at most five kernels fewer than all."""
+    layers = model_layers(LLAMA_3[model], tp)
+    work = choose(shapes(layers, representatives(16384)[::4]))
+    assert {layer.op for layer in layers} == {"bf16_gemm_nt"}
+    assert not work.impossible
+    assert 15 <= len(work.kernels) <= BUDGETS["bf16_kernels"][model][str(tp)]
 
 
 def test_importing_is_cheap() -> None:

@@ -21,12 +21,12 @@ from deep_gemm.params import KernelParams
 
 
 @pytest.fixture
-def operands() -> backends.Operands:
+def operands() -> backends.FP8Operands:
     a, b = (torch.zeros(rows, 128).to(torch.float8_e4m3fn) for rows in (4, 8))
-    return backends.Operands(a, torch.ones(4, 1), b, torch.ones(1, 1), torch.empty(4, 8, dtype=torch.bfloat16))
+    return backends.FP8Operands(a, torch.ones(4, 1), b, torch.ones(1, 1), torch.empty(4, 8, dtype=torch.bfloat16))
 
 
-def test_each_call_elsewhere_has_new_places(operands: backends.Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_elsewhere_has_new_places(operands: backends.FP8Operands, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def note(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], d: torch.Tensor) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import deep_gemm
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import deepgemm
+from deep_gemm.cli.app import app
 from deep_gemm.errors import DeepGemmError
 
 
@@ -59,7 +64,6 @@ def test_an_empty_directory_is_said_in_words(tmp_path: Path) -> None:
 
 
 def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deep_gemm.aot.workload import GemmShape
     from deep_gemm.benchmarks import backends
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
@@ -72,33 +76,42 @@ def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch:
         (lambda a, b, d: d.copy_(1.1 * right), "its result differs from ours by"),
         (lambda a, b, d: None, "its result differs from ours by nan"),
     ):
-        backends.add_deepgemm(gemm)
+        backends.add_deepgemm(SimpleNamespace(fp8_gemm_nt=gemm))
         found = backends.usable(backends.DEEPGEMM, x)
         assert found is None if reason is None else found is not None and found.startswith(reason)
 
 
-def test_both_lists_are_timed_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [
+        ((), {}),
+        (("--op", "bf16_gemm_nt"), {"op": "bf16_gemm_nt"}),
+        (
+            ("--op", "fp16_gemm_tn", "--output-dtype", "f32", "--accumulate"),
+            {"op": "fp16_gemm_tn", "output": "f32", "accumulate": True},
+        ),
+    ],
+)
+def test_it_is_timed_beside_the_others(
+    options: tuple[str, ...], op: dict[str, str | bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deep_gemm.benchmarks import backends, run
+    from deep_gemm.cli import bench
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    asked: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr(bench, "_need_gpu", lambda modes: None)
+    asked: list[tuple[str, ...]] = []
 
-    def measure(shape: object, mode: str, names: tuple[str, ...]) -> run.Row:
-        asked.append((mode, names))
-        return {"mode": mode, "m": 1, "n": 128, "k": 128, "us": 5.0, "tflops": 1.0, "gbps": 1.0}
+    def measure(shape: GemmShape, mode: str, names: Sequence[str]) -> run.Row:
+        asked.append(tuple(names))
+        return run.make_row(shape, mode, {"ours": 5.0, "deepgemm": 6.0}, {})
 
     monkeypatch.setattr(run, "measure", measure)
     package(tmp_path / "theirs", "__version__ = '9.8'\ndef fp8_gemm_nt(a, b, d): pass\n")
-    assert deepgemm.main([str(tmp_path / "theirs"), str(tmp_path / "rows.jsonl")]) == 0
-    rows = run.load(tmp_path / "rows.jsonl")
-    assert {row["deepgemm"] for row in rows} == {"9.8"}
-    assert {mode for mode, _ in asked} == {"flush", "graph", "steady"}
-    assert {names for _, names in asked} == {("ours", "tensorwise", "blockwise", "deepgemm")}
-    assert len(rows) == 84 + 42 + 29
-    assert deepgemm.main([]) == 2
-    capsys.readouterr()
-    assert deepgemm.main([str(tmp_path / "theirs"), str(tmp_path / "other.jsonl"), "-1"]) == 0
-    assert not (tmp_path / "other.jsonl").exists()
-    assert "The time ran out before 126 measurements: 1 x 2112 x 7168 flush" in capsys.readouterr().out
+    told = (*options, "--deepgemm", str(tmp_path / "theirs"), "--output", str(tmp_path / "rows.jsonl"))
+    result = CliRunner().invoke(app, ["bench", "--shape", "64x512x256", *told])
+    assert result.exit_code == 0, result.output
+    (row,) = run.load(tmp_path / "rows.jsonl")
+    assert row["deepgemm"] == "9.8"
+    assert {name: row[name] for name in ("op", "output", "accumulate") if name in row} == op
+    assert asked == [("ours", *(("cublaslt",) if op else ("tensorwise", "blockwise")), "deepgemm")]

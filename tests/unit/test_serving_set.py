@@ -54,7 +54,7 @@ def test_stores_of_one_config_are_one() -> None:
 
 
 def test_a_feature_is_worth_what_rows_take_without_it() -> None:
-    worth = serving_set.worth(ROWS, serving_set.by_config(ROWS, serving_set.legal_configs()))
+    worth = serving_set.worth(ROWS, serving_set.by_config(ROWS, serving_set.legal_configs(ROWS)))
     assert set(worth["swapped"]) == {"flush, M <= 64", "promised, M <= 64", "flush, M >= 1000"}
     # Of two rows one takes 5 in place of 4, and the other is best without it.
     assert worth["swapped"]["flush, M <= 64"] == pytest.approx(1.25**0.5)
@@ -67,7 +67,7 @@ def test_a_feature_is_worth_what_rows_take_without_it() -> None:
 
 
 def test_the_first_serves_best_alone_and_the_others_beside_it() -> None:
-    table = serving_set.by_config(ROWS, serving_set.legal_configs())
+    table = serving_set.by_config(ROWS, serving_set.legal_configs(ROWS))
     chosen = serving_set.greedy(table, 10)
     assert chosen[:3] == ["upright 64x32 r2", "swapped 16x64 k2x2", "upright 128x128"]
     assert sorted(chosen) == sorted({config for times in table for config in times})

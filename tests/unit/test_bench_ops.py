@@ -1,0 +1,300 @@
+"""What is timed of the 16-bit operations: operands as their forms say, peers, rows, surveys. On the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from gpu_fakes import FakeGpu, gpu
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deep_gemm
+from deep_gemm import select
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.arch import SM90
+from deep_gemm.benchmarks import backends, rows, run, selection, serving_set, shapes, survey, timing
+from deep_gemm.cli.app import app
+from deep_gemm.cli.calibrate import surveyed
+from deep_gemm.errors import DeepGemmError, InvalidInputError
+from deep_gemm.testing import calc_diff
+
+__all__ = ["gpu"]
+
+HALF = [op for op in shapes.TIMED_OPS if not op.startswith("fp8")]
+WAYS = [("", False), ("", True), ("f32", False), ("f32", True)]
+M, N, K = 24, 40, 72
+
+
+def problem(op: str, output: str = "", accumulate: bool = False, m: int = M) -> GemmShape:
+    (found,) = shapes.posed([GemmShape(m, N, K)], op, output, accumulate)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.mark.parametrize("op", HALF)
+@pytest.mark.parametrize(("output", "accumulate"), WAYS)
+def test_sets_share_activations_and_lie_as_the_form_says(op: str, output: str, accumulate: bool) -> None:
+    one, other = backends.make_operands(problem(op, output, accumulate), 2, "cpu")
+    dtype = torch.bfloat16 if op.startswith("bf16") else torch.float16
+    assert one.a.shape == ((K, M) if op[-2] == "t" else (M, K))
+    assert one.b.shape == ((K, N) if op[-1] == "n" else (N, K))
+    assert one.a.is_contiguous()
+    assert one.b.is_contiguous()
+    assert (one.a.dtype, one.b.dtype, one.d.dtype) == (dtype, dtype, torch.float32 if output else dtype)
+    assert one.a is other.a
+    assert not torch.equal(one.b, other.b)
+    assert len({x.data_ptr() for x in (one.b, other.b, one.d, other.d)}) == 4
+    assert 0.8 < one.b.float().std() < 1.2
+    mine = backends.own_weights(one)
+    assert torch.equal(mine.b, one.b)
+    assert len({x.data_ptr() for x in (one.b, mine.b, one.d, mine.d)}) == 4
+    assert (mine.op, mine.accumulate) == (op, accumulate)
+
+
+@pytest.mark.parametrize("op", HALF)
+@pytest.mark.parametrize(("output", "accumulate"), WAYS)
+def test_ours_is_the_product_and_a_launch_is_what_it_asks_for(
+    op: str, output: str, accumulate: bool, gpu: FakeGpu
+) -> None:
+    """The spec that a survey ranks, and the strides and addresses that it launches with, are those of the call."""
+    shape = problem(op, output, accumulate)
+    (x,) = backends.make_operands(shape, 1, "cpu")
+    backends.ours(x)()
+    (launched,) = gpu.launched
+    assert survey.spec_of(shape, 132) == launched.spec
+    assert backends.placed(x, 0) == (launched.strides, launched.at)
+
+
+def test_a_launch_of_fp8_is_what_a_call_asks_for(gpu: FakeGpu) -> None:
+    for k in (128, 256):
+        (x,) = backends.make_operands(GemmShape(M, N, k), 1, "cpu")
+        backends.ours(x)()
+        assert gpu.launched[-1].spec == survey.spec_of(GemmShape(M, N, k), 132)
+        assert backends.placed(x, 0) == (gpu.launched[-1].strides, gpu.launched[-1].at)
+
+
+@pytest.mark.parametrize("op", HALF)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_peers_compute_the_same(op: str, accumulate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (x,) = backends.make_operands(problem(op, "", accumulate), 1, "cpu")
+    a, b = (x.a.t() if op[-2] == "t" else x.a).float(), (x.b.t() if op[-1] == "t" else x.b).float()
+    for name in ("ours", "cublaslt"):
+        assert backends.usable(name, x) is None
+        assert calc_diff(x.d, a @ b) < 1e-3
+        backends.BACKENDS[name](x)()
+        assert calc_diff(x.d, 2 * (a @ b) if accumulate else a @ b) < 1e-3
+    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    assert backends.names_for(problem(op)) == ("ours", "cublaslt")
+    asked: list[Any] = []
+    backends.add_deepgemm(SimpleNamespace(**{op: lambda *given: asked.append(given)}))
+    assert backends.names_for(problem(op)) == ("ours", "cublaslt", "deepgemm")
+    assert (backends.usable("deepgemm", x) or "").startswith("its result differs from ours by")
+    (given,) = asked
+    assert [id(tensor) for tensor in given] == [id(t) for t in (x.a, x.b, x.d, *([x.d] if accumulate else []))]
+    backends.add_deepgemm(SimpleNamespace())
+    assert op in (backends.usable("deepgemm", x) or "")
+
+
+def test_a_float32_output_is_written_by_torch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs have no such product: torch says so. On a GPU D itself is written, without a copy."""
+    for accumulate in (False, True):
+        (x,) = backends.make_operands(problem("bf16_gemm_tn", "f32", accumulate), 1, "cpu")
+        assert backends.usable("cublaslt", x)
+        with monkeypatch.context() as patch:
+            for name in ("mm", "addmm"):
+                patch.setattr(torch, name, lambda *given, **how: (given, how))
+            given, how = backends.cublaslt(x)()
+        assert how["out"] is x.d
+        assert how["out_dtype"] is torch.float32
+        assert [tuple(tensor.shape) for tensor in given] == [(M, N)] * accumulate + [(M, K), (K, N)]
+
+
+@given(st.sampled_from(shapes.TIMED_OPS), st.sampled_from(WAYS), st.tuples(*[st.integers(1, 9999)] * 3), st.text("ab"))
+def test_rows_tell_their_shape(op: str, way: tuple[str, bool], mnk: tuple[int, int, int], source: str) -> None:
+    output, accumulate = ("", False) if op.startswith("fp8") else way
+    (shape,) = shapes.posed([GemmShape(*mnk, source)], op, output, accumulate)
+    row = json.loads(json.dumps(rows.said(shape)))
+    assert rows.shape_of(row) == shape
+    assert set(row) - set("mnk") - {"source"} == {
+        *(["op"] if op.startswith(("bf", "fp16")) else []),
+        *(["output"] if output else []),
+        *(["accumulate"] if accumulate else []),
+    }
+    bits = 2 if op.startswith("fp8") else (4 if output else 2) * (2 if accumulate else 1)
+    assert shape.bytes_moved() - GemmShape(*mnk, source, op).bytes_moved() == (bits - 2) * mnk[0] * mnk[1]
+
+
+@pytest.mark.parametrize(
+    "more", [{"op": "gemm"}, {"op": "bf16_gemm_nt", "output": "f64"}, {"output": "f32"}, {"accumulate": "yes"}]
+)
+def test_rows_of_nothing_that_is_timed_are_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"mode": "flush", "m": 1, "n": 8, "k": 8, "times": {"a": 1.0}, "selected": "a"} | more))
+    with pytest.raises(InvalidInputError, match=r"in line 1 of .*rows.jsonl"):
+        run.load(path)
+    with pytest.raises(InvalidInputError, match=r"in line 1 of .*rows.jsonl"):
+        survey.load([path])
+
+
+def test_the_promise_is_of_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, int]] = []
+    monkeypatch.setattr(deep_gemm, "declare_constant", lambda *t: done.append(("declare", len(t))), raising=False)
+    monkeypatch.setattr(deep_gemm, "retract_constant", lambda *t: done.append(("retract", len(t))), raising=False)
+    make = backends.make_operands
+    monkeypatch.setattr(backends, "make_operands", lambda shape, sets: make(shape, min(sets, 2), "cpu"))
+    monkeypatch.setattr(timing, "graph", lambda calls: {name: float(len(name)) for name in calls})
+    row = run.measure(problem("bf16_gemm_nn", accumulate=True), "graph")
+    assert done == [("declare", 1)] * 2 + [("retract", 1)] * 2
+    assert (row["op"], row["accumulate"], row["us"], row["us_cublaslt"]) == ("bf16_gemm_nn", True, 4.0, 8.0)
+    assert (row["ratio_cublaslt"], row["ratio_cublaslt_unpromised"]) == (2.0, 0.5333)
+    assert "2.000 of cublaslt" in run.line(row)
+    assert "bf16_gemm_nn, added" in run.line(row)
+
+
+def test_graphs_leave_the_cache_by_bytes() -> None:
+    assert backends.sets_for(GemmShape(1, 4096, 4096), "graph") == 16
+    assert backends.sets_for(GemmShape(1, 4096, 4096, op="bf16_gemm_nt"), "promised") == 8
+    assert backends.sets_for(GemmShape(1, 4096, 4096, op="bf16_gemm_nt"), "flush") == 1
+    # The floor that was measured once is of one byte an element.
+    us = {"ours": 5.0}
+    assert "floor_fraction" in run.make_row(GemmShape(1, 2112, 7168), "graph", us, {})
+    assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7168, op="bf16_gemm_nt"), "graph", us, {})
+
+
+def test_operations_are_summed_up_each_for_itself(tmp_path: Path) -> None:
+    us = {"ours": 4.0, "tensorwise": 8.0, "cublaslt": 12.0}
+    fp8 = run.make_row(GemmShape(M, N, K), "flush", {"ours": 4.0, "tensorwise": 8.0}, {})
+    path = tmp_path / "rows.jsonl"
+    for row in (fp8, *(run.make_row(problem(op, "f32"), "flush", us, {}) for op in ("bf16_gemm_nt", "bf16_gemm_tn"))):
+        run.append(path, row)
+    result = CliRunner().invoke(app, ["bench", "--from", str(path)])
+    assert result.exit_code == 0, result.output
+    told = [line.split() for line in result.output.splitlines()]
+    assert [line[:1] for line in told[-5:]] == [["fp8_gemm_nt"], *([["bf16_gemm_nt"]] * 2), *([["bf16_gemm_tn"]] * 2)]
+    assert told[-1][1:4] == ["to", "f32", "flush"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--accumulate",), "writes bf16 and adds to nothing"),
+        (("--op", "bf16_gemm_nt", "--against", "blockwise"), "bf16_gemm_nt is not timed against blockwise"),
+        (("--op", "gemm"), "'gemm' is not one of"),
+        (("--op", "bf16_gemm_nt", "--deepgemm", "nowhere"), "There is no package deep_gemm in"),
+    ],
+)
+def test_what_cannot_be_timed_is_said(options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deep_gemm.cli import bench
+
+    monkeypatch.setattr(bench, "_need_gpu", lambda modes: None)
+    result = CliRunner().invoke(app, ["bench", "--shape", "64x512x256", *options])
+    assert result.exit_code != 0
+    assert message in result.output
+
+
+@pytest.mark.parametrize("op", ["bf16_gemm_nt", "bf16_gemm_tn"])
+def test_surveys_are_of_what_tma_reads(op: str) -> None:
+    found = surveyed(40, 3, public=True, min_m=1, max_m=500, op=op, output="f32")
+    assert sum(shape.source != "DeepSeek-V3" for shape in found) == 40
+    assert {shape.op for shape in found} == {op}
+    assert any(shape.m % 8 for shape in found) == (op == "bf16_gemm_nt")
+    assert all(survey.is_surveyed(shape, "flush") for shape in found)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_survey_launches_what_a_call_would(accumulate: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, made, empty = problem("bf16_gemm_nn", "f32", accumulate), [], torch.empty
+    make = backends.make_operands
+
+    def operands(shape: GemmShape, sets: int) -> list[Any]:
+        made.extend(make(shape, min(sets, 2), "cpu"))
+        return list(made)
+
+    monkeypatch.setattr(backends, "make_operands", operands)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
+    monkeypatch.setattr(survey, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(survey.engine, "forced_plan", lambda asked, *_: SimpleNamespace(spec=asked))
+    asked = survey.spec_of(shape, SM90.num_sms)
+    config = select.legal(asked, SM90)[0]
+    ((name, timer),) = survey.timers_of(shape, asked, [config], "promised", SM90, 0)
+    for call in timer.calls:
+        call()
+    launched = list(gpu.launched)
+    for x in made:
+        backends.ours(x)()
+    called = gpu.launched[len(launched) :]
+    assert [each._replace(constant=False) for each in launched] == called
+    assert all(each.constant for each in launched)
+    assert name == survey.name_of(config, asked, SM90)
+
+
+def test_the_commands_survey_an_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
+    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
+    monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
+    for module in (survey, selection):
+        monkeypatch.setattr(module, "environment", dict)
+
+    class Timer:
+        def __call__(self) -> float:
+            return 2.0
+
+        def look(self) -> float:
+            return 2.0
+
+    def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
+        return ((survey.name_of(config, asked, SM90), Timer()) for config in configs)
+
+    monkeypatch.setattr(survey, "timers_of", timers)
+    path, options = tmp_path / "rows.jsonl", ("--random", "2", "--no-public", "--mode", "flush", "--within", "0")
+    told = ("--op", "bf16_gemm_tn", "--output-dtype", "f32", "--accumulate", "--output", str(path))
+    result = CliRunner().invoke(app, ["calibrate", "survey", *options, *told])
+    assert result.exit_code == 0, result.output
+    assert "of bf16_gemm_tn to f32, added" in result.output
+    found = survey.load([path])
+    assert {(row["op"], row["output"], row["accumulate"]) for row in found} == {("bf16_gemm_tn", "f32", True)}
+    for row in found:
+        asked = survey.spec_of(rows.shape_of(row), SM90.num_sms)
+        assert set(row["times"]) == {survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)}
+    monkeypatch.setattr(selection, "unseen", lambda paths: [GemmShape(64, 512, 256)])
+    assert selection.main([str(path), "fp16_gemm_nn"]) == 0
+    (judged,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (judged["mode"], judged["op"], judged["us"]) == ("selection", "fp16_gemm_nn", 2.0)
+
+
+def test_a_cover_is_made_of_16_bit_kernels_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of all legal kernels tell their config; forms, outputs and dtypes are together, FP8's apart."""
+    found = []
+    for index, (op, output, accumulate) in enumerate([("bf16_gemm_nt", "", False), ("fp16_gemm_tn", "f32", True)]):
+        (shape,) = shapes.posed([GemmShape(16, 4096, 8192)], op, output, accumulate)
+        asked = survey.spec_of(shape, SM90.num_sms)
+        names = [survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)]
+        times = {name: 10.0 + (place * 7 + index) % 11 for place, name in enumerate(names)}
+        found.append(rows.said(shape) | {"mode": "flush", "selected": names[0], "times": times})
+    legal = serving_set.legal_configs(found)
+    assert {"swapped 16x64 k8x1", "upright 128x256 c2x1", "upright 64x128 r2", "upright 64x64 k2"} <= legal
+    table = serving_set.by_config(found, legal)
+    assert [len(times) for times in table] == [len(row["times"]) for row in found]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    assert serving_set.main(["--list", "3", str(path)]) == 0
+    assert len(capsys.readouterr().out.split("the best 96")[1].splitlines()) == 1 + 3
+    name = "fp8_gemm_128x128_s5_p2_tma"
+    fp8 = {"mode": "flush", "m": 1, "n": 8, "k": 128, "selected": name, "times": {name: 1.0}}
+    path.write_text(path.read_text() + json.dumps(fp8))
+    with pytest.raises(DeepGemmError, match=r"FP8 and of 16-bit operations"):
+        serving_set.main([str(path)])
