@@ -22,6 +22,7 @@ from deep_gemm.benchmarks import backends, rows, run, selection, serving_set, sh
 from deep_gemm.cli.app import app
 from deep_gemm.cli.calibrate import surveyed
 from deep_gemm.errors import DeepGemmError, InvalidInputError
+from deep_gemm.select.calibration import default
 from deep_gemm.testing import calc_diff
 
 __all__ = ["gpu"]
