@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
-from deep_gemm.aot.workload import GemmShape
+from deep_gemm.benchmarks import rows
 from deep_gemm.benchmarks.modes import LAUNCH_MODES
 from deep_gemm.benchmarks.survey import name_of, spec_of
 from deep_gemm.kernels.features import Features
@@ -82,15 +82,16 @@ def is_held_out(row: Row) -> bool:
 
 def timed(row: Row, spec: archs.ArchSpec) -> tuple[GemmSpec, dict[GemmConfig, float]]:
     """The spec of a row, and the times of configs among which calls choose now."""
-    asked = spec_of(GemmShape(row["m"], row["n"], row["k"], ""), spec.num_sms)
-    configs = {_name(config, asked.d.aligned, spec): config for config in candidates(asked, spec)}
+    asked = spec_of(rows.shape_of(row), spec.num_sms)
+    # Names do not depend on the sizes, so that few are made.
+    kind = replace(asked, m=1, n=128, k=128)
+    configs = {_name(config, kind, spec): config for config in candidates(asked, spec)}
     return asked, {configs[name]: us for name, us in row["times"].items() if name in configs}
 
 
 @functools.cache
-def _name(config: GemmConfig, aligned: bool, spec: archs.ArchSpec) -> str:
-    asked = spec_of(GemmShape(1, 128, 128, ""), spec.num_sms)
-    return name_of(config, replace(asked, d=replace(asked.d, aligned=aligned)), spec)
+def _name(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
+    return name_of(config, asked, spec)
 
 
 @dataclass
