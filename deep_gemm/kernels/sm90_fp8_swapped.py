@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
 from ..params import KernelParams, SwappedConfig
-from ..spec import GemmSpec, Spec, align, ceil_div
+from ..spec import GemmSpec, Spec, align
+from . import swapped
 from .fp8 import FP8Kernel
 from .gemm_features import Counts
 from .loads import BARRIER_BYTES
-
-MAX_STAGES = 24
-"""Of the smallest tiles, which could have more."""
-
-TOKENS = (8, 16, 24, 32, 48, 64)
-"""Tile sizes along M. Any multiple of 8 would do."""
-
-WEIGHTS = 64
-"""Rows of B in a tile. Tiles of 32, 128 and 256 were worth less than 0.1% over 216 surveyed rows of an H100."""
-
-_CONSUMERS_K = (1, 2)
-_CLUSTERS_K = (1, 2, 4, 8)
 
 SERVING: tuple[tuple[int, int, int, int], ...] = (
     (8, 1, 1, 1),
@@ -50,8 +38,6 @@ SERVING: tuple[tuple[int, int, int, int], ...] = (
 """(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set, by greedy cover of surveyed shapes (see
 ``benchmarks/serving_set.py``)."""
 
-_LITTLE_PADDING = 1.15
-
 _OTHER_REGISTERS = 32
 _OTHER_REGISTERS_OF_CLUSTERS = 4
 """What the main loop needs besides accumulators and scales, and in clusters of four or more; from ptxas: a config that
@@ -74,8 +60,8 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
                 yield config
 
     def legal(self, arch: ArchSpec) -> Iterator[SwappedConfig]:
-        """`TOKENS` by 64 weights, K in up to 8 shares, one or two CTAs on an SM."""
-        for chosen in itertools.product(TOKENS, _CLUSTERS_K, _CONSUMERS_K, (1, 2)):
+        """See `swapped.choices`."""
+        for chosen in swapped.choices():
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
                 yield config
@@ -83,29 +69,11 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
     def illegal(self, config: SwappedConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, or None."""
         c = config
-        if (c.block_n, c.block_k) != (WEIGHTS, 128):
-            return f"block_n and block_k must be {WEIGHTS} and 128, not {c.block_n} and {c.block_k}"
-        if (c.cluster_m, c.cluster_n) != (1, 1) or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
-            given = f"{c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers along K"
-            return f"sharing a tile by {given} is not 1 x 1 x one of {_CLUSTERS_K} and one of {_CONSUMERS_K}"
-        if c.num_consumers != c.consumers_k:
-            return f"{c.num_consumers} consumer warpgroups are not the {c.consumers_k} that share K"
-        if c.block_m % 8 or not 8 <= c.block_m <= TOKENS[-1]:
-            return f"block_m must be a multiple of 8 from 8 to {TOKENS[-1]}, not {c.block_m}"
-        if c.k_shares > 8:
-            return f"{c.k_shares} shares of K are more than 8"
         if c.num_partials != 2:
             return f"there is no schedule for {c.num_partials} sets of partial sums"
         if needed_registers(c) > register_split(c)[1]:
             return f"{needed_registers(c)} registers a thread are more than {register_split(c)[1]}"
-        if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
-            return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
-        if c.ctas_per_sm not in (1, 2):
-            return f"{c.ctas_per_sm} CTAs on an SM: registers are budgeted for one or two"
-        shared = config_shared_bytes(c, tma_store=True)
-        if not arch.ctas_fit(shared, c.ctas_per_sm):
-            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
-        return None
+        return swapped.illegal(c, 128, config_shared_bytes(c, tma_store=True), arch)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_fp8_swapped.cu.jinja``."""
@@ -113,12 +81,8 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
         return {**super().constants(params), "min_ctas": 2 if c.num_consumers == 1 else c.ctas_per_sm}
 
     def worthwhile(self, spec: Spec, config: SwappedConfig) -> bool:
-        """Few tokens are in the smallest tile that holds them, so that weights are read once. More are cut up, by tiles
-        that leave little over."""
-        if not isinstance(spec, GemmSpec) or spec.m <= TOKENS[-1]:
-            return isinstance(spec, GemmSpec) and config.block_m == min(x for x in TOKENS if x >= spec.m)
-        rows = {size: ceil_div(spec.m, size) * size for size in TOKENS if size >= 32}
-        return rows.get(config.block_m, spec.m * 2) <= min(rows.values()) * _LITTLE_PADDING
+        """See `swapped.worthwhile`."""
+        return isinstance(spec, GemmSpec) and swapped.worthwhile(spec.m, config.block_m, swapped.TOKENS)
 
     @property
     def has_output_map(self) -> bool:
@@ -147,9 +111,8 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
         )
 
     def num_ctas(self, config: SwappedConfig, m: int, n: int, num_sms: int) -> int:
-        """One CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
-        slots = max(1, num_sms * config.ctas_per_sm // config.cluster_k)
-        return min(ceil_div(m, config.block_m) * ceil_div(n, config.block_n), slots) * config.cluster_k
+        """See `swapped.num_ctas`."""
+        return swapped.num_ctas(config, m, n, num_sms)
 
     def stores_by_tma(self, params: KernelParams) -> bool:
         """Never."""
@@ -187,7 +150,7 @@ def make_config(
     and the slots."""
     config = SwappedConfig(
         block_m=block_m,
-        block_n=WEIGHTS,
+        block_n=swapped.WEIGHTS,
         block_k=128,
         num_stages=0,
         num_consumers=consumers_k,
@@ -197,8 +160,8 @@ def make_config(
         num_partials=2,
     )
     budget = min(arch.shared_per_cta, arch.shared_per_sm // ctas_per_sm - arch.shared_reserved_per_cta)
-    rest = staging_bytes(config) + exchange_bytes(config)
-    stages = max(0, min(MAX_STAGES, (budget - rest) // (stage_bytes(config) + BARRIER_BYTES)))
+    rest = swapped.staging_bytes(config) + swapped.exchange_bytes(config)
+    stages = max(0, min(swapped.MAX_STAGES, (budget - rest) // (stage_bytes(config) + BARRIER_BYTES)))
     return replace(config, num_stages=stages // consumers_k * consumers_k)
 
 
@@ -221,33 +184,15 @@ def register_split(config: SwappedConfig) -> tuple[int, int]:
     return (40, 232) if config.ctas_per_sm == 1 else (32, 104)
 
 
-def owned_chunks(config: SwappedConfig) -> int:
-    """Chunks of eight tokens that one share of K finishes."""
-    return ceil_div(config.block_m // 8, config.k_shares)
-
-
 def stage_bytes(config: SwappedConfig) -> int:
     """One stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
     return (config.block_m + config.block_n) * config.block_k + align(config.block_m * 4, 128)
 
 
-def staging_bytes(config: SwappedConfig) -> int:
-    """The bf16 tile on its way out: what each consumer finishes of it."""
-    return config.num_consumers * owned_chunks(config) * 1024
-
-
-def exchange_bytes(config: SwappedConfig) -> int:
-    """Of the split-K exchange: slots for the other shares of what each consumer finishes, and two barriers for each."""
-    if config.k_shares == 1:
-        return 0
-    slot = owned_chunks(config) * 2048
-    return config.num_consumers * ((config.k_shares - 1) * slot + BARRIER_BYTES)
-
-
 def config_shared_bytes(config: SwappedConfig, tma_store: bool) -> int:
     """Dynamic shared memory of one CTA; where each element is stored for itself there is no staging area."""
     stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
-    return stages + exchange_bytes(config) + (staging_bytes(config) if tma_store else 0)
+    return stages + swapped.exchange_bytes(config) + (swapped.staging_bytes(config) if tma_store else 0)
 
 
 KERNEL = Sm90Fp8Swapped()

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
 from ..params import HalfParams, HalfSwappedConfig, KernelParams
-from ..spec import GemmSpec, Operand, Spec, ceil_div
+from ..spec import GemmSpec, Operand, Spec
+from . import swapped
 from .gemm_features import Counts
 from .half import BLOCK_K, HalfKernel, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 from .sm90_half_gemm import step
-
-MAX_STAGES = 24
-"""Of the smallest tiles, which could have more."""
-
-TOKENS = (8, 16, 24, 32, 48, 64)
-"""Tile sizes along M. Any multiple of 8 would do."""
-
-WEIGHTS = 64
-"""Rows of B in a tile."""
-
-_CONSUMERS_K = (1, 2)
-_CLUSTERS_K = (1, 2, 4, 8)
 
 SERVING: tuple[tuple[int, int, int, int], ...] = (
     (8, 1, 1, 1),
@@ -49,7 +37,7 @@ SERVING: tuple[tuple[int, int, int, int], ...] = (
 """(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set, by greedy cover of surveyed shapes (see
 ``benchmarks/serving_set.py``)."""
 
-_LITTLE_PADDING = 1.15
+_SIZES = sorted({chosen[0] for chosen in SERVING})
 
 
 class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
@@ -68,47 +56,23 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
                 yield config
 
     def legal(self, arch: ArchSpec) -> Iterator[HalfSwappedConfig]:
-        """`TOKENS` by 64 weights, K in up to 8 shares, one or two CTAs on an SM."""
-        for chosen in itertools.product(TOKENS, _CLUSTERS_K, _CONSUMERS_K, (1, 2)):
+        """See `swapped.choices`."""
+        for chosen in swapped.choices():
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
                 yield config
 
     def illegal(self, config: HalfSwappedConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, or None."""
-        c = config
-        if (c.block_n, c.block_k) != (WEIGHTS, BLOCK_K):
-            return f"block_n and block_k must be {WEIGHTS} and {BLOCK_K}, not {c.block_n} and {c.block_k}"
-        if (c.cluster_m, c.cluster_n) != (1, 1) or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
-            given = f"{c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers along K"
-            return f"sharing a tile by {given} is not 1 x 1 x one of {_CLUSTERS_K} and one of {_CONSUMERS_K}"
-        if c.num_consumers != c.consumers_k:
-            return f"{c.num_consumers} consumer warpgroups are not the {c.consumers_k} that share K"
-        if c.block_m % 8 or not 8 <= c.block_m <= TOKENS[-1]:
-            return f"block_m must be a multiple of 8 from 8 to {TOKENS[-1]}, not {c.block_m}"
-        if c.k_shares > 8:
-            return f"{c.k_shares} shares of K are more than 8"
-        if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
-            return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
-        if c.ctas_per_sm not in (1, 2):
-            return f"{c.ctas_per_sm} CTAs on an SM: registers are budgeted for one or two"
-        shared = config_shared_bytes(c, staged=True)
-        if not arch.ctas_fit(shared, c.ctas_per_sm):
-            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
-        return None
+        return swapped.illegal(config, BLOCK_K, config_shared_bytes(config, staged=True), arch)
 
     def refuses_majors(self, a: Operand, b: Operand) -> str | None:
         """A comes in boxes of rows."""
         return None if a.major == "k" else "A must be K-major, as few rows of it are loaded at a time"
 
     def worthwhile(self, spec: Spec, config: HalfSwappedConfig) -> bool:
-        """Few tokens are in the smallest tile that holds them, so that weights are read once. More are cut up, by tiles
-        that leave little over."""
-        sizes = sorted({chosen[0] for chosen in SERVING})
-        if not isinstance(spec, GemmSpec) or spec.m <= sizes[-1]:
-            return isinstance(spec, GemmSpec) and config.block_m == min(x for x in sizes if x >= spec.m)
-        rows = {size: ceil_div(spec.m, size) * size for size in sizes if size >= 32}
-        return rows.get(config.block_m, spec.m * 2) <= min(rows.values()) * _LITTLE_PADDING
+        """See `swapped.worthwhile`."""
+        return isinstance(spec, GemmSpec) and swapped.worthwhile(spec.m, config.block_m, _SIZES)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_half_swapped.cu.jinja``. Weights are the instructions' first operand."""
@@ -146,9 +110,8 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         )
 
     def num_ctas(self, config: HalfSwappedConfig, m: int, n: int, num_sms: int) -> int:
-        """One CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
-        slots = max(1, num_sms * config.ctas_per_sm // config.cluster_k)
-        return min(ceil_div(m, config.block_m) * ceil_div(n, config.block_n), slots) * config.cluster_k
+        """See `swapped.num_ctas`."""
+        return swapped.num_ctas(config, m, n, num_sms)
 
     def shared_bytes(self, params: KernelParams) -> int:
         """Stages, staging area, slots and barriers, as ``HalfSwappedLayout`` lays them out (it asserts the same
@@ -191,7 +154,7 @@ def make_config(
     """A config with as many stages as fit into shared memory beside the staging area and the slots."""
     config = HalfSwappedConfig(
         block_m=block_m,
-        block_n=WEIGHTS,
+        block_n=swapped.WEIGHTS,
         block_k=BLOCK_K,
         num_stages=0,
         num_consumers=consumers_k,
@@ -199,7 +162,7 @@ def make_config(
         ctas_per_sm=ctas_per_sm,
         consumers_k=consumers_k,
     )
-    stages = stages_that_fit(arch, config, config_shared_bytes(config, staged=True), MAX_STAGES)
+    stages = stages_that_fit(arch, config, config_shared_bytes(config, staged=True), swapped.MAX_STAGES)
     return replace(config, num_stages=stages // consumers_k * consumers_k)
 
 
@@ -209,21 +172,11 @@ def make_params(config: HalfSwappedConfig, **options: object) -> HalfParams:
     return HalfParams(kernel=KERNEL.name, arch=SM90.name, config=config, **{"store": "tma", **options})  # type: ignore[arg-type]
 
 
-def owned_chunks(config: HalfSwappedConfig) -> int:
-    """Chunks of eight tokens that one share of K finishes."""
-    return ceil_div(config.block_m // 8, config.k_shares)
-
-
 def config_shared_bytes(config: HalfSwappedConfig, staged: bool) -> int:
     """Dynamic shared memory of one CTA: stages, a staging area for what each consumer finishes where 16-bit tiles are
     staged, and the split-K exchange: slots for the other shares, and two barriers for each consumer."""
     total = config.num_stages * (operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES)
-    if staged:
-        total += config.num_consumers * owned_chunks(config) * 1024
-    if config.k_shares > 1:
-        slot = owned_chunks(config) * 2048
-        total += config.num_consumers * ((config.k_shares - 1) * slot + BARRIER_BYTES)
-    return total
+    return total + swapped.exchange_bytes(config) + (swapped.staging_bytes(config) if staged else 0)
 
 
 KERNEL = Sm90HalfSwapped()
