@@ -43,7 +43,7 @@ def builders(directory: Path) -> dict[str, Builder]:
 def chosen(shape: GemmShape, device: int) -> tuple[GemmSpec, GemmConfig, archs.ArchSpec]:
     """What a call with such a shape is, and the config that is chosen for it."""
     asked, spec = survey.spec_of(shape, options.num_sms_for(device)), archs.for_device(device)
-    return asked, select.rank(asked, spec)[0].config, spec
+    return asked, select.rank(asked, spec, engine.calibration_of(device))[0].config, spec
 
 
 def in_turns(timers: Mapping[str, Callable[[], float]], turns: int = TURNS) -> dict[str, float]:

@@ -73,9 +73,8 @@ def test_on_tokens_it_would_be_seen(tmp_path: Path) -> None:
     """They are loaded as often, so that a count of all loads would not tell."""
     headers = edited_headers(
         tmp_path / "include",
-        "fp8_swapped.cuh",
-        ("tile.column, policy...);", "tile.column);"),
-        ("tile.row);\n        });", "tile.row, evict_first());\n        });"),
+        "loaders.cuh",
+        ("* Gemm::kBlockK, tile.row);", "* Gemm::kBlockK, tile.row, evict_first());"),
     )
     hinted, _ = loads(find_config(SWAPPED, block_m=16), headers)
-    assert set(hinted) == {"map_a", "map_a_last"}
+    assert {name for name in hinted if not name.startswith("map_b")} == {"map_a", "map_a_last"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from half_mutations import KERNELS, MUTATIONS, Mutation
@@ -13,7 +15,6 @@ from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, 
 
 from deep_gemm import engine, kernels
 from deep_gemm.jit import Builder
-from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels import sm90_half_gemm, sm90_half_swapped
 from deep_gemm.params import HalfParams, KernelParams
 
@@ -25,23 +26,41 @@ def entry(params: KernelParams) -> str:
     return kernels.get(params.kernel).entry(params)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def compiler(request: pytest.FixtureRequest) -> Compiler:
-    return open_compiler(request.param)
+ONE_OF_A_TILE = list({(params.kernel, params.config.tile): params for params in CASES}.values())
+KERNELS_OF = {"nvrtc": CASES, "nvcc": ONE_OF_A_TILE}
+"""What each compiler compiles: NVRTC has NVCC's optimiser and assembler."""
 
 
 @pytest.fixture(scope="module")
-def builds(compiler: Compiler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[KernelParams, Future[Built]]]:
-    yield from build_all(compiler, tmp_path_factory.mktemp("half"), CASES)
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, KernelParams], Built]]:
+    """What a compiler makes of a kernel."""
+    with contextlib.ExitStack() as stack:
+        started: dict[str, dict[KernelParams, Future[Built]]] = {}
+
+        def built(kind: str, params: KernelParams) -> Built:
+            if kind not in started:
+                work = build_all(open_compiler(kind), tmp_path_factory.mktemp(kind), KERNELS_OF[kind])
+                started[kind] = stack.enter_context(work)
+            return started[kind][params].result()
+
+        yield built
 
 
-@pytest.mark.parametrize("params", CASES, ids=entry)
+def pairs(cases: list[HalfParams]) -> list[Any]:
+    """Of compilers and kernels."""
+    found = [(kind, params) for kind in KINDS for params in cases if params in KERNELS_OF[kind]]
+    return [pytest.param(*pair, id=f"{pair[0]}-{entry(pair[1])}") for pair in found]
+
+
+@pytest.mark.parametrize(("kind", "params"), pairs(CASES))
 def test_the_kernel_is_made_of_the_instructions_it_asks_for(
-    builds: dict[KernelParams, Future[Built]], params: HalfParams
+    builds: Callable[[str, KernelParams], Built], kind: str, params: HalfParams
 ) -> None:
-    built = builds[params].result()
+    built = builds(kind, params)
     text, fields, resources = built.sass, kernels.get(params.kernel).fields(params), built.binary.resources
     assert (resources.stack, resources.spill_stores, resources.spill_loads, resources.warnings) == (0, 0, 0, ())
+    assert (resources.problems(), resources.shared_static) == ([], 0)
+    assert re.findall(r"\b(?:LDL|STL|LDLM|STLM)\b.*", text) == []
     # Operands that are not K-major are transposed by the instruction.
     kind = ".BF16" if params.dtype == "bf16" else ""
     products = set(re.findall(r"\bHGMMA\.\S+", text))
@@ -70,24 +89,20 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("params", [params for params in LOOPS if params in CASES], ids=entry)
+@pytest.mark.parametrize(("kind", "params"), pairs([params for params in LOOPS if params in CASES]))
 def test_the_main_loop_is_products_and_a_barrier(
-    builds: dict[KernelParams, Future[Built]], params: KernelParams
+    builds: Callable[[str, KernelParams], Built], kind: str, params: KernelParams
 ) -> None:
     """Descriptors stay in uniform registers: moving each over before every product cost FP8 kernels 5 to 20%."""
-    loop = main_loop(builds[params].result().sass)
+    loop = main_loop(builds(kind, params).sass)
     assert len(moves_to_uniform(loop)) <= 2
     assert len(loop) < 70
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_mutation_applies_once_and_changes_the_code(
-    mutation: Mutation, compiler: Compiler, tmp_path: Path
-) -> None:
+def test_each_mutation_applies_once_and_changes_the_code(mutation: Mutation, tmp_path: Path) -> None:
     """Those of tests/gpu/test_half_mutations.py."""
-    if compiler.kind != "nvrtc":
-        pytest.skip("one compiler does")
-    params = KERNELS[mutation.kernels[0]]
+    params, compiler = KERNELS[mutation.kernels[0]], open_compiler("nvrtc")
     broken, sound = (
         Builder(tmp_path / name, compiler, headers).build(engine.build_request(params)).cubin
         for name, headers in (("broken", mutation.headers(tmp_path / "include")), ("sound", None))

@@ -17,6 +17,7 @@ from deep_gemm.benchmarks import versus
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder, include_dir
 from deep_gemm.kernels.sm90_fp8_gemm import config_shared_bytes
+from deep_gemm.select.calibration import default
 
 SHAPE = GemmShape(4096, 7168, 2048)
 
@@ -74,6 +75,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(versus, "builders", builders)
     monkeypatch.setattr(versus.survey, "timers_of", timers_of)
     monkeypatch.setattr(versus.archs, "for_device", lambda device: SM90)
+    monkeypatch.setattr(versus.engine, "calibration_of", lambda device: default())
     monkeypatch.setattr(versus.options, "num_sms_for", lambda device: SM90.num_sms)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return said
