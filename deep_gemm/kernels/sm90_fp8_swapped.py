@@ -43,6 +43,8 @@ _OTHER_REGISTERS_OF_CLUSTERS = 4
 """What the main loop needs besides accumulators and scales, and in clusters of four or more; from ptxas: a config that
 leaves less would spill, or move descriptors in each block."""
 
+_SIZES = sorted({chosen[0] for chosen in SERVING})
+
 
 class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
     """See ``templates/include/fp8_swapped.cuh`` for the algorithm."""
@@ -82,7 +84,7 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
 
     def worthwhile(self, spec: Spec, config: SwappedConfig) -> bool:
         """See `swapped.worthwhile`."""
-        return isinstance(spec, GemmSpec) and swapped.worthwhile(spec.m, config.block_m, swapped.TOKENS)
+        return isinstance(spec, GemmSpec) and swapped.worthwhile(spec.m, config.block_m, _SIZES)
 
     @property
     def has_output_map(self) -> bool:
