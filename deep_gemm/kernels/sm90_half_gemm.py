@@ -52,8 +52,8 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (256, 128, (1, 1, 1), 1),
     (256, 128, (1, 2, 1), 1),
 )
-"""(block_m, block_n, cluster, CTAs on an SM) of the serving set, by greedy cover of surveyed shapes (see
-``benchmarks/serving_set.py``)."""
+"""(block_m, block_n, cluster, CTAs on an SM) of the serving set, from a greedy cover of surveyed shapes (see
+``benchmarks/README.md``)."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
 """Registers a thread, of producers and of consumers, by the number of consumer warpgroups."""

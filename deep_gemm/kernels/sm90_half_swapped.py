@@ -34,8 +34,8 @@ SERVING: tuple[tuple[int, int, int, int], ...] = (
     (64, 4, 1, 1),
     (64, 8, 1, 1),
 )
-"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set, by greedy cover of surveyed shapes (see
-``benchmarks/serving_set.py``)."""
+"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set, from a greedy cover of surveyed shapes
+(see ``benchmarks/README.md``)."""
 
 _SIZES = sorted({chosen[0] for chosen in SERVING})
 

@@ -1,8 +1,9 @@
 """Spec sheets of GPU models: what an unknown card starts from.
 
-From NVIDIA's data sheets: "H100 Tensor Core GPU" (SXM and PCIe), "H200 Tensor Core GPU", "GH200 Grace Hopper Superchip"
-(with 96 GB), "H20" product brief. Tensor rates are those of eight-bit operands without sparsity. The L2 of the GH100
-chip is from "NVIDIA H100 Tensor Core GPU Architecture".
+Where to look them up: NVIDIA's data sheets "H100 Tensor Core GPU" (SXM and PCIe), "H200 Tensor Core GPU", "GH200 Grace
+Hopper Superchip" (with 96 GB), and the "H20" product brief; the L2 of the GH100 chip in "NVIDIA H100 Tensor Core GPU
+Architecture". The figures have not been compared with these yet; those of the H20, and the clocks and the power of the
+GH200, are least sure. Tensor rates are those of eight-bit operands without sparsity.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ struct HalfSwappedLayout {
   using Barriers = PipelineBarriers<kStages, 4, 1>;
   using Exchange = SplitKExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
   using Out = Output<Tile::kElement>;
-  enum : bool { kStages16 = Tile::kTmaStore && Tile::kElement != kF32 };  // whether tiles are staged, to be copied in 16-byte pieces
+  enum : bool { kStaged = Tile::kTmaStore && Tile::kElement != kF32 };  // whether tiles are staged, to be copied in 16-byte pieces
   using Store = TransposedStore<kBlockM, Exchange::kOwned, Output<Tile::kElement == kF32 ? kBf16 : Tile::kElement>>;
 
   // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
   enum : u32 { kOffsetB = 0, kOffsetA = kStages * B::kBytes };
   enum : u32 { kOffsetStaging = kOffsetA + kStages * A::kBytes };
-  enum : u32 { kOffsetSlots = kOffsetStaging + (kStages16 ? kConsumers * Store::kBytes : 0) };
+  enum : u32 { kOffsetSlots = kOffsetStaging + (kStaged ? kConsumers * Store::kBytes : 0) };
   enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kClusterK * kConsumers > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
@@ -86,7 +86,7 @@ struct HalfSwapped {
       if constexpr (Tile::kAccumulate == kReads) {
         each(sum, row, column, warp, lane, wanted, [&](float& value, u32 y, u32 x) { value += Out::load(arg.c, y * arg.c_stride + x); });
       }
-      if constexpr (Layout::kStages16) {
+      if constexpr (Layout::kStaged) {
         __syncwarp();  // the warp has copied the previous tile
         Store::stage(staging, sum, warp, lane, wanted);
         __syncwarp();
