@@ -119,7 +119,8 @@ def test_scales_are_transposed_to_where_the_kernel_reads_them(gpu: FakeGpu) -> N
 
 def test_an_operand_on_another_device_is_no_replay(gpu: FakeGpu) -> None:
     a, b = operands()
-    run(*operands())
+    first = (*operands(), output())
+    run(*first)
     run(a, b)  # makes the record of replays
 
     class Elsewhere(torch.Tensor):
@@ -149,12 +150,13 @@ def test_a_forked_child_has_no_record_of_its_parent(gpu: FakeGpu) -> None:
 
 
 def test_a_change_of_options_makes_records_anew(gpu: FakeGpu) -> None:
-    run(*operands())
-    run(*operands())
+    cases = [(*operands(), output()) for _ in range(4)]  # all alive: a freed one's addresses would be a warm call's
+    for case in cases[:2]:
+        run(*case)
     before = gpu.prepared
     deep_gemm.set_pdl(True)
-    run(*operands())
-    run(*operands())
+    for case in cases[2:]:
+        run(*case)
     assert gpu.prepared == before + 2
 
 
