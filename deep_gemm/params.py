@@ -82,6 +82,18 @@ class UprightConfig(FP8Config):
 
 
 @dataclass(frozen=True)
+class ScaledConfig(FP8Config):
+    """The same for any scaling, with parts of a tile stored through ``buffers`` buffers for each consumer."""
+
+    buffers: int = 2
+
+    @property
+    def slices(self) -> int:
+        """m64 slices of rows that one consumer multiplies."""
+        return self.block_m // (64 * self.num_consumers)
+
+
+@dataclass(frozen=True)
 class SwappedConfig(FP8Config):
     """``block_n`` rows of B are the tensor cores' M, ``block_m`` rows of A their N. In groups of ``consumers_k``
     consumers share a tile's rows and take its blocks of K in turn."""
@@ -161,4 +173,14 @@ class HalfParams(KernelParams):
     dtype: str = "bf16"
     majors: str = "kk"
     output: str = "bf16"
+    accumulate: str = "none"
+
+
+@dataclass(frozen=True)
+class ScaledParams(KernelParams):
+    """Of an FP8 GEMM with any scaling also which: "1d1d", "1d2d" or "rowwise"; the ``output``'s dtype; and how C is
+    added, as of `HalfParams`."""
+
+    scaling: str = "1d1d"
+    output: str = "f32"
     accumulate: str = "none"

@@ -26,7 +26,7 @@ MUTATIONS = [
     # Not where consumers share K: they load a block past the last one too, and here that is the one that was dropped.
     Mutation(
         "drop the last block of K",
-        "half_kernel.cuh",
+        "gemm_kernel.cuh",
         "Tile::kShapeK : arg.k;",
         "Tile::kShapeK : arg.k - 64;",
         (*_UPRIGHT, "swapped"),
@@ -68,14 +68,14 @@ MUTATIONS = [
     ),
     Mutation(
         "stage rows as they are not swizzled",
-        "half_output.cuh",
+        "part_store.cuh",
         "swizzled(row, i / 2 + lane / 16) * 16",
         "(i / 2 + lane / 16) * 16",
         ("late", "turned", "split"),
     ),
     Mutation(
         "stage one of two neighbours twice",
-        "half_output.cuh",
+        "part_store.cuh",
         "within, words[i], words[i + 1]);",
         "within, words[i], words[i]);",
         ("float",),

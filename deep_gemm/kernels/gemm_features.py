@@ -62,8 +62,8 @@ class Counts(NamedTuple):
     """A warp brings tiles to D while consumers go on to the next."""
     transposed: bool = False
     """Operands are swapped."""
-    promotes: bool = True
-    """Sums are promoted in every block of K."""
+    promotion: float = PROMOTION_CYCLES
+    """Cycles in which a consumer promotes one column of an m64 slice; 0 where sums stay in the accumulators."""
     consumers_k: int = 1
 
 
@@ -72,12 +72,12 @@ def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
     """Of `Features` those that are the same for all specs."""
     x = counts
     products = x.slices * (x.width // x.mma_n) * 4
-    promotion = x.slices * x.width * PROMOTION_CYCLES + (x.width * TOKEN_CYCLES if x.transposed else 0)
+    promotion = x.slices * x.width * x.promotion + (x.width * TOKEN_CYCLES if x.transposed else 0)
     return {
         "tensor": x.groups * products * max(x.mma_n / 2, LEAST_CYCLES),
         "consumers": config.num_consumers,
         "consumers_k": x.consumers_k,
-        "promotion": promotion if x.promotes else 0.0,
+        "promotion": promotion if x.promotion else 0.0,
         "ahead": float(not isinstance(config, FP8Config) or config.num_partials > 1),
         "stages": config.num_stages,
         "prologue_us": 0.0 if x.transposed else UPRIGHT_US,

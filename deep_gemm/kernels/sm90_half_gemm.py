@@ -163,7 +163,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             mma_n=config.block_n,
             direct=not aligned,
             store_warp=aligned,
-            promotes=False,
+            promotion=0.0,
         )
 
     def num_ctas(self, config: HalfConfig, m: int, n: int, num_sms: int) -> int:

@@ -106,7 +106,7 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
             store_warp=False,
             transposed=True,
             consumers_k=config.consumers_k,
-            promotes=False,
+            promotion=0.0,
         )
 
     def num_ctas(self, config: HalfSwappedConfig, m: int, n: int, num_sms: int) -> int:

@@ -274,6 +274,7 @@ struct Fp8Mainloop {
 
   DG_DEVICE void arrive(Block& block) {
     block.stage = at.stage;
+    scaling.arrive(block.factors, at.stage, at.parity);
     if (!(kPeeks && full)) barrier_wait(barriers.full(at.stage), at.parity);
     at.template advance<kStep>();
   }

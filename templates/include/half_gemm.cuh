@@ -3,15 +3,15 @@
 //
 // Constants supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_half_gemm.cu.jinja).
 #pragma once
-#include "half_kernel.cuh"
+#include "gemm_kernel.cuh"
 #include "half_mainloop.cuh"
-#include "half_output.cuh"
+#include "part_store.cuh"
 
 template <class Constants, class MmaType>
 struct HalfGemmLayout {
   using Tile = Constants;
   using Mma = MmaType;
-  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 64, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
   enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN, kClusterK = Tile::kClusterK, kConsumersK = 1 };
   enum : bool { kClusters = kClusterM * kClusterN > 1 };
   // One consumer's rows of a tile, in m64 slices, and the columns that it stores: those that its split of K owns.
@@ -23,6 +23,7 @@ struct HalfGemmLayout {
   using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
   using Order = BlockOrder<kClusterK, 1>;
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
+  using Scales = NoScales;
   using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
   using Store = PartStore<Tile::kElement, kColumns, kSlices, kConsumers, Tile::kBuffers>;
 
@@ -40,7 +41,7 @@ struct HalfGemm {
   using Layout = HalfGemmLayout<Constants, MmaType>;
   using Tile = Constants;
   using Mma = MmaType;
-  using Kernel = HalfKernel<Layout, Arguments>;
+  using Kernel = GemmKernel<Layout, Arguments>;
   using Scheduler = typename Layout::Scheduler;
   using Store = typename Layout::Store;
   using Out = typename Store::Out;

@@ -3,14 +3,14 @@
 // distributed shared memory.
 #pragma once
 #include "epilogue.cuh"
-#include "half_kernel.cuh"
+#include "gemm_kernel.cuh"
 #include "half_mainloop.cuh"
 
 template <class Constants, class MmaType>
 struct HalfSwappedLayout {
   using Tile = Constants;
   using Mma = MmaType;
-  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 64, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
   enum : u32 { kClusterM = 1, kClusterN = 1, kClusterK = Tile::kClusterK, kConsumersK = kConsumers };
   static_assert(kBlockM % 8 == 0 && kBlockM <= 64 && Mma::kN == kBlockM);
 
@@ -19,6 +19,7 @@ struct HalfSwappedLayout {
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Order = BlockOrder<kClusterK, kConsumers>;
   using Barriers = PipelineBarriers<kStages, 4, 1>;
+  using Scales = NoScales;
   using Exchange = SplitKExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
   using Out = Output<Tile::kElement>;
   enum : bool { kStaged = Tile::kTmaStore && Tile::kElement != kF32 };  // whether tiles are staged, to be copied in 16-byte pieces
@@ -38,7 +39,7 @@ struct HalfSwapped {
   using Layout = HalfSwappedLayout<Constants, MmaType>;
   using Tile = Constants;
   using Mma = MmaType;
-  using Kernel = HalfKernel<Layout, Arguments>;
+  using Kernel = GemmKernel<Layout, Arguments>;
   using Scheduler = typename Layout::Scheduler;
   using Exchange = typename Layout::Exchange;
   using Store = typename Layout::Store;

@@ -1,4 +1,4 @@
-// One operand of a 16-bit GEMM in shared memory, K-major or MN-major, and the thread that loads it.
+// One operand of a GEMM in shared memory, K-major or MN-major, and the thread that loads it.
 #pragma once
 #include "barrier.cuh"
 #include "edge_boxes.cuh"
@@ -6,15 +6,15 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// A tile of kRows rows of A or B by a block of K of 64 elements. kParts CTAs of a cluster load a part each and multicast it.
+// A tile of kRows rows of A or B by a block of K of 128 bytes. kParts CTAs of a cluster load a part each and multicast it.
 //   K-major: one box of 128 bytes of K by the part's rows, or an edge box (see edge_boxes.cuh).
-//   MN-major: boxes of 64 rows (128 bytes) by the block of K. Boxes past the edge are not loaded.
+//   MN-major (16-bit elements only): boxes of 64 rows (128 bytes) by the block of K. Boxes past the edge are not loaded.
 // Either way 64 rows take 8192 bytes.
-template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside>
+template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside, u32 kElementBytes = 2>
 struct OperandTile {
-  enum : u32 { kBlockK = 64, kBoxBytes = 64 * kBlockK * 2 };
-  enum : u32 { kBytes = kRows * kBlockK * 2, kPartRows = kRows / kParts };
-  static_assert(kPartRows * kParts == kRows && (!kMnMajor || kPartRows % 64 == 0));
+  enum : u32 { kBlockK = 128 / kElementBytes, kBoxBytes = 64 * 128 };
+  enum : u32 { kBytes = kRows * 128, kPartRows = kRows / kParts };
+  static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
 
   // What a launch says of the operand.
   struct Source {
@@ -27,7 +27,7 @@ struct OperandTile {
     if constexpr (kMnMajor) {
       return first < from.edge ? min_of(ceil_div(from.edge - first, 64), kRows / 64) * kBoxBytes : 0;
     } else {
-      return rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows) * kBlockK * 2;
+      return rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows) * 128;
     }
   }
 

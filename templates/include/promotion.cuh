@@ -115,6 +115,7 @@ struct RowTokens {
 
   DG_DEVICE void begin(Factors& factors) { weights.begin(factors.weight); }
   DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
+  DG_DEVICE void arrive(Factors&, u32, u32) const {}
 
   DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
     const u32 address = tokens + stage * kBlockBytes;
@@ -151,6 +152,7 @@ struct ColumnTokens {
 
   DG_DEVICE void begin(Factors& factors) { weights.begin(factors.weight); }
   DG_DEVICE void before_arrival(Factors& factors, u32 place) { weights.get(place, factors.weight); }
+  DG_DEVICE void arrive(Factors&, u32, u32) const {}
 
   DG_DEVICE void after_arrival(Factors& factors, u32 stage) {
     factors.from = tokens + stage * kStageBytes;

@@ -1,4 +1,4 @@
-// How the upright 16-bit kernel stores a tile: parts of it through two small buffers for each consumer, by TMA.
+// How the upright 16-bit kernel, and that of FP8 with any scaling, store a tile: parts of it through two small buffers for each
 #pragma once
 #include "barrier.cuh"
 #include "output.cuh"

@@ -1,8 +1,9 @@
-// What the BF16 and FP16 GEMM kernels have in common: the roles of warps, the prologue, and the loaders of both operands.
+// What most GEMM kernels have in common: the roles of warps, the prologue, and the loaders of both operands.
 //
-// Layout gives the tile and the shared memory of a kernel: kBlockM, kBlockN, kStages, kConsumers, kClusterM/N/K, kConsumersK,
-// Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the types
-// Scheduler, Order, Barriers and Exchange. Arguments are the kernel's parameters (see kernels/half.py).
+// Layout gives the tile and the shared memory of a kernel: kBlockM, kBlockN, kBlockK, kStages, kConsumers, kClusterM/N/K,
+// kConsumersK, Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the
+// types Scheduler, Order, Barriers, Exchange and Scales (what is loaded beside the operands: see NoScales). Arguments are the
+// kernel's parameters (see kernels/half.py).
 #pragma once
 #include "barrier.cuh"
 #include "operand.cuh"
@@ -14,8 +15,16 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
+// For kernels that load nothing beside the operands.
+struct NoScales {
+  enum : bool { kLoads = false };
+  enum : u32 { kStageBytes = 0 };  // that arrive in each stage, whatever the tile
+  template <class Kernel>
+  static DG_DEVICE void load(const Kernel&, typename Kernel::Scheduler) {}
+};
+
 template <class Layout, class Arguments>
-struct HalfKernel {
+struct GemmKernel {
   using Tile = typename Layout::Tile;
   using Scheduler = typename Layout::Scheduler;
   using Order = typename Layout::Order;
@@ -23,7 +32,8 @@ struct HalfKernel {
   using Exchange = typename Layout::Exchange;
   using A = typename Layout::A;
   using B = typename Layout::B;
-  enum : u32 { kBlockK = 64, kConsumers = Layout::kConsumers, kStages = Layout::kStages };
+  using Scales = typename Layout::Scales;
+  enum : u32 { kBlockK = Layout::kBlockK, kConsumers = Layout::kConsumers, kStages = Layout::kStages };
   enum : u32 { kClusterM = Layout::kClusterM, kClusterN = Layout::kClusterN, kClusterK = Layout::kClusterK };
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
@@ -35,7 +45,7 @@ struct HalfKernel {
   Barriers barriers;
   Exchange exchange;
 
-  DG_DEVICE HalfKernel(const Arguments& arg, u32 shared) : arg(arg), shared(shared) {
+  DG_DEVICE GemmKernel(const Arguments& arg, u32 shared) : arg(arg), shared(shared) {
     barriers.base = shared + Layout::kOffsetBarriers;
     exchange.slots = shared + Layout::kOffsetSlots;
     exchange.barriers = shared + Layout::kOffsetBarriers + Barriers::kBytes;
@@ -68,6 +78,7 @@ struct HalfKernel {
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) load_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(first);
+      if (Scales::kLoads && warp == kConsumers * 4 + 2 && elect_one()) Scales::load(*this, first);
       if (warp == kConsumers * 4 + 3) store(Scheduler(arg.raster));
       __syncwarp();
     } else {
@@ -100,7 +111,7 @@ struct HalfKernel {
     __syncwarp();
   }
 
-  // Two threads, each in its own warp, load B and A into the stages in order. Constant weights do not wait for the previous kernel.
+  // Two threads, each in its own warp, load B and A into the stages in order. With scales there is a third (see Layout::Scales). Constant weights do not wait for the previous kernel.
   DG_DEVICE void load_weights(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();
@@ -117,12 +128,12 @@ struct HalfKernel {
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
   }
 
-  // This loader also tells the full barriers how many bytes both load.
+  // This loader also tells the full barriers how many bytes all load.
   DG_DEVICE void load_tokens(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();
     for (; tile.valid(); tile.advance()) {
-      const u32 bytes = A::bytes(a(), tile.row) + B::bytes(b(), tile.column);
+      const u32 bytes = A::bytes(a(), tile.row) + B::bytes(b(), tile.column) + Scales::kStageBytes;
       A::with_boxes(a(), tile.row, part_a(), [&](const auto& bring) {
         wait_for_previous_kernel();
         allow_next_kernel();

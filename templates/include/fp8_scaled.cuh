@@ -1,0 +1,292 @@
+// D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T for FP8 operands with any scaling, and bf16 or float32 output. Warp-specialised as the
+// other FP8 kernels, with their main loop; tiles are stored in parts as by the 16-bit kernel.
+//
+// Constants supplies the block sizes, the scaling and the output, Mma the wgmma (see kernels/sm90_fp8_scaled.cu.jinja).
+#pragma once
+#include "fp8_mainloop.cuh"
+#include "gemm_kernel.cuh"
+#include "part_store.cuh"
+#include "scaling.cuh"
+
+// The loader of scales: A's rows of a tile, and with 1D1D B's too. Rows past the edge arrive as zeros.
+template <class Layout>
+struct TileScales {
+  enum : bool { kColumns = Layout::kScaling == k1D1D, kLoads = Layout::kScaling != kRowwise };
+  enum : u32 { kStageBytes = kLoads ? (Layout::kBlockM + (kColumns ? +Layout::kBlockN : 0)) * 4 : 0 };
+
+  template <class Kernel>
+  static DG_DEVICE void load(const Kernel& kernel, typename Kernel::Scheduler tile) {
+    if constexpr (kLoads) {
+      ProducerCursor cursor;
+      const auto order = kernel.order();
+      const auto& barriers = kernel.barriers;
+      wait_for_previous_kernel();
+      for (; tile.valid(); tile.advance()) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          const u32 block = order.step_block(step);
+          tma_load(kernel.shared + Layout::kOffsetRows + stage * Layout::kRowBytes, kernel.arg.map_scale_a, barriers.full(stage),
+                   tile.row, block);
+          if constexpr (kColumns) {
+            const u32 slot = stage + (cursor.round & 1) * Layout::kStages;
+            tma_load(kernel.shared + Layout::kOffsetColumns + slot * Layout::kColumnBytes, kernel.arg.map_scale_b,
+                     barriers.full(stage), tile.column, block);
+          }
+        });
+      }
+    }
+  }
+};
+
+template <class Constants, class MmaType>
+struct Fp8ScaledLayout {
+  using Tile = Constants;
+  using Mma = MmaType;
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
+  enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kConsumersK = 1 };
+  enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN, kClusterK = 1 };
+  enum : bool { kClusters = kClusterM * kClusterN > 1 };
+  enum : u32 { kSlices = kBlockM / (64 * kConsumers), kScaling = Tile::kScaling };
+  static_assert(kSlices * 64 * kConsumers == kBlockM && kBlockN % 16 == 0);
+
+  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1>;
+  using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1>;
+  using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, 1>;
+  using Order = BlockOrder<1, 1>;
+  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
+  using Exchange = SplitKExchange<kBlockN, kSlices, 1, 1, kConsumers>;
+  using Scales = TileScales<Fp8ScaledLayout>;
+  using Store = PartStore<Tile::kElement, kBlockN, kSlices, kConsumers, Tile::kBuffers>;
+  static_assert(Mma::kN % Store::kBoxColumns == 0, "a product's columns are whole parts");
+
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries, scales on TMA's of 128.
+  enum : u32 { kRowBytes = kScaling == kRowwise ? 0 : ceil_div(kBlockM * 4, 128) * 128 };
+  enum : u32 { kColumnBytes = kScaling == k1D1D ? ceil_div(kBlockN * 4, 128) * 128 : 0 };
+  enum : u32 { kOffsetA = 0, kOffsetB = kStages * A::kBytes, kOffsetStaging = kOffsetB + kStages * B::kBytes };
+  enum : u32 { kOffsetRows = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
+  enum : u32 { kOffsetColumns = kOffsetRows + kStages * kRowBytes };
+  enum : u32 { kOffsetBarriers = kOffsetColumns + 2 * kStages * kColumnBytes, kOffsetSlots = kOffsetBarriers };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes };
+  static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
+};
+
+template <class Constants, class MmaType, class Arguments>
+struct Fp8Scaled {
+  using Layout = Fp8ScaledLayout<Constants, MmaType>;
+  using Tile = Constants;
+  using Mma = MmaType;
+  using Kernel = GemmKernel<Layout, Arguments>;
+  using Scheduler = typename Layout::Scheduler;
+  using Store = typename Layout::Store;
+  using Out = typename Store::Out;
+  enum : u32 { kBlockM = Layout::kBlockM, kBlockN = Layout::kBlockN, kSlices = Layout::kSlices };
+  enum : u32 { kConsumers = Layout::kConsumers, kScaling = Layout::kScaling, kBoxColumns = Store::kBoxColumns };
+  struct Shape {
+    enum : u32 { kStages = Layout::kStages, kConsumers = Layout::kConsumers, kPartials = Tile::kPartials };
+    enum : u32 { kStep = 1, kTurns = Tile::kTurns, kRows = kBlockM, kColumns = kBlockN, kSlices = Layout::kSlices };
+    // See Fp8Gemm.
+    enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
+    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumers > 1 };
+  };
+
+  // Scales of 128 x 128 blocks of B. A tile of a power of two columns lies in one block, or in two.
+  using Columns = TileColumns<kBlockN>;
+  using Weights = BlockScales<Columns::kScales, typename Layout::Order>;
+  static_assert(kScaling != k1D2D || Columns::kSegments == 1);
+
+  template <u32 kKind, class = void>
+  struct ScalingOf {
+    using Type = LateScales;
+  };
+  template <class T>
+  struct ScalingOf<k1D1D, T> {
+    using Type = RowColumnScales<kSlices, Layout::kStages, Layout::kRowBytes, Layout::kColumnBytes>;
+  };
+  template <class T>
+  struct ScalingOf<k1D2D, T> {
+    using Type = RowTokens<Weights, Columns, kSlices, Layout::kRowBytes>;
+  };
+  using Scaling = typename ScalingOf<kScaling>::Type;
+  using Mainloop = Fp8Mainloop<Shape, Mma, typename Layout::Barriers, Scaling>;
+  using Sums = typename Mainloop::Sums;
+
+  Kernel kernel;
+
+  DG_DEVICE Fp8Scaled(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
+
+  DG_DEVICE void run() {
+    kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
+      if constexpr (Tile::kTmaStore) store_tiles(tile);
+    });
+  }
+
+ private:
+  // One consumer's place: its number, its warp, lane, and first row of every tile.
+  struct Place {
+    u32 consumer, warp, lane, first_row;
+  };
+
+  DG_DEVICE u32 staging() const { return kernel.shared + Layout::kOffsetStaging; }
+
+  DG_DEVICE typename Weights::Part part(const Scheduler& tile) const {
+    typename Weights::Part found{{}, kernel.order()};
+#pragma unroll
+    for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = tile.column / 128 + scale;
+    return found;
+  }
+
+  DG_DEVICE Scaling scaling(const Scheduler& tile, const Place& at) const {
+    const u32 rows = kernel.shared + Layout::kOffsetRows + (at.first_row + at.warp * 16 + at.lane / 4) * 4;
+    if constexpr (kScaling == k1D1D) {
+      return Scaling(rows, kernel.shared + Layout::kOffsetColumns + at.lane % 4 * 8);
+    } else if constexpr (kScaling == k1D2D) {
+      const auto& arg = kernel.arg;
+      return Scaling(Weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(kernel.n(), 128), at.lane,
+                             part(tile)), rows);
+    } else {
+      return Scaling();
+    }
+  }
+
+  // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile.
+  DG_DEVICE void consume() {
+    const u32 consumer = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
+    const Place at{consumer, thread / 32, thread % 32, consumer * 64 * kSlices};
+    const u32 blocks = uniform(kernel.order().mine());
+    float sum[kSlices][kBlockN / 2];
+    u32 which = 0;  // the staging buffer that comes next
+    Scheduler tile(kernel.arg.raster);
+    Mainloop mainloop(kernel.barriers, scaling(tile, at), uniform(descriptor_low(kernel.shared + at.first_row * 128)),
+                      uniform(descriptor_low(kernel.shared + Layout::kOffsetB)), consumer, at.lane);
+    wait_for_previous_kernel();  // before scales and C are read, and D is overwritten
+    if constexpr (kScaling == k1D2D) {
+      if (tile.valid()) mainloop.scaling.weights.open();
+    }
+    mainloop.turns.begin();
+    if (tile.valid()) mainloop.start();
+    // A CTA's last tile has a copy of `finish` of its own, see Fp8Gemm::consume.
+    for (bool more = tile.valid(); more;) {
+      const u32 row = tile.row, column = tile.column;
+      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, at, which); };
+      const auto look_ahead = [&] {
+        tile.advance();
+        if constexpr (kScaling == k1D2D) {
+          if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
+        }
+      };
+      mainloop.resume(sum, blocks, look_ahead, finished);
+      more = tile.valid();
+      if (Tile::kTmaStore && !more) {
+        finish<Mainloop::kUnits - 1>(sum, row, column, at, which);
+        break;
+      }
+      if (more) mainloop.start();
+      finish<Mainloop::kUnits - 1>(sum, row, column, at, which);
+    }
+    // For ptxas: without this barrier it assumes that products are in flight behind the loop, and serialises all of them.
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+    mainloop.turns.end();
+  }
+
+  // Completes a unit's sums and stores them, or stages them for the store warp, part by part: there are no registers for what
+  // a whole unit needs of C or of scales.
+  template <u32 kUnit>
+  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, const Place& at, u32& which) const {
+    constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
+    const u32 y = row + at.first_row + kSlice * 64 + at.warp * 16 + at.lane / 4;
+#pragma unroll
+    for (u32 box = 0; box < Mma::kN; box += kBoxColumns) {
+      float* sum = &sums[kSlice][(kColumn + box) / 2];
+      const u32 x = column + kColumn + box + at.lane % 4 * 2;
+      if constexpr (kScaling == kRowwise) scale(sum, y, x);
+      if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x);
+      if constexpr (Tile::kTmaStore) {
+        u32 words[Store::kWords];
+#pragma unroll
+        for (u32 i = 0; i < Store::kWords; ++i) {
+          if constexpr (Tile::kElement == kF32) {
+            words[i] = __float_as_uint(sum[i]);
+          } else {
+            words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
+          }
+        }
+        Store::stage(staging(), words, at.consumer, which, at.warp, at.lane);
+      } else {
+        each_pair(sum, y, x, [&](const float* pair, u32 y, u32 x) {
+          const i64 index = y * kernel.arg.d_stride + x;
+          Out::store(kernel.arg.d, index, pair[0]);
+          if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
+        });
+      }
+    }
+  }
+
+  // Calls `use(sum, y, x)` for a part's pairs of neighbours in D, of which the first is at (y, x). This thread's first is the
+  // (row, column)-th.
+  template <class Sum, class Use>
+  DG_DEVICE void each_pair(Sum* sum, u32 row, u32 column, const Use& use) const {
+#pragma unroll
+    for (u32 i = 0; i < kBoxColumns / 2; i += 2) {
+      const u32 y = row + (i & 2) * 4, x = column + i / 4 * 8;
+      if (y < kernel.m() && x < kernel.n()) use(sum + i, y, x);
+    }
+  }
+
+  // Scales of rows of A and of B. Where all rows share one, its stride is zero.
+  DG_DEVICE void scale(float* sum, u32 row, u32 column) const {
+    const auto& arg = kernel.arg;
+    const float low = scale_of(arg.scale_a, arg.scale_a_stride, row, kernel.m());
+    const float high = scale_of(arg.scale_a, arg.scale_a_stride, row + 8, kernel.m());
+#pragma unroll
+    for (u32 i = 0; i < kBoxColumns / 2; i += 4) {
+#pragma unroll
+      for (u32 j = i; j < i + 2; ++j) {
+        const float weight = scale_of(arg.scale_b, arg.scale_b_stride, column + i * 2 + j - i, kernel.n());
+        sum[j] *= low * weight;
+        sum[j + 2] *= high * weight;
+      }
+    }
+  }
+
+  static DG_DEVICE float scale_of(const float* scales, i64 stride, u32 row, u32 rows) {
+    float value = 0.0f;
+    if (row < rows) asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(scales + row * stride) : "memory");
+    return value;
+  }
+
+  // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
+  DG_DEVICE void add_c(float* sum, u32 row, u32 column) const {
+    each_pair(sum, row, column, [&](float* pair, u32 y, u32 x) {
+      const i64 index = y * kernel.arg.c_stride + x;
+      float first, second = 0.0f;
+      if constexpr (Tile::kTmaStore) {
+        Out::load_pair(kernel.arg.c, index, first, second);
+      } else {
+        first = Out::load(kernel.arg.c, index);
+        if (x + 1 < kernel.n()) second = Out::load(kernel.arg.c, index + 1);
+      }
+      pair[0] += first;
+      pair[1] += second;
+    });
+  }
+
+  DG_DEVICE void store_tiles(const Scheduler& tile) const {
+    const auto& arg = kernel.arg;
+    wait_for_previous_kernel();
+    with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
+      Store::store_all(
+          staging(), tile,
+          [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
+            x = at.column;
+            y = at.row + consumer * 64 * kSlices;
+          },
+          [&](u32 source, u32 x, u32 y) {
+            if constexpr (Tile::kAccumulate == kReduces) {
+              tma_add(arg.map_d, source, x, y);
+            } else {
+              tma_store(arg.map_d, source, x, y, policy...);
+            }
+          },
+          kernel.m(), kernel.n());
+    });
+  }
+};
