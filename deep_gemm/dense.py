@@ -48,25 +48,34 @@ def fp8_gemm_nt(
     epilogue: Any = None,
     alpha: Any = None,
 ) -> None:
-    """``d = (a * scales of a) @ (b * scales of b)^T``, on the current stream of the tensors' device.
+    """``d = (c +) (a * scales of a) @ (b * scales of b)^T``, on the current stream of the tensors' device.
 
     Args:
-        a: (M, K) E4M3 and its float32 scales (M, ceil(K / 128)): one per row per 128 of K. K a multiple of 16, K-major,
-            rows 16-byte aligned and any distance apart. Scales of any strides: those from
-            `get_mn_major_tma_aligned_tensor`, and slices of them, are read as they are, others cost a launch.
-        b: (N, K) E4M3 and its float32 scales (ceil(N / 128), ceil(K / 128)): one per 128 x 128 block, of any strides.
-        d: (M, N) bfloat16, row-major, rows any distance apart; written in place.
-        c: must be None in this version.
-        recipe: None or (1, 128, 128).
-        recipe_a, recipe_b: None, or (1, 128) and (128, 128).
+        a: (M, K) E4M3 and its float32 scales. K is a multiple of 16. Values whose K is contiguous are read as they are:
+            rows 16-byte aligned and any distance apart. Where M is contiguous instead they are transposed first, at the
+            cost of a launch that reads and writes them; ``DG_FORBID_TRANSPOSE=1`` refuses that.
+        b: (N, K) E4M3 and its float32 scales, likewise.
+        d: (M, N) bfloat16, float32 or float16, row-major, rows any distance apart; written in place.
+        c: None, or (M, N) of d's dtype, row-major, which is added. It may be d itself (``d += ...``), else it shares no
+            memory with d. The sum is rounded once, from float32.
+        recipe: what the scales are of, as (rows of a, rows of b, K) that share one:
+
+            - (1, 128, 128), or None: a's are (M, ceil(K / 128)), b's (ceil(N / 128), ceil(K / 128)).
+            - (1, 1, 128), as for weight gradients: a's are (M, ceil(K / 128)), b's (N, ceil(K / 128)).
+            - None, with scales of whole rows: one for all of an operand, or one for each row: (M, 1) for a, (1, N) or
+              (N, 1) for b, as `torch._scaled_mm` takes them. Sums are promoted to float32 all the same.
+
+            Scales have any strides. Those of 1 x 128 from `get_mn_major_tma_aligned_tensor`, and slices of them, are
+            read as they are; others cost a launch.
+        recipe_a, recipe_b: the same as pairs: (1, 128), and (128, 128) or (1, 128).
         compiled_dims: sizes to bake into the kernel, letters of "mnk". None leaves it to the library, which bakes in
             none, so that one kernel serves all shapes.
         disable_ue8m0_cast: of no effect on Hopper, where scales stay float32 whatever their values.
         epilogue, alpha: must be None in this version.
 
     The tensor cores' sums are promoted to float32 every 128 of K, where the scales are applied. Results are bitwise
-    repeatable. M = 0 or N = 0 does nothing and K = 0 writes zeros. Tensors on the CPU are multiplied by the reference
-    implementation. Inside CUDA-graph capture the shape must have been called before.
+    repeatable. M = 0 or N = 0 does nothing and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by the
+    reference implementation. Inside CUDA-graph capture the shape must have been called before.
 
     Every operand may be written by the kernel or copy just before, of any library: nothing is assumed of who wrote it
     or when. Only where both tensors of ``b`` were given to `declare_constant` are those two read earlier.
@@ -96,9 +105,10 @@ def fp8_gemm_nn(
     epilogue: Any = None,
     alpha: Any = None,
 ) -> None:
-    """`fp8_gemm_nt` with b given as (K, N) and its scales as (ceil(K / 128), ceil(N / 128)).
+    """`fp8_gemm_nt` with b given as (K, N), and its scales transposed likewise.
 
-    Hopper's FP8 needs K contiguous in memory: b must be a transposed view of K-major storage, else UnsupportedError.
+    Hopper's FP8 needs K contiguous in memory. Of a transposed view of K-major storage it is; other operands are
+    transposed first (see `fp8_gemm_nt`).
     """
     if epilogue is not None or alpha is not None:
         checks.refuse_unbuilt(epilogue, alpha)
@@ -119,7 +129,7 @@ def fp8_gemm_tn(
     epilogue: Any = None,
     alpha: Any = None,
 ) -> None:
-    """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise; both views of K-major storage."""
+    """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise."""
     if epilogue is not None or alpha is not None:
         checks.refuse_unbuilt(epilogue, alpha)
     fp8_dense.call(as_nt(a, "a"), as_nt(b, "b"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
@@ -139,7 +149,7 @@ def fp8_gemm_tt(
     epilogue: Any = None,
     alpha: Any = None,
 ) -> None:
-    """`fp8_gemm_nt` with a given as (K, M) and its scales likewise; a view of K-major storage."""
+    """`fp8_gemm_nt` with a given as (K, M), and its scales transposed likewise."""
     if epilogue is not None or alpha is not None:
         checks.refuse_unbuilt(epilogue, alpha)
     fp8_dense.call(as_nt(a, "a"), b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)

@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from deep_gemm.quantisation import dequantise
-from deep_gemm.spec import SCALE_BLOCK, align
+from deep_gemm.spec import SCALE_BLOCK, Scaling, align
 
 CHUNK_ELEMENTS = 1 << 24
 """At most this many dequantised elements of A, of B and of the product exist at a time (128 MiB each in float64)."""
 
-A_GRANULARITY = (1, SCALE_BLOCK)
-B_GRANULARITY = (SCALE_BLOCK, SCALE_BLOCK)
+Scalings: TypeAlias = tuple[Scaling, Scaling]
+"""Of A and of B."""
+
+BLOCKS: Scalings = ("1x128", "128x128")
 
 
-def fp8_gemm_reference(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor) -> None:
-    """Write ``(a * sfa) @ (b * sfb)^T`` into ``d``, rounded once to d's dtype. Shapes are those of `fp8_gemm_nt`."""
+def fp8_gemm_reference(
+    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor, c: Tensor | None = None, scaling: Scalings = BLOCKS
+) -> None:
+    """Write ``(c +) (a * sfa) @ (b * sfb)^T`` into ``d``, rounded once to d's dtype. Shapes are those of `fp8_gemm_nt`;
+    c (M, N) may be d."""
     with plain_arithmetic(a.device):
-        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64):
-            d[rows, columns].copy_(block)
+        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, scaling):
+            where = rows, columns
+            d[where].copy_(block if c is None else block + c[where])
 
 
 def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
@@ -54,18 +61,23 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 def exact_product(
-    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, elementwise: Callable[[Tensor], Tensor] | None = None
+    a: Tensor,
+    sfa: Tensor,
+    b: Tensor,
+    sfb: Tensor,
+    elementwise: Callable[[Tensor], Tensor] | None = None,
+    scaling: Scalings = BLOCKS,
 ) -> Tensor:
     """The product of the dequantised operands in float64, shape (M, N).
 
-    a (M, K) and b (N, K) are E4M3, sfa (M, ceil(K / 128)) and sfb (ceil(N / 128), ceil(K / 128)) float32. Called exact
+    a (M, K) and b (N, K) are E4M3, sfa and sfb float32 of the shapes that `fp8_gemm_nt` takes. Called exact
     because a product of two E4M3 values and two float32 scales has at most 56 significant bits: its error is some
     2^-53 times the sum of the magnitudes, which is nothing beside what a GPU kernel may round.
     ``elementwise`` is applied to the dequantised operands first: torch.abs and torch.square give bounds on errors.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
     with plain_arithmetic(a.device):
-        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, elementwise):
+        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, scaling, elementwise):
             out[rows, columns] = block
     return out
 
@@ -76,22 +88,30 @@ def _product_blocks(
     b: Tensor,
     sfb: Tensor,
     dtype: torch.dtype,
+    scaling: Scalings,
     elementwise: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """The product, block by block, so that memory stays bounded whatever the sizes: (rows, columns, values)."""
 
-    def factor(x: Tensor, sf: Tensor, granularity: tuple[int, int]) -> Tensor:
-        values = dequantise(x, sf, granularity, dtype)
+    def factor(x: Tensor, sf: Tensor, kind: Scaling, rows: slice) -> Tensor:
+        """Rows, from a multiple of 128 on, dequantised."""
+        if kind == "row":
+            each = sf.reshape(-1, 1).expand(x.shape[0], 1)[rows]
+            values = dequantise(x[rows], each, (1, max(1, x.shape[1])), dtype)
+        elif kind == "128x128":
+            blocks = slice(rows.start // SCALE_BLOCK, align(rows.stop, SCALE_BLOCK) // SCALE_BLOCK)
+            values = dequantise(x[rows], sf[blocks], (SCALE_BLOCK, SCALE_BLOCK), dtype)
+        else:
+            values = dequantise(x[rows], sf[rows], (1, SCALE_BLOCK), dtype)
         return values if elementwise is None else elementwise(values)
 
     (m, k), n = a.shape, b.shape[0]
-    # Rows of B come in whole scale blocks, so that a chunk's scales are a slice.
+    # Rows come in whole scale blocks, so that a chunk's scales are a slice.
     step_n = align(max(1, CHUNK_ELEMENTS // max(k, 1)), SCALE_BLOCK)
-    step_m = max(1, CHUNK_ELEMENTS // max(k, min(step_n, n), 1))
+    step_m = align(max(1, CHUNK_ELEMENTS // max(k, min(step_n, n), 1)), SCALE_BLOCK)
     for n0 in range(0, n, step_n):
         columns = slice(n0, min(n0 + step_n, n))
-        blocks = slice(n0 // SCALE_BLOCK, align(columns.stop, SCALE_BLOCK) // SCALE_BLOCK)
-        b_t = factor(b[columns], sfb[blocks], B_GRANULARITY).t()
+        b_t = factor(b, sfb, scaling[1], columns).t()
         for m0 in range(0, m, step_m):
             rows = slice(m0, min(m0 + step_m, m))
-            yield rows, columns, factor(a[rows], sfa[rows], A_GRANULARITY) @ b_t
+            yield rows, columns, factor(a, sfa, scaling[0], rows) @ b_t

@@ -214,6 +214,10 @@ class Settings:
     forbid_compile = _flag(
         "DG_JIT_FORBID_COMPILE", "Raise CompileError where a kernel would have to be compiled: all must be precompiled."
     )
+    forbid_transpose = _flag(
+        "DG_FORBID_TRANSPOSE",
+        "Refuse FP8 operands whose K is not contiguous, which each call would transpose first, on CUDA and CPU alike.",
+    )
     print_configs = _flag("DG_PRINT_CONFIGS", "Print the configuration chosen for each new problem.")
     print_compiler_command = _flag("DG_JIT_PRINT_COMPILER_COMMAND", "Print each compiler command before it runs.")
     ptxas_verbose = _flag("DG_JIT_PTXAS_VERBOSE", "Print what ptxas says of each kernel that is compiled.")

@@ -92,6 +92,18 @@ class TransposeSpec:
 
 
 @dataclass(frozen=True)
+class TransposeBytesSpec:
+    """A matrix of ``rows`` x ``columns`` bytes whose columns are contiguous, to be written densely row by row.
+    ``columns`` is a multiple of 16."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"transposing {self.rows} x {self.columns} bytes"
+
+
+@dataclass(frozen=True)
 class CopySpec:
     """A matrix of ``rows`` x ``columns``, two bytes an element, of any strides, to be written row by row, each row
     padded to 16 bytes."""
@@ -108,4 +120,4 @@ class CopySpec:
         return f"copying {self.rows} x {self.columns} elements"
 
 
-Spec: TypeAlias = GemmSpec | TransposeSpec | CopySpec
+Spec: TypeAlias = GemmSpec | TransposeSpec | TransposeBytesSpec | CopySpec

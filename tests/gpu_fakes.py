@@ -13,14 +13,14 @@ import torch
 
 from deep_gemm import arch, calls, constant, engine, options
 from deep_gemm.ops import fp8_dense, half_dense
-from deep_gemm.spec import CopySpec, GemmSpec, TransposeSpec
+from deep_gemm.spec import CopySpec, GemmSpec, TransposeBytesSpec, TransposeSpec
 
 EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
 
-KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose", CopySpec: "copy"}
+KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy"}
 
 
 class Launched(NamedTuple):
@@ -62,7 +62,7 @@ class FakeGpu:
         self.launched: list[Launched] = []
         self.prepared = 0
         """Launch records that were made."""
-        self.calls: calls.Calls = calls_behind(fp8_dense.call)
+        self.calls: calls.Calls = calls_behind(fp8_dense.without_c)
         calls.forget_all()
         self.checks: dict[type, Any] = {}
         """What calls are checked by, by operation."""

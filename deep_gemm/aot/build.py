@@ -20,7 +20,7 @@ from deep_gemm import engine, kernels, ops, select
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot import workload
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import FP8, Plan
+from deep_gemm.aot.layers import FP8, FP8_OPS, Plan
 from deep_gemm.aot.workload import MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
@@ -124,7 +124,7 @@ K_MULTIPLE = 16
 
 def refusal(n: int, k: int, op: str = FP8) -> str:
     """Why a call of such weights is refused whatever M is; "" if it is not."""
-    if k % K_MULTIPLE and op == FP8:
+    if k % K_MULTIPLE and op in FP8_OPS:
         return (
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
             f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."
@@ -153,8 +153,7 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
 def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
     """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
 
-    Kernels without tensor-core work, such as the transpose of scales, are helpers that any call may need: they come
-    along.
+    Kernels that calls may launch before the product, such as the transpose of scales, come along.
     """
     spec = archs.get(arch)
     wanted: dict[KernelParams, list[GemmShape]] = {}
@@ -167,9 +166,8 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
         else:
             for params in found:
                 wanted.setdefault(params, []).append(shape)
-    if wanted:
-        helpers = [kernel for kernel in kernels.registry().values() if not kernel.mma_instruction]
-        wanted |= {params: [] for kernel in helpers for params in kernel.cases() if params.arch == arch}
+    helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
+    wanted |= {params: [] for name in sorted(helpers) for params in kernels.get(name).cases() if params.arch == arch}
     return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 

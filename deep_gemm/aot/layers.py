@@ -15,13 +15,15 @@ BLOCK = 128
 """Rows and columns of a weight that share one scale."""
 
 FP8 = "fp8_gemm_nt"
+FP8_OPS = (FP8, "fp8_gemm_nt_1d1d", "fp8_gemm_nt_rowwise")
+"""With scales of blocks; with those of weight gradients, added to float32; with one scale for each row."""
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
 """What layers run, by the dtype of their weights as a config and a checkpoint name it; FP8 for all others."""
 
 
 def check_op(op: str) -> None:
     """Raises InvalidInputError unless it is one that layers can run, or "", which leaves it to their dtype."""
-    known = dict.fromkeys((FP8, *OPS.values()))
+    known = dict.fromkeys((*FP8_OPS, *OPS.values()))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from deep_gemm.aot import checkpoint, inputs, model
 from deep_gemm.aot.inputs import parse_sizes, shown
-from deep_gemm.aot.layers import FP8, GROUPED, Layer, Plan, check_op
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, Plan, check_op
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
 __all__ = [
@@ -55,8 +55,8 @@ class GemmShape:
         return 2 * self.m * self.n * self.k
 
     def bytes_moved(self) -> int:
-        """Each operand, its scales and the 16-bit output once: the least that must be moved."""
-        if self.op != FP8:
+        """Each operand, its scales and a 16-bit output once: the least that must be moved."""
+        if self.op not in FP8_OPS:
             return 2 * (self.m * self.k + self.n * self.k + self.m * self.n)
         blocks = -(-self.k // 128)
         return self.m * self.k + self.n * self.k + 2 * self.m * self.n + 4 * blocks * (self.m + -(-self.n // 128))

@@ -1,5 +1,5 @@
 """Dense FP8 GEMM for Hopper with any scaling: 1x128 scales on both sides (1D1D), 1x128 by 128x128 (1D2D), or one for
-each row of A and of B; bf16 or float32 out, C added."""
+each row of A and of B; 16-bit or float32 out, C added."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, ScaledConfig, ScaledParams
-from ..spec import SCALE_BLOCK, GemmSpec, Operand, Spec, align, ceil_div
+from ..spec import SCALE_BLOCK, GemmSpec, Spec, align, ceil_div
 from .base import Argument, GemmKernel, Strides, Value
 from .features import Features
 from .fp8 import turns
@@ -29,8 +29,8 @@ SCALINGS = {("1x128", "1x128"): "1d1d", ("1x128", "128x128"): "1d2d", ("row", "r
 """What is done, by the scaling of A and of B."""
 
 _KINDS = {"1d1d": "k1D1D", "1d2d": "k1D2D", "rowwise": "kRowwise"}
-_ELEMENTS = {"bf16": "kBf16", "f32": "kF32"}
-_BYTES = {"bf16": 2, "f32": 4}
+_ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32"}
+_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _ACCUMULATE = {"none": "kNothing", "reads": "kReads", "reduces": "kReduces"}
 
 _PROMOTION = {"1d1d": 2 * PROMOTION_CYCLES, "1d2d": PROMOTION_CYCLES, "rowwise": PROMOTION_CYCLES}
@@ -67,8 +67,8 @@ _OTHER_REGISTERS = 30
 _OTHER_REGISTERS_PER_SLICE = 4
 _OTHER_REGISTERS_OF_PARTS = 8
 _ROWWISE_REGISTERS, _DIRECT_REGISTERS, _C_REGISTERS = 6, 8, 10
-"""What a consumer needs besides accumulators, for each m64 slice, where a slice is multiplied in two parts, and for each
-slice where it reads scales of rows, writes D itself, or reads C; from ptxas: less would spill."""
+"""What a consumer needs besides accumulators, for each m64 slice, where a slice is multiplied in two parts, and for
+each slice where it reads scales of rows, writes D itself, or reads C; from ptxas: less would spill."""
 
 
 class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
@@ -93,7 +93,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
             known = ", ".join(" and ".join(pair) for pair in SCALINGS)
             return f"scales of A and B must be {known}, not {spec.a.scaling} and {spec.b.scaling}"
         if spec.d.dtype not in _ELEMENTS or (spec.d.major, spec.d.scaling) != ("mn", "none"):
-            return f"D must be row-major bf16 or f32, not {spec.d.major}-major {spec.d.dtype}"
+            return f"D must be row-major bf16, f16 or f32, not {spec.d.major}-major {spec.d.dtype}"
         if spec.batch != 1 or spec.grouping != "none":
             return "it computes one product, without batch or groups"
         if spec.epilogue != "none":
@@ -320,7 +320,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         return count(_counts(config, spec.d.aligned, scaling_of(spec)), spec, config)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, scales, staging buffers and barriers, as ``Fp8ScaledLayout`` has them (it asserts the same number)."""
+        """Stages, scales, staging buffers and barriers, as ``Fp8ScaledLayout`` has them; it asserts the number."""
         p, config = self.of(params)
         return config_shared_bytes(config, p.store == "tma", p.scaling, p.output)
 
@@ -348,7 +348,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
             make_params(tall, output="bf16"),
             make_params(make_config(128, 192), accumulate="reads"),
             make_params(tile, output="bf16", accumulate="reads"),
-            make_params(lone, output="bf16"),
+            make_params(lone, output="f16"),
             make_params(tile, store="direct"),
             make_params(wide, scaling="1d2d"),
             make_params(pair, scaling="1d2d", accumulate="reduces"),
@@ -358,7 +358,6 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
             make_params(lone, scaling="1d2d", store="direct", accumulate="reads"),
             make_params(wide, scaling="rowwise", output="bf16"),
             make_params(make_config(256, 128, (2, 1)), scaling="1d2d"),
-            make_params(tall, scaling="1d1d", output="bf16"),
             make_params(make_config(128, 192), scaling="rowwise", output="bf16"),
             make_params(lone, scaling="rowwise", output="bf16", store="direct"),
             make_params(tile, scaling="rowwise", output="bf16", accumulate="reads"),
@@ -453,7 +452,7 @@ def _needed(config: ScaledConfig, mma_n: int, more: int = 0) -> int:
 
 def box_columns(config: ScaledConfig, output: str) -> int:
     """Columns of one part of a tile on its way out: 128 bytes where a product can be cut so."""
-    return 64 if output == "bf16" and instruction_columns(config) % 64 == 0 and config.block_n % 64 == 0 else 32
+    return 64 if output != "f32" and instruction_columns(config) % 64 == 0 and config.block_n % 64 == 0 else 32
 
 
 def config_shared_bytes(config: ScaledConfig, tma_store: bool, scaling: str, output: str) -> int:

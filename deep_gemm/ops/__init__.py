@@ -6,13 +6,23 @@ import functools
 from collections.abc import Callable
 
 from ..spec import GemmSpec
-from . import fp8_dense, half_dense
+from . import fp8_checks, fp8_dense, half_dense
 
 DEFAULT = fp8_dense.NAME
 """What a layer of a model runs if nothing else is said of it."""
 
+WGRAD = "fp8_gemm_nt_1d1d"
+"""`fp8_gemm_nt` as weight gradients call it: scales of 1 x 128 on both sides, added to a float32 d."""
+
+ROWWISE = "fp8_gemm_nt_rowwise"
+"""`fp8_gemm_nt` with one scale for each row of a and of b."""
+
 _SPECS: dict[str, Callable[..., GemmSpec]] = {
     fp8_dense.NAME: fp8_dense.spec,
+    WGRAD: functools.partial(
+        fp8_dense.spec, scaling=fp8_checks.ROWS_ON_BOTH_SIDES, output="f32", accumulate="in place"
+    ),
+    ROWWISE: functools.partial(fp8_dense.spec, scaling=fp8_checks.WHOLE_ROWS),
     half_dense.BF16: functools.partial(half_dense.spec, half_dense.BF16),
     half_dense.FP16: functools.partial(half_dense.spec, half_dense.FP16),
 }
@@ -24,3 +34,8 @@ def spec(m: int, n: int, k: int, num_sms: int, op: str = DEFAULT, whole_gpu: boo
     """What a call of ``op`` with freshly allocated tensors of these sizes asks for, under the options of this
     process. KeyError for an operation that does not exist."""
     return _SPECS[op](m, n, k, num_sms=num_sms, whole_gpu=whole_gpu)
+
+
+def helpers(op: str) -> tuple[str, ...]:
+    """The kernels that calls of ``op`` may launch before the product, where an operand does not lie as TMA reads it."""
+    return ("copy_rows",) if op in (half_dense.BF16, half_dense.FP16) else ("transpose_scales", "transpose_bytes")

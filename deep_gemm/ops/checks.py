@@ -18,7 +18,7 @@ from torch import Tensor
 from ..calls import byte_range
 from ..errors import InvalidInputError, UnsupportedError
 from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
-from ..spec import align
+from ..spec import Accumulate, align
 
 TMA_BYTES = ADDRESS_ALIGNMENT
 """The Tensor Memory Accelerator wants base addresses and row strides that are multiples of this many bytes."""
@@ -97,8 +97,8 @@ def is_fake(tensors: Iterable[Any]) -> bool:
     return module is not None and any(isinstance(tensor, module.FakeTensor) for tensor in tensors)
 
 
-def check_plain(name: str, tensor: Any, dims: int = 2) -> None:
-    """Refuse what is no ordinary tensor of ``dims`` dimensions."""
+def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
+    """Refuse what is no ordinary tensor with one of ``dims`` numbers of dimensions."""
     if not isinstance(tensor, Tensor):
         raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(tensor)}.")
     if tensor.is_quantized:
@@ -113,8 +113,10 @@ def check_plain(name: str, tensor: Any, dims: int = 2) -> None:
         raise InvalidInputError(f"{name} is a meta tensor, which has a shape and no data. Materialise it first.")
     if tensor.is_neg():
         raise InvalidInputError(f"{name} is a view whose sign is applied when it is read. Call .resolve_neg() on it.")
-    if tensor.dim() != dims:
-        raise InvalidInputError(f"{name} must have {dims} dimensions, but it has {tensor.dim()}: {shape_of(tensor)}.")
+    if tensor.dim() not in dims:
+        raise InvalidInputError(
+            f"{name} must have {dims[-1]} dimensions, but it has {tensor.dim()}: {shape_of(tensor)}."
+        )
 
 
 def check_memory(named: Mapping[str, Tensor]) -> None:
@@ -216,6 +218,42 @@ def _share_bytes(d: Tensor, x: Tensor) -> bool:
         if max(first, 0) <= min(last, rows - 1):
             return True
     return False
+
+
+def check_places(named: Mapping[str, Tensor]) -> Accumulate:
+    """How c and d lie, and that d shares no memory with another operand, unless c is d. Returns what is added to."""
+    d, c = named["d"], named.get("c")
+    if d.numel():
+        check_row_major("d", d)
+    inputs = {name: tensor for name, tensor in named.items() if name not in ("c", "d")}
+    if c is None:
+        check_no_overlap("d", d, inputs)
+        return "none"
+    if c.numel() and ((c.shape[1] > 1 and c.stride(1) != 1) or (c.shape[0] > 1 and c.stride(0) < c.shape[1])):
+        raise InvalidInputError(
+            f"c must be row-major with rows of its own, as d is, but it is {shape_of(c)} with strides {c.stride()}. "
+            "Pass .contiguous()."
+        )
+    if _same(c, d):
+        check_no_overlap("d", d, inputs)
+        return "in place"
+    check_no_overlap("d", d, {**inputs, "c": c})
+    return "from c"
+
+
+def _same(c: Tensor, d: Tensor) -> bool:
+    """Whether c is d: the same elements at the same places."""
+    strides = zip(c.shape, c.stride(), d.stride(), strict=True)
+    return c.data_ptr() == d.data_ptr() and all(size <= 1 or one == other for size, one, other in strides)
+
+
+def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate) -> None:
+    """What d is where K = 0: zeros, or c."""
+    with torch.inference_mode():  # which d may have been made in
+        if accumulate == "none":
+            d.zero_()
+        elif c is not None and accumulate == "from c":
+            d.copy_(c)
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:

@@ -106,15 +106,11 @@ class HalfGemm(Operation):
         if checks.is_fake(named.values()):
             return None
         checks.check_memory(named)
-        accumulate = _check_places(named)
+        accumulate = checks.check_places(named)
         if m == 0 or n == 0:
             return None
         if k == 0:
-            with torch.inference_mode():  # which d may have been made in
-                if accumulate == "none":
-                    named["d"].zero_()
-                elif accumulate == "from c":
-                    named["d"].copy_(named["c"])
+            checks.write_empty_sum(named["d"], named.get("c"), accumulate)
             return None
         return HalfGemmOperands(named, m, n, k, device, dims, accumulate)
 
@@ -209,33 +205,6 @@ def _as_nt(named: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
     """With a and b as views (M, K) and (N, K)."""
     flipped = {"a": form[0] == "t", "b": form[1] == "n"}
     return {name: tensor.t() if flipped.get(name) else tensor for name, tensor in named.items()}
-
-
-def _check_places(named: Mapping[str, Tensor]) -> Accumulate:
-    """How c and d lie, and that d shares no memory with another operand, unless c is d. Returns what is added to."""
-    d, c = named["d"], named.get("c")
-    if d.numel():
-        checks.check_row_major("d", d)
-    inputs = {name: tensor for name, tensor in named.items() if name not in ("c", "d")}
-    if c is None:
-        checks.check_no_overlap("d", d, inputs)
-        return "none"
-    if c.numel() and ((c.shape[1] > 1 and c.stride(1) != 1) or (c.shape[0] > 1 and c.stride(0) < c.shape[1])):
-        raise InvalidInputError(
-            f"c must be row-major with rows of its own, as d is, but it is {shape_of(c)} with strides {c.stride()}. "
-            "Pass .contiguous()."
-        )
-    if _same(c, d):
-        checks.check_no_overlap("d", d, inputs)
-        return "in place"
-    checks.check_no_overlap("d", d, {**inputs, "c": c})
-    return "from c"
-
-
-def _same(c: Tensor, d: Tensor) -> bool:
-    """Whether c is d: the same elements at the same places."""
-    strides = zip(c.shape, c.stride(), d.stride(), strict=True)
-    return c.data_ptr() == d.data_ptr() and all(size <= 1 or one == other for size, one, other in strides)
 
 
 @dataclass(frozen=True)

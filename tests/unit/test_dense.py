@@ -15,6 +15,7 @@ from gpu_fakes import FakeGpu
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError, engine, ops
 from deep_gemm.reference import exact_product
+from deep_gemm.settings import settings
 from deep_gemm.testing import Operand, integer_operands
 
 M, N, K = 20, 200, 272
@@ -76,12 +77,21 @@ def test_keywords_of_later_versions_must_be_none(operands: tuple[Operand, Operan
 
 
 @pytest.mark.parametrize("form", ["nn", "tn", "tt"])
-def test_hopper_needs_k_contiguous(operands: tuple[Operand, Operand], form: str) -> None:
+def test_values_whose_k_is_not_contiguous_give_the_same_or_are_refused(
+    operands: tuple[Operand, Operand], form: str
+) -> None:
     function, transpose_a, transpose_b = FORMS[form]
     a, b = operands
+    d, wanted = output(), output()
+    deep_gemm.fp8_gemm_nt(a, b, wanted)
     k_outer = [(x[0].t().contiguous(), x[1].t()) if flip else x for x, flip in ((a, transpose_a), (b, transpose_b))]
-    with pytest.raises(UnsupportedError, match=r"[ab] is stored with K.*contiguous"):
-        function(*k_outer, output())
+    function(*k_outer, d)
+    assert torch.equal(d, wanted)
+    with (
+        settings.override(forbid_transpose=True),
+        pytest.raises(UnsupportedError, match=r"[ab] .* K is not contiguous.*DG_FORBID_TRANSPOSE=1"),
+    ):
+        function(*k_outer, d)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,7 +123,7 @@ def test_an_error_leaves_the_output_alone_and_the_next_call_works(operands: tupl
     a, b = operands
     d = torch.full((M, N), 7.0, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError):
-        deep_gemm.fp8_gemm_nt(a, b, d, recipe=(1, 1, 128))
+        deep_gemm.fp8_gemm_nt(a, b, d, recipe=(1, 1, 32))
     assert bool((d == 7).all())
     deep_gemm.fp8_gemm_nt(a, b, d)
     assert torch.equal(d, exact_product(*a, *b).bfloat16())

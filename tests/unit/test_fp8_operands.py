@@ -16,7 +16,13 @@ from deep_gemm.testing import guarded
 
 E4M3 = torch.float8_e4m3fn
 M, N, K = 20, 200, 272
-check = FP8GemmNT().check
+
+
+def check(a: Any, b: Any, d: Any, c: Any = None, **options: Any) -> Any:
+    """As a call of the public function is checked."""
+    operation = FP8GemmNT(accumulates=c is not None)
+    given = {"a": a, "b": b, "c": c, "d": d, "disable_ue8m0_cast": False, **options}
+    return operation.check(*(given.get(name) for name in operation.parameters))
 
 
 def arguments(m: int = M, n: int = N, k: int = K) -> dict[str, Any]:
@@ -54,6 +60,11 @@ def with_sfb(sf: Any) -> dict[str, Any]:
 
 def with_d(d: Any) -> dict[str, Any]:
     return arguments() | {"d": d}
+
+
+def with_rows(sfa: Any, sfb: Any) -> dict[str, Any]:
+    args = arguments()
+    return args | {"a": (args["a"][0], sfa), "b": (args["b"][0], sfb)}
 
 
 def sharing(name: str) -> dict[str, Any]:
@@ -96,6 +107,44 @@ def test_a_right_call() -> None:
 )
 def test_options_that_change_nothing(options: dict[str, Any]) -> None:
     assert check(**arguments(), **options) is not None
+
+
+ONE = torch.tensor(0.5)
+SCALINGS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
+    "blocks": (arguments, ("1x128", "128x128")),
+    "weight gradients": (
+        lambda: with_sfb(torch.ones(N, 3)) | {"recipe": (1, 1, 128)},
+        ("1x128", "1x128"),
+    ),
+    "the same as pairs": (
+        lambda: with_sfb(torch.ones(N, 3)) | {"recipe_a": (1, 128), "recipe_b": [1, 128]},
+        ("1x128", "1x128"),
+    ),
+    "one of each operand": (lambda: with_rows(ONE, ONE[None, None]), ("row", "row")),
+    "one of each row": (lambda: with_rows(torch.ones(M, 1), torch.ones(1, N)), ("row", "row")),
+    "one of each row, as columns": (lambda: with_rows(torch.ones(M, 1), torch.ones(N, 1)), ("row", "row")),
+    "one, and one of each row": (lambda: with_rows(ONE[None], torch.ones(1, N)), ("row", "row")),
+    "blocks, where K has one": (lambda: arguments(k=128), ("1x128", "128x128")),
+    "rows, where K has one block": (
+        lambda: arguments(k=128) | {"b": (arguments(k=128)["b"][0], torch.ones(1, N))},
+        ("row", "row"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+def test_scales_are_told_by_the_recipe_or_else_by_their_shapes(case: str) -> None:
+    make, scaling = SCALINGS[case]
+    x = check(**make())
+    assert x is not None
+    assert x.scaling == scaling
+
+
+def test_c_may_be_d_or_another_tensor() -> None:
+    args = arguments()
+    assert check(**args).accumulate == "none"
+    assert check(**args, c=args["d"]).accumulate == "in place"
+    assert check(**args, c=torch.zeros_like(args["d"])).accumulate == "from c"
 
 
 def test_compiled_dims_are_put_in_order() -> None:
@@ -193,11 +242,12 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a has rank 3": (lambda: with_a(fp8(M, K)[None]), r"a must have 2 dimensions, but it has 3: \(1, 20, 272\)"),
     "a has rank 1": (lambda: with_a(fp8(1, K)[0]), "a must have 2 dimensions, but it has 1"),
     "d has rank 3": (lambda: with_d(bf16(M, N)[None]), "d must have 2 dimensions"),
-    "scales of rank 1": (lambda: with_sfa(torch.ones(M)), "the scales of a must have 2 dimensions"),
+    "scales of rank 1": (lambda: with_sfa(torch.ones(M)), r"scales of a must have the shape \(20, 3\).*\(20,\)"),
+    "scales of rank 3": (lambda: with_sfa(torch.ones(1, M, 3)), "the scales of a must have 2 dimensions"),
     "k differs": (lambda: arguments() | {"b": arguments(k=288)["b"]}, r"agree in K.*\(20, 272\).*\(200, 288\)"),
     "k is no multiple of 16": (lambda: arguments(k=264), r"K must be a multiple of 16.*a is \(20, 264\).*K = 272"),
-    "a is M-major": (lambda: with_a(fp8(K, M).t()), r"a must be K-major.*strides \(1, 20\).*contiguous"),
-    "b skips columns": (lambda: with_b(fp8(N, 2 * K)[:, ::2]), "b must be K-major"),
+    "b skips columns": (lambda: with_b(fp8(N, 2 * K)[:, ::2]), "b must have stride 1 along one dimension"),
+    "columns of a overlap": (lambda: with_a(fp8(1, M).expand(K, M).t()), "a must have .* rows of its own"),
     "a starts off": (lambda: with_a(fp8(M, K, offset=8)), "a must start at a multiple of 16 bytes.* 8 past.*clone"),
     "b starts off": (lambda: with_b(fp8(N, K, offset=1)), "b must start at a multiple of 16 bytes.* 1 past"),
     "rows of a overlap": (lambda: with_a(fp8(1, K).expand(M, K)), "the rows of a overlap"),
@@ -210,7 +260,23 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "must be torch.float32, but they are.*float()",
     ),
     "scales are float64": (lambda: with_sfb(torch.ones(2, 3).double()), "the scales of b must be torch.float32"),
-    "d is float16": (lambda: with_d(torch.zeros(M, N).half()), "d must be torch.bfloat16.*float16"),
+    "d is float64": (lambda: with_d(torch.zeros(M, N).double()), "d must be torch.bfloat16.*float64"),
+    "c is float32": (lambda: arguments() | {"c": torch.zeros(M, N)}, "c must have d's dtype, torch.bfloat16"),
+    "c has another shape": (lambda: arguments() | {"c": bf16(M, 8)}, r"c must have the shape \(20, 200\)"),
+    "c is column-major": (lambda: arguments() | {"c": bf16(N, M).t()}, "c must be row-major"),
+    "c is part of d": (lambda: (x := bf16(M + 1, N)) is not None and with_d(x[1:]) | {"c": x[:-1]}, "d and c share"),
+    "scales of 128 rows with the 1D1D recipe": (
+        lambda: arguments() | {"recipe": (1, 1, 128)},
+        r"scales of b must have the shape \(200, 3\)",
+    ),
+    "scales of rows with a recipe": (
+        lambda: with_rows(torch.ones(M, 1), torch.ones(1, N)) | {"recipe": (1, 128, 128)},
+        r"scales of a must have the shape \(20, 3\)",
+    ),
+    "scales of rows for a alone": (
+        lambda: with_sfa(torch.ones(M, 1)),
+        r"scales of a must have .*or for each|one scale",
+    ),
     "d has another shape": (lambda: with_d(bf16(N, M)), r"d must have the shape \(20, 200\).*\(200, 20\)"),
     "d is column-major": (lambda: with_d(bf16(N, M).t()), "d must be row-major"),
     "d is expanded": (lambda: with_d(bf16(1, N).expand(M, N)), "rows of d overlap"),
@@ -262,11 +328,8 @@ def test_what_the_caller_can_put_right(case: str) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "d is float32": (lambda: with_d(torch.zeros(M, N)), "d is torch.float32.*bfloat16"),
-    "c is given": (lambda: arguments() | {"c": torch.zeros(M, N)}, "c must be None"),
-    "the 1D1D recipe": (lambda: arguments() | {"recipe": (1, 1, 128)}, r"recipe \(1, 1, 128\) is not supported"),
-    "gran_k 32": (lambda: arguments() | {"recipe_a": (1, 32), "recipe_b": (1, 32)}, r"recipe_a \(1, 32\)"),
-    "recipe_b per row": (lambda: arguments() | {"recipe_a": (1, 128), "recipe_b": (1, 128)}, r"recipe_b \(1, 128\)"),
+    "gran_k 32": (lambda: arguments() | {"recipe_a": (1, 32), "recipe_b": (1, 32)}, r"\(1, 32, 1, 32\) is not supp"),
+    "blocks of a": (lambda: arguments() | {"recipe": (128, 128, 128)}, r"recipe \(128, 128, 128\) is not supported"),
     "packed FP4": (lambda: with_b(torch.zeros(N, K // 2, dtype=torch.int8)), "b is torch.int8, as packed FP4"),
     "packed scales": (lambda: with_sfa(torch.ones(M, 1, dtype=torch.int32)), "scales of a are torch.int32.*UE8M0"),
     "e8m0 scales": (lambda: with_sfb(torch.ones(2, 3).to(torch.float8_e8m0fnu)), "scales of b are .*e8m0fnu"),

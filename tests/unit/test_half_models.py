@@ -16,7 +16,7 @@ from test_model_layers import BLOCKS, LLAMA_8B
 import deep_gemm
 from deep_gemm import ops, select
 from deep_gemm.aot import build, checkpoint, model, workload
-from deep_gemm.aot.layers import FP8, OPS, Layer, Plan
+from deep_gemm.aot.layers import FP8, FP8_OPS, OPS, Layer, Plan
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
@@ -37,7 +37,7 @@ def runs(plan: Plan) -> set[str]:
 
 
 def test_operations_are_those_that_exist() -> None:
-    assert {FP8, *OPS.values()} == set(ops.NAMES)
+    assert {*FP8_OPS, *OPS.values()} == set(ops.NAMES)
     assert FP8 == ops.DEFAULT
 
 
@@ -146,7 +146,7 @@ def test_shapes_take_the_operation_that_is_named_beside_them() -> None:
     ],
 )
 def test_an_operation_that_does_not_exist_is_refused(call: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"op must be one of fp8_gemm_nt, bf16_gemm_nt.*'gemm'"):
+    with pytest.raises(InvalidInputError, match=r"op must be one of fp8_gemm_nt, .*bf16_gemm_nt.*'gemm'"):
         call()
 
 
@@ -180,7 +180,7 @@ def test_the_command_line_names_it(tmp_path: Path) -> None:
 
 def test_inspect_takes_it_too() -> None:
     done = CliRunner().invoke(app, ["inspect", "1x512x256", "--op", "gemm"])
-    assert "op must be one of fp8_gemm_nt, bf16_gemm_nt" in done.output
+    assert "op must be one of fp8_gemm_nt, " in done.output
 
 
 @pytest.fixture

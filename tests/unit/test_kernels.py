@@ -22,20 +22,17 @@ from deep_gemm.engine import build_request
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.jit.builder import BuildRequest
 from deep_gemm.jit.generator import variables
-from deep_gemm.kernels import copy_rows, transpose_scales
+from deep_gemm.kernels import copy_rows, transpose_bytes, transpose_scales
 from deep_gemm.kernels.base import Kernel
-from deep_gemm.kernels.copy_rows import CopyConfig
 from deep_gemm.kernels.fp8 import turns
+from deep_gemm.kernels.sm90_fp8_scaled import SCALINGS
 from deep_gemm.params import (
     FP8Config,
     GemmConfig,
-    HalfConfig,
-    HalfSwappedConfig,
     SwappedConfig,
-    TransposeConfig,
     UprightConfig,
 )
-from deep_gemm.spec import CopySpec, GemmSpec, Operand, TransposeSpec
+from deep_gemm.spec import CopySpec, GemmSpec, Operand, TransposeBytesSpec, TransposeSpec
 
 CONFIGS: list[FP8Config] = [config for family in FAMILIES for config in family.legal(SM90)]
 SERVING: list[FP8Config] = [config for family in FAMILIES for config in family.configs(SM90)]
@@ -47,8 +44,8 @@ def kernel(request: pytest.FixtureRequest) -> Kernel[Any]:
 
 
 def test_the_registry_finds_every_module_with_a_kernel() -> None:
-    gemms = {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_half_gemm", "sm90_half_swapped"}
-    assert gemms | {"transpose_scales", "copy_rows"} == kernels.registry().keys()
+    gemms = {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_fp8_scaled", "sm90_half_gemm", "sm90_half_swapped"}
+    assert gemms | {"transpose_scales", "transpose_bytes", "copy_rows"} == kernels.registry().keys()
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
 
 
@@ -67,13 +64,12 @@ A, B, D = SPEC.a, SPEC.b, SPEC.d
     [
         ({"a": replace(A, dtype="bf16")}, "A must be K-major e4m3 with 1x128 scales, not K-major bf16"),
         ({"a": replace(A, major="mn")}, "not MN-major e4m3 with 1x128 scales"),
-        ({"b": replace(B, scaling="1x128")}, "B must be K-major e4m3 with 128x128 scales, not .* with 1x128 scales"),
+        ({"b": replace(B, scaling="row")}, "B must be K-major e4m3 with 128x128 scales, not .* with row scales"),
         ({"a": replace(A, aligned=False)}, "A must begin and step by 16 bytes"),
-        ({"d": replace(D, dtype="f32")}, "D must be row-major .* bf16 without scales, not MN-major f32 without"),
+        ({"d": replace(D, dtype="e4m3")}, "D must be row-major .* bf16 without scales, not MN-major e4m3 without"),
         ({"d": replace(D, major="k")}, "D must be .*, not K-major bf16"),
         ({"batch": 2}, "without batch or groups"),
         ({"groups": 4, "grouping": "masked"}, "without batch or groups"),
-        ({"accumulate": "in place"}, "without C"),
         ({"epilogue": "gelu"}, "or an epilogue"),
     ],
 )
@@ -88,7 +84,7 @@ def test_what_no_family_can_do_is_refused_with_each_ones_reason(other: dict[str,
 
 OPERANDS = st.builds(
     Operand,
-    st.sampled_from(["e4m3", "bf16"]),
+    st.sampled_from(["e4m3", "bf16", "f32"]),
     st.sampled_from(["k", "mn"]),
     st.sampled_from(["none", "1x128", "128x128", "row"]),
     st.booleans(),
@@ -110,8 +106,12 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     """A field that no family looked at would be a wrong result."""
     plain = (spec.grouping, spec.d.major, spec.d.scaling) == ("none", "mn", "none")
     half = [(x.dtype, x.scaling, x.aligned) for x in (spec.a, spec.b)] == [("bf16", "none", True)] * 2
+    fp8 = [(x.dtype, x.major, x.aligned) for x in (spec.a, spec.b)] == [("e4m3", "k", True)] * 2
+    scaling = (spec.a.scaling, spec.b.scaling)
     if replace(spec, d=replace(spec.d, aligned=D.aligned)) == SPEC:
         assert kernels.for_spec(spec) == list(FAMILIES)
+    elif plain and fp8 and scaling in SCALINGS and spec.d.dtype in ("bf16", "f32"):
+        assert [kernel.name for kernel in kernels.for_spec(spec)] == ["sm90_fp8_scaled"]
     elif plain and half and spec.d.dtype == "bf16":
         names = ["sm90_half_gemm", "sm90_half_swapped"] if spec.a.major == "k" else ["sm90_half_gemm"]
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
@@ -122,6 +122,7 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
 
 def test_transposing_and_copying_are_one_familys_each() -> None:
     assert kernels.for_spec(TransposeSpec(4, 4)) == [transpose_scales.KERNEL]
+    assert kernels.for_spec(TransposeBytesSpec(4, 16)) == [transpose_bytes.KERNEL]
     assert kernels.for_spec(CopySpec(4, 4)) == [copy_rows.KERNEL]
 
 
@@ -169,8 +170,7 @@ def test_one_source_a_binary() -> None:
 
 
 def test_params_round_trip_through_json(kernel: Kernel[Any]) -> None:
-    configs = (UprightConfig, SwappedConfig, HalfConfig, HalfSwappedConfig, TransposeConfig, CopyConfig)
-    classes = {cls.__name__: cls for cls in configs}
+    classes = {known.config_class.__name__: known.config_class for known in kernels.registry().values()}
     for params in kernel.cases():
         data = json.loads(json.dumps(params.to_json()))
         config = data.pop("config")
