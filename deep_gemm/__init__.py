@@ -21,7 +21,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import testing, utils
+    from deep_gemm import quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.constant import declare_constant, retract_constant
     from deep_gemm.dense import (
@@ -73,13 +73,8 @@ if TYPE_CHECKING:
         set_tc_util,
         use_deterministic_algorithms,
     )
-    from deep_gemm.quantisation import (
-        dequantise,
-        per_block_cast_to_fp8,
-        per_channel_cast_to_fp8,
-        per_custom_dims_cast_to_fp8,
-        per_token_cast_to_fp8,
-    )
+    from deep_gemm.quantisation import dequantise, per_custom_dims_cast_to_fp8
+    from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
     from deep_gemm.spec import align, ceil_div
     from deep_gemm.unsupported import (
         fp8_fp4_mega_moe,
@@ -144,6 +139,7 @@ __all__ = [
     "per_custom_dims_cast_to_fp8",
     "per_token_cast_to_fp8",
     "precompile",
+    "quantize",
     "retract_constant",
     "set_batch_invariant",
     "set_block_size_multiple_of",
@@ -224,9 +220,11 @@ _LATE = {
     ),
     "deep_gemm.quantisation": (
         "dequantise",
+        "per_custom_dims_cast_to_fp8",
+    ),
+    "deep_gemm.quantize": (
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
-        "per_custom_dims_cast_to_fp8",
         "per_token_cast_to_fp8",
     ),
     "deep_gemm.unsupported": (
@@ -242,7 +240,7 @@ such as `settings`, cannot be among them: importing the module would set it.
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("testing", "utils")
+_MODULES = ("quantize", "testing", "utils")
 
 
 def __getattr__(name: str) -> Any:

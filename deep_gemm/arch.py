@@ -75,6 +75,16 @@ def for_device(index: int) -> ArchSpec:
 
 
 @functools.cache
+def has_kernels(index: int) -> bool:
+    """Whether there are kernels for CUDA device ``index``."""
+    try:
+        for_device(index)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@functools.cache
 def device_sms(index: int) -> int:
     """How many SMs CUDA device ``index`` has."""
     import torch

@@ -79,6 +79,8 @@ class Operation(ABC):
     """Tensors by the names that kernels and messages use: an argument, or ``"a[0]"`` for a part of a pair."""
     output: str
     """The operand that is written."""
+    also_written: tuple[str, ...] = ()
+    """Operands that are written besides."""
     in_place: str = ""
     """The operand that may be the output itself: the same address, shape and strides."""
     unused: tuple[str, ...] = ()
@@ -201,9 +203,10 @@ class Replay:
         output = self._names.index(operation.output)
         same = self._names.index(operation.in_place) if operation.in_place else -1
         same = same if same >= 0 and self._first[same] == self._first[output] else -1
-        self.fits = functools.partial(_fits(len(sizes), output, same), self._first, sizes)
-        """Whether operands at these addresses have memory, are aligned as the first ones were, and the output shares
-        no memory with the others, but for the one that it was the first time."""
+        besides = tuple(map(self._names.index, operation.also_written))
+        self.fits = functools.partial(_fits(len(sizes), output, same, besides), self._first, sizes)
+        """Whether operands at these addresses have memory, are aligned as the first ones were, and what is written
+        shares no memory with the others, but for the one that the output was the first time."""
         self._run: Callable[[Places], None] | None = None
 
     def is_for(self, batch_invariant: bool) -> bool:
@@ -317,16 +320,19 @@ def _source(operation: Operation) -> str:
 
 
 @functools.cache
-def _fits(count: int, output: int, same: int = -1) -> Callable[[Places, Places, Places], bool]:
-    """`Replay.fits` for so many operands, of which ``same`` is the output itself. Written out: each replay comes here,
-    and a loop takes 1 us longer."""
+def _fits(
+    count: int, output: int, same: int = -1, besides: tuple[int, ...] = ()
+) -> Callable[[Places, Places, Places], bool]:
+    """`Replay.fits` for so many operands, of which ``same`` is the output itself, and ``besides`` are written too.
+    Written out: each replay comes here, and a loop takes 1 us longer."""
     at, first, size = ([f"{letter}{index}" for index in range(count)] for letter in "pfs")
     moved = " | ".join(f"({p} ^ {f})" for p, f in zip(at, first, strict=True))
-    d = at[output]
+    written = (output, *besides)
     apart = [
-        f"{at[i]} == {d}" if i == same else f"(end <= {at[i]} or {at[i]} + {size[i]} <= {d})"
+        f"{at[i]} == {at[out]}" if i == same else f"(e{out} <= {at[i]} or {at[i]} + {size[i]} <= {at[out]})"
+        for place, out in enumerate(written)
         for i in range(count)
-        if i != output
+        if i not in written[: place + 1]
     ]
     source = "\n".join(
         [
@@ -336,7 +342,7 @@ def _fits(count: int, output: int, same: int = -1) -> Callable[[Places, Places, 
             f"    if ({moved}) % {ADDRESS_ALIGNMENT} or not ({' and '.join(at)}):",
             "        return False",
             f"    {', '.join(size)} = sizes",
-            f"    end = {d} + {size[output]}",
+            *(f"    e{out} = {at[out]} + {size[out]}" for out in written),
             f"    return {' and '.join(apart) or 'True'}",
         ]
     )

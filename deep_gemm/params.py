@@ -184,3 +184,13 @@ class ScaledParams(KernelParams):
     scaling: str = "1d1d"
     output: str = "f32"
     accumulate: str = "none"
+
+
+@dataclass(frozen=True)
+class QuantizeParams(KernelParams):
+    """Of a cast to FP8 also the input's ``dtype``, and what `QuantizeSpec` says of its outputs."""
+
+    dtype: str = "bf16"
+    plain: str = "row"
+    transposed: str = "none"
+    gated: bool = False

@@ -1,9 +1,10 @@
-"""Casting to FP8 with scales, and back.
+"""Casting to FP8 with scales, and back, in plain torch: the reference of the kernels in ``quantize.py``.
 
 Every cast returns (tensor, scales): E4M3 values of the input's shape, and float32 scales such that value times scale
 is the input again. A scale is the block's largest magnitude / 448 (the largest E4M3 value), where magnitudes below
 1e-4 count as 1e-4, so that a block of zeros has a scale that can be divided by. With ``use_ue8m0`` it is rounded up
-to a power of two. Sizes need not be multiples of the block: the last block is then smaller. No gradient flows through.
+to a power of two. Values are multiplied by 1 / scale, each step a float32 operation. Sizes need not be multiples of the
+block: the last block is then smaller. No gradient flows through.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def per_token_cast_to_fp8(
             "use_packed_ue8m0 is True, and Hopper cannot use packed UE8M0 scales. Leave it False: scales are float32 "
             "then, and powers of two with use_ue8m0."
         )
-    return _cast_blocks(x, 1, gran_k, use_ue8m0)
+    return cast_blocks(x, 1, gran_k, use_ue8m0)
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> tuple[Tensor, Tensor]:
     """Cast x (k, n) with one scale per column per ``gran_k`` rows: (k, n) E4M3, (ceil(k / gran_k), n) float32."""
-    return _cast_blocks(x, gran_k, 1, use_ue8m0)
+    return cast_blocks(x, gran_k, 1, use_ue8m0)
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,7 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
 
     Returns (n, k) E4M3 and (ceil(n / gran_k), ceil(k / gran_k)) float32.
     """
-    return _cast_blocks(x, gran_k, gran_k, use_ue8m0)
+    return cast_blocks(x, gran_k, gran_k, use_ue8m0)
 
 
 def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,9 @@ def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool)
     else:  # nothing has no largest magnitude: scales are those of zeros
         magnitude = values.new_zeros([size if dim in kept else 1 for dim, size in enumerate(x.shape)])
     sf = _scale(magnitude, use_ue8m0)
-    return (values / sf).to(torch.float8_e4m3fn), sf.reshape([size for dim, size in enumerate(x.shape) if dim in kept])
+    return (values * inverse(sf)).to(torch.float8_e4m3fn), sf.reshape(
+        [size for dim, size in enumerate(x.shape) if dim in kept]
+    )
 
 
 def dequantise(
@@ -117,7 +120,10 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, rounded)
 
 
-def _cast_blocks(x: Tensor, block_rows: int, block_columns: int, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+def cast_blocks(
+    x: Tensor, block_rows: int, block_columns: int, use_ue8m0: bool, epsilon: float = AMAX_MIN
+) -> tuple[Tensor, Tensor]:
+    """Cast x (rows, columns) with one scale for each block. Magnitudes below ``epsilon`` count as that."""
     _check_input("x", x, 2)
     if not (_is_whole(block_rows, 1) and _is_whole(block_columns, 1)):
         wrong = block_columns if _is_whole(block_rows, 1) else block_rows
@@ -126,13 +132,20 @@ def _cast_blocks(x: Tensor, block_rows: int, block_columns: int, use_ue8m0: bool
     padded = x.new_zeros(align(rows, block_rows), align(columns, block_columns), dtype=torch.float32)
     padded[:rows, :columns] = x.detach()
     blocks = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, block_columns)
-    sf = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True), use_ue8m0)
-    cast = (blocks / sf).to(torch.float8_e4m3fn).view_as(padded)[:rows, :columns]
+    sf = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True), use_ue8m0, epsilon)
+    cast = (blocks * inverse(sf)).to(torch.float8_e4m3fn).view_as(padded)[:rows, :columns]
     return cast.contiguous(), sf.view(blocks.shape[0], blocks.shape[2])
 
 
-def _scale(amax: Tensor, use_ue8m0: bool) -> Tensor:
-    sf = amax.clamp(min=AMAX_MIN) / E4M3_MAX
+def inverse(sf: Tensor) -> Tensor:
+    """What values are multiplied by: 1 / scale, and the largest float32 where that is infinite. Blocks of zeros, whose
+    scale may be zero, stay zeros."""
+    largest = torch.finfo(torch.float32).max
+    return torch.where(sf == 0, torch.zeros_like(sf), (1.0 / sf).clamp(max=largest))
+
+
+def _scale(amax: Tensor, use_ue8m0: bool, epsilon: float = AMAX_MIN) -> Tensor:
+    sf = amax.clamp(min=epsilon) / E4M3_MAX
     return ceil_to_ue8m0(sf) if use_ue8m0 else sf
 
 

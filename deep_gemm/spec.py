@@ -120,4 +120,28 @@ class CopySpec:
         return f"copying {self.rows} x {self.columns} elements"
 
 
-Spec: TypeAlias = GemmSpec | TransposeSpec | TransposeBytesSpec | CopySpec
+Blocks: TypeAlias = Literal["none", "row", "column", "tile"]
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """A matrix of ``rows`` x ``columns`` to be cast to E4M3, as it is, transposed, or both. In tiles of 128 x 128,
+    ``plain`` and ``transposed`` say which elements share a scale: those of a row, of a column (of the matrix as it is
+    given), or all; "none" writes nothing. ``gated``: the input has twice as many columns, and silu(left half) * right
+    half is cast. ``epsilon``, in the bits of a float32, is the least magnitude that a scale is made of.
+    """
+
+    rows: int
+    columns: int
+    dtype: Dtype
+    plain: Blocks
+    transposed: Blocks
+    gated: bool = False
+    epsilon: int = 0
+    power_of_two: bool = False
+
+    def __str__(self) -> str:
+        return f"quantising {self.rows} x {self.columns} elements of {self.dtype}"
+
+
+Spec: TypeAlias = QuantizeSpec | GemmSpec | TransposeSpec | TransposeBytesSpec | CopySpec

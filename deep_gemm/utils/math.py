@@ -1,13 +1,7 @@
 """Casts to FP8 and small arithmetic."""
 
-from deep_gemm.quantisation import (
-    ceil_to_ue8m0,
-    dequantise,
-    per_block_cast_to_fp8,
-    per_channel_cast_to_fp8,
-    per_custom_dims_cast_to_fp8,
-    per_token_cast_to_fp8,
-)
+from deep_gemm.quantisation import ceil_to_ue8m0, dequantise, per_custom_dims_cast_to_fp8
+from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
 from deep_gemm.spec import align, ceil_div
 
 __all__ = [

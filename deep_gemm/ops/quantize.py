@@ -1,0 +1,181 @@
+"""Casts to FP8: values and scales of a matrix, of its transpose, or of both from one pass."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import Operation, Step, Work, entry
+from ..errors import InvalidInputError
+from ..quantisation import cast_blocks
+from ..spec import SCALE_BLOCK, Blocks, Dtype, QuantizeSpec, align, ceil_div
+from . import checks
+from .checks import shape_of
+
+DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+_BLOCK: dict[Blocks, tuple[int, int]] = {
+    "row": (1, SCALE_BLOCK),
+    "column": (SCALE_BLOCK, 1),
+    "tile": (SCALE_BLOCK, SCALE_BLOCK),
+}
+"""Rows and columns of the matrix that share a scale."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeOperands:
+    """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated``, and for each output its E4M3 values and
+    float32 scales."""
+
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    spec: QuantizeSpec
+
+
+class Quantize(Operation):
+    """See ``deep_gemm.quantize``. ``plain`` and ``transposed``: which outputs there are."""
+
+    def __init__(self, plain: bool, transposed: bool) -> None:
+        self.outputs = (*(["plain"] if plain else []), *(["transposed"] if transposed else []))
+        prefixes = {"plain": "", "transposed": "t_"}
+        self.name = "quantize " + " and ".join(self.outputs)
+        self.parameters = ("x", *self.outputs, "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated")
+        self.operands = {"x": "x"}
+        for output in self.outputs:
+            self.operands |= {
+                f"{prefixes[output]}{part}": f"{output}[{i}]" for i, part in enumerate(("values", "scales"))
+            }
+        _, self.output, *besides = self.operands
+        self.also_written = tuple(besides)
+
+    def check(self, *arguments: Any) -> QuantizeOperands | None:
+        """None for fake tensors and where there is nothing to cast."""
+        given = dict(zip(self.parameters, arguments, strict=True))
+        use_ue8m0, epsilon, gated = given["use_ue8m0"], given["epsilon"], given["gated"]
+        for name in ("use_ue8m0", "gated"):
+            if not isinstance(given[name], bool):
+                raise InvalidInputError(f"{name} must be True or False, but it is {given[name]!r}.")
+        if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon < math.inf:
+            raise InvalidInputError(f"epsilon must be a number from 0, but it is {epsilon!r}.")
+        named: dict[str, Any] = {"x": given["x"]}
+        for output in self.outputs:
+            values, scales = checks.pair(output, given[output])
+            named |= {f"the {output} values": values, f"the {output} scales": scales}
+        for name, tensor in named.items():
+            checks.check_plain(name, tensor)
+        device = checks.check_devices(named)
+        x = named["x"]
+        if x.dtype not in DTYPES:
+            known = ", ".join(map(str, DTYPES))
+            raise InvalidInputError(f"x must be one of {known}, but it is {x.dtype}.")
+        rows, columns = x.shape
+        if gated and columns % 2:
+            raise InvalidInputError(
+                f"x must have an even number of columns where its right half gates its left one, but it is {shape_of(x)}."
+            )
+        columns = columns // 2 if gated else columns
+        blocks = {"plain": given["plain_blocks"], "transposed": given["transposed_blocks"]}
+        for output in self.outputs:
+            _check_output(output, named, rows, columns, blocks[output])
+        if checks.is_fake(named.values()):
+            return None
+        checks.check_memory(named)
+        checks.check_sizes("x", x)
+        if x.numel():
+            checks.check_row_major("x", x)
+        self._check_places(named)
+        if rows == 0 or columns == 0:
+            return None
+        spec = QuantizeSpec(
+            rows=rows,
+            columns=columns,
+            dtype=DTYPES[x.dtype],
+            plain=blocks["plain"] if "plain" in self.outputs else "none",
+            transposed=blocks["transposed"] if "transposed" in self.outputs else "none",
+            gated=gated,
+            epsilon=struct.unpack("<I", struct.pack("<f", epsilon))[0],
+            power_of_two=use_ue8m0,
+        )
+        return QuantizeOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
+
+    def _check_places(self, named: Mapping[str, Tensor]) -> None:
+        """What is written has rows of its own and shares no memory with anything else."""
+        for name, tensor in named.items():
+            if name == "x" or not tensor.numel():
+                continue
+            if name.endswith("values"):
+                checks.check_row_major(name, tensor)
+            dense = tensor if name.endswith("values") or tensor.stride(1) == 1 else tensor.t()
+            if dense.shape[1] > 1 and dense.stride(1) != 1:
+                raise InvalidInputError(
+                    f"{name} must be contiguous along one dimension, but they have the strides {tensor.stride()}."
+                )
+            checks.check_no_overlap(name, dense, {other: x for other, x in named.items() if other != name})
+
+    def work(self, x: QuantizeOperands, device: int) -> Work:
+        """One launch."""
+        strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
+        return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
+
+    def reference(self, x: QuantizeOperands) -> None:
+        """See `cast_blocks`."""
+        source = x.tensors["x"].detach()
+        if x.spec.gated:
+            left, right = source.float().chunk(2, dim=1)
+            source = torch.nn.functional.silu(left) * right
+        epsilon = struct.unpack("<f", struct.pack("<I", x.spec.epsilon))[0]
+        with torch.inference_mode():
+            for prefix, blocks in (("", x.spec.plain), ("t_", x.spec.transposed)):
+                if blocks != "none":
+                    values, scales = cast_blocks(source, *_BLOCK[blocks], x.spec.power_of_two, epsilon)
+                    flip = bool(prefix)
+                    x.tensors[f"{prefix}values"].view(torch.uint8).copy_(
+                        (values.t() if flip else values).view(torch.uint8)
+                    )
+                    x.tensors[f"{prefix}scales"].copy_(scales.t() if flip else scales)
+
+
+def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = False) -> tuple[int, int]:
+    """Of the scales of a matrix of these sizes, or of its transpose."""
+    of_rows, of_columns = _BLOCK[blocks]
+    shape = ceil_div(rows, of_rows), ceil_div(columns, of_columns)
+    return shape[::-1] if transposed else shape
+
+
+def _check_output(output: str, named: Mapping[str, Any], rows: int, columns: int, blocks: Blocks) -> None:
+    flip = output == "transposed"
+    values, scales = named[f"the {output} values"], named[f"the {output} scales"]
+    wanted = (
+        (f"the {output} values", values, torch.float8_e4m3fn, (columns, rows) if flip else (rows, columns)),
+        (f"the {output} scales", scales, torch.float32, scales_shape(rows, columns, blocks, flip)),
+    )
+    for name, tensor, dtype, shape in wanted:
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise InvalidInputError(
+                f"{name} must be {dtype} {shape} for such an x, but they are {tensor.dtype} {shape_of(tensor)}."
+            )
+
+
+def empty_output(
+    rows: int, columns: int, blocks: Blocks, device: torch.device, transposed: bool = False, row_major: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Fresh values, whose rows begin at multiples of 16 bytes, and scales: those of 1 x 128 as TMA reads them, unless
+    ``row_major``."""
+    size = (columns, rows) if transposed else (rows, columns)
+    values = torch.empty((size[0], align(size[1], checks.TMA_BYTES)), dtype=torch.float8_e4m3fn, device=device)
+    lines, steps = scales_shape(rows, columns, blocks, transposed)
+    if row_major or blocks == "tile":
+        scales = torch.empty((lines, steps), dtype=torch.float32, device=device)
+    else:
+        scales = torch.empty((steps, align(lines, 4)), dtype=torch.float32, device=device).t()[:lines]
+    return values[:, : size[1]], scales
+
+
+plain, transposed, both = (entry(Quantize(*outputs)) for outputs in ((True, False), (False, True), (True, True)))
+"""x, an output or two, the blocks of each ("none" for the one that is not there), use_ue8m0, epsilon, gated."""

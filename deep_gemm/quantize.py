@@ -1,0 +1,188 @@
+"""Casts to FP8 (E4M3) on the GPU, one launch each, on the current stream and without synchronising.
+
+Each function returns (values, scales), such that a value times its scale is the input again, or takes such a pair as
+``out``. A scale is the largest magnitude of its block / 448, where magnitudes below ``epsilon`` count as that; with
+``use_ue8m0`` it is rounded up to a power of two, so that nothing saturates. Values are the input times 1 / scale, each
+step an IEEE float32 operation. Blocks with a NaN or an infinity have such a scale, and NaN or zeros for values.
+
+Common arguments:
+    x: bfloat16, float16 or float32 on a CUDA device (on the CPU torch computes the same bytes), row-major, rows any
+        distance apart: (M, K), or (M, 2 K) if ``gated``.
+    out: where to write, of the shapes and dtypes that are returned otherwise: values row-major, scales of any strides.
+        Fresh values have rows that begin at multiples of 16 bytes.
+    use_ue8m0: scales are powers of two.
+    epsilon: the least magnitude that a scale is made of. With 0, blocks of zeros have the scale 0.
+    gated: cast silu(left half of x) * right half, in float32, in place of x.
+    row_major: fresh scales of 1 x 128 are row-major, not MN-major as the GEMMs read them without a further launch.
+
+Inside CUDA-graph capture the kernel must have been loaded by an earlier call. Raises InvalidInputError, which names the
+argument, and UnsupportedError on a GPU without kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from deep_gemm import arch, quantisation
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.ops import quantize as ops
+from deep_gemm.quantisation import AMAX_MIN
+from deep_gemm.spec import SCALE_BLOCK, Blocks
+
+Quantized: TypeAlias = tuple[Tensor, Tensor]
+"""Values and scales."""
+
+
+def rows(
+    x: Tensor,
+    *,
+    out: Quantized | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+    gated: bool = False,
+    row_major: bool = False,
+) -> Quantized:
+    """One scale for each row per 128 columns: values (M, K), scales (M, ceil(K / 128)). Operand A of `fp8_gemm_nt`."""
+    out = out if out is not None else _empty(x, "row", gated, row_major=row_major)
+    ops.plain(x, out, "row", "none", use_ue8m0, epsilon, gated)
+    return out
+
+
+def columns(
+    x: Tensor,
+    *,
+    out: Quantized | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+    gated: bool = False,
+    row_major: bool = False,
+) -> Quantized:
+    """`rows` of the transpose of x: values (K, M), scales (K, ceil(M / 128)). An operand of a weight gradient, whose K
+    are the tokens."""
+    out = out if out is not None else _empty(x, "column", gated, transposed=True, row_major=row_major)
+    ops.transposed(x, out, "none", "column", use_ue8m0, epsilon, gated)
+    return out
+
+
+def rows_and_columns(
+    x: Tensor,
+    *,
+    out: tuple[Quantized, Quantized] | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+    gated: bool = False,
+    row_major: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """What `rows` and `columns` return, from one pass over x."""
+    first, second = (
+        out
+        if out is not None
+        else (
+            _empty(x, "row", gated, row_major=row_major),
+            _empty(x, "column", gated, transposed=True, row_major=row_major),
+        )
+    )
+    ops.both(x, first, second, "row", "column", use_ue8m0, epsilon, gated)
+    return first, second
+
+
+def blocks(x: Tensor, *, out: Quantized | None = None, use_ue8m0: bool = False, epsilon: float = AMAX_MIN) -> Quantized:
+    """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). Operand B of `fp8_gemm_nt`."""
+    out = out if out is not None else _empty(x, "tile")
+    ops.plain(x, out, "tile", "none", use_ue8m0, epsilon, False)
+    return out
+
+
+def blocks_transposed(
+    x: Tensor, *, out: Quantized | None = None, use_ue8m0: bool = False, epsilon: float = AMAX_MIN
+) -> Quantized:
+    """`blocks` of the transpose of x: values (K, M), scales (ceil(K / 128), ceil(M / 128)). Weights for the gradient of
+    their input."""
+    out = out if out is not None else _empty(x, "tile", transposed=True)
+    ops.transposed(x, out, "none", "tile", use_ue8m0, epsilon, False)
+    return out
+
+
+def blocks_and_transpose(
+    x: Tensor,
+    *,
+    out: tuple[Quantized, Quantized] | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+) -> tuple[Quantized, Quantized]:
+    """What `blocks` and `blocks_transposed` return, from one pass over x."""
+    first, second = out if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
+    ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
+    return first, second
+
+
+def per_token_cast_to_fp8(
+    x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False
+) -> Quantized:
+    """Cast x (m, k) with one scale per row per ``gran_k`` columns: (m, k) E4M3, (m, ceil(k / gran_k)) float32.
+
+    ``use_packed_ue8m0``, scales as exponents packed into int32, is an UnsupportedError: Hopper cannot use them.
+    """
+    if use_packed_ue8m0 is False and _has_kernel(x, gran_k):
+        out = _dense(x, "row")
+        ops.plain(x, out, "row", "none", use_ue8m0, AMAX_MIN, False)
+        return out
+    return quantisation.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
+
+
+def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:
+    """Cast x (k, n) with one scale per column per ``gran_k`` rows: (k, n) E4M3, (ceil(k / gran_k), n) float32."""
+    if _has_kernel(x, gran_k):
+        out = _dense(x, "column")
+        ops.plain(x, out, "column", "none", use_ue8m0, AMAX_MIN, False)
+        return out
+    return quantisation.per_channel_cast_to_fp8(x, use_ue8m0, gran_k)
+
+
+def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:
+    """Cast x (n, k) with one scale per square block of side ``gran_k``.
+
+    Returns (n, k) E4M3 and (ceil(n / gran_k), ceil(k / gran_k)) float32.
+    """
+    if _has_kernel(x, gran_k):
+        out = _dense(x, "tile")
+        ops.plain(x, out, "tile", "none", use_ue8m0, AMAX_MIN, False)
+        return out
+    return quantisation.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
+
+
+def _empty(
+    x: Tensor, blocks: Blocks, gated: bool = False, transposed: bool = False, row_major: bool = False
+) -> Quantized:
+    """Fresh outputs for a cast of x."""
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        kind = f"{x.dim()} dimensions" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+        raise InvalidInputError(f"x must be a torch.Tensor with 2 dimensions, but it has {kind}.")
+    if not isinstance(gated, bool) or not isinstance(row_major, bool):
+        raise InvalidInputError(f"gated and row_major must be True or False, not {gated!r} and {row_major!r}.")
+    rows, columns = x.shape
+    return ops.empty_output(rows, columns // 2 if gated else columns, blocks, x.device, transposed, row_major)
+
+
+def _dense(x: Tensor, blocks: Blocks) -> Quantized:
+    """Fresh outputs as torch would make them: contiguous."""
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return values, torch.empty(ops.scales_shape(*x.shape, blocks), dtype=torch.float32, device=x.device)
+
+
+def _has_kernel(x: object, gran_k: object) -> bool:
+    """Whether a kernel casts x so. Torch does it for what is elsewhere, of other types, or not row-major; and its
+    checks say what is wrong with the rest."""
+    return (
+        isinstance(x, Tensor)
+        and x.is_cuda
+        and x.dim() == 2
+        and x.dtype in ops.DTYPES
+        and gran_k == SCALE_BLOCK
+        and arch.has_kernels(x.get_device())
+        and (x.shape[1] <= 1 or x.stride(1) == 1)
+        and (x.shape[0] <= 1 or x.stride(0) >= x.shape[1])
+    )
