@@ -90,7 +90,7 @@ def rows_and_columns(
 
 
 def blocks(x: Tensor, *, out: Quantized | None = None, use_ue8m0: bool = False, epsilon: float = AMAX_MIN) -> Quantized:
-    """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). Operand B of `fp8_gemm_nt`."""
+    """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`."""
     out = out if out is not None else _empty(x, "tile")
     ops.plain(x, out, "tile", "none", use_ue8m0, epsilon, False)
     return out

@@ -16,8 +16,9 @@ from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
+from deep_gemm.kernels.sm90_fp8_scaled import SCALINGS
 from deep_gemm.ops import fp8_dense, half_dense
-from deep_gemm.params import HalfParams, KernelParams
+from deep_gemm.params import HalfParams, KernelParams, ScaledParams
 from deep_gemm.settings import settings
 from deep_gemm.spec import align, ceil_div
 from deep_gemm.testing import Operand
@@ -86,6 +87,35 @@ def force(
     made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     return Forced(Launch(function, made.shape, stream, made.parameters, addresses), scales)
+
+
+def force_scaled(
+    params: ScaledParams,
+    function: Function,
+    tensors: Mapping[str, Tensor],
+    num_sms: int,
+    stream: int,
+    pdl: bool = False,
+    constant_b: bool = False,
+) -> Launch:
+    """Make the launch of an FP8 kernel with any scaling for d (M, N) = (c +) a @ b^T on a stream. ``tensors`` are a (M,
+    K), sfa, b (N, K), sfb, d, and c where there is one; scales of 1 x 128 are MN-major and aligned."""
+    (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
+    scaling = next(pair for pair, name in SCALINGS.items() if name == params.scaling)
+    spec = fp8_dense.spec(
+        m,
+        n,
+        k,
+        num_sms=num_sms,
+        aligned=params.store == "tma",
+        scaling=scaling,  # type: ignore[arg-type]
+        output=params.output,  # type: ignore[arg-type]
+        accumulate={"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],  # type: ignore[arg-type]
+    )
+    strides = {name: tensor.stride() for name, tensor in tensors.items()}
+    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    return Launch(function, made.shape, stream, made.parameters, addresses)
 
 
 def laid_out(x: Tensor, major: str) -> Tensor:

@@ -48,9 +48,8 @@ class Quantize(Operation):
         self.parameters = ("x", *self.outputs, "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated")
         self.operands = {"x": "x"}
         for output in self.outputs:
-            self.operands |= {
-                f"{prefixes[output]}{part}": f"{output}[{i}]" for i, part in enumerate(("values", "scales"))
-            }
+            prefix = prefixes[output]
+            self.operands |= {f"{prefix}values": f"{output}[0]", f"{prefix}scales": f"{output}[1]"}
         _, self.output, *besides = self.operands
         self.also_written = tuple(besides)
 
@@ -77,7 +76,7 @@ class Quantize(Operation):
         rows, columns = x.shape
         if gated and columns % 2:
             raise InvalidInputError(
-                f"x must have an even number of columns where its right half gates its left one, but it is {shape_of(x)}."
+                f"x must have an even number of columns if gated: two halves, but it is {shape_of(x)}."
             )
         columns = columns // 2 if gated else columns
         blocks = {"plain": given["plain_blocks"], "transposed": given["transposed_blocks"]}
@@ -134,11 +133,9 @@ class Quantize(Operation):
             for prefix, blocks in (("", x.spec.plain), ("t_", x.spec.transposed)):
                 if blocks != "none":
                     values, scales = cast_blocks(source, *_BLOCK[blocks], x.spec.power_of_two, epsilon)
-                    flip = bool(prefix)
-                    x.tensors[f"{prefix}values"].view(torch.uint8).copy_(
-                        (values.t() if flip else values).view(torch.uint8)
-                    )
-                    x.tensors[f"{prefix}scales"].copy_(scales.t() if flip else scales)
+                    found = (values.t(), scales.t()) if prefix else (values, scales)
+                    x.tensors[f"{prefix}values"].view(torch.uint8).copy_(found[0].view(torch.uint8))
+                    x.tensors[f"{prefix}scales"].copy_(found[1])
 
 
 def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = False) -> tuple[int, int]:

@@ -36,8 +36,8 @@ import math
 import torch
 from torch import Tensor
 
-from deep_gemm.reference import exact_product
-from deep_gemm.spec import SCALE_BLOCK
+from deep_gemm.reference import BLOCKS, Scalings, exact_product
+from deep_gemm.spec import SCALE_BLOCK, ceil_div
 
 INSTRUCTION_K = 32
 ACCUMULATOR_FRACTION_BITS = 13
@@ -47,20 +47,33 @@ CHUNK_ELEMENTS = 1 << 25
 """Results are compared in groups of rows of about this many elements, to bound memory."""
 
 
-def accumulation_bound(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool = False) -> Tensor:
+def accumulation_bound(
+    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool = False, scaling: Scalings = BLOCKS
+) -> Tensor:
     """E of this module's docstring for each element, (M, N) float64.
 
-    a (M, K), b (N, K) E4M3; sfa (M, ceil(K / 128)), sfb (ceil(N / 128), ceil(K / 128)) float32.
+    a (M, K), b (N, K) E4M3; sfa and sfb float32, of the shapes that `fp8_gemm_nt` takes with ``scaling``.
     """
-    cut, rounding = 2.0**-ACCUMULATOR_FRACTION_BITS, (sfa.shape[1] + 3) * 2.0**-24
+    cut, rounding = 2.0**-ACCUMULATOR_FRACTION_BITS, (ceil_div(a.shape[1], SCALE_BLOCK) + 3) * 2.0**-24
     if worst_case:
-        return (CUTS_PER_BLOCK * cut + rounding) * exact_product(a, sfa, b, sfb, torch.abs)
-    root_sum_square = exact_product(a, sfa, b, sfb, torch.square).sqrt()
+        return (CUTS_PER_BLOCK * cut + rounding) * exact_product(a, sfa, b, sfb, torch.abs, scaling)
+    root_sum_square = exact_product(a, sfa, b, sfb, torch.square, scaling).sqrt()
     return 4 * (math.sqrt(CUTS_PER_BLOCK) * cut + rounding) * root_sum_square
 
 
-def assert_close_to_exact(d: Tensor, a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool = False) -> float:
-    """Raise AssertionError unless every element of d (M, N) is within the bound of the exact product.
+def assert_close_to_exact(
+    d: Tensor,
+    a: Tensor,
+    sfa: Tensor,
+    b: Tensor,
+    sfb: Tensor,
+    worst_case: bool = False,
+    *,
+    c: Tensor | None = None,
+    scaling: Scalings = BLOCKS,
+) -> float:
+    """Raise AssertionError unless every element of d (M, N) is within the bound of the exact product, and of c added to
+    it where there is one.
 
     Elements whose exact value is NaN or infinite must be the same in d.
 
@@ -72,9 +85,16 @@ def assert_close_to_exact(d: Tensor, a: Tensor, sfa: Tensor, b: Tensor, sfb: Ten
         raise AssertionError(f"d has the shape {tuple(d.shape)}, and the product {expected_shape}")
     step = max(1, CHUNK_ELEMENTS // max(1, b.shape[0]))
     worst = 0.0
+    if scaling[0] == "row":
+        sfa = sfa.reshape(-1, 1).expand(a.shape[0], 1)
     for start in range(0, a.shape[0], step):
         rows = slice(start, min(start + step, a.shape[0]))
-        worst = max(worst, _check_rows(d[rows], a[rows], sfa[rows], b, sfb, worst_case, start))
+        operands = a[rows], sfa[rows], b, sfb
+        exact = exact_product(*operands, scaling=scaling)
+        bound = accumulation_bound(*operands, worst_case, scaling)
+        if c is not None:
+            exact, bound = exact + c[rows].double(), bound + 2.0**-24 * c[rows].double().abs()
+        worst = max(worst, _compare(d[rows], exact, bound, start))
     return worst
 
 
@@ -91,10 +111,6 @@ def assert_half_close_to_exact(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None
     root_sum_square = (x.square() @ y.square().t()).sqrt()
     added = 0.0 if c is None else c.double().abs()
     return _compare(d, exact, 2.0**-23 * (2 * 17 * steps * root_sum_square + added), 0)
-
-
-def _check_rows(d: Tensor, a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, worst_case: bool, first_row: int) -> float:
-    return _compare(d, exact_product(a, sfa, b, sfb), accumulation_bound(a, sfa, b, sfb, worst_case), first_row)
 
 
 def _compare(d: Tensor, exact: Tensor, accumulation: Tensor, first_row: int) -> float:

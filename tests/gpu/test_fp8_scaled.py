@@ -1,0 +1,291 @@
+"""fp8_gemm with scales of every kind, float32 and 16-bit output, C, and operands whose K is not contiguous."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from forced import compiled, force_scaled, load, nvrtc
+from gpu_cases import DEVICE
+
+import deep_gemm
+from deep_gemm import engine, kernels, quantisation
+from deep_gemm.arch import SM90
+from deep_gemm.jit import Builder
+from deep_gemm.jit.driver.module import Function
+from deep_gemm.kernels import sm90_fp8_scaled as scaled
+from deep_gemm.params import ScaledParams
+from deep_gemm.reference import exact_product
+from deep_gemm.spec import Scaling, TransposeBytesSpec, align, ceil_div
+from deep_gemm.testing import assert_close_to_exact, calc_diff, guarded, guarded_copy, integer_operands
+
+cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+E4M3 = torch.float8_e4m3fn
+KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in scaled.SCALINGS.items()}  # type: ignore[misc]
+RECIPES: dict[str, Any] = {"1d1d": (1, 1, 128), "1d2d": (1, 128, 128), "rowwise": None}
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+FEW_SMS = 4
+
+
+def normal(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed))
+
+
+def operand(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (rows, K) in E4M3, with such scales."""
+    if scaling == "1x128":
+        return quantisation.per_token_cast_to_fp8(x, False)
+    if scaling == "128x128":
+        return quantisation.per_block_cast_to_fp8(x, False)
+    sf = x.abs().amax(1, keepdim=True).clamp(1e-4) / 448
+    return (x / sf).to(E4M3), sf
+
+
+def mn_major(sf: torch.Tensor) -> torch.Tensor:
+    """Scales as TMA reads them, with NaN where there is room to spare."""
+    rows, blocks = sf.shape
+    whole = torch.full((blocks, align(rows, 4)), float("nan"), device=sf.device)
+    whole[:, :rows] = sf.t()
+    return whole.t()[:rows]
+
+
+# M, N, K, SMs: tiles cut short along M, N and K; several tiles a CTA; one block of K, and 34.
+SHAPES = [
+    (200, 520, 656, FEW_SMS),
+    (130, 264, 128, SM90.num_sms),
+    (333, 592, 1552, SM90.num_sms),
+    (300, 776, 4240, FEW_SMS),
+    (1, 8, 16, SM90.num_sms),
+]
+ODD_SHAPES = [(100, 333, 400, SM90.num_sms), (513, 777, 272, FEW_SMS), (1, 1, 128, SM90.num_sms)]
+CASES: list[ScaledParams] = [params for params in scaled.KERNEL.cases() if not any(params.shape)]  # type: ignore[misc]
+
+
+def entry(params: ScaledParams) -> str:
+    return kernels.get(params.kernel).entry(params)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[ScaledParams], Function]]:
+    builder = Builder(tmp_path_factory.mktemp("scaled"), nvrtc())
+    with compiled((params, builder, params) for params in CASES) as binaries:
+        yield functools.cache(lambda params: load(params, binaries[params].result()))
+
+
+@functools.cache
+def data(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
+    return operand(normal(m, k, m + k), KINDS[kind][0]), operand(normal(n, k, n + k), KINDS[kind][1])
+
+
+def tensors_of(params: ScaledParams, a: Any, b: Any, c: torch.Tensor, d: torch.Tensor) -> dict[str, torch.Tensor]:
+    pair = KINDS[params.scaling]
+    sfa, sfb = (mn_major(sf) if scaling == "1x128" else sf for (_, sf), scaling in zip((a, b), pair, strict=True))
+    found = {"a": a[0], "sfa": sfa, "b": b[0], "sfb": sfb, "d": d}
+    return found | ({"c": c} if params.accumulate == "reads" else {})
+
+
+@cuda_only
+@pytest.mark.parametrize("params", CASES, ids=entry)
+def test_every_kernel_is_right_whatever_the_edges(
+    loaded: Callable[[ScaledParams], Function], params: ScaledParams
+) -> None:
+    """Within the bound, nothing outside is touched, and a second launch has the same bits."""
+    stream = engine.raw_stream(torch.cuda.current_device())
+    for m, n, k, num_sms in SHAPES if params.store == "tma" else ODD_SHAPES:
+        a, b = data(params.scaling, m, n, k)
+        out = DTYPES[params.output]
+        c = normal(m, n, m * n).to(out)
+        found = []
+        for _ in range(2):
+            d = guarded((m, n), out, DEVICE, (align(n, 8), 1) if params.store == "tma" else None)
+            if params.accumulate == "reduces":
+                d.tensor.copy_(c)
+            if params.accumulate == "reads":
+                c = guarded_copy(c, (align(n, 8), 1) if params.store == "tma" else (n, 1)).tensor
+            force_scaled(params, loaded(params), tensors_of(params, a, b, c, d.tensor), num_sms, stream)()
+            torch.cuda.synchronize()
+            d.check(f"{m} x {n} x {k}")
+            added = None if params.accumulate == "none" else c
+            assert_close_to_exact(d.tensor, *a, *b, c=added, scaling=KINDS[params.scaling])
+            found.append(d.tensor)
+        assert torch.equal(found[0], found[1]), f"{m} x {n} x {k}: runs differ"
+
+
+FORMS = ("nt", "nn", "tn", "tt")
+
+
+@pytest.mark.parametrize("accumulate", ["none", "in place", "from c"])
+@pytest.mark.parametrize("output", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kind: str, output: str, accumulate: str) -> None:
+    """As callers make them: scales row-major, in every form, K-major or not, and all with the same bits."""
+    rng = random.Random(f"{kind} {output} {accumulate}")
+    for index in range(3):
+        m, n, k = rng.choice([1, 7, rng.randint(8, 300)]), rng.randint(1, 700), 16 * rng.randint(1, 70)
+        (a, sfa), (b, sfb) = data(kind, m, n, k)
+        c = normal(m, n, index).to(DTYPES[output])
+        found = []
+        for form in FORMS:
+            for stored in (True, False):  # a view of K-major storage, and the other way round
+                x = (a.t() if stored else a.t().contiguous(), sfa.t()) if form[0] == "t" else (a, sfa)
+                y = (b.t() if stored else b.t().contiguous(), sfb.t()) if form[1] == "n" else (b, sfb)
+                d = guarded((m, n), DTYPES[output], DEVICE, (align(n, 8), 1) if index else None)
+                d.tensor.copy_(c) if accumulate == "in place" else None
+                added = {"none": None, "in place": d.tensor, "from c": c}[accumulate]
+                getattr(deep_gemm, f"fp8_gemm_{form}")(x, y, d.tensor, added, recipe=RECIPES[kind])
+                d.check(f"{form} {m} x {n} x {k}")
+                found.append(d.tensor)
+        assert_close_to_exact(found[0], a, sfa, b, sfb, c=None if accumulate == "none" else c, scaling=KINDS[kind])
+        assert all(torch.equal(d, found[0]) for d in found), f"{m} x {n} x {k}: forms differ"
+
+
+@pytest.mark.parametrize("kind", ["1d1d", "1d2d"])
+def test_integers_are_exact(kind: str) -> None:
+    """Sums of small integers with scales that are powers of two: any wrong scale, row, column or block shows."""
+    for m, n, k in ((300, 400, 1040), (64, 72, 4096), (1, 1000, 144)):
+        (a, sfa), (b, sfb) = integer_operands(m, n, k, DEVICE, seed=m)
+        if kind == "1d1d":
+            sfb = 2.0 ** torch.randint(-2, 3, (n, ceil_div(k, 128)), device=DEVICE).float()
+        d = torch.full((m, n), float("nan"), device=DEVICE)
+        deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d, recipe=RECIPES[kind])
+        assert torch.equal(d.double(), exact_product(a, sfa, b, sfb, scaling=KINDS[kind]))
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_each_scale_belongs_to_its_row_and_block(side: str) -> None:
+    """1D1D: one scale changed at a time."""
+    m, n, k = 70, 140, 640
+    (a, sfa), (b, sfb) = data("1d1d", m, n, k)
+    for row, block in ((0, 0), (69, 4), (33, 2), (8, 3)):
+        changed = (sfa if side == "a" else sfb).clone()
+        changed[row, block] *= 2
+        x, y = ((a, changed), (b, sfb)) if side == "a" else ((a, sfa), (b, changed))
+        d = torch.full((m, n), float("nan"), device=DEVICE)
+        deep_gemm.fp8_gemm_nt(x, y, d, recipe=(1, 1, 128))
+        assert_close_to_exact(d, *x, *y, scaling=KINDS["1d1d"])
+
+
+@pytest.mark.parametrize("zeros", ["a", "b"])
+def test_a_block_of_zeros_adds_nothing(zeros: str) -> None:
+    m, n, k = 130, 200, 512
+    (a, sfa), (b, sfb) = data("1d1d", m, n, k)
+    a, b = a.clone(), b.clone()
+    (a if zeros == "a" else b).view(torch.uint8)[:, 128:256] = 0
+    c = normal(m, n, 5)
+    d = c.clone()
+    deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d, d, recipe=(1, 1, 128))
+    assert_close_to_exact(d, a, sfa, b, sfb, c=c, scaling=KINDS["1d1d"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_in_its_row_or_column(kind: str) -> None:
+    m, n, k = 150, 300, 400
+    (a, sfa), (b, sfb) = data(kind, m, n, k)
+    a, b = a.clone(), b.clone()
+
+    def call() -> torch.Tensor:
+        d = torch.zeros(m, n, device=DEVICE)
+        deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d, recipe=RECIPES[kind])
+        return d
+
+    clean = call()
+    a.view(torch.uint8)[77, 399] = b.view(torch.uint8)[299, 0] = 0x7F
+    d = call()
+    assert not bool(d[77].isfinite().any())
+    assert not bool(d[:, 299].isfinite().any())
+    d[77], d[:, 299] = clean[77], clean[:, 299]
+    assert torch.equal(d, clean)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_agree_bit_for_bit(kind: str) -> None:
+    """A hundred, each onto the same C; a race shows in one of many."""
+    m, n, k = 384, 1032, 2064
+    a, b = data(kind, m, n, k)
+    c = normal(m, n, 1)
+    first = None
+    for _ in range(100):
+        d = c.clone()
+        deep_gemm.fp8_gemm_nt(a, b, d, d, recipe=RECIPES[kind])
+        first = d if first is None else first
+        assert torch.equal(d, first)
+
+
+@cuda_only
+def test_capture_and_replay() -> None:
+    """With both transposes of scales and of an operand in the graph."""
+    m, n, k = 60, 264, 208
+    (a, sfa), (b, sfb) = data("1d1d", m, n, k)
+    stored = b.t().contiguous()
+    d = torch.zeros(m, n, device=DEVICE)
+
+    def call() -> None:
+        deep_gemm.fp8_gemm_nn((a, sfa), (stored, sfb.t()), d, d, recipe=(1, 1, 128))
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+        call()
+    d.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert calc_diff(d, 2 * exact_product(a, sfa, b, sfb, scaling=KINDS["1d1d"])) < 1e-6
+
+
+def test_as_torch_scaled_mm_is_called() -> None:
+    """One scale, and scales of rows as (M, 1) and (1, N): nearer to the exact product than fast accumulation."""
+    m, n, k = 256, 512, 7168
+    (a, sfa), (b, sfb) = data("rowwise", m, n, k)
+    d = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb.t()), d)
+    exact = exact_product(a, sfa, b, sfb, scaling=("row", "row"))
+    ours = calc_diff(d, exact)
+    assert ours < 1e-5
+    if DEVICE == "cuda":
+        theirs = torch._scaled_mm(a, b.t(), scale_a=sfa, scale_b=sfb.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+        assert ours <= calc_diff(theirs, exact)
+    one = torch.tensor(0.25, device=DEVICE)
+    deep_gemm.fp8_gemm_nt((a, one), (b, one), d)
+    assert_close_to_exact(d, a, one, b, one, scaling=("row", "row"))
+
+
+def test_as_prime_rl_and_torchao_call_weight_gradients() -> None:
+    """The former adds to d itself; the latter gives recipes as pairs, and scales that are columns of a wider tensor."""
+    m, n, k = 256, 384, 1024
+    (a, sfa), (b, sfb) = data("1d1d", m, n, k)
+    d = torch.zeros(m, n, device=DEVICE)
+    deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d, c=d, disable_ue8m0_cast=True, recipe=(1, 1, 128))
+    wide = torch.full((n, 24), float("nan"), device=DEVICE)
+    wide[:, 5:13] = sfb
+    other = torch.empty(m, n, device=DEVICE)
+    deep_gemm.fp8_gemm_nt(
+        (a, sfa.t().contiguous().t()), (b, wide[:, 5:13]), other, recipe_a=(1, 128), recipe_b=(1, 128)
+    )
+    assert torch.equal(d, other)
+    assert_close_to_exact(d, a, sfa, b, sfb, scaling=KINDS["1d1d"])
+
+
+@cuda_only
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 16), (128, 128), (129, 144), (127, 112), (16, 4096), (5000, 48), (1000, 7168)]
+)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_transposed_bytes(rows: int, columns: int, offset: int) -> None:
+    """Every byte, whether 16 can be read at once or not."""
+    bits = torch.randint(0, 256, (columns, rows), dtype=torch.uint8, device=DEVICE)
+    stride = align(rows, 16) + 16 if offset == 0 else rows + 3
+    source = guarded_copy(bits.view(E4M3), (stride, 1), offset=offset).tensor
+    target = guarded((rows, columns), E4M3, DEVICE)
+    device = torch.cuda.current_device()
+    plan = engine.plan(TransposeBytesSpec(rows, columns), device)
+    addresses = {"source": source.data_ptr(), "target": target.tensor.data_ptr()}
+    engine.launch(plan, {"source": source.t().stride()}, addresses, engine.raw_stream(device))()
+    torch.cuda.synchronize()
+    target.check("the transpose")
+    assert torch.equal(target.tensor.view(torch.uint8), bits.t())

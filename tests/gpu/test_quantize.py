@@ -1,0 +1,167 @@
+"""Casts to FP8 on a GPU: the bytes that torch computes on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import DEVICE
+
+import deep_gemm
+from deep_gemm import quantisation, quantize
+from deep_gemm.testing import guarded, guarded_copy
+
+cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+E4M3 = torch.float8_e4m3fn
+SHAPES = [(1, 128), (1, 7168), (64, 512), (128, 128), (129, 136), (127, 250), (200, 1), (300, 1000), (16, 16)]
+
+
+def awkward(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, and in some blocks what goes wrong easily."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    x *= 10.0 ** torch.randint(-6, 4, (rows, 1), generator=torch.Generator().manual_seed(seed + 1))
+    special = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 65504.0, -1e-5]
+    for index, value in enumerate(special):
+        x[(index * 37) % rows, (index * 53) % columns] = value
+    x[rows // 2] = 0.0
+    return x.to(dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Bit for bit, but that any NaN is as good as another."""
+    a, b = found.cpu(), expected.cpu()
+    bits = torch.uint8 if a.dtype == E4M3 else torch.int32
+    nan = a.float().isnan() & b.float().isnan()
+    return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | nan).all())
+
+
+def reference(x: torch.Tensor, block: tuple[int, int], use_ue8m0: bool, epsilon: float) -> tuple[Any, Any]:
+    return quantisation.cast_blocks(x.cpu(), *block, use_ue8m0, epsilon)
+
+
+CASTS: dict[str, tuple[Callable[..., Any], tuple[int, int], bool]] = {
+    "rows": (quantize.rows, (1, 128), False),
+    "columns": (quantize.columns, (128, 1), True),
+    "blocks": (quantize.blocks, (128, 128), False),
+    "blocks_transposed": (quantize.blocks_transposed, (128, 128), True),
+}
+
+
+@pytest.mark.parametrize("epsilon", [1e-4, 0.0])
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cast", CASTS)
+def test_bytes(cast: str, dtype: torch.dtype, use_ue8m0: bool, epsilon: float) -> None:
+    function, block, flip = CASTS[cast]
+    for index, (rows, columns) in enumerate(SHAPES):
+        x = awkward(rows, columns, dtype, index)
+        # Aligned rows, and rows of which eight elements cannot be read at once.
+        strides = (columns + 8 - columns % 8, 1) if index % 2 else (columns, 1)
+        source = guarded_copy(x.to(DEVICE), strides, offset=0 if index % 3 else x.element_size()).tensor
+        values, scales = function(source, use_ue8m0=use_ue8m0, epsilon=epsilon)
+        expected, sf = reference(x, block, use_ue8m0, epsilon)
+        what = f"{rows} x {columns}"
+        assert same(scales.t() if flip else scales, sf), f"scales of {what}"
+        assert same(values.t() if flip else values, expected), f"values of {what}"
+
+
+@pytest.mark.parametrize("pair", ["rows_and_columns", "blocks_and_transpose"])
+def test_both_from_one_pass_are_what_each_is_alone(pair: str) -> None:
+    first, second = ("rows", "columns") if pair == "rows_and_columns" else ("blocks", "blocks_transposed")
+    for index, (rows, columns) in enumerate(SHAPES):
+        x = awkward(rows, columns, torch.bfloat16, index).to(DEVICE)
+        found = getattr(quantize, pair)(x)
+        for got, name in zip(found, (first, second), strict=True):
+            alone = getattr(quantize, name)(x)
+            assert all(same(mine, theirs) for mine, theirs in zip(got, alone, strict=True)), name
+
+
+@pytest.mark.parametrize("row_major", [False, True])
+def test_nothing_outside_of_out_is_written(row_major: bool) -> None:
+    for rows, columns in SHAPES:
+        x = awkward(rows, columns, torch.bfloat16).to(DEVICE)
+        values = guarded((rows, columns), E4M3, DEVICE, (columns + 24, 1), 8)
+        turned = guarded((columns, rows), E4M3, DEVICE, (rows + 3, 1), 1)
+        blocks = -(-columns // 128), -(-rows // 128)
+        scales = guarded((rows, blocks[0]), torch.float32, DEVICE, (blocks[0] + 1, 1) if row_major else (1, rows + 4))
+        turned_scales = guarded((columns, blocks[1]), torch.float32, DEVICE, (1, columns + 4))
+        out = (values.tensor, scales.tensor), (turned.tensor, turned_scales.tensor)
+        assert quantize.rows_and_columns(x, out=out) == out
+        for buffer in (values, turned, scales, turned_scales):
+            buffer.check(f"{rows} x {columns}")
+        for got, wanted in zip(out, quantize.rows_and_columns(x), strict=True):
+            assert all(same(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+
+
+def test_gated() -> None:
+    """silu(left) * right in float32; the kernel's exponential is an approximation, so that the last bit may differ."""
+    for rows, columns in ((1, 128), (130, 264), (64, 2048)):
+        x = torch.randn(rows, 2 * columns, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        x[0, :4] = torch.tensor([-0.0, 88.0, -88.0, -8.0])
+        exact = torch.nn.functional.silu(x[:, :columns].double()) * x[:, columns:].double()
+        (values, scales), (turned, turned_scales) = quantize.rows_and_columns(x.to(DEVICE), gated=True)
+        expected, sf = quantisation.cast_blocks(exact.float(), 1, 128, False)
+        assert torch.allclose(scales.cpu(), sf, rtol=1e-5)
+        plain = quantisation.dequantise(values, scales).double().cpu()
+        # Half a step of E4M3, relative and, below its normal range, in units of the scale.
+        allowed = exact.abs() / 15 + sf.double().repeat_interleave(128, 1)[:, :columns] * 2.0**-9
+        assert bool(((plain - exact).abs() <= allowed).all())
+        back = quantisation.dequantise(turned, turned_scales).double().cpu().t()
+        limit = turned_scales.double().cpu().repeat_interleave(128, 1)[:, :rows].t()
+        assert bool(((back - exact).abs() <= exact.abs() / 15 + limit * 2.0**-9).all())
+        assert float((values.cpu().float() != expected.float()).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+def test_the_casts_of_the_interface_have_torchs_bytes(use_ue8m0: bool) -> None:
+    for rows, columns in SHAPES:
+        x = awkward(rows, columns, torch.bfloat16)
+        for name in ("per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"):
+            found = getattr(deep_gemm, name)(x.to(DEVICE), use_ue8m0)
+            expected = getattr(quantisation, name)(x, use_ue8m0)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert mine.is_contiguous()
+                assert same(mine, theirs), f"{name} of {rows} x {columns}"
+
+
+@cuda_only
+def test_capture_and_replay_without_synchronising() -> None:
+    x = torch.randn(300, 512, device=DEVICE).bfloat16()
+    out = quantize.rows_and_columns(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantize.rows_and_columns(x, out=out)
+    other = torch.randn(300, 512, device=DEVICE).bfloat16()
+    x.copy_(other)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, wanted in zip(out, quantize.rows_and_columns(other), strict=True):
+        assert all(same(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+
+
+def test_a_linear_layers_three_products() -> None:
+    """Forward, gradient of the input, gradient of the weights: everything ours."""
+    tokens, n, k = 384, 512, 640
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, w, g = (
+        torch.randn(*size, device=DEVICE, generator=generator).bfloat16() for size in ((tokens, k), (n, k), (tokens, n))
+    )
+    (a, a_turned), (b, b_turned), (dy, dy_turned) = (
+        quantize.rows_and_columns(x),
+        quantize.blocks_and_transpose(w),
+        quantize.rows_and_columns(g),
+    )
+    y, dx = (torch.empty(tokens, size, device=DEVICE, dtype=torch.bfloat16) for size in (n, k))
+    dw = torch.zeros(n, k, device=DEVICE)
+    deep_gemm.fp8_gemm_nt(a, b, y)
+    deep_gemm.fp8_gemm_nt(dy, b_turned, dx)
+    deep_gemm.fp8_gemm_nt(dy_turned, a_turned, dw, dw, recipe=(1, 1, 128))
+    for found, exact in (
+        (y, x.double() @ w.double().t()),
+        (dx, g.double() @ w.double()),
+        (dw, g.double().t() @ x.double()),
+    ):
+        assert deep_gemm.testing.calc_diff(found, exact) < 2e-3
