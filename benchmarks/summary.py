@@ -33,6 +33,12 @@ _AGAINST = (
 )
 
 
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each mode and shape (or mode and subject): files are appended to."""
+    subject = ("mode", "what", "m", "n", "k", "op", "output", "accumulate")
+    return list({tuple(row.get(name) for name in subject): row for row in rows}.values())
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     """The geometric mean of positive numbers; nan of none."""
     logs = [math.log(value) for value in values]
