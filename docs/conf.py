@@ -1,6 +1,7 @@
 """How Sphinx builds these pages: `make docs`."""
 
 import re
+from pathlib import Path
 
 import deep_gemm
 
@@ -30,14 +31,18 @@ python_maximum_signature_line_length = 80
 # Types of other packages, and names in prose that have no entry of their own.
 nitpick_ignore_regex = [(r"py:.*", r".*")]
 
+# Pages that the table of contents names, and that need not be there.
+_OPTIONAL = ("own_kernels", "compare", "monitor")
+
 _PICTURE = re.compile(
     r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*<img [^>]*?src=\"(?P<light>[^\"]+)\"[^>]*?"
     r"alt=\"(?P<alt>[^\"]*)\"[^>]*>\s*</picture>"
 )
 
 
-def _pictures(app, name, source):
-    """A picture with a dark variant, which GitHub shows as it is written, as two images of the theme."""
+def _prepare(app, name, source):
+    """Make two images of the theme of a picture with a dark variant, which GitHub shows as it is written; and leave out
+    optional pages that are missing."""
 
     def images(found):
         light, dark, alt = found["light"], found["dark"], found["alt"]
@@ -47,7 +52,20 @@ def _pictures(app, name, source):
         )
 
     source[0] = _PICTURE.sub(images, source[0])
+    if name == "api":
+        source[0] += _other_names(source[0])
+    missing = [page for page in _OPTIONAL if not Path(app.srcdir, f"{page}.md").exists()]
+    if name == "index":
+        source[0] = "".join(line for line in source[0].splitlines(True) if line.strip() not in missing)
+
+
+def _other_names(text):
+    """A section for public names that the API page does not mention, so that none is ever missing."""
+    names = [name for name in deep_gemm.__all__ if not re.search(rf"\b{name}\b", text)]
+    kinds = {name: "autoclass" if isinstance(getattr(deep_gemm, name), type) else "autofunction" for name in names}
+    entries = "\n".join(f".. {kinds[name]}:: {name}" for name in names if callable(getattr(deep_gemm, name)))
+    return f"\n## Others\n\n```{{eval-rst}}\n.. currentmodule:: deep_gemm\n{entries}\n```\n" if entries else ""
 
 
 def setup(app):
-    app.connect("source-read", _pictures)
+    app.connect("source-read", _prepare)
