@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # requirement -> how to see that it is there, any one of: a module, "file:" and a pattern in a directory of packages,
-# "tool:" and a program. tests/unit/test_readme.py compares the requirements with pyproject.toml.
+# "tool:" and a program. tests/unit/test_bootstrap.py compares the requirements with pyproject.toml.
 BASE = {
     "torch>=2.7": ("torch",),
     "cuda-python>=12.9,<14": ("cuda.bindings.driver",),

@@ -1,4 +1,4 @@
-"""Fill the generated parts of README.md and docs/: measured numbers, settings, commands.
+"""Fill the generated parts of README.md and docs/: measured numbers and settings.
 
     python -m deep_gemm.benchmarks.readme          rewrite the files
     python -m deep_gemm.benchmarks.readme --check  say whether they are up to date, by the exit status
@@ -37,15 +37,6 @@ def environment_table() -> str:
         )
         lines.append(f"| {names} | {info.type} | {default} | {info.doc.replace('|', '/')} |")
     return "\n".join(lines)
-
-
-def command_table() -> str:
-    """One line for each command of `deep-gemm`."""
-    from deep_gemm.cli.app import COMMANDS
-
-    return "\n".join(
-        ["| command | what it does |", "|---|---|", *(f"| `{name}` | {COMMANDS[name]} |" for name in COMMANDS)]
-    )
 
 
 SPEED = (
@@ -271,7 +262,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": speed_table},
     "docs/performance.md": {"numbers": numbers},
     "docs/settings.md": {"environment": environment_table},
-    "docs/command_line.md": {"commands": command_table},
 }
 """The generated parts of each file."""
 

@@ -145,6 +145,12 @@ def test_commands_and_their_options_exist(document: Path) -> None:
         assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, words
 
 
+def test_every_command_is_on_a_page() -> None:
+    from deep_gemm.cli.app import COMMANDS
+
+    assert {words[0] for page in PAGES for words in commands(page)} == set(COMMANDS)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_targets_of_make_and_settings_exist(document: Path) -> None:
     text = document.read_text()
