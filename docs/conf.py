@@ -45,11 +45,11 @@ def _prepare(app, name, source):
     optional pages that are missing."""
 
     def images(found):
-        light, dark, alt = found["light"], found["dark"], found["alt"]
-        return (
-            f"```{{image}} {light}\n:alt: {alt}\n:class: only-light\n```\n\n"
-            f"```{{image}} {dark}\n:alt: {alt}\n:class: only-dark\n```\n"
+        both = "".join(
+            f"```{{image}} {path}\n:alt: {found['alt']}\n:class: only-{theme}\n```\n"
+            for theme, path in (("light", found["light"]), ("dark", found["dark"]))
         )
+        return f"````{{container}} chart\n{both}````\n"
 
     source[0] = _PICTURE.sub(images, source[0])
     if name == "api":

@@ -148,7 +148,8 @@ def test_commands_and_their_options_exist(document: Path) -> None:
 def test_every_command_is_on_a_page() -> None:
     from deep_gemm.cli.app import COMMANDS
 
-    assert {words[0] for page in PAGES for words in commands(page)} == set(COMMANDS)
+    named_somewhere = {words[0] for page in PAGES for words in commands(page) if not words[0].startswith("-")}
+    assert named_somewhere == set(COMMANDS)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
