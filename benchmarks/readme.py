@@ -49,6 +49,7 @@ SPEED = (
     ("bf16", "flush", "M >= 1000"),
 )
 """What README's table of speed shows: a file of rows, a mode, a range of M."""
+RANGE = {"M <= 64": "1-64", "M 65-512": "65-512", "M >= 1000": "1000-8192"}
 HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
 
 
@@ -68,7 +69,7 @@ def speed_table(results: Path = RESULTS) -> str:
         theirs = f"{found['DeepGEMM']['geomean']:.2f}" if "DeepGEMM" in found else "-"
         what = f"`{rows[0].get('op', FP8)}`, {rows[0]['device'].removeprefix('NVIDIA ').split()[0]}"
         worst = f"{base['worst']:.2f} ({base['worst_shape']})"
-        cells = [what, HOW[mode], span.removeprefix("M "), base["shapes"], f"**{base['geomean']:.2f}**", worst, theirs]
+        cells = [what, HOW[mode], RANGE[span], base["shapes"], f"**{base['geomean']:.2f}**", worst, theirs]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
