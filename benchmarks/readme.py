@@ -19,7 +19,7 @@ from deep_gemm.aot.layers import FP8
 from deep_gemm.benchmarks import phases
 from deep_gemm.benchmarks.rows import operation_of
 from deep_gemm.benchmarks.run import load
-from deep_gemm.benchmarks.summary import GEMM_MODES, latest, summary
+from deep_gemm.benchmarks.summary import GEMM_MODES, RANGES, latest, summary
 from deep_gemm.settings import settings
 
 Row = dict[str, Any]
@@ -49,7 +49,6 @@ SPEED = (
     ("bf16", "flush", "M >= 1000"),
 )
 """What README's table of speed shows: a file of rows, a mode, a range of M."""
-RANGE = {"M <= 64": "1-64", "M 65-512": "65-512", "M >= 1000": "1000-8192"}
 HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
 
 
@@ -69,9 +68,16 @@ def speed_table(results: Path = RESULTS) -> str:
         theirs = f"{found['DeepGEMM']['geomean']:.2f}" if "DeepGEMM" in found else "-"
         what = f"`{rows[0].get('op', FP8)}`, {rows[0]['device'].removeprefix('NVIDIA ').split()[0]}"
         worst = f"{base['worst']:.2f} ({base['worst_shape']})"
-        cells = [what, HOW[mode], RANGE[span], base["shapes"], f"**{base['geomean']:.2f}**", worst, theirs]
+        cells = [what, HOW[mode], _sizes(rows, mode, span), base["shapes"], f"**{base['geomean']:.2f}**", worst, theirs]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _sizes(rows: Sequence[Row], mode: str, span: str) -> str:
+    """The least and the largest M of a line of `speed_table`."""
+    ((low, high),) = [(low, high) for low, high, label in RANGES if label == span]
+    found = sorted({row["m"] for row in rows if row["mode"] == mode and low <= row["m"] <= high})
+    return f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0])
 
 
 def selection_sentence(rows: Sequence[Row]) -> str:
