@@ -73,6 +73,13 @@ def speed_table(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def speed_origin(results: Path = RESULTS) -> str:
+    """What the rows of `speed_table` were measured on, and when."""
+    files = list(dict.fromkeys(file for file, _, _ in SPEED))
+    found = [rows for file in files if (rows := _rows(results / f"{file}.jsonl"))]
+    return "Rows: " + "; ".join(f"`{rows[0].get('op', FP8)}` on {_origin(rows)}" for rows in found) + "."
+
+
 def _sizes(rows: Sequence[Row], mode: str, span: str) -> str:
     """The least and the largest M of a line of `speed_table`."""
     ((low, high),) = [(low, high) for low, high, label in RANGES if label == span]
@@ -266,7 +273,7 @@ def _origin(rows: Sequence[Row]) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"speed": speed_table},
+    "README.md": {"speed": speed_table, "rows": speed_origin},
     "docs/performance.md": {"numbers": numbers},
     "docs/settings.md": {"environment": environment_table},
 }

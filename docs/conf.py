@@ -11,7 +11,6 @@ release = version = deep_gemm.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["deflist", "attrs_inline"]
 myst_heading_anchors = 3
 
 html_theme = "furo"

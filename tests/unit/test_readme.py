@@ -163,6 +163,35 @@ def test_targets_of_make_and_settings_exist(document: Path) -> None:
     assert set(re.findall(r"\b(DG_(?:JIT|PRINT|FALLBACK|FFMA)[A-Z_]*)\b", text)) <= variables | {"DG_DEBUG"}
 
 
+def test_refusals_begin_as_the_page_of_errors_says() -> None:
+    import torch
+
+    import deep_gemm
+
+    x, w, d = torch.zeros(4, 256).bfloat16(), torch.zeros(128, 256).bfloat16(), torch.empty(4, 128).bfloat16()
+    a, b = deep_gemm.per_token_cast_to_fp8(x, False), deep_gemm.per_block_cast_to_fp8(w, False)
+    narrow = deep_gemm.per_token_cast_to_fp8(x[:, :200], False), deep_gemm.per_block_cast_to_fp8(w[:, :200], False)
+    freed = torch.empty(4, 128).bfloat16()
+    freed.untyped_storage().resize_(0)
+    fp8 = deep_gemm.fp8_gemm_nt
+    refused = {
+        "a must be a pair (tensor, scales)": lambda: fp8(x, b, d),  # type: ignore[arg-type]
+        "K must be a multiple of 16": lambda: fp8(*narrow, d),
+        "b must be K-major": lambda: fp8(a, (b[0].t().contiguous().t(), b[1]), d),
+        "d is torch.float32": lambda: fp8(a, b, d.float()),
+        "c must be None": lambda: fp8(a, b, d, c=d),
+        "recipe (1, 1, 128) is not supported": lambda: fp8(a, b, d, recipe=(1, 1, 128)),
+        "d has no memory": lambda: fp8(a, b, freed),
+    }
+    table = (ROOT / "docs" / "errors.md").read_text().partition("| message begins with |")[2].partition("\n\n")[0]
+    listed = re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE)
+    assert set(listed) == {*refused, "... has compute capability 8.9"}
+    for beginning, call in refused.items():
+        with pytest.raises(deep_gemm.DeepGemmError) as caught:
+            call()
+        assert str(caught.value).startswith(beginning), beginning
+
+
 def test_the_faults_that_are_survived_have_their_tests() -> None:
     rows = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")][1:]
     assert rows
