@@ -54,7 +54,8 @@ def digest(rows: Sequence[Row]) -> str:
 def svg(name: str, rows: Sequence[Row], theme: chart.Theme) -> str:
     """A chart of `EVERY` as the text of an SVG file; the same for the same rows and matplotlib."""
     kind = EVERY[name][2]
-    figure = chart.new_figure({chart.roofline: 4.6, chart.decode: 4.0}.get(kind) or chart.height_of(rows), theme)
+    height = 4.6 if kind is chart.roofline else 4.0 if kind is chart.decode else chart.height_of(rows)
+    figure = chart.new_figure(height, theme)
     kind(figure, rows, theme)
     text = io.StringIO()
     import matplotlib

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -272,12 +272,13 @@ def _origin(rows: Sequence[Row]) -> str:
     return f"{values['device']}, driver {driver}, torch {values['torch']}{deepgemm}, {values['date']}"
 
 
-PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"speed": speed_table, "rows": speed_origin},
-    "docs/performance.md": {"numbers": numbers},
-    "docs/settings.md": {"environment": environment_table},
-}
-"""The generated parts of each file."""
+def parts(results: Path = RESULTS) -> dict[str, dict[str, str]]:
+    """The generated parts of each file."""
+    return {
+        "README.md": {"speed": speed_table(results), "rows": speed_origin(results)},
+        "docs/performance.md": {"numbers": numbers(results)},
+        "docs/settings.md": {"environment": environment_table()},
+    }
 
 
 def fill(text: str, parts: dict[str, str], where: str = "The file") -> str:
@@ -294,13 +295,13 @@ def fill(text: str, parts: dict[str, str], where: str = "The file") -> str:
 
 def main(arguments: Sequence[str]) -> int:
     outdated = []
-    for name, parts in PARTS.items():
+    for name, made in parts().items():
         path = ROOT / name
         if not path.exists():
             print(f"There is no {path}: run this from a source tree with an editable install.")
             return 2
         before = path.read_text()
-        after = fill(before, {part: make() for part, make in parts.items()}, name)
+        after = fill(before, made, name)
         if before != after:
             outdated.append(name)
             if "--check" not in arguments:
