@@ -164,7 +164,7 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _costs(path: Path) -> list[Row]:
-    """The rows of each mode's last sources: names of kernels change with them, and an old one would stay for ever."""
+    """Of each mode only the rows of its last sources. Names of kernels change with sources, and old names would stay."""
     rows = load(path) if path.exists() else []
     digests = {row["mode"]: row["source_digest"] for row in rows}
     return latest([row for row in rows if row["source_digest"] == digests[row["mode"]]])

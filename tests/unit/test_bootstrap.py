@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +53,17 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
     assert set(module.XDIST) == listed("xdist")
     assert set(module.SANITIZE) == listed("sanitize")
     assert listed("cli") <= listed("test"), "the tests run the command line"
+
+
+def test_the_readme_names_what_an_install_without_dependencies_needs() -> None:
+    """All but torch, which is there, and the NVRTC of CUDA 12, which torch's replaces."""
+    (line,) = re.findall(r"^pip install ('?cuda-python.+)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[<>=]", requirement)[0] for requirement in requirements}
+
+    needed = names(sorted(listed("dependencies") | listed("cli"))) - {"torch", "nvidia-cuda-nvrtc-cu12"}
+    assert names(shlex.split(line)) == needed
 
 
 @pytest.mark.parametrize(
