@@ -164,7 +164,7 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _costs(path: Path) -> list[Row]:
-    """Of each mode only the rows of its last sources. Names of kernels change with sources, and old names would stay."""
+    """Of each mode only the rows of its last sources: names of kernels change with sources, and old ones would stay."""
     rows = load(path) if path.exists() else []
     digests = {row["mode"]: row["source_digest"] for row in rows}
     return latest([row for row in rows if row["source_digest"] == digests[row["mode"]]])
