@@ -99,6 +99,19 @@ def test_a_chart_is_drawn_in_both_variants() -> None:
     assert rows[0]["date"] in light
 
 
+@pytest.mark.parametrize(("file", "panels"), [("bf16", 7), ("random", 1)])
+def test_bench_draws_a_panel_for_each_matrix_or_one_for_many(file: str, panels: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from deep_gemm.benchmarks import chart
+
+    rows = readme.load(RESULTS / f"{file}.jsonl")
+    drawn = tmp_path / "chart.svg"
+    chart.draw(rows, drawn, "flush")
+    assert len(re.findall(r'<g id="axes_\d+">', drawn.read_text())) == 2 * panels, "ratio and TFLOP/s"
+    with pytest.raises(chart.DeepGemmError, match="no rows of mode steady"):
+        chart.draw([row for row in rows if row["mode"] != "steady"], drawn, "steady")
+
+
 # What documents name is there.
 
 
