@@ -4,7 +4,9 @@
 #              DEEPGEMM=DIRECTORY times DeepGEMM too, as pip install --target DIRECTORY laid it down
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
 # make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
-# make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
+# make lint    ruff and mypy; make clean: remove .venv
+# make docs    build docs/_build/html; warnings are errors
+# make readme  fill the generated parts of README.md and docs/, and draw docs/charts, from benchmarks/results and the settings
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
 # BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, test files run side
 # by side, one on each core and four at most; PARALLEL= runs them one after the other.
@@ -27,7 +29,7 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 
-.PHONY: demo test bench faults sanitize lint readme clean FORCE
+.PHONY: demo test bench faults sanitize lint docs readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -71,12 +73,17 @@ bench: $(STAMP)
 	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --mode steady --seconds $(BUDGET) --output benchmarks/results/random.jsonl
 	$(RUN) -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
 	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode dims --mode kernels --output benchmarks/results/costs.jsonl
-	for rows in reference random; do $(RUN) -m deep_gemm bench --from benchmarks/results/$$rows.jsonl \
-		--chart benchmarks/results/$$rows.png; done
 	$(RUN) -m deep_gemm.benchmarks.readme
+	$(RUN) -m deep_gemm.benchmarks.doc_charts
 
-readme: $(STAMP)
-	$(RUN) -m deep_gemm.benchmarks.readme
+# Both read the source tree, so that the install is editable.
+docs: DO = cd docs && $(RUN) -m sphinx -n -W --keep-going -q -b html . _build/html
+readme: DO = $(RUN) -m deep_gemm.benchmarks.readme && $(RUN) -m deep_gemm.benchmarks.doc_charts
+docs readme:
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --docs $(BOOTSTRAP_ARGS)
+	rm -f $(VENV)/.installed-*
+	touch $(VENV)/.installed-editable
+	$(DO)
 
 # An editable install is made once; a wheel is built anew each time, since it must hold the sources of now.
 $(VENV)/.installed-editable$(XDIST): pyproject.toml constraints.txt .ci/bootstrap.py

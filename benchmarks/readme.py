@@ -1,9 +1,9 @@
-"""Fill the generated parts of README.md: measured numbers from recorded rows, environment variables from the settings.
+"""Fill the generated parts of README.md and docs/: measured numbers and settings.
 
-    python -m deep_gemm.benchmarks.readme          rewrite README.md
-    python -m deep_gemm.benchmarks.readme --check  say whether it is up to date, by the exit status
+    python -m deep_gemm.benchmarks.readme          rewrite the files
+    python -m deep_gemm.benchmarks.readme --check  say whether they are up to date, by the exit status
 
-Numbers in the README are never typed by hand. It needs a source tree, since a wheel carries no README.
+Numbers there are never typed by hand. It needs a source tree, since a wheel carries neither.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from deep_gemm.aot.layers import FP8
 from deep_gemm.benchmarks import phases
+from deep_gemm.benchmarks.rows import operation_of
 from deep_gemm.benchmarks.run import load
-from deep_gemm.benchmarks.summary import GEMM_MODES, summary
+from deep_gemm.benchmarks.summary import GEMM_MODES, RANGES, latest, summary
 from deep_gemm.settings import settings
 
 Row = dict[str, Any]
@@ -37,6 +39,54 @@ def environment_table() -> str:
     return "\n".join(lines)
 
 
+SPEED = (
+    ("reference", "graph", "M <= 64"),
+    ("reference", "flush", "M 65-512"),
+    ("reference", "flush", "M >= 1000"),
+    ("reference", "steady", "M >= 1000"),
+    ("bf16", "graph", "M <= 64"),
+    ("bf16", "flush", "M 65-512"),
+    ("bf16", "flush", "M >= 1000"),
+)
+"""What README's table of speed shows: a file of rows, a mode, a range of M."""
+HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
+
+
+def speed_table(results: Path = RESULTS) -> str:
+    """README's table: a few lines of the summaries of both files, FP8 and BF16."""
+    lines = [
+        "| operation, GPU | timed as | M | shapes | speed, cuBLASLt = 1 | worst shape | speed, DeepGEMM = 1 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for file, mode, span in SPEED:
+        rows = _rows(results / f"{file}.jsonl")
+        rows = [row for row in rows if operation_of(row) == operation_of(rows[0])]
+        found = {entry["against"]: entry for entry in summary(rows) if (entry["mode"], entry["range"]) == (mode, span)}
+        base = found.get("tensorwise") or found.get("cuBLASLt")
+        if base is None:
+            continue
+        theirs = f"{found['DeepGEMM']['geomean']:.2f}" if "DeepGEMM" in found else "-"
+        what = f"`{rows[0].get('op', FP8)}`, {rows[0]['device'].removeprefix('NVIDIA ').split()[0]}"
+        worst = f"{base['worst']:.2f} ({base['worst_shape']})"
+        cells = [what, HOW[mode], _sizes(rows, mode, span), base["shapes"], f"**{base['geomean']:.2f}**", worst, theirs]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def speed_origin(results: Path = RESULTS) -> str:
+    """What the rows of `speed_table` were measured on, and when."""
+    files = list(dict.fromkeys(file for file, _, _ in SPEED))
+    found = [rows for file in files if (rows := _rows(results / f"{file}.jsonl"))]
+    return "Rows: " + "; ".join(f"`{rows[0].get('op', FP8)}` on {_origin(rows)}" for rows in found) + "."
+
+
+def _sizes(rows: Sequence[Row], mode: str, span: str) -> str:
+    """The least and the largest M of a line of `speed_table`."""
+    ((low, high),) = [(low, high) for low, high, label in RANGES if label == span]
+    found = sorted({row["m"] for row in rows if row["mode"] == mode and low <= row["m"] <= high})
+    return f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0])
+
+
 def selection_sentence(rows: Sequence[Row]) -> str:
     """How good the selector was on shapes that its calibration did not see."""
     ratios = [row["ratio_best"] for row in rows]
@@ -45,27 +95,21 @@ def selection_sentence(rows: Sequence[Row]) -> str:
     worst = min(rows, key=lambda row: row["ratio_best"])
     shape = f"{worst['m']} x {worst['n']} x {worst['k']}"
     return (
-        f"**The selector**, {_origin(rows)}: on {len(rows)} shapes that its calibration did not see, the chosen config "
-        f"ran at {geometric_mean(ratios):.3f} of the best of {of_all}, by geometric mean; the worst at "
+        f"{_origin(rows)}. On {len(rows)} shapes that its calibration did not see, the chosen config ran at "
+        f"{geometric_mean(ratios):.3f} of the speed of the best of {of_all}, by geometric mean. The worst was at "
         f"{worst['ratio_best']:.2f} ({shape})."
     )
 
 
 def deepgemm_sentence(rows: Sequence[Row]) -> str:
-    """How often DeepGEMM was the faster, where it was timed beside us; a few percent are what repeats differ by."""
+    """How often DeepGEMM was faster, where it was timed. Repeats differ by a few percent."""
     worst = min(rows, key=lambda row: row["ratio_deepgemm"])
     behind = sum(row["ratio_deepgemm"] < 1 / 1.03 for row in rows)
     return (
-        f"**DeepGEMM** was timed beside us in {len(rows)} of these rows, and was faster by more than 3% in "
-        f"{behind or 'none'}; the worst is {worst['ratio_deepgemm']:.2f} ({worst['m']} x {worst['n']} x {worst['k']}, "
-        f"{worst['mode']})."
+        f"DeepGEMM was timed in {len(rows)} of these rows, in the same process. It was faster by more than 3% in "
+        f"{behind or 'none'} of them. The worst row is {worst['ratio_deepgemm']:.2f} ({worst['m']} x {worst['n']} x "
+        f"{worst['k']}, {worst['mode']})."
     )
-
-
-def latest(rows: Sequence[Row]) -> list[Row]:
-    """The last row of each mode and shape (or mode and subject): files are appended to."""
-    subject = ("mode", "what", "m", "n", "k")
-    return list({tuple(row.get(name) for name in subject): row for row in rows}.values())
 
 
 def numbers(results: Path = RESULTS) -> str:
@@ -73,32 +117,40 @@ def numbers(results: Path = RESULTS) -> str:
     rows = _rows(results / "reference.jsonl")
     if not rows:
         return "No run is recorded yet. `make bench` on a machine with a GPU records one and fills this in."
-    parts = [f"**The public list**, {_origin(rows)}. Geometric means over ranges of M:", summary_table(rows)]
+    parts = [
+        "### FP8, the public list",
+        f"{_origin(rows)}. Geometric means over ranges of M; above 1 deep_gemm is faster:",
+        summary_table(rows),
+    ]
     beside = [row for row in rows if "ratio_deepgemm" in row]
     if beside:
         parts.append(deepgemm_sentence(beside))
     random = _rows(results / "random.jsonl")
     if random:
         count = len({(row["m"], row["n"], row["k"]) for row in random})
-        parts += [f"**{count} random shapes** ({RANDOM}), {_origin(random)}:", summary_table(random)]
+        parts += ["### FP8, random shapes", f"{count} shapes ({RANDOM}). {_origin(random)}:", summary_table(random)]
+    half = _rows(results / "bf16.jsonl")
+    if half:
+        parts += ["### BF16, the public list", f"{_origin(half)}:", summary_table(half)]
     chosen = _rows(results / "selection.jsonl")
     if chosen:
-        parts.append(selection_sentence(chosen))
+        parts += ["### The selector", selection_sentence(chosen)]
+    parts.append("### FP8, shape by shape")
     for mode in GEMM_MODES:
         chosen = [row for row in rows if row["mode"] == mode]
         if chosen:
-            title = f"<details><summary>Each shape in {mode} mode, {_origin(chosen)}</summary>"
+            title = f"<details><summary>Each shape in {mode} mode. {_origin(chosen)}.</summary>"
             parts += [title, gemm_table(chosen), "</details>"]
     costs = _costs(results / "costs.jsonl")
     for title, table, wanted in (
         ("Host, compile and load", cost_table, lambda row: row["mode"] in ("host", "cold")),
-        ("What a first build is made of", phase_table, lambda row: row["mode"] == "compile"),
-        ("Sizes given at run time and compiled in", dims_table, lambda row: row["mode"] == "dims"),
-        ("How many kernels there are", count_table, lambda row: row["mode"] == "kernels"),
+        ("The phases of a first build", phase_table, lambda row: row["mode"] == "compile"),
+        ("N and K at run time or compiled in", dims_table, lambda row: row["mode"] == "dims"),
+        ("How many kernels a model needs", count_table, lambda row: row["mode"] == "kernels"),
     ):
         chosen = [row for row in costs if wanted(row)]
         if chosen:
-            parts += [f"**{title}**, {_origin(chosen)}.", table(chosen)]
+            parts += [f"### {title}", f"{_origin(chosen)}.", table(chosen)]
     return "\n\n".join(parts)
 
 
@@ -112,37 +164,43 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _costs(path: Path) -> list[Row]:
-    """The rows of each mode's last sources: names of kernels change with them, and an old one would stay for ever."""
+    """Of each mode only the rows of its last sources: names of kernels change with sources, and old ones would stay."""
     rows = load(path) if path.exists() else []
     digests = {row["mode"]: row["source_digest"] for row in rows}
     return latest([row for row in rows if row["source_digest"] == digests[row["mode"]]])
 
 
 AGAINST = {
-    "tensorwise": "against tensorwise | worst",
-    "tensorwise, no promise": "without promise",
-    "blockwise": "against blockwise",
-    "DeepGEMM": "against DeepGEMM",
-    "read floor": "read floor / us",
+    "tensorwise": "cuBLASLt, per-tensor scales = 1 | worst",
+    "tensorwise, no promise": "not declared constant",
+    "blockwise": "cuBLASLt, block scales = 1",
+    "cuBLASLt": "cuBLASLt = 1 | worst",
+    "cuBLASLt, no promise": "not declared constant",
+    "DeepGEMM": "DeepGEMM = 1",
+    "read floor": "read floor / time",
 }
-"""What stands above a mean."""
+"""What stands above a mean. Those with a worst shape come first in their file."""
 
 
 def summary_table(rows: Sequence[Row]) -> str:
-    """A line for each mode and range of M: how fast we are against cuBLASLt, and DeepGEMM if it was timed; and the read
-    floor over our time."""
+    """A line for each mode and range of M: how fast we are against each other way, and the read floor over our time."""
     entries: dict[tuple[str, str], dict[str, Row]] = {}
+    several = len({operation_of(row) for row in rows}) > 1
     for entry in summary(rows):
-        entries.setdefault((entry["mode"], entry["range"]), {})[entry["against"]] = entry
-    against = [name for name in AGAINST if name != "DeepGEMM" or any(name in found for found in entries.values())]
+        mode = f"{entry['op']}, {entry['mode']}" if several else entry["mode"]
+        entries.setdefault((mode, entry["range"]), {})[entry["against"]] = entry
+    against = [name for name in AGAINST if any(name in found for found in entries.values())]
     titles = f"mode | M | shapes | {' | '.join(AGAINST[name] for name in against)}"
     lines = [f"| {titles} |", "|---" * (titles.count("|") + 1) + "|"]
     for (mode, span), found in entries.items():
-        mean = {name: f"{found[name]['geomean']:.3f}" if name in found else "-" for name in against}
-        first = found.get("tensorwise")
-        worst = f"{first['worst']:.3f} ({first['worst_shape']})" if first else "-"
-        cells = [mode, span, str(max(entry["shapes"] for entry in found.values()))]
-        cells += [f"**{mean['tensorwise']}**", worst, *(mean[name] for name in against[1:])]
+        cells = [mode, span.removeprefix("M "), str(max(entry["shapes"] for entry in found.values()))]
+        for name in against:
+            mean = f"{found[name]['geomean']:.3f}" if name in found else "-"
+            if "worst" in AGAINST[name]:
+                cells.append(f"**{mean}**")
+                cells.append(f"{found[name]['worst']:.3f} ({found[name]['worst_shape']})" if name in found else "-")
+            else:
+                cells.append(mean)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -153,12 +211,12 @@ def gemm_table(rows: Sequence[Row]) -> str:
         ("us", "us", 1),
         ("tflops", "TFLOP/s", 0),
         ("gbps", "GB/s", 0),
-        ("ratio_tensorwise", "speed against tensorwise", 2),
-        ("ratio_blockwise", "against blockwise", 2),
-        ("ratio_deepgemm", "against DeepGEMM", 2),
-        ("us_unpromised", "us without the promise", 1),
-        ("ratio_tensorwise_unpromised", "then against tensorwise", 2),
-        ("floor_fraction", "read floor / us", 2),
+        ("ratio_tensorwise", "per-tensor = 1", 2),
+        ("ratio_blockwise", "block scales = 1", 2),
+        ("ratio_deepgemm", "DeepGEMM = 1", 2),
+        ("us_unpromised", "us, not declared", 1),
+        ("ratio_tensorwise_unpromised", "per-tensor = 1, not declared", 2),
+        ("floor_fraction", "read floor / time", 2),
     ]
     columns = columns[:5] + [column for column in columns[5:] if any(column[0] in row for row in rows)]
     lines = [f"| M | N x K | {' | '.join(title for _, title, _ in columns)} |", "|---" * (len(columns) + 2) + "|"]
@@ -214,29 +272,43 @@ def _origin(rows: Sequence[Row]) -> str:
     return f"{values['device']}, driver {driver}, torch {values['torch']}{deepgemm}, {values['date']}"
 
 
-def fill(text: str, parts: dict[str, str]) -> str:
+def parts(results: Path = RESULTS) -> dict[str, dict[str, str]]:
+    """The generated parts of each file."""
+    return {
+        "README.md": {"speed": speed_table(results), "rows": speed_origin(results)},
+        "docs/performance.md": {"numbers": numbers(results)},
+        "docs/settings.md": {"environment": environment_table()},
+    }
+
+
+def fill(text: str, parts: dict[str, str], where: str = "The file") -> str:
     """`text` with what stands between `<!-- name:begin -->` and `<!-- name:end -->` replaced, for each part."""
     for name, body in parts.items():
         pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", flags=re.DOTALL)
         pieces = pattern.split(text)
         if len(pieces) != 4:
-            raise ValueError(f"README.md must have <!-- {name}:begin --> and <!-- {name}:end --> once.")
+            raise ValueError(f"{where} must have <!-- {name}:begin --> and <!-- {name}:end --> once.")
         before, begin, end, after = pieces
         text = f"{before}{begin}{body}\n{end}{after}"
     return text
 
 
 def main(arguments: Sequence[str]) -> int:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        print(f"There is no {readme}: run this from a source tree with an editable install.")
-        return 2
-    before = readme.read_text()
-    after = fill(before, {"numbers": numbers(), "environment": environment_table()})
+    outdated = []
+    for name, made in parts().items():
+        path = ROOT / name
+        if not path.exists():
+            print(f"There is no {path}: run this from a source tree with an editable install.")
+            return 2
+        before = path.read_text()
+        after = fill(before, made, name)
+        if before != after:
+            outdated.append(name)
+            if "--check" not in arguments:
+                path.write_text(after)
     if "--check" in arguments:
-        print("README.md is up to date." if before == after else "README.md is out of date: run make readme.")
-        return int(before != after)
-    readme.write_text(after)
+        print(f"{', '.join(outdated)} must be filled: run make readme." if outdated else "All files are up to date.")
+        return int(bool(outdated))
     return 0
 
 

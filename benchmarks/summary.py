@@ -1,4 +1,4 @@
-"""What many rows come to: geometric means over ranges of M, and the worst shape of each."""
+"""Summaries of rows: geometric means over ranges of M, and the worst shape of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GEMM_MODES = ("flush", "graph", "steady")
 RANGES = ((1, 64, "M <= 64"), (65, 512, "M 65-512"), (513, 999, "M 513-999"), (1000, 1 << 30, "M >= 1000"))
 
 LONG = "100 GFLOP and more"
-"""Of the shapes timed back to back, those that meet the limit of power whatever they are, in a line of their own."""
+"""Label of the steady shapes of 100 GFLOP and more. All of them reach the power limit, and have a line of their own."""
 
 FLOOR = "read floor"
 
@@ -31,6 +31,12 @@ _AGAINST = (
     ("DeepGEMM", "ratio_deepgemm"),
     (FLOOR, "floor_fraction"),
 )
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each mode and shape (or mode and subject): files are appended to."""
+    subject = ("mode", "what", "m", "n", "k", "op", "output", "accumulate")
+    return list({tuple(row.get(name) for name in subject): row for row in rows}.values())
 
 
 def geometric_mean(values: Iterable[float]) -> float:

@@ -1,0 +1,70 @@
+"""How Sphinx builds these pages: `make docs`."""
+
+import re
+from pathlib import Path
+
+import deep_gemm
+
+project = "deep_gemm"
+author = copyright = "deep_gemm authors"
+release = version = deep_gemm.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"deep_gemm {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_show_copyright = False
+html_copy_source = False
+
+# Docstrings: a name in single backticks is a link if there is such an object.
+default_role = "py:obj"
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+# Types of other packages, and names in prose that have no entry of their own.
+nitpick_ignore_regex = [(r"py:.*", r".*")]
+
+# Pages that the table of contents names, and that need not be there.
+_OPTIONAL = ("own_kernels", "compare", "monitor")
+
+_PICTURE = re.compile(
+    r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*<img [^>]*?src=\"(?P<light>[^\"]+)\"[^>]*?"
+    r"alt=\"(?P<alt>[^\"]*)\"[^>]*>\s*</picture>"
+)
+
+
+def _prepare(app, name, source):
+    """Make two images of the theme of a picture with a dark variant, which GitHub shows as it is written; and leave out
+    optional pages that are missing."""
+
+    def images(found):
+        both = "".join(
+            f"```{{image}} {path}\n:alt: {found['alt']}\n:class: only-{theme}\n```\n"
+            for theme, path in (("light", found["light"]), ("dark", found["dark"]))
+        )
+        return f"````{{container}} chart\n{both}````\n"
+
+    source[0] = _PICTURE.sub(images, source[0])
+    if name == "api":
+        source[0] += _other_names(source[0])
+    missing = [page for page in _OPTIONAL if not Path(app.srcdir, f"{page}.md").exists()]
+    if name == "index":
+        source[0] = "".join(line for line in source[0].splitlines(True) if line.strip() not in missing)
+
+
+def _other_names(text):
+    """A section for public names that the API page does not mention, so that none is ever missing."""
+    names = [name for name in deep_gemm.__all__ if not re.search(rf"\b{name}\b", text)]
+    kinds = {name: "autoclass" if isinstance(getattr(deep_gemm, name), type) else "autofunction" for name in names}
+    entries = "\n".join(f".. {kinds[name]}:: {name}" for name in names if callable(getattr(deep_gemm, name)))
+    return f"\n## Others\n\n```{{eval-rst}}\n.. currentmodule:: deep_gemm\n{entries}\n```\n" if entries else ""
+
+
+def setup(app):
+    app.connect("source-read", _prepare)
