@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         set_mk_alignment_for_contiguous_layout,
         transform_sf_into_required_layout,
     )
+    from deep_gemm.monitoring import monitor
     from deep_gemm.options import (
         get_batch_invariant,
         get_block_size_multiple_of,
@@ -139,6 +140,7 @@ __all__ = [
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
+    "monitor",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
@@ -203,6 +205,7 @@ _LATE = {
         "set_mk_alignment_for_contiguous_layout",
         "transform_sf_into_required_layout",
     ),
+    "deep_gemm.monitoring": ("monitor",),
     "deep_gemm.options": (
         "get_batch_invariant",
         "get_block_size_multiple_of",

@@ -62,7 +62,8 @@ def for_capability(capability: tuple[int, int], device_name: str = "this GPU") -
     have = ", ".join(f"{s.capability[0]}.{s.capability[1]}" for s in _ARCHS.values())
     raise UnsupportedError(
         f"{device_name} has compute capability {capability[0]}.{capability[1]}, and deep_gemm has kernels for {have} "
-        f"only. Set DG_FALLBACK=torch to run a slow reference implementation there instead."
+        f"only. Set DG_FALLBACK=torch to run a slow reference implementation there instead, or "
+        "DG_FALLBACK=cublaslt,torch to ask cuBLAS first."
     )
 
 

@@ -25,7 +25,7 @@ from .jit.driver.launch import Launch
 from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render
 from .jit.render_key import render_key
-from .kernels.base import Kernel, Strides
+from .kernels.base import Kernel, LaunchPlan, Strides
 from .log import say
 from .params import KernelConfig, KernelParams
 from .record import debug_info, dump_debug_info
@@ -61,6 +61,20 @@ class Plan:
     def kernel(self) -> Kernel[Any]:
         """Its family."""
         return kernels.get(self.params.kernel)
+
+    @property
+    def config(self) -> str:
+        """Its config in a few letters, for people."""
+        return self.kernel.describe(self.params.config)
+
+    @property
+    def symbol(self) -> str:
+        """The kernel's name in profilers."""
+        return self.function.symbol
+
+    def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
+        """Launch shape and parameters for operands with ``strides``; see `Kernel.launch`."""
+        return self.kernel.launch(self.params, self.spec, strides, pdl, constant)
 
 
 _lock = threading.RLock()
@@ -209,7 +223,7 @@ def launch(plan: Plan, strides: Strides, addresses: Mapping[str, int], stream: i
     were left to others, beside those that its predecessor uses.
     """
     pdl = options.get_pdl() and (not isinstance(plan.spec, GemmSpec) or plan.spec.whole_gpu)
-    made = plan.kernel.launch(plan.params, plan.spec, strides, pdl, constant)
+    made = plan.launch(strides, pdl, constant)
     with primary_context(plan.device):  # encoding a tensor map needs a context, and this thread may have none yet
         return Launch(plan.function, made.shape, stream, made.parameters, addresses)
 

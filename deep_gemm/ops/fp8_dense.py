@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..reference import fp8_gemm_reference
 from ..spec import SCALE_BLOCK, GemmSpec, Operand, TransposeSpec, align, ceil_div
 from . import checks
 from .checks import TMA_BYTES, shape_of
+from .cublaslt import fp8_by_cublaslt
 
 NAME = "fp8_gemm_nt"
 
@@ -78,6 +80,7 @@ class FP8GemmNT(Operation):
     output = "d"
     unused = ("c",)
     weights = ("b", "sfb")
+    fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt})
 
     def check(
         self,
