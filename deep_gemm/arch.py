@@ -76,6 +76,16 @@ def for_device(index: int) -> ArchSpec:
 
 
 @functools.cache
+def target(index: int) -> str:
+    """The compiler's name for CUDA device ``index``, with kernels of ours or without: "sm_90a", "sm_80"."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    # From Hopper on, instructions such as wgmma belong to one architecture alone, and its name ends in "a".
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+@functools.cache
 def device_sms(index: int) -> int:
     """How many SMs CUDA device ``index`` has."""
     import torch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 _plans: dict[tuple[Spec, int], Plan] = {}
-_functions: dict[tuple[KernelParams, int], tuple[Function, Binary]] = {}
+_functions: dict[Hashable, tuple[Function, Binary]] = {}
 
 
 def kernel_params(spec: Spec, config: KernelConfig, arch: archs.ArchSpec) -> KernelParams:
@@ -197,15 +197,20 @@ def calibration_of(device: int) -> calibration.Calibration:
 
 def load(params: KernelParams, device: int, what: str) -> tuple[Function, Binary]:
     """The kernel of ``params``, loaded on ``device``; plans share it. ``what`` is for the message of a NotWarmError."""
+    return load_once((params, device), lambda: _load(params, device, default_builder()), what)
+
+
+def load_once(key: Hashable, load: Callable[[], tuple[Function, Binary]], what: str) -> tuple[Function, Binary]:
+    """What ``load`` returned the first time that ``key``, which holds the device, was asked for."""
     with _lock:
-        found = _functions.get((params, device))
+        found = _functions.get(key)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
                 raise NotWarmError(
                     f"{what} needs a kernel that is not loaded yet, and a CUDA graph is being captured, during which "
                     f"modules cannot be loaded. Call it once before the capture to warm this shape."
                 )
-            found = _functions[params, device] = _load(params, device, default_builder())
+            found = _functions[key] = load()
         return found
 
 

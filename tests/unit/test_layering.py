@@ -30,6 +30,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.calls",),
     ("deep_gemm.quantisation", "deep_gemm.reference"),
     ("deep_gemm.ops",),
+    ("deep_gemm.custom",),
     ("deep_gemm.dense", "deep_gemm.layout", "deep_gemm.testing", "deep_gemm.unsupported", "deep_gemm.utils"),
     ("deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
     ("deep_gemm.aot.model",),
