@@ -15,7 +15,7 @@ from ..jit.builder import BuildRequest, default_builder
 from ..params import KernelParams
 from .launch import LaunchConfig
 from .operation import CustomOperation, Source
-from .parameters import declare
+from .parameters import declare, is_name
 
 P = ParamSpec("P")
 
@@ -44,7 +44,7 @@ class CustomKernel(Generic[P]):
         needs: tuple[int, int] | None = None,
     ) -> None:
         self.name = name or function.__name__
-        if not self.name.isascii() or not self.name.isidentifier():
+        if not is_name(self.name):
             raise InvalidInputError(f"name of a kernel must be a name that C++ can have, but it is {self.name!r}.")
         signature = inspect.signature(function)
         declared = declare(self.name, parameters, signature)

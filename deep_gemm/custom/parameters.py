@@ -36,9 +36,23 @@ MAP_ELEMENTS = {"f32": "f32", "f16": "f16", "bf16": "bf16", "e4m3": "u8", "i8": 
 """What tensor maps call types of elements."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KEYWORDS = """
+alignas alignof asm auto bool break case catch char class const constexpr continue decltype default delete do double
+else enum explicit export extern false float for friend goto if inline int long mutable namespace new noexcept nullptr
+operator private protected public register return short signed sizeof static struct switch template this throw true try
+typedef typename union unsigned using virtual void volatile while blockDim blockIdx gridDim threadIdx u16 u32 u64
+TensorMap
+"""
+_TAKEN = frozenset(_KEYWORDS.split()).union(ELEMENTS)
+"""Words of C++ and CUDA, and our types."""
 _DECLARATION = re.compile(
     r"(?P<const>const )?(?:(?P<element>\w+)\*|TensorMap<(?P<mapped>\w+)>)(?: (?P<operand>\w+))?|(?P<number>\w+)"
 )
+
+
+def is_name(name: str) -> bool:
+    """Whether a kernel or a parameter may be called ``name``."""
+    return _IDENTIFIER.fullmatch(name) is not None and name not in _TAKEN
 
 
 @dataclass(frozen=True)
@@ -78,8 +92,8 @@ class Parameter:
                 f'{", ".join(MAP_ELEMENTS)}), but it is {text!r}. "const" says that the kernel only reads it; the '
                 "tensor's name may stand behind the type."
             )
-        if not _IDENTIFIER.fullmatch(name):
-            raise InvalidInputError(f"parameters of {kernel}: {name!r} is no name that C++ can have.")
+        if not is_name(name):
+            raise InvalidInputError(f"parameters of {kernel}: {name!r} is no name that a parameter in C++ can have.")
         const = match["const"] or ""
         if match["number"]:
             return cls(Argument(name, element), "", element, False, False)

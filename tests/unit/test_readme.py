@@ -168,7 +168,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     from deep_gemm.cli.app import COMMANDS
 
     table = README[README.index("| command | what it does |") :]
-    named = set(re.findall(r"^\| `(\w+)", table[: table.index("\n\n")], flags=re.MULTILINE))
+    named = set(re.findall(r"^\| `([\w-]+)", table[: table.index("\n\n")], flags=re.MULTILINE))
     assert named == set(COMMANDS)
 
 
