@@ -16,7 +16,8 @@ from gpu_fakes import CPU, FakeGpu
 from jit_fakes import FakeCompiler
 from launches import encoder
 
-from deep_gemm import arch, calls, engine
+import deep_gemm
+from deep_gemm import LaunchConfig, arch, calls, engine
 from deep_gemm.custom import operation
 from deep_gemm.jit.builder import Builder
 from deep_gemm.jit.driver import api
@@ -89,3 +90,21 @@ def own(gpu: FakeGpu, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_p
     with encoder():
         yield CustomGpu(gpu, driver, monkeypatch, tmp_path / "root")
     calls.forget_all()
+
+
+PARAMETERS = {"out": "f32*", "x": "const f32*", "y": "const f32*", "scale": "f32", "n": "u32"}
+BODY = "const u32 i = blockIdx.x * blockDim.x + threadIdx.x;\nif (i < n) out[i] = scale * x[i] + y[i];"
+
+
+def scale_add(out: Any, x: Any, y: Any, scale: float) -> LaunchConfig | None:
+    """out = scale * x + y."""
+    n = out.numel()
+    return LaunchConfig(grid=-(-n // 256), block=256, values={"n": n}, flops=2 * n) if n else None
+
+
+def made(**options: Any) -> deep_gemm.CustomKernel[Any]:
+    return deep_gemm.kernel(PARAMETERS, **{"body": BODY, **options})(scale_add)
+
+
+def vectors(n: int = 1000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.zeros(n), torch.arange(n).float(), torch.ones(n)
