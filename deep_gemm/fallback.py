@@ -49,19 +49,21 @@ def _way(operation: Operation, way: str) -> Callable[[Any], None]:
         return operation.reference
     if way in operation.fallbacks:
         return operation.fallbacks[way]
+    if operation.in_place:
+        raise UnsupportedError(f"{way} does not add to c.")
     try:
         found = importlib.import_module(BACKENDS).get_kernel(way, operation.name)
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"there is no {way} for {operation.name} here ({error}).") from error
     except (DeepGemmError, LookupError) as error:
         raise UnsupportedError(f"{error}") from error
-    return lambda x: found(**arguments(operation, x.tensors))
+    return lambda x: found(*arguments(operation, x.tensors))
 
 
-def arguments(operation: Operation, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The operands as the public function takes them: values and their scales are a pair."""
+def arguments(operation: Operation, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """The operands as the public function takes them by position: values and their scales are a pair."""
     found: dict[str, Any] = {}
     for name, argument in operation.operands.items():
         whole, _, part = argument.partition("[")
         found[whole] = (*found.get(whole, ()), tensors[name]) if part else tensors[name]
-    return found
+    return tuple(found.values())

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from kernel_builds import KINDS, open_compiler
 
 import deep_gemm
 from deep_gemm import LaunchConfig
+from deep_gemm.cli.app import app
 from deep_gemm.custom.parameters import ELEMENTS, NUMBERS
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder, sass
+from deep_gemm.settings import settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -80,14 +83,17 @@ def test_another_process_finds_it_in_the_same_cache(tmp_path: Path) -> None:
     assert first.key == again.key
 
 
-def test_it_can_be_packed(tmp_path: Path) -> None:
-    """A pack serves it without a compiler."""
-    from deep_gemm.jit.binary import packed
-
-    found, x = example(), torch.zeros(96, 64).bfloat16()
-    request = found.scale_add._request((x, x, x, 2.0), {}, "sm_90a")
-    binary = Builder(tmp_path, open_compiler("nvrtc")).build(request)
-    assert packed(binary, request).kernel.name == "scale_add"
+def test_a_pack_serves_it_where_compiling_is_forbidden(tmp_path: Path) -> None:
+    found, x, pack = example(), torch.zeros(96, 64).bfloat16(), tmp_path / "own.dgpack"
+    with settings.override(cache_dir=tmp_path / "here", use_nvrtc=True):
+        assert found.scale_add.build(x, x, x, 2.0).layer == "compiled"
+        packed = CliRunner().invoke(app, ["cache", "pack", str(pack)])
+        assert packed.exit_code == 0, packed.output
+    with settings.override(cache_dir=tmp_path / "there", forbid_compile=True):
+        with pytest.raises(CompileError, match="DG_JIT_FORBID_COMPILE forbids compiling scale_add"):
+            found.scale_add.build(x, x, x, 2.0)
+        with settings.override(precompiled=[pack]):
+            assert found.scale_add.build(x, x, x, 2.0).layer == "pack"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -109,12 +109,18 @@ def test_a_backend_is_given_the_operands_as_the_public_function_takes_them(
 
     def get_kernel(backend: str, operation: str) -> Any:
         asked.append((backend, operation))
-        return lambda a, b, d: d.fill_(a[0].shape[0] + b[1].shape[0])
+        return lambda *operands: compute(*operands)
+
+    def compute(a: Any, b: Any, d: torch.Tensor) -> None:
+        d.fill_(a[0].shape[0] + b[1].shape[0])
 
     monkeypatch.setitem(sys.modules, fallback.BACKENDS, SimpleNamespace(get_kernel=get_kernel))
     d, _ = fp8("triton")
     assert bool((d == M + 2).all())
     assert asked == [("triton", "fp8_gemm_nt")]
+    a, b, c = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16(), torch.ones(2, 3)
+    with settings.override(fallback="triton"), pytest.raises(UnsupportedError, match="triton does not add to c"):
+        deep_gemm.bf16_gemm_nt(a, b, torch.empty(2, 3), c)
 
 
 def test_a_mistake_of_the_caller_is_no_reason(other_gpu: FakeGpu) -> None:
