@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
         slow = ", which is slow" if way == TORCH else ""
         others = "".join(f" {why}" for why in refused)
         warn_once(
-            f"fallback:{operation.name}:{way}:{reason}",
+            f"fallback:{operation.name}:{way}:{_NUMBER.sub('', str(reason))}",  # whatever the sizes
             f"DG_FALLBACK={way}: {operation.name} is computed by {_NAMES.get(way, way)}{slow}. {reason}{others}",
         )
         return
@@ -41,6 +42,7 @@ def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
     raise UnsupportedError(f"{reason} {' '.join(refused)}") from reason
 
 
+_NUMBER = re.compile(r"\d+")
 _NAMES = {TORCH: "the reference implementation", "cublaslt": "cuBLAS, through torch"}
 
 

@@ -7,6 +7,7 @@ drops the remembered records, so that the next call of each shape makes new ones
 
 from __future__ import annotations
 
+import array
 import atexit
 import collections
 import math
@@ -28,8 +29,10 @@ from .log import warn_once
 from .operation import Operation
 from .settings import settings
 
-KEPT_TIMES, KEPT_SAMPLES = 1024, 16384
+KEPT_TIMES, KEPT_SAMPLES = 512, 16384
 """Times that percentiles are of, for each series; and samples of the trace. Older ones are dropped."""
+MAX_SERIES = 4096
+"""Past so many series, further calls are counted by operation and device only."""
 MAX_PENDING, MANY_PENDING = 4096, 64
 """Pairs of events whose calls the GPU may still have to finish: past the first no call is timed, and past the second
 those that are done are read."""
@@ -95,7 +98,7 @@ class Series:
         self.monitor, self.labels, self.bytes, self.flops = monitor, labels, bytes_moved, flops
         self.calls = self.timed = 0
         self.total_us, self.least_us, self.most_us = 0.0, float("inf"), 0.0
-        self.times: collections.deque[float] = collections.deque(maxlen=KEPT_TIMES)
+        self.times = array.array("d")
         self._on_gpu = labels.device != "cpu"
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -128,10 +131,13 @@ class Series:
     def sampled(self, start_us: float, us: float) -> None:
         """The same, ``start_us`` after the monitor began."""
         with self.monitor.lock.lock:
+            if len(self.times) < KEPT_TIMES:
+                self.times.append(us)
+            else:
+                self.times[self.timed % KEPT_TIMES] = us
             self.timed += 1
             self.total_us += us
             self.least_us, self.most_us = min(self.least_us, us), max(self.most_us, us)
-            self.times.append(us)
             self.monitor.samples.append(Sample(self, start_us, us))
 
     def to_json(self) -> dict[str, Any]:
@@ -185,6 +191,8 @@ class Monitor:
     def series(self, labels: Labels, bytes_moved: int, flops: int) -> Series:
         """The series of these labels."""
         with self.lock.lock:
+            if labels not in self._series and len(self._series) >= MAX_SERIES:
+                labels, bytes_moved, flops = Labels(labels.operation, "others", "", "", labels.device), 0, 0
             return self._series.setdefault(labels, Series(self, labels, bytes_moved, flops))
 
     def events(self, device: str) -> tuple[Any, Any]:

@@ -63,6 +63,7 @@ class CustomGpu:
         monkeypatch.setattr(operation, "default_builder", lambda: builder)
         monkeypatch.setattr(api, "library_function", lambda name: self.replace_address)
         monkeypatch.setattr(engine, "launch", REAL_LAUNCH)
+        monkeypatch.setattr(engine, "_functions", {})
         monkeypatch.setattr(engine, "primary_context", lambda device: nullcontext())
         monkeypatch.setattr(arch, "target", lambda device: "sm_90a")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)

@@ -159,6 +159,9 @@ def kernel(
     CompileError, NotWarmError, DriverError and, for tensors on the CPU without a reference, UnsupportedError.
     """
 
+    if callable(parameters):
+        raise InvalidInputError("kernel must be given the parameters: @deep_gemm.kernel({'out': 'f32*'}, body=...).")
+
     def make(function: Callable[P, LaunchConfig | None]) -> CustomKernel[P]:
         return CustomKernel(
             function,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from ..spec import align
 from .parameters import ELEMENTS, MAP_ELEMENTS, Declared, Parameter
 
 Size = int | tuple[int, ...]
+
+MAX_CLUSTER = 8
+"""Blocks of a cluster that every GPU with clusters can run."""
 
 _DTYPES = {dtype: MAP_ELEMENTS[name] for name, dtype in ELEMENTS.items() if name in MAP_ELEMENTS}
 
@@ -107,6 +111,10 @@ def checked_shape(kernel: str, config: object) -> LaunchShape:
     if config.block > 1024:
         raise InvalidInputError(f"block of {kernel} must be at most 1024 threads, but it is {config.block}.")
     grid, cluster = _three(kernel, "grid", config.grid), _three(kernel, "cluster", config.cluster)
+    if max(grid[1:]) > 65535 or grid[0] >= 1 << 31:
+        raise InvalidInputError(f"grid of {kernel} must be at most (2147483647, 65535, 65535), but it is {grid}.")
+    if math.prod(cluster) > MAX_CLUSTER:
+        raise InvalidInputError(f"cluster of {kernel} must be at most {MAX_CLUSTER} blocks, but it is {cluster}.")
     if any(size % part for size, part in zip(grid, cluster, strict=True)):
         raise InvalidInputError(f"grid of {kernel}, {grid}, must be a multiple of its cluster, {cluster}.")
     return LaunchShape(grid, config.block, config.shared, cluster, config.pdl is True)

@@ -117,6 +117,7 @@ class CustomOperation(Operation):
         self.declared, self.source, self.function, self.needs = declared, source, function, needs
         self.strided = frozenset(strided)
         self.in_torch: Callable[..., object] | None = None
+        self._requests: dict[tuple[KernelParams, str], BuildRequest] = {}
 
     def check(self, *arguments: Any) -> CustomOperands | None:
         """None for fake tensors, and where the function says that there is nothing to do."""
@@ -176,8 +177,13 @@ class CustomOperation(Operation):
         config, shape = spec.config, spec.launch.shape
         self._check_device(device)
         params = KernelParams(kernel=self.name, arch=arch.target(device), config=config)
-        key = (self, config, shape.dynamic_shared, device)
-        function, _ = engine.load_once(key, lambda: self._load(params, shape, device), f"{self.name} ({config})")
+        which = params, repr(config.constants)  # True equals 1, and is printed as another text
+        request = self._requests.get(which)
+        if request is None:
+            request = self._requests[which] = self.request(params)
+        # By the source, so that a kernel that is declared again, as in a notebook, is loaded once.
+        key = (request.name, request.source, request.arch, shape.dynamic_shared, device)
+        function, _ = engine.load_once(key, lambda: _load(request, shape, device), f"{self.name} ({config})")
         return CustomPlan(spec, device, params, function)
 
     def _check_device(self, device: int) -> None:
@@ -188,25 +194,6 @@ class CustomOperation(Operation):
             f"{self.name} needs a GPU of compute capability {needed} or newer, but "
             f"{torch.cuda.get_device_name(device)} has {has}."
         )
-
-    def _load(self, params: KernelParams, shape: LaunchShape, device: int) -> tuple[Function, Binary]:
-        binary = default_builder().build(self.request(params))
-        function = load_function(binary.cubin, binary.name, device, shape.dynamic_shared)
-        record.add_plan(
-            {
-                "spec": {"kernel": self.name, "first_launch": asdict(shape)},
-                "device": device,
-                "params": params.to_json(),
-                "kernel": binary.name,
-                "key": binary.key,
-                "layer": binary.layer,
-                "compiler": binary.compiler,
-                "source": binary.source_path,
-                "resources": binary.resources.to_json(),
-                "seconds": dict(binary.seconds),
-            }
-        )
-        return function, binary
 
     def request(self, params: KernelParams) -> BuildRequest:
         """What the builder needs: the rendered source, and what it was rendered for."""
@@ -230,3 +217,23 @@ class CustomOperation(Operation):
                 f"@{self.name}.reference."
             )
         self.in_torch(*x.arguments)
+
+
+def _load(request: BuildRequest, shape: LaunchShape, device: int) -> tuple[Function, Binary]:
+    binary = default_builder().build(request)
+    function = load_function(binary.cubin, binary.name, device, shape.dynamic_shared)
+    record.add_plan(
+        {
+            "spec": {"kernel": request.name, "first_launch": asdict(shape)},
+            "device": device,
+            "params": dict(request.meta)["params"],
+            "kernel": binary.name,
+            "key": binary.key,
+            "layer": binary.layer,
+            "compiler": binary.compiler,
+            "source": binary.source_path,
+            "resources": binary.resources.to_json(),
+            "seconds": dict(binary.seconds),
+        }
+    )
+    return function, binary

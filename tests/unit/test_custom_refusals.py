@@ -54,6 +54,11 @@ def test_wrong_options_are_refused_at_once(options: Any, says: str) -> None:
         made(**options)
 
 
+def test_the_decorator_without_parameters_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"kernel must be given the parameters: @deep_gemm\.kernel\("):
+        deep_gemm.kernel(scale_add)  # type: ignore[arg-type]
+
+
 def test_arguments_that_are_no_plain_ones_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="scale must be a plain argument"):
         deep_gemm.kernel({"out": "f32*", "scale": "f32"}, body="", name="k")(lambda out, *, scale: None)
@@ -103,6 +108,8 @@ VALUES = {"size": 1}
         (LaunchConfig(1, 0), "block of function must be a whole number, but it is 0"),
         (LaunchConfig(1, 32, shared=-1), "shared of function must be a whole number, but it is -1"),
         (LaunchConfig(3, 32, cluster=2), r"grid of function, \(3, 1, 1\), must be a multiple of its cluster, \(2"),
+        (LaunchConfig((1, 65536), 32), r"grid of function must be at most .* but it is \(1, 65536, 1\)"),
+        (LaunchConfig(16, 32, cluster=16), r"cluster of function must be at most 8 blocks, but it is \(16, 1, 1\)"),
         (LaunchConfig(1, 32), "values of function must give size, .* but size is missing"),
         (LaunchConfig(1, 32, values={"size": 1, "n": 1}), "but n is an argument or is not declared"),
         (

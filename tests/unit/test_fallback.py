@@ -56,12 +56,14 @@ def test_torch_computes_it_and_says_so_once_a_reason(other_gpu: FakeGpu, caplog:
         for _ in range(3):
             d, operands = fp8("torch")
             assert_close_to_exact(d, *operands[:4])
-        other_gpu.unsupported = "Another reason."
+        other_gpu.unsupported = "Another reason, with M=3."
+        fp8("torch")
+        other_gpu.unsupported = "Another reason, with M=4."
         fp8("torch")
     first, second = (record.message for record in caplog.records)
     assert first.startswith("DG_FALLBACK=torch: fp8_gemm_nt is computed by the reference implementation, which is slow")
     assert REASON in first
-    assert "Another reason." in second
+    assert "Another reason, with M=3." in second  # and not for each M
     assert not other_gpu.launched
 
 

@@ -176,6 +176,27 @@ def test_threads_lose_no_count(gpu: FakeGpu, clock: Clock) -> None:
     assert entry["timed"] == 1000
 
 
+def test_what_is_kept_is_bounded(gpu: FakeGpu, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring, "KEPT_TIMES", 4)
+    monkeypatch.setattr(monitoring, "MAX_SERIES", 2)
+    with deep_gemm.monitor(every=1) as m:
+        for m_rows in range(1, 6):
+            case = operands(m=m_rows)
+            for us in range(1, 11):
+                clock.us = float(us)
+                deep_gemm.bf16_gemm_nt(*case)
+    found = entries(m)
+    assert len(found) == 3
+    assert (
+        found["bf16_gemm_nt", "others"] | {"calls": 30, "timed": 30, "flops": 0, "config": ""}
+        == (found["bf16_gemm_nt", "others"])
+    )
+    assert (
+        found["bf16_gemm_nt", "1x136x272"]["us"] | {"p50": 8.0, "min": 1.0, "max": 10.0, "mean": 5.5}
+        == (found["bf16_gemm_nt", "1x136x272"]["us"])
+    )
+
+
 def test_monitors_nest(gpu: FakeGpu, clock: Clock) -> None:
     case = operands()
     with deep_gemm.monitor() as outer:
