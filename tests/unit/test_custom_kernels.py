@@ -98,15 +98,16 @@ def test_constants_make_another_binary(own: CustomGpu) -> None:
     for count in (2, 3, 2):
         kernel(out, x, count)
     assert len(own.compiler.calls) == 2
-    kernel = deep_gemm.kernel({"out": "f32*"}, body="out[0] = /*{ flag }*/;", name="flags")(
-        lambda out, flag: LaunchConfig(1, 32, constants={"flag": bool(out.numel() == 1) if flag == "bool" else 1})
-    )
-    for flag in ("bool", "int"):
-        kernel(torch.zeros(1), flag)
-    assert len(own.compiler.calls) == 4
-    own.ran = own.ran[:3]
     assert [ran.shared for ran in own.ran] == [2048, 3072, 2048]
     assert "out[0] = 3 * x[0];" in kernel.source(out, x, 3)
+
+
+def test_true_and_one_are_two_constants(own: CustomGpu) -> None:
+    make = deep_gemm.kernel({"out": "f32*"}, body="out[0] = /*{ flag }*/;", name="flags")
+    kernel = make(lambda out, which: LaunchConfig(1, 32, constants={"flag": which == "true" or 1}))
+    for which in ("true", "one", "true"):
+        kernel(torch.zeros(1), which)
+    assert len(own.compiler.calls) == 2
 
 
 def test_a_cluster_and_dependent_launch_reach_the_driver(own: CustomGpu) -> None:

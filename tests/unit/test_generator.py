@@ -88,7 +88,7 @@ def test_the_packages_own_directories_exist() -> None:
 
 
 def test_a_template_may_be_text(folder: Path) -> None:
-    (folder / "part.jinja").write_text("int part = /*{ rows }*/;")
+    (folder / "part.jinja").write_text("int part = /*{ rows }*/;\n")
     text = '/*% include "part.jinja" %*/\nvoid /*{ name }*/();'
     assert render_text(text, {"name": "k", "rows": 3}, "k", folder) == "int part = 3;\nvoid k();"
     assert variables("k", folder, text) == {"name", "rows"}
