@@ -76,11 +76,11 @@ def fits(count: int, output: int, same: int = -1, apart: bool = True) -> Callabl
     source = "\n".join(
         [
             "def fits(first, sizes, at):",
-            f"    {', '.join(at)} = at",
-            f"    {', '.join(first)} = first",
+            f"    {', '.join(at)}, = at",
+            f"    {', '.join(first)}, = first",
             f"    if ({moved}) % {ADDRESS_ALIGNMENT} or not ({' and '.join(at)}):",
             "        return False",
-            f"    {', '.join(size)} = sizes",
+            f"    {', '.join(size)}, = sizes",
             f"    end = {d} + {size[output]}",
             f"    return {' and '.join(ranges) or 'True'}",
         ]
