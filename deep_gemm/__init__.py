@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from deep_gemm import quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.constant import declare_constant, retract_constant
+    from deep_gemm.custom.kernel import CustomKernel, kernel
+    from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
         bf16_gemm_nn,
         bf16_gemm_nt,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
         set_mk_alignment_for_contiguous_layout,
         transform_sf_into_required_layout,
     )
+    from deep_gemm.monitoring import monitor
     from deep_gemm.options import (
         get_batch_invariant,
         get_block_size_multiple_of,
@@ -87,9 +90,11 @@ __version__ = "0.1.0"
 __all__ = [
     "CompileError",
     "CompilerNotFoundError",
+    "CustomKernel",
     "DeepGemmError",
     "DriverError",
     "InvalidInputError",
+    "LaunchConfig",
     "NotWarmError",
     "SettingError",
     "UnsupportedError",
@@ -134,6 +139,8 @@ __all__ = [
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
+    "kernel",
+    "monitor",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
@@ -149,6 +156,7 @@ __all__ = [
     "set_pdl",
     "set_tc_util",
     "settings",
+    "tensor_map",
     "testing",
     "transform_sf_into_required_layout",
     "transform_weights_for_mega_moe",
@@ -162,6 +170,8 @@ _LATE = {
         "declare_constant",
         "retract_constant",
     ),
+    "deep_gemm.custom.kernel": ("CustomKernel", "kernel"),
+    "deep_gemm.custom.launch": ("LaunchConfig", "tensor_map"),
     "deep_gemm.dense": (
         "bf16_gemm_nn",
         "bf16_gemm_nt",
@@ -199,6 +209,7 @@ _LATE = {
         "set_mk_alignment_for_contiguous_layout",
         "transform_sf_into_required_layout",
     ),
+    "deep_gemm.monitoring": ("monitor",),
     "deep_gemm.options": (
         "get_batch_invariant",
         "get_block_size_multiple_of",

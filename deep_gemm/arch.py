@@ -62,7 +62,8 @@ def for_capability(capability: tuple[int, int], device_name: str = "this GPU") -
     have = ", ".join(f"{s.capability[0]}.{s.capability[1]}" for s in _ARCHS.values())
     raise UnsupportedError(
         f"{device_name} has compute capability {capability[0]}.{capability[1]}, and deep_gemm has kernels for {have} "
-        f"only. Set DG_FALLBACK=torch to run a slow reference implementation there instead."
+        f"only. Set DG_FALLBACK=torch to run a slow reference implementation there instead, or "
+        "DG_FALLBACK=cublaslt,torch to ask cuBLAS first."
     )
 
 
@@ -82,6 +83,16 @@ def has_kernels(index: int) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+@functools.cache
+def target(index: int) -> str:
+    """The compiler's name for CUDA device ``index``, with kernels of ours or without: "sm_90a", "sm_80"."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    # From Hopper on, instructions such as wgmma belong to one architecture alone, and its name ends in "a".
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 @functools.cache

@@ -10,95 +10,30 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from . import arch, constant, engine, options
+from . import constant, engine, monitoring, options
+from .call_code import Places, entry_source
+from .call_code import fits as _fits
 from .errors import UnsupportedError
 from .jit.driver.launch import Launch
-from .jit.driver.tensor_map import ADDRESS_ALIGNMENT
-from .kernels.base import Strides
-from .log import warn_once
-from .settings import settings
-from .spec import GemmSpec, Spec
+from .monitoring import Call
+from .operation import Operands, Operation, Step, Work
+from .spec import GemmSpec
+
+__all__ = ["Calls", "Operands", "Operation", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
 
 MAX_REMEMBERED = 8192
 """Launch records kept of one operation, about a kilobyte each, and nine where scales are transposed: past it all are
 dropped, since what repeats is soon back."""
 
-Places: TypeAlias = Sequence[int]
-"""Addresses of the operands, in the operation's order."""
-
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-class Operands(Protocol):
-    """What an operation's check returns: the tensors of one call."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """By operand, in the operation's order."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of all of them."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch of a call. ``operands`` says which operand of the call, or which scratch memory, is what the kernel
-    calls by another name."""
-
-    spec: Spec
-    strides: Strides
-    operands: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Work:
-    """The launches of a call in order, and the scratch memory that they share: shape and dtype by name."""
-
-    steps: tuple[Step, ...]
-    scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-
-
-class Operation(ABC):
-    """One operation: what its arguments are, and what they mean."""
-
-    name: str
-    parameters: tuple[str, ...]
-    """Arguments of the public function, in order."""
-    operands: Mapping[str, str]
-    """Tensors by the names that kernels and messages use: an argument, or ``"a[0]"`` for a part of a pair."""
-    output: str
-    """The operand that is written."""
-    also_written: tuple[str, ...] = ()
-    """Operands that are written besides."""
-    in_place: str = ""
-    """The operand that may be the output itself: the same address, shape and strides."""
-    unused: tuple[str, ...] = ()
-    """Arguments that must be None, and tensors if they are not."""
-    weights: tuple[str, ...] = ()
-    """Operands that callers may promise to be constant (`declare_constant`)."""
-
-    @abstractmethod
-    def check(self, *arguments: Any) -> Any:
-        """The operands, checked; None where there is nothing to do. Raises InvalidInputError, UnsupportedError."""
-
-    @abstractmethod
-    def work(self, x: Any, device: int) -> Work:
-        """What computes it on CUDA device ``device``."""
-
-    @abstractmethod
-    def reference(self, x: Any) -> None:
-        """The same in plain torch, on any device."""
 
 
 class Calls:
@@ -115,7 +50,7 @@ class Calls:
         # invariance. None where it came once, and was a replay.
         self.warm: dict[Any, Callable[[], object] | None] = {}
         # The same by all but addresses, and by whether weights were promised to be constant.
-        self.replays: dict[Any, Replay] = {}
+        self.replays: dict[Any, Call] = {}
         self.every.add(self)
 
     def forget(self) -> None:
@@ -125,6 +60,7 @@ class Calls:
 
     def first(self, key: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. ``key`` is None if none could be made, and ``tensors`` is empty then."""
+        monitoring.begin()
         warm, replays = self.warm, self.replays  # before anything is decided: see `forget`
         if key is not None and key not in warm and self._replay(replays, key, tensors):
             _remember(warm, key, None)
@@ -133,14 +69,17 @@ class Calls:
         if x is None:
             return
         if x.device.type == "cpu":
-            self.operation.reference(x)
+            monitoring.run(self.operation, x, "reference", self.operation.reference)
             return
         device, current = x.device.index, _current_device()
         with torch.cuda.device(device):
-            if not _has_kernels(device):
-                self.operation.reference(x)
+            try:
+                replay = self._prepare(x, device)
+            except UnsupportedError as error:
+                from . import fallback
+
+                fallback.run(self.operation, x, error)
                 return
-            replay = self._prepare(x, device)
             call = replay.record()
             call()
         if key is None or not replay.is_for(key[-1]):
@@ -152,7 +91,7 @@ class Calls:
         if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
             _remember(replays, kind, replay)
 
-    def _replay(self, replays: dict[Any, Replay], key: Any, tensors: tuple[Tensor, ...]) -> bool:
+    def _replay(self, replays: dict[Any, Call], key: Any, tensors: tuple[Tensor, ...]) -> bool:
         """Make the call of ``key`` as one that differs in addresses was made; False if there was none that fits."""
         promised = True
         for index in self._weights:
@@ -171,13 +110,14 @@ class Calls:
         replay(at)
         return True
 
-    def _prepare(self, x: Operands, device: int) -> Replay:
+    def _prepare(self, x: Operands, device: int) -> Call:
         """The launches of a call on the current stream of ``device``."""
         work = self.operation.work(x, device)
         promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
         # The last first: it is the operation itself, so that an error names its sizes.
-        plans = [engine.plan(step.spec, device) for step in reversed(work.steps)][::-1]
-        return Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
+        plans = [self.operation.plan(step, device) for step in reversed(work.steps)][::-1]
+        replay = Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
+        return monitoring.watch(replay, self.operation, x, plans[-1].config, plans[-1].symbol)
 
 
 class Replay:
@@ -200,13 +140,13 @@ class Replay:
         ranges = [byte_range(tensor) for tensor in tensors.values()]
         self._first = tuple(start for start, _ in ranges)
         sizes = tuple(end - start for start, end in ranges)
-        output = self._names.index(operation.output)
+        written = tuple(map(self._names.index, operation.outputs or (operation.output,)))
         same = self._names.index(operation.in_place) if operation.in_place else -1
-        same = same if same >= 0 and self._first[same] == self._first[output] else -1
-        besides = tuple(map(self._names.index, operation.also_written))
-        self.fits = functools.partial(_fits(len(sizes), output, same, besides), self._first, sizes)
-        """Whether operands at these addresses have memory, are aligned as the first ones were, and what is written
-        shares no memory with the others, but for the one that the output was the first time."""
+        same = same if same >= 0 and self._first[same] == self._first[written[0]] else -1
+        fits = _fits(len(sizes), written, same, operation.apart)
+        self.fits: Callable[[Places], bool] = functools.partial(fits, self._first, sizes)
+        """Whether operands at these addresses have memory, are aligned as the first ones were, and outputs share no
+        memory with the others, but for the one that the output was the first time."""
         self._run: Callable[[Places], None] | None = None
 
     def is_for(self, batch_invariant: bool) -> bool:
@@ -257,12 +197,8 @@ class Replay:
 
 
 def entry(operation: Operation) -> Callable[..., None]:
-    """The function behind an operation's public one: all its arguments by position, none with a default.
-
-    It is written out for the operation's operands, as dataclasses write ``__init__``: each call goes through it, and a
-    loop over operands would take two microseconds more.
-    """
-    source = _source(operation)
+    """The function behind an operation's public one: all its arguments by position, none with a default."""
+    source = entry_source(operation)
     namespace: dict[str, Any] = {
         "calls": Calls(operation),
         "raw_stream": _raw_stream,
@@ -275,83 +211,6 @@ def entry(operation: Operation) -> Callable[..., None]:
     return found
 
 
-def _source(operation: Operation) -> str:
-    pairs = sorted({argument.partition("[")[0] for argument in operation.operands.values() if "[" in argument})
-    tensors = [argument.replace("[", "_").rstrip("]") for argument in operation.operands.values()]
-    output = operation.operands[operation.output]
-    plain = [
-        name for name in operation.parameters if name not in (*pairs, *operation.operands.values(), *operation.unused)
-    ]
-    in_place = operation.operands[operation.in_place] if operation.in_place else ""
-    key = [
-        *(f"{name}.data_ptr()" for name in tensors),
-        *(f"{name}.shape" for name in tensors),
-        *(f"{name}.stride()" for name in tensors),
-        *(f"{name}.dtype" for name in tensors),
-        f"{output}.requires_grad and is_grad_enabled()",
-        *(f"{name} is None" for name in operation.unused),
-        *([f"{in_place}.data_ptr() == {output}.data_ptr()"] if in_place else []),
-        *plain,
-        "device",
-        "raw_stream(device) if device >= 0 else None",
-        "current_device() if device >= 0 else None",
-        "choices.batch_invariant",
-    ]
-    lines = [
-        f"def entry({', '.join(operation.parameters)}):",
-        "    try:",
-        *(f"        {name}_0, {name}_1 = {name}" for name in pairs),
-        f"        device = {output}.get_device()",
-        f"        key = ({', '.join(key)})",
-        "        call = calls.warm.get(key)",
-        "    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
-        # Something is wrong with the arguments, has no memory that could be looked at, or is a fake tensor on a GPU
-        # that this torch is not built for: the check says which.
-        f"        calls.first(None, ({', '.join(operation.parameters)},), ())",
-        "        return",
-        "    if call is not None:",
-        "        call()",
-        "    else:",
-        # An iterator stood for a pair, and is used up: the check says so.
-        *(f"        key = key if isinstance({name}, (tuple, list)) else None" for name in pairs),
-        f"        calls.first(key, ({', '.join(operation.parameters)},), ({', '.join(tensors)},))",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-@functools.cache
-def _fits(
-    count: int, output: int, same: int = -1, besides: tuple[int, ...] = ()
-) -> Callable[[Places, Places, Places], bool]:
-    """`Replay.fits` for so many operands, of which ``same`` is the output itself, and ``besides`` are written too.
-    Written out: each replay comes here, and a loop takes 1 us longer."""
-    at, first, size = ([f"{letter}{index}" for index in range(count)] for letter in "pfs")
-    moved = " | ".join(f"({p} ^ {f})" for p, f in zip(at, first, strict=True))
-    written = (output, *besides)
-    apart = [
-        f"{at[i]} == {at[out]}" if i == same else f"(e{out} <= {at[i]} or {at[i]} + {size[i]} <= {at[out]})"
-        for place, out in enumerate(written)
-        for i in range(count)
-        if i not in written[: place + 1]
-    ]
-    source = "\n".join(
-        [
-            "def fits(first, sizes, at):",
-            f"    {', '.join(at)} = at",
-            f"    {', '.join(first)} = first",
-            f"    if ({moved}) % {ADDRESS_ALIGNMENT} or not ({' and '.join(at)}):",
-            "        return False",
-            f"    {', '.join(size)} = sizes",
-            *(f"    e{out} = {at[out]} + {size[out]}" for out in written),
-            f"    return {' and '.join(apart) or 'True'}",
-        ]
-    )
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<deep_gemm fits of {count} operands>", "exec"), namespace)
-    found: Callable[[Places, Places, Places], bool] = namespace["fits"]
-    return found
-
-
 def byte_range(x: Tensor) -> tuple[int, int]:
     """The first address of ``x`` and the one past its last element; equal when it is empty."""
     start = x.data_ptr()
@@ -359,18 +218,6 @@ def byte_range(x: Tensor) -> tuple[int, int]:
         return start, start
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
     return start, start + span * x.element_size()
-
-
-def _has_kernels(device: int) -> bool:
-    """Whether there are kernels for a GPU. Raises UnsupportedError if not, unless DG_FALLBACK allows torch instead."""
-    try:
-        arch.for_device(device)
-    except UnsupportedError as error:
-        if settings.fallback != "torch":
-            raise
-        warn_once("fallback", f"DG_FALLBACK=torch: running the reference implementation, which is slow. {error}")
-        return False
-    return True
 
 
 def _on_device(device: int, call: Callable[[], object]) -> None:
@@ -393,4 +240,5 @@ def forget_all() -> None:
 
 options.on_change(forget_all)
 constant.on_change(forget_all)
+monitoring.on_change(forget_all)
 os.register_at_fork(after_in_child=forget_all)  # a thread of the parent may have held a record's lock

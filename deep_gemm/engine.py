@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from .jit.driver.launch import Launch
 from .jit.driver.module import Function, load_function, primary_context
 from .jit.generator import render
 from .jit.render_key import render_key
-from .kernels.base import Kernel, Strides
+from .kernels.base import Kernel, LaunchPlan, Strides
 from .log import say
 from .params import KernelConfig, KernelParams
 from .record import debug_info, dump_debug_info
@@ -62,6 +62,20 @@ class Plan:
         """Its family."""
         return kernels.get(self.params.kernel)
 
+    @property
+    def config(self) -> str:
+        """Its config in a few letters, for people."""
+        return self.kernel.describe(self.params.config)
+
+    @property
+    def symbol(self) -> str:
+        """The kernel's name in profilers."""
+        return self.function.symbol
+
+    def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
+        """Launch shape and parameters for operands with ``strides``; see `Kernel.launch`."""
+        return self.kernel.launch(self.params, self.spec, strides, pdl, constant)
+
 
 _lock = threading.RLock()
 
@@ -75,7 +89,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 _plans: dict[tuple[Spec, int], Plan] = {}
-_functions: dict[tuple[KernelParams, int], tuple[Function, Binary]] = {}
+_functions: dict[Hashable, tuple[Function, Binary]] = {}
 
 
 def kernel_params(spec: Spec, config: KernelConfig, arch: archs.ArchSpec) -> KernelParams:
@@ -183,15 +197,20 @@ def calibration_of(device: int) -> calibration.Calibration:
 
 def load(params: KernelParams, device: int, what: str) -> tuple[Function, Binary]:
     """The kernel of ``params``, loaded on ``device``; plans share it. ``what`` is for the message of a NotWarmError."""
+    return load_once((params, device), lambda: _load(params, device, default_builder()), what)
+
+
+def load_once(key: Hashable, load: Callable[[], tuple[Function, Binary]], what: str) -> tuple[Function, Binary]:
+    """What ``load`` returned the first time that ``key``, which holds the device, was asked for."""
     with _lock:
-        found = _functions.get((params, device))
+        found = _functions.get(key)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
                 raise NotWarmError(
                     f"{what} needs a kernel that is not loaded yet, and a CUDA graph is being captured, during which "
                     f"modules cannot be loaded. Call it once before the capture to warm this shape."
                 )
-            found = _functions[params, device] = _load(params, device, default_builder())
+            found = _functions[key] = load()
         return found
 
 
@@ -209,7 +228,7 @@ def launch(plan: Plan, strides: Strides, addresses: Mapping[str, int], stream: i
     were left to others, beside those that its predecessor uses.
     """
     pdl = options.get_pdl() and (not isinstance(plan.spec, GemmSpec) or plan.spec.whole_gpu)
-    made = plan.kernel.launch(plan.params, plan.spec, strides, pdl, constant)
+    made = plan.launch(strides, pdl, constant)
     with primary_context(plan.device):  # encoding a tensor map needs a context, and this thread may have none yet
         return Launch(plan.function, made.shape, stream, made.parameters, addresses)
 

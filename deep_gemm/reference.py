@@ -35,6 +35,19 @@ def fp8_gemm_reference(
             d[where].copy_(block if c is None else block + c[where])
 
 
+def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+    """The values of an operand (rows, K) of `fp8_gemm_nt` with scales of a kind; of some of its rows, which begin at a
+    multiple of 128."""
+    if kind == "row":
+        each = sf.reshape(-1, 1).expand(x.shape[0], 1)[rows]
+        return dequantise(x[rows], each, (1, max(1, x.shape[1])), dtype)
+    if kind == "128x128":
+        start, stop, _ = rows.indices(x.shape[0])
+        blocks = slice(start // SCALE_BLOCK, align(stop, SCALE_BLOCK) // SCALE_BLOCK)
+        return dequantise(x[rows], sf[blocks], (SCALE_BLOCK, SCALE_BLOCK), dtype)
+    return dequantise(x[rows], sf[rows], (1, SCALE_BLOCK), dtype)
+
+
 def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
     """Write ``(c +) a @ b^T`` into ``d``, rounded once to d's dtype. a (M, K) and b (N, K) are of any floating-point
     dtype and strides; c (M, N) may be d. Sums are float64: products of two elements of 16 bits are exact in it, and no
@@ -94,15 +107,7 @@ def _product_blocks(
     """The product, block by block, so that memory stays bounded whatever the sizes: (rows, columns, values)."""
 
     def factor(x: Tensor, sf: Tensor, kind: Scaling, rows: slice) -> Tensor:
-        """Rows, from a multiple of 128 on, dequantised."""
-        if kind == "row":
-            each = sf.reshape(-1, 1).expand(x.shape[0], 1)[rows]
-            values = dequantise(x[rows], each, (1, max(1, x.shape[1])), dtype)
-        elif kind == "128x128":
-            blocks = slice(rows.start // SCALE_BLOCK, align(rows.stop, SCALE_BLOCK) // SCALE_BLOCK)
-            values = dequantise(x[rows], sf[blocks], (SCALE_BLOCK, SCALE_BLOCK), dtype)
-        else:
-            values = dequantise(x[rows], sf[rows], (1, SCALE_BLOCK), dtype)
+        values = dequantised(x, sf, kind, dtype, rows)
         return values if elementwise is None else elementwise(values)
 
     (m, k), n = a.shape, b.shape[0]

@@ -158,11 +158,31 @@ def _each_path(parts: Iterable[object]) -> tuple[Path, ...]:
     return tuple(path for path in paths if path is not None)
 
 
-def _parse_fallback(value: object) -> str:
-    text = str(value).strip().lower()
-    if text not in ("", "torch"):
+FALLBACKS = ("cublaslt", "triton", "torch")
+
+
+def _parse_fallback(value: object) -> tuple[str, ...]:
+    parts = value if isinstance(value, list | tuple) else str(value).split(",")
+    ways = tuple(str(part).strip().lower() for part in parts)
+    if ways in (("",), ("error",)):
+        return ()
+    if any(way not in FALLBACKS for way in ways):
         raise ValueError
-    return text
+    return ways
+
+
+def _parse_monitor(value: object) -> Path | None:
+    path = None if str(value).strip().lower() == "off" else _parse_path(value)
+    if path is not None and path.suffix not in (".json", ".prom"):
+        raise ValueError
+    return path
+
+
+def _parse_count(value: object) -> int:
+    number = int(str(value))
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def _flag(variable: str, doc: str, default: bool = False) -> Setting[bool]:
@@ -230,13 +250,31 @@ class Settings:
     dump_asm = _flag("DG_JIT_DUMP_ASM", "Keep both the PTX and the SASS.")
     print_load_time = _flag("DG_JIT_PRINT_LOAD_TIME", "Print how long each cubin took to load.")
     debug_dump = _path("DG_JIT_DEBUG_DUMP", "A JSON file that is written at exit with what was decided for each plan.")
-    fallback: Setting[str] = Setting(
+    fallback: Setting[tuple[str, ...]] = Setting(
         "DG_FALLBACK",
-        "str",
+        "names",
         _parse_fallback,
-        "",
-        '"torch" or empty',
-        'What to do on a GPU without kernels: empty raises UnsupportedError, "torch" runs the reference and says so.',
+        (),
+        f'"error", or of {", ".join(FALLBACKS)} one or several with commas between them',
+        "What computes a call for which this GPU has no kernel: ways that are tried in order, separated by commas, of "
+        "cublaslt, triton and torch (the slow reference), with a warning. Unset or error: UnsupportedError.",
+    )
+    monitor: Setting[Path | None] = Setting(
+        "DG_MONITOR",
+        "path",
+        _parse_monitor,
+        None,
+        '"off", or a path that ends in .json, .prom or .trace.json',
+        "A file that is written at exit with counts and times of all calls: a report (.json), Prometheus' text (.prom) "
+        "or a chrome trace (.trace.json). %p in it becomes the process's id.",
+    )
+    monitor_every: Setting[int] = Setting(
+        "DG_MONITOR_EVERY",
+        "number",
+        _parse_count,
+        16,
+        "a positive integer",
+        "Of how many calls of a shape DG_MONITOR times one.",
     )
 
     def __init__(self) -> None:

@@ -35,25 +35,38 @@ def render(template: str, fields: Mapping[str, str | int | bool], directory: Pat
     Booleans become `true` and `false`. Raises InvalidInputError for a template that does not exist, a field that it
     uses and `fields` lacks, or a field of another type, since a guess would be a wrong kernel.
     """
+    return _render(template, None, fields, directory)
+
+
+def render_text(text: str, fields: Mapping[str, str | int | bool], name: str, directory: Path | None = None) -> str:
+    """The same of a template that is `text`, called `name` in messages; what it includes is found in `directory`."""
+    return _render(name, text, fields, directory)
+
+
+def _render(
+    template: str, text: str | None, fields: Mapping[str, str | int | bool], directory: Path | None = None
+) -> str:
     import jinja2
 
     environment = _environment(directory or template_dir())
     try:
-        return environment.get_template(template).render(fields)
+        found = environment.get_template(template) if text is None else environment.from_string(text)
+        return found.render(fields)
     except jinja2.TemplateNotFound as error:
         raise _no_template(template, directory, error) from error
     except jinja2.TemplateSyntaxError as error:
         where = f"{error.name or template}:{error.lineno}"
         raise InvalidInputError(f"Template {where} is not valid Jinja: {error.message}") from error
     except jinja2.UndefinedError as error:
-        missing = ", ".join(sorted(variables(template, directory) - fields.keys())) or "an attribute"
+        missing = ", ".join(sorted(variables(template, directory, text) - fields.keys())) or "an attribute"
         raise InvalidInputError(
             f"Template {template!r} uses {missing}, which its fields lack: {error.message}."
         ) from error
 
 
-def variables(template: str, directory: Path | None = None) -> frozenset[str]:
-    """The names that `template`, and whatever it includes, expects from outside."""
+def variables(template: str, directory: Path | None = None, text: str | None = None) -> frozenset[str]:
+    """The names that `template`, and whatever it includes, expects from outside. `text` is the template itself, where
+    it is in no file."""
     import jinja2
     from jinja2 import meta
 
@@ -68,10 +81,11 @@ def variables(template: str, directory: Path | None = None) -> frozenset[str]:
             continue
         seen.add(current)
         try:
-            text = environment.loader.get_source(environment, current)[0]
+            source = text if current == template and text is not None else None
+            source = environment.loader.get_source(environment, current)[0] if source is None else source
         except jinja2.TemplateNotFound as error:
             raise _no_template(current, directory, error) from error
-        tree = environment.parse(text)
+        tree = environment.parse(source)
         names |= meta.find_undeclared_variables(tree)
         pending += [name for name in meta.find_referenced_templates(tree) if name is not None]
     return frozenset(names)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from deep_gemm import arch, calls, constant, engine, options
+from deep_gemm import UnsupportedError, arch, calls, constant, engine, options
 from deep_gemm.ops import fp8_dense, half_dense
 from deep_gemm.spec import CopySpec, GemmSpec, TransposeBytesSpec, TransposeSpec
 
@@ -62,6 +62,8 @@ class FakeGpu:
         self.launched: list[Launched] = []
         self.prepared = 0
         """Launch records that were made."""
+        self.unsupported = ""
+        """Why no kernel can do anything, if it is set."""
         self.calls: calls.Calls = calls_behind(fp8_dense.without_c)
         calls.forget_all()
         self.checks: dict[type, Any] = {}
@@ -77,7 +79,7 @@ class FakeGpu:
         monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
         monkeypatch.setattr(options, "num_sms_for", lambda device: 132)
         monkeypatch.setattr(options, "whole_gpu", lambda device: True)
-        monkeypatch.setattr(engine, "plan", lambda spec, device: SimpleNamespace(spec=spec, device=CPU))
+        monkeypatch.setattr(engine, "plan", self.plan)
         monkeypatch.setattr(engine, "launch", self.launch)
 
     def checked(self, operation: type) -> Any:
@@ -88,6 +90,11 @@ class FakeGpu:
             return None if x is None else replace(x, device=torch.device("cuda", 0))
 
         return checked
+
+    def plan(self, spec: Any, device: int) -> Any:
+        if self.unsupported:
+            raise UnsupportedError(self.unsupported)
+        return SimpleNamespace(spec=spec, device=CPU, config="64x64", symbol=KERNELS[type(spec)])
 
     def launch(
         self, plan: Any, strides: Any, addresses: Mapping[str, int], stream: int, constant: bool = False

@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": "Run the main job once: compile, check, time, and run again warm.",
     "doctor": "Say what was found: GPU, driver, compilers, cache, and what is used and why.",
     "inspect": "Show what would run for a shape: configs, estimates, source, registers, SASS.",
+    "new-kernel": "Write the files of a kernel of your own, with a test.",
     "precompile": "Compile the kernels of a model or of given shapes ahead of time.",
 }
 
@@ -31,7 +32,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"deep_gemm.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"deep_gemm.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

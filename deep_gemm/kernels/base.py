@@ -9,7 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from ..arch import ArchSpec
 from ..jit.binary import PostPass
-from ..jit.driver.launch import LaunchShape, Map, Parameter, Pointer
+from ..jit.driver.launch import NUMBERS, LaunchShape, Map, Parameter, Pointer
 from ..params import GemmConfig, KernelConfig, KernelParams
 from ..spec import GemmSpec, Spec
 from .features import Features
@@ -19,7 +19,7 @@ ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 """Of each operand by name, in elements, outermost dimension first."""
 
-Value: TypeAlias = int | list[int] | Map | bytes | None
+Value: TypeAlias = int | float | list[int] | Map | bytes | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Argument:
     @property
     def is_value(self) -> bool:
         """A number or an address, and no struct."""
-        return self.ctype in ("u32", "i64") or self.ctype.endswith("*")
+        return self.ctype in NUMBERS or self.ctype.endswith("*")
 
     @property
     def declaration(self) -> str:

@@ -1,4 +1,5 @@
-"""The same products by torch, that is by cuBLAS: what tests and benchmarks compare with."""
+"""The same products by torch, that is by cuBLAS: what tests and benchmarks compare with, and a fallback for GPUs
+without kernels of ours (DG_FALLBACK=cublaslt)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import half_gemm_reference, plain_arithmetic
+from ..reference import dequantised, half_gemm_reference, plain_arithmetic
 from . import checks
 from .checks import shape_of
 
@@ -71,3 +72,23 @@ def _multiply(a: Tensor, b_t: Tensor, d: Tensor, c: Tensor | None) -> None:
         torch.mm(a, b_t, out=d)
     else:
         torch.addmm(c, a, b_t, out=d)
+
+
+def half_by_cublaslt(x: Any) -> None:
+    """A 16-bit product: d = (c +) a @ b^T. Raises UnsupportedError where torch cannot do it."""
+    gemm(x.tensors["a"], x.tensors["b"], x.tensors["d"], x.tensors.get("c"), "nt")
+
+
+def fp8_by_cublaslt(x: Any) -> None:
+    """A product of scaled FP8 operands, in bfloat16: each dequantised value is rounded to 8 bits, a relative error of
+    2^-8 at most, as the result is. They take up to six bytes an element for as long as it runs. Raises UnsupportedError
+    where torch cannot do it."""
+    tensors = x.tensors
+    if tensors["d"].dtype == torch.float16:
+        raise UnsupportedError("d is torch.float16, and torch multiplies bfloat16 into bfloat16 or float32.")
+    with torch.inference_mode():
+        left, right = (
+            dequantised(tensors[name], tensors["sf" + name], kind, torch.float32).bfloat16()
+            for name, kind in zip("ab", x.scaling, strict=True)
+        )
+        gemm(left, right, tensors["d"], tensors.get("c"), "nt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..reference import fp8_gemm_reference
 from ..spec import Accumulate, Dtype, GemmSpec, Operand, TransposeBytesSpec, TransposeSpec, align
 from . import checks, fp8_checks
 from .checks import TMA_BYTES
+from .cublaslt import fp8_by_cublaslt
 from .fp8_checks import BLOCKS, Scalings, is_k_major
 
 NAME = "fp8_gemm_nt"
@@ -75,6 +77,7 @@ class FP8GemmNT(Operation):
     name = NAME
     output = "d"
     weights = ("b", "sfb")
+    fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt})
 
     def __init__(self, accumulates: bool = False) -> None:
         c = ("c",) if accumulates else ()

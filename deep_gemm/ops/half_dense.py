@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..reference import half_gemm_reference
 from ..spec import Accumulate, CopySpec, Dtype, GemmSpec, Major, Operand, align
 from . import checks
 from .checks import TMA_BYTES, shape_of
+from .cublaslt import half_by_cublaslt
 
 BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
 """Names of the operations, in every layout."""
@@ -78,6 +80,7 @@ class HalfGemm(Operation):
 
     output = "d"
     weights = ("b",)
+    fallbacks = MappingProxyType({"cublaslt": half_by_cublaslt})
 
     def __init__(self, name: str, accumulates: bool) -> None:
         self.name = name

@@ -42,16 +42,16 @@ class Quantize(Operation):
     """See ``deep_gemm.quantize``. ``plain`` and ``transposed``: which outputs there are."""
 
     def __init__(self, plain: bool, transposed: bool) -> None:
-        self.outputs = (*(["plain"] if plain else []), *(["transposed"] if transposed else []))
+        self.written = (*(["plain"] if plain else []), *(["transposed"] if transposed else []))
         prefixes = {"plain": "", "transposed": "t_"}
-        self.name = "quantize " + " and ".join(self.outputs)
-        self.parameters = ("x", *self.outputs, "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated")
+        self.name = "quantize " + " and ".join(self.written)
+        self.parameters = ("x", *self.written, "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated")
         self.operands = {"x": "x"}
-        for output in self.outputs:
+        for output in self.written:
             prefix = prefixes[output]
             self.operands |= {f"{prefix}values": f"{output}[0]", f"{prefix}scales": f"{output}[1]"}
-        _, self.output, *besides = self.operands
-        self.also_written = tuple(besides)
+        self.outputs = tuple(name for name in self.operands if name != "x")
+        self.output = self.outputs[0]
 
     def check(self, *arguments: Any) -> QuantizeOperands | None:
         """None for fake tensors and where there is nothing to cast."""
@@ -63,7 +63,7 @@ class Quantize(Operation):
         if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon < math.inf:
             raise InvalidInputError(f"epsilon must be a number from 0, but it is {epsilon!r}.")
         named: dict[str, Any] = {"x": given["x"]}
-        for output in self.outputs:
+        for output in self.written:
             values, scales = checks.pair(output, given[output])
             named |= {f"the {output} values": values, f"the {output} scales": scales}
         for name, tensor in named.items():
@@ -80,7 +80,7 @@ class Quantize(Operation):
             )
         columns = columns // 2 if gated else columns
         blocks = {"plain": given["plain_blocks"], "transposed": given["transposed_blocks"]}
-        for output in self.outputs:
+        for output in self.written:
             _check_output(output, named, rows, columns, blocks[output])
         if checks.is_fake(named.values()):
             return None
@@ -95,8 +95,8 @@ class Quantize(Operation):
             rows=rows,
             columns=columns,
             dtype=DTYPES[x.dtype],
-            plain=blocks["plain"] if "plain" in self.outputs else "none",
-            transposed=blocks["transposed"] if "transposed" in self.outputs else "none",
+            plain=blocks["plain"] if "plain" in self.written else "none",
+            transposed=blocks["transposed"] if "transposed" in self.written else "none",
             gated=gated,
             epsilon=struct.unpack("<I", struct.pack("<f", epsilon))[0],
             power_of_two=use_ue8m0,

@@ -36,6 +36,8 @@ Arg: TypeAlias = bytes | tuple[str, int | float | tuple[int, ...]]
 Parameter: TypeAlias = Arg | Pointer | Map
 
 _CODES = {"ptr": "=Q", "i32": "=i", "u32": "=I", "i64": "=q", "f32": "=f"}
+NUMBERS = ("i32", "u32", "i64", "f32")
+"""Of these the types of numbers, by the names that device code has for them (``types.cuh`` and ``custom.cuh``)."""
 _FORMATS = {name: struct.Struct(code) for name, code in _CODES.items()}
 CONTEXT_ERRORS = (201, 400)
 """What a launch reports on a thread that has no context yet, or the context of another device."""

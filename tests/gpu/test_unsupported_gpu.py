@@ -12,7 +12,7 @@ from gpu_cases import DEVICE
 import deep_gemm
 from deep_gemm import UnsupportedError, arch, engine, options
 from deep_gemm.log import reset_warnings
-from deep_gemm.testing import assert_close_to_exact, random_operands
+from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
@@ -41,6 +41,20 @@ def test_it_is_refused_in_words() -> None:
     d = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(UnsupportedError, match=r"Some other GPU has compute capability 8\.0.*DG_FALLBACK=torch"):
         deep_gemm.fp8_gemm_nt(a, b, d)
+
+
+@pytest.mark.usefixtures("another_gpu")
+def test_cublas_is_asked_first_where_it_is_named_first(caplog: pytest.LogCaptureFixture) -> None:
+    a, b, x, y = random_operands(M, N, K, "cuda")
+    d = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device="cuda")
+    half = torch.full((M, N), float("nan"), device="cuda")
+    with deep_gemm.settings.override(fallback="cublaslt,torch"), caplog.at_level(logging.WARNING, logger="deep_gemm"):
+        deep_gemm.fp8_gemm_nt(a, b, d)
+        deep_gemm.bf16_gemm_nt(x.bfloat16(), y.bfloat16(), half, torch.ones_like(half))
+    assert calc_diff(d, x.float() @ y.float().t()) < 1e-3
+    assert calc_diff(half, x.float() @ y.float().t() + 1) < 1e-3
+    assert all("by cuBLAS" in record.message for record in caplog.records)
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.usefixtures("another_gpu")

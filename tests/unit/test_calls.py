@@ -197,7 +197,7 @@ def test_what_a_replay_takes_is_what_the_check_takes(starts: tuple[int, ...], al
     first = [*operands()[0], *operands()[1], output()]
     ranges = [calls.byte_range(x) for x in first]
     sizes = tuple(end - start for start, end in ranges)
-    fits = calls._fits(5, 4)
+    fits = calls._fits(5, (4,))
     places = tuple(x.data_ptr() for x in (a, sfa, b, sfb, d))
     try:
         FP8GemmNT().check((a, sfa), (b, sfb), d)
@@ -247,7 +247,7 @@ def test_no_replay_launches_at_address_zero(name: str) -> None:
     x = named_operands()
     ranges = [calls.byte_range(tensor) for tensor in x.values()]
     first, sizes = tuple(start for start, _ in ranges), tuple(end - start for start, end in ranges)
-    fits = calls._fits(5, 4)
+    fits = calls._fits(5, (4,))
     assert fits(first, sizes, first)
     nowhere = tuple(0 if place == name else at for place, at in zip(NAMES, first, strict=True))
     assert not fits(first, sizes, nowhere)

@@ -166,17 +166,16 @@ def test_dependent_launch_is_on_at_first_and_never_on_part_of_a_gpu(monkeypatch:
     """A kernel that waits for its predecessor would hold SMs that set_num_sms leaves to others."""
     asked: list[bool] = []
 
-    class Family:
-        def launch(self, params: Any, spec: Any, strides: Any, pdl: bool, constant: bool) -> Any:
-            asked.append(pdl)
-            return SimpleNamespace(shape=None, parameters=())
+    def launched(strides: Any, pdl: bool, constant: bool) -> Any:
+        asked.append(pdl)
+        return SimpleNamespace(shape=None, parameters=())
 
     monkeypatch.setattr(engine, "primary_context", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(engine, "Launch", lambda *args: None)
 
     def launch(whole_gpu: bool) -> bool:
         spec = ops.spec(1, 128, 128, 132, whole_gpu=whole_gpu)
-        plan: Any = SimpleNamespace(kernel=Family(), params=None, spec=spec, device=0, function=None)
+        plan: Any = SimpleNamespace(launch=launched, spec=spec, device=0, function=None)
         engine.launch(plan, {}, {}, 0)
         return asked[-1]
 

@@ -8,6 +8,7 @@ import pytest
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import include_dir, render, template_dir, variables
+from deep_gemm.jit.generator import render_text
 
 TEMPLATE = """\
 /*# a note for the reader of the template #*/
@@ -84,3 +85,14 @@ def test_the_packages_own_directories_exist() -> None:
     assert include_dir().is_dir()
     for path in template_dir().glob("*.jinja"):
         assert variables(path.name), path.name
+
+
+def test_a_template_may_be_text(folder: Path) -> None:
+    (folder / "part.jinja").write_text("int part = /*{ rows }*/;\n")
+    text = '/*% include "part.jinja" %*/\nvoid /*{ name }*/();'
+    assert render_text(text, {"name": "k", "rows": 3}, "k", folder) == "int part = 3;\nvoid k();"
+    assert variables("k", folder, text) == {"name", "rows"}
+    with pytest.raises(InvalidInputError, match="Template 'k' uses rows, which its fields lack"):
+        render_text(text, {"name": "k"}, "k", folder)
+    with pytest.raises(InvalidInputError, match="Template k:2 is not valid Jinja"):
+        render_text("a\n/*% if %*/", {}, "k", folder)

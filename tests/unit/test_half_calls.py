@@ -242,7 +242,7 @@ def test_what_a_replay_takes_is_what_the_check_takes(starts: tuple[int, int, int
     c = d if in_place else place(starts[2], m, n)
     first = (matrix(m, k), matrix(n, k), matrix(m, n), matrix(m, n))
     ranges = [calls.byte_range(x) for x in (first[0], first[1], first[3] if in_place else first[2], first[3])]
-    fits = calls._fits(4, 3, 2 if in_place else -1)
+    fits = calls._fits(4, (3,), 2 if in_place else -1)
     taken = fits(
         tuple(start for start, _ in ranges),
         tuple(end - start for start, end in ranges),

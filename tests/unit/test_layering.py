@@ -25,9 +25,12 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.select",),
     ("deep_gemm.constant", "deep_gemm.options", "deep_gemm.record"),
     ("deep_gemm.engine",),
+    ("deep_gemm.operation", "deep_gemm.reports"),
+    ("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.monitoring"),
     ("deep_gemm.calls",),
     ("deep_gemm.quantisation", "deep_gemm.reference"),
     ("deep_gemm.ops",),
+    ("deep_gemm.custom",),
     ("deep_gemm.dense", "deep_gemm.layout", "deep_gemm.testing", "deep_gemm.unsupported", "deep_gemm.utils"),
     ("deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
     ("deep_gemm.aot.model",),
@@ -115,6 +118,7 @@ def violations(module: str, tree: ast.AST) -> list[str]:
 
 CORE = (
     *("deep_gemm.arch", "deep_gemm.calls", "deep_gemm.constant", "deep_gemm.engine", "deep_gemm.options"),
+    *("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.monitoring", "deep_gemm.operation", "deep_gemm.reports"),
     *("deep_gemm.record", "deep_gemm.select", "deep_gemm.jit", "deep_gemm.kernels.__init__", "deep_gemm.kernels.base"),
     *("deep_gemm.kernels.features", "deep_gemm.kernels.raster", "deep_gemm.kernels.tiles"),
 )

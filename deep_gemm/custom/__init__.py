@@ -1,0 +1,1 @@
+"""Kernels of users' own, through the same compilers, cache and launch records as ours."""

@@ -1,0 +1,239 @@
+"""A user's kernel as an operation: checks, source, launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import arch, engine, record
+from ..calls import Operation, Step, Work
+from ..errors import InvalidInputError, UnsupportedError
+from ..jit.binary import Binary
+from ..jit.builder import BuildRequest, default_builder
+from ..jit.driver.launch import LaunchShape
+from ..jit.driver.module import Function, load_function
+from ..jit.generator import render, render_text, variables
+from ..kernels.base import LaunchPlan, Strides
+from ..ops import checks
+from ..params import KernelConfig, KernelParams
+from .launch import LaunchConfig, checked_shape, checked_values
+from .parameters import ELEMENTS, Declared
+
+Constants = tuple[tuple[str, str | int | bool], ...]
+
+_GIVEN = ("name", "signature", "num_threads")
+"""Jinja fields of every source."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the source of a kernel comes from: text, or a template in a directory whose templates it may include."""
+
+    name: str
+    text: str | None
+    directory: Path | None
+
+    def render(self, fields: Mapping[str, str | int | bool]) -> str:
+        """The source. Raises InvalidInputError for a field that it lacks, and for one that nothing uses."""
+        unused = fields.keys() - variables(self.name, self.directory, self.text) - set(_GIVEN)
+        if unused:
+            raise InvalidInputError(
+                f"constants of {fields['name']} has {', '.join(sorted(unused))}, which its source does not use."
+            )
+        if self.text is not None:
+            return render_text(self.text, fields, self.name, self.directory)
+        return render(self.name, fields, self.directory)
+
+
+@dataclass(frozen=True)
+class CustomConfig(KernelConfig):
+    """What one binary of a user's kernel is made for."""
+
+    num_threads: int
+    constants: Constants
+
+    def __str__(self) -> str:
+        text = f"{self.num_threads} threads"
+        return text + "".join(f", {name}={value}" for name, value in self.constants)
+
+
+@dataclass(frozen=True)
+class CustomSpec:
+    """What is asked of a user's kernel: a binary of it, and its launch."""
+
+    config: CustomConfig
+    launch: LaunchPlan
+
+
+@dataclass(eq=False)
+class CustomOperands:
+    """The checked operands of a call, all its arguments, and what its function says."""
+
+    tensors: Mapping[str, Tensor]
+    arguments: tuple[Any, ...]
+    device: torch.device
+    spec: CustomSpec
+    flops: int
+
+
+@dataclass(frozen=True)
+class CustomPlan(engine.Plan):
+    """A user's kernel, loaded, and one launch of it."""
+
+    spec: Any
+
+    @property
+    def config(self) -> str:
+        """Threads and constants."""
+        return str(self.spec.config)
+
+    def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
+        """As its function said, but for dependent launch where `set_pdl` switches it off."""
+        found: LaunchPlan = self.spec.launch
+        return found if pdl else replace(found, shape=replace(found.shape, pdl=False))
+
+
+class CustomOperation(Operation):
+    """A user's kernel as an operation: what `deep_gemm.calls` remembers, monitors watch and DG_FALLBACK replaces."""
+
+    apart = False
+
+    def __init__(
+        self,
+        declared: Declared,
+        source: Source,
+        function: Callable[..., LaunchConfig | None],
+        strided: Sequence[str],
+        needs: tuple[int, int] | None,
+    ) -> None:
+        self.name, self.parameters, self.floats = declared.kernel, declared.arguments, declared.floats
+        self.operands = {name: name for name in declared.tensors}
+        self.output, self.outputs = declared.written[0], declared.written
+        self.declared, self.source, self.function, self.needs = declared, source, function, needs
+        self.strided = frozenset(strided)
+        self.in_torch: Callable[..., object] | None = None
+        self._requests: dict[tuple[KernelParams, str], BuildRequest] = {}
+
+    def check(self, *arguments: Any) -> CustomOperands | None:
+        """None for fake tensors, and where the function says that there is nothing to do."""
+        given = dict(zip(self.parameters, arguments, strict=True))
+        tensors = {name: given[name] for name in self.operands}
+        for name, tensor in tensors.items():
+            checks.check_plain(name, tensor, tensor.dim() if isinstance(tensor, Tensor) else 0)
+            wanted = ELEMENTS[self.declared.tensors[name]]
+            if tensor.dtype != wanted:
+                raise InvalidInputError(f"{name} of {self.name} must be {wanted}, but it is {tensor.dtype}.")
+        device = checks.check_devices(tensors)
+        if checks.is_fake(tensors.values()):
+            return None
+        for name in self.outputs:
+            checks.check_output_gradient(name, tensors[name])
+        checks.check_memory(tensors)
+        for name in self.declared.pointers - self.strided:
+            if not tensors[name].is_contiguous():
+                raise InvalidInputError(
+                    f"{name} of {self.name} must be contiguous, but it is {checks.shape_of(tensors[name])} with "
+                    f"strides {tensors[name].stride()}. Pass .contiguous(), or declare the kernel with "
+                    f"strided=({name!r},) if it takes the strides."
+                )
+        for name in self.floats:
+            if not isinstance(given[name], (int, float, str, torch.dtype, type(None))):
+                raise InvalidInputError(
+                    f"{name} of {self.name} must be a number, text, None or a dtype, but it is "
+                    f"{checks.kind_of(given[name])}. Tensors must be declared in parameters."
+                )
+        config = self.function(*arguments)
+        if config is None:
+            return None
+        spec = self._spec(config, given, tensors)
+        return CustomOperands(tensors, arguments, device, spec, int(config.flops))
+
+    def _spec(self, config: LaunchConfig, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CustomSpec:
+        shape = checked_shape(self.name, config)
+        values = checked_values(self.declared, config, given, tensors)
+        for name, value in config.constants.items():
+            if name in _GIVEN or not isinstance(value, (str, int)):
+                raise InvalidInputError(
+                    f"constants of {self.name}: {name} must be a number, text, True or False, and not be one of "
+                    f"{', '.join(_GIVEN)}, but it is {value!r}."
+                )
+        packed = tuple(p.argument.pack(values.get(p.name)) for p in self.declared.parameters)
+        constants = tuple(sorted(config.constants.items()))
+        return CustomSpec(CustomConfig(config.block, constants), LaunchPlan(shape, packed))
+
+    def work(self, x: CustomOperands, device: int) -> Work:
+        """One launch."""
+        spec: Any = x.spec
+        return Work((Step(spec, {}, self.operands),))
+
+    def plan(self, step: Step, device: int) -> CustomPlan:
+        """The kernel, compiled and loaded the first time."""
+        spec: Any = step.spec
+        config, shape = spec.config, spec.launch.shape
+        self._check_device(device)
+        params = KernelParams(kernel=self.name, arch=arch.target(device), config=config)
+        which = params, repr(config.constants)  # True equals 1, and is printed as another text
+        request = self._requests.get(which)
+        if request is None:
+            request = self._requests[which] = self.request(params)
+        # By the source, so that a kernel that is declared again, as in a notebook, is loaded once.
+        key = (request.name, request.source, request.arch, shape.dynamic_shared, device)
+        function, _ = engine.load_once(key, lambda: _load(request, shape, device), f"{self.name} ({config})")
+        return CustomPlan(spec, device, params, function)
+
+    def _check_device(self, device: int) -> None:
+        if self.needs is None or (found := torch.cuda.get_device_capability(device)) >= self.needs:
+            return
+        needed, has = (".".join(map(str, capability)) for capability in (self.needs, found))
+        raise UnsupportedError(
+            f"{self.name} needs a GPU of compute capability {needed} or newer, but "
+            f"{torch.cuda.get_device_name(device)} has {has}."
+        )
+
+    def request(self, params: KernelParams) -> BuildRequest:
+        """What the builder needs: the rendered source, and what it was rendered for."""
+        config = params.config
+        if not isinstance(config, CustomConfig):
+            raise TypeError(f"{self.name} is built for a CustomConfig, not {config}")
+        fields: dict[str, str | int | bool] = {
+            "name": self.name,
+            "signature": self.declared.signature,
+            "num_threads": config.num_threads,
+            **dict(config.constants),
+        }
+        meta = {"params": params.to_json()}
+        return BuildRequest(name=self.name, source=self.source.render(fields), arch=params.arch, meta=meta)
+
+    def reference(self, x: CustomOperands) -> None:
+        """The caller's own. Raises UnsupportedError where there is none."""
+        if self.in_torch is None:
+            raise UnsupportedError(
+                f"{self.name} has no reference to run on {x.device}: pass CUDA tensors, or give it one with "
+                f"@{self.name}.reference."
+            )
+        self.in_torch(*x.arguments)
+
+
+def _load(request: BuildRequest, shape: LaunchShape, device: int) -> tuple[Function, Binary]:
+    binary = default_builder().build(request)
+    function = load_function(binary.cubin, binary.name, device, shape.dynamic_shared)
+    record.add_plan(
+        {
+            "spec": {"kernel": request.name, "first_launch": asdict(shape)},
+            "device": device,
+            "params": dict(request.meta)["params"],
+            "kernel": binary.name,
+            "key": binary.key,
+            "layer": binary.layer,
+            "compiler": binary.compiler,
+            "source": binary.source_path,
+            "resources": binary.resources.to_json(),
+            "seconds": dict(binary.seconds),
+        }
+    )
+    return function, binary

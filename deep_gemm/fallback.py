@@ -1,0 +1,71 @@
+"""What is done where there is no kernel for a call: DG_FALLBACK names ways, which are tried in order."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from . import monitoring
+from .errors import DeepGemmError, UnsupportedError
+from .log import warn_once
+from .operation import Operation
+from .settings import settings
+
+TORCH = "torch"
+BACKENDS = "deep_gemm.backends"
+"""Where other ways are looked for, such as Triton's; imported only then."""
+
+
+def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
+    """Compute ``operation`` on the checked operands ``x`` in the first way that can. Raises ``reason``, which says why
+    no kernel can, where the setting names none, and UnsupportedError with the reason of each if none can."""
+    refused = []
+    for way in settings.fallback:
+        try:
+            monitoring.run(operation, x, f"fallback {way}", _way(operation, way))
+        except (UnsupportedError, ImportError) as error:
+            refused.append(f"{way} cannot either: {error}")
+            continue
+        slow = ", which is slow" if way == TORCH else ""
+        others = "".join(f" {why}" for why in refused)
+        warn_once(
+            f"fallback:{operation.name}:{way}:{_NUMBER.sub('', str(reason))}",  # whatever the sizes
+            f"DG_FALLBACK={way}: {operation.name} is computed by {_NAMES.get(way, way)}{slow}. {reason}{others}",
+        )
+        return
+    if not refused:
+        raise reason
+    raise UnsupportedError(f"{reason} {' '.join(refused)}") from reason
+
+
+_NUMBER = re.compile(r"\d+")
+_NAMES = {TORCH: "the reference implementation", "cublaslt": "cuBLAS, through torch"}
+
+
+def _way(operation: Operation, way: str) -> Callable[[Any], None]:
+    if way == TORCH:
+        return operation.reference
+    if way in operation.fallbacks:
+        return operation.fallbacks[way]
+    if operation.in_place:
+        raise UnsupportedError(f"{way} does not add to c.")
+    try:
+        found = importlib.import_module(BACKENDS).get_kernel(way, operation.name)
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"there is no {way} for {operation.name} here ({error}).") from error
+    except (DeepGemmError, LookupError) as error:
+        raise UnsupportedError(f"{error}") from error
+    return lambda x: found(*arguments(operation, x.tensors))
+
+
+def arguments(operation: Operation, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """The operands as the public function takes them by position: values and their scales are a pair."""
+    found: dict[str, Any] = {}
+    for name, argument in operation.operands.items():
+        whole, _, part = argument.partition("[")
+        found[whole] = (*found.get(whole, ()), tensors[name]) if part else tensors[name]
+    return tuple(found.values())

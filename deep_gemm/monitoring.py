@@ -1,0 +1,376 @@
+"""The performance monitor: how often each call was made, and what it took.
+
+While a monitor is active, launch records are made with a counter around them; now and then a pair of CUDA events
+measures a call. Without a monitor they are made without: a warm call has no branch for it. Beginning or ending one
+drops the remembered records, so that the next call of each shape makes new ones.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import collections
+import math
+import os
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .call_code import Places
+from .errors import InvalidInputError
+from .jit.driver.module import beside_captures
+from .jit.forking import ForkLock
+from .log import warn_once
+from .operation import Operation
+from .settings import settings
+
+KEPT_TIMES, KEPT_SAMPLES = 512, 16384
+"""Times that percentiles are of, for each series; and samples of the trace. Older ones are dropped."""
+MAX_SERIES = 4096
+"""Past so many series, further calls are counted by operation and device only."""
+MAX_PENDING, MANY_PENDING = 4096, 64
+"""Pairs of events whose calls the GPU may still have to finish: past the first no call is timed, and past the second
+those that are done are read."""
+
+PERCENTILES = (50, 90, 99)
+
+_listeners: list[Callable[[], None]] = []
+_active: tuple[Monitor, ...] = ()
+_begun = False
+_lock = ForkLock()
+
+
+def percentile(values: Collection[float], part: int) -> float:
+    """The smallest of ``values`` that ``part`` percent of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * part / 100) - 1)]
+
+
+class Call(Protocol):
+    """The launches of a call, as `deep_gemm.calls.Replay` has them."""
+
+    constant: bool
+    device: int
+    fits: Callable[[Places], bool]
+
+    def is_for(self, batch_invariant: bool) -> bool: ...
+
+    def record(self) -> Callable[[], None]: ...
+
+    def __call__(self, at: Places) -> None: ...
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What makes a series. ``config`` is how the call was computed: the kernel's config, or the fallback's name."""
+
+    operation: str
+    shape: str
+    config: str
+    kernel: str
+    device: str
+
+
+class Sample(NamedTuple):
+    """A call that was timed: its series, when it was made (us since the monitor began), and what it took (us)."""
+
+    series: Series
+    start_us: float
+    us: float
+
+
+class Pending(NamedTuple):
+    """Two CUDA events around a call that the GPU may not have finished."""
+
+    series: Series
+    start_us: float
+    events: tuple[Any, Any]
+
+
+class Series:
+    """The calls of one kind."""
+
+    def __init__(self, monitor: Monitor, labels: Labels, bytes_moved: int, flops: int) -> None:
+        self.monitor, self.labels, self.bytes, self.flops = monitor, labels, bytes_moved, flops
+        self.calls = self.timed = 0
+        self.total_us, self.least_us, self.most_us = 0.0, float("inf"), 0.0
+        self.times = array.array("d")
+        self._on_gpu = labels.device != "cpu"
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Make a call, and count it. The first one, which may load a kernel, is not timed; then one in ``every`` is."""
+        monitor = self.monitor
+        with monitor.lock.lock:
+            number = self.calls
+            self.calls = number + 1
+        if (number - 1) % monitor.every and monitor.every > 1:
+            function(*arguments)
+        elif not self._on_gpu:
+            start = time.perf_counter()
+            function(*arguments)
+            self.add(start, (time.perf_counter() - start) * 1e6)
+        elif _is_capturing() or len(monitor.pending) >= MAX_PENDING:
+            function(*arguments)  # events would become a part of the graph
+        else:
+            start, events = time.perf_counter(), monitor.events(self.labels.device)
+            events[0].record()
+            function(*arguments)
+            events[1].record()
+            monitor.pending.append(Pending(self, monitor.since(start), events))
+            if len(monitor.pending) >= MANY_PENDING:
+                monitor.collect(wait=False)
+
+    def add(self, start: float, us: float) -> None:
+        """A call that was made at ``start`` (of `time.perf_counter`) took ``us``."""
+        self.sampled(self.monitor.since(start), us)
+
+    def sampled(self, start_us: float, us: float) -> None:
+        """The same, ``start_us`` after the monitor began."""
+        with self.monitor.lock.lock:
+            if len(self.times) < KEPT_TIMES:
+                self.times.append(us)
+            else:
+                self.times[self.timed % KEPT_TIMES] = us
+            self.timed += 1
+            self.total_us += us
+            self.least_us, self.most_us = min(self.least_us, us), max(self.most_us, us)
+            self.monitor.samples.append(Sample(self, start_us, us))
+
+    def to_json(self) -> dict[str, Any]:
+        """Its labels, counts, and times in microseconds; rates are of the mean time."""
+        entry: dict[str, Any] = {**asdict(self.labels), "calls": self.calls, "timed": self.timed}
+        entry |= {"bytes": self.bytes, "flops": self.flops}
+        if self.timed:
+            mean = self.total_us / self.timed
+            parts = {f"p{part}": percentile(self.times, part) for part in PERCENTILES}
+            entry["us"] = {"mean": mean, "min": self.least_us, **parts, "max": self.most_us, "sum": self.total_us}
+            if mean > 0:
+                entry |= {"gbps": self.bytes / mean / 1e3, "tflops": self.flops / mean / 1e6}
+        return entry
+
+
+class Monitor:
+    """What `deep_gemm.monitor` returns; it counts inside its ``with`` block."""
+
+    def __init__(self, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InvalidInputError(f"every must be a positive integer, one call in so many is timed, not {every!r}.")
+        self.every = every
+        self.lock = ForkLock()
+        self.pending: collections.deque[Pending] = collections.deque()
+        self.samples: collections.deque[Sample] = collections.deque(maxlen=KEPT_SAMPLES)
+        self._series: dict[Labels, Series] = {}
+        self._free: dict[str, list[tuple[Any, Any]]] = {}
+        self._began = time.perf_counter()
+        self._date = time.time()
+        self._seconds: float | None = None
+
+    def __enter__(self) -> Monitor:
+        global _active
+        self._began, self._date, self._seconds = time.perf_counter(), time.time(), None
+        with _lock.lock:
+            _active = (*_active, self)
+        _changed()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _active
+        with _lock.lock:
+            _active = tuple(monitor for monitor in _active if monitor is not self)
+        _changed()
+        self._seconds = time.perf_counter() - self._began
+
+    def since(self, moment: float) -> float:
+        """Microseconds from the monitor's beginning to a moment of `time.perf_counter`."""
+        return (moment - self._began) * 1e6
+
+    def series(self, labels: Labels, bytes_moved: int, flops: int) -> Series:
+        """The series of these labels."""
+        with self.lock.lock:
+            if labels not in self._series and len(self._series) >= MAX_SERIES:
+                labels, bytes_moved, flops = Labels(labels.operation, "others", "", "", labels.device), 0, 0
+            return self._series.setdefault(labels, Series(self, labels, bytes_moved, flops))
+
+    def events(self, device: str) -> tuple[Any, Any]:
+        """A pair of events of ``device`` that nothing uses."""
+        free = self._free.setdefault(device, [])
+        try:
+            return free.pop()
+        except IndexError:
+            return _new_event(), _new_event()
+
+    def collect(self, wait: bool) -> None:
+        """Read the events of calls that the GPU has finished; with ``wait`` of all."""
+        with beside_captures() if self.pending else nullcontext():
+            while self.pending:
+                try:
+                    pending = self.pending.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                start, end = pending.events
+                if wait:
+                    end.synchronize()
+                elif not end.query():
+                    self.pending.appendleft(pending)
+                    return
+                pending.series.sampled(pending.start_us, start.elapsed_time(end) * 1e3)
+                self._free[pending.series.labels.device].append(pending.events)
+
+    def report(self) -> dict[str, Any]:
+        """All that was counted and timed, JSON-ready: an entry of ``calls`` for each operation, shape, config, kernel
+        and device. Waits until the GPU has finished the calls that are timed.
+
+        An entry has ``calls``, ``timed`` (how many of them were), ``bytes`` (of the operands) and ``flops`` of one
+        call, and where there are times ``us`` (mean, min, p50, p90, p99, max, sum), ``gbps`` and ``tflops``.
+        """
+        self.collect(wait=True)
+        seconds = time.perf_counter() - self._began if self._seconds is None else self._seconds
+        with self.lock.lock:
+            entries = [series.to_json() for series in self._series.values()]
+        entries.sort(key=lambda entry: (-entry.get("us", {}).get("mean", 0.0) * entry["calls"], entry["operation"]))
+        return {"began": self._date, "seconds": seconds, "every": self.every, "pid": os.getpid(), "calls": entries}
+
+    def json(self) -> str:
+        """`report` as JSON."""
+        from . import reports
+
+        return reports.as_json(self.report())
+
+    def prometheus(self) -> str:
+        """`report` in Prometheus' text format."""
+        from . import reports
+
+        return reports.as_prometheus(self.report())
+
+    def trace(self) -> str:
+        """The calls that were timed, for chrome://tracing and Perfetto. Each begins when the host made it."""
+        from . import reports
+
+        self.collect(wait=True)
+        with self.lock.lock:
+            samples = list(self.samples)
+        return reports.as_trace((asdict(sample.series.labels), sample.start_us, sample.us) for sample in samples)
+
+    def write(self, path: str | Path) -> None:
+        """Write a report: Prometheus' text for a name that ends in .prom, a trace for .trace.json, else JSON. ``%p``
+        becomes the process's id. Raises OSError."""
+        from . import reports
+
+        place = reports.place(path)
+        written = {reports.PROMETHEUS: self.prometheus, reports.TRACE: self.trace, reports.JSON: self.json}
+        place.write_text(written[reports.kind(place)]())
+
+
+def monitor(every: int = 16) -> Monitor:
+    """Count and time the calls of this process, in all its threads, inside a ``with`` block::
+
+        with deep_gemm.monitor() as m:
+            model(x)
+        print(m.json())
+
+    Args:
+        every: one call in so many of each operation, shape and config is timed, by CUDA events on its stream. Nothing
+            waits for the GPU before a report is asked for.
+
+    A call inside CUDA-graph capture is counted and not timed; replays of the graph are not seen. What the CPU computes
+    is timed by the clock. The host takes some 0.5 us longer for a counted call, and some 10 us for a timed one; without
+    a monitor nothing. DG_MONITOR watches a whole process.
+    """
+    return Monitor(every)
+
+
+class Watched:
+    """A replay whose calls a series counts."""
+
+    def __init__(self, replay: Call, series: Series) -> None:
+        self.constant, self.device, self.fits = replay.constant, replay.device, replay.fits
+        self._replay, self._series = replay, series
+
+    def is_for(self, batch_invariant: bool) -> bool:
+        """See `deep_gemm.calls.Replay`."""
+        return self._replay.is_for(batch_invariant)
+
+    def record(self) -> Callable[[], None]:
+        """See `deep_gemm.calls.Replay`."""
+        call, count = self._replay.record(), self._series.call
+        return lambda: count(call)
+
+    def __call__(self, at: Places) -> None:
+        self._series.call(self._replay, at)
+
+
+def watch(replay: Call, operation: Operation, x: Any, config: str, kernel: str) -> Call:
+    """``replay``, or what counts its calls while there is a monitor."""
+    for monitor in _active:
+        replay = Watched(replay, _series(monitor, operation, x, config, kernel))
+    return replay
+
+
+def run(operation: Operation, x: Any, config: str, function: Callable[[Any], None]) -> None:
+    """``function(x)``, which computes the operation without a kernel of ours, counted while there is a monitor."""
+
+    def step(monitors: tuple[Monitor, ...]) -> None:
+        if not monitors:
+            function(x)
+        else:
+            _series(monitors[0], operation, x, config, "").call(step, monitors[1:])
+
+    step(_active)
+
+
+def _series(monitor: Monitor, operation: Operation, x: Any, config: str, kernel: str) -> Series:
+    labels = Labels(operation.name, operation.shape(x), config, kernel, str(x.device))
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in x.tensors.values())
+    return monitor.series(labels, moved, operation.flops(x))
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` when a monitor begins or ends."""
+    _listeners.append(listener)
+
+
+def _changed() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def begin() -> None:
+    """Start the monitor that DG_MONITOR asks for, once in a process. Raises SettingError."""
+    global _begun
+    if _begun:
+        return
+    path, every = settings.monitor, settings.monitor_every
+    with _lock.lock:
+        begun, _begun = _begun, True
+    if path is not None and not begun:
+        watching = Monitor(every).__enter__()
+        atexit.register(_write_at_exit, watching, path, os.getpid())
+
+
+def _write_at_exit(watching: Monitor, path: Path, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child, whose calls are not in it
+    try:
+        watching.write(path)
+    except (OSError, RuntimeError) as error:  # of torch, after a kernel has crashed
+        warn_once("monitor", f"DG_MONITOR could not write its report to {path}: {error}.")
+
+
+def _after_fork() -> None:
+    global _active, _begun
+    _active, _begun = (), False
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _new_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,122 @@
+"""Users' kernels through the real compilers: the example's, one of all types of elements, errors with their place."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from kernel_builds import KINDS, open_compiler
+
+import deep_gemm
+from deep_gemm import LaunchConfig
+from deep_gemm.cli.app import app
+from deep_gemm.custom.parameters import ELEMENTS, NUMBERS
+from deep_gemm.errors import CompileError
+from deep_gemm.jit import Builder, sass
+from deep_gemm.settings import settings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("own_kernel", EXAMPLES / "own_kernel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def built(kind: str, root: Path, kernel: deep_gemm.CustomKernel[Any], *arguments: Any) -> Any:
+    return Builder(root, open_compiler(kind)).build(kernel._request(arguments, {}, "sm_90a"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_compiles_and_spills_nothing(kind: str, tmp_path: Path) -> None:
+    found, x = example(), torch.zeros(96, 64).bfloat16()
+    added = built(kind, tmp_path, found.scale_add, x, x, x, 2.0)
+    turned = built(kind, tmp_path, found.scaled_transpose, torch.zeros(64, 96).bfloat16(), x, 2.0)
+    for binary in (added, turned):
+        assert binary.resources.problems() == []
+        assert binary.resources.warnings == ()
+        assert binary.layer == "compiled"
+    text = sass(turned.cubin)
+    assert "UTMALDG.2D" in text
+    assert "UTMASTG.2D" in text
+    assert turned.resources.shared_static >= 2 * 64 * 64 * 2
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a GPU it launches both kernels."""
+    example().main()
+    assert "Both agree with torch on" in capsys.readouterr().out
+
+
+def every_type(out: Any, *tensors: Any) -> LaunchConfig:
+    return LaunchConfig(grid=1, block=32, values={f"n_{name}": 1 for name in NUMBERS} | {"f": 1.0})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_known_to_device_code(kind: str, tmp_path: Path) -> None:
+    """Each converts to and from a float."""
+    names = ", ".join(f"x_{element}" for element in ELEMENTS)
+    parameters = {"out": "f32*", "f": "f32", **{f"n_{name}": name for name in NUMBERS}}
+    parameters |= {f"x_{element}": f"{element}*" for element in ELEMENTS}
+    body = "float sum = f;\n" + "\n".join(f"sum += n_{name};" for name in NUMBERS)
+    body += "\n".join(f"\nsum += float(x_{e}[threadIdx.x]); x_{e}[threadIdx.x] = {e}(sum);" for e in ELEMENTS)
+    namespace = {"every_type": every_type}
+    exec(f"def function(out, {names}): return every_type(out)", namespace)
+    kernel = deep_gemm.kernel(parameters, body=body + "\nout[threadIdx.x] = sum;")(namespace["function"])
+    tensors = [torch.zeros(32, dtype=dtype) for dtype in ELEMENTS.values()]
+    assert built(kind, tmp_path, kernel, torch.zeros(32), *tensors).resources.problems() == []
+
+
+def test_another_process_finds_it_in_the_same_cache(tmp_path: Path) -> None:
+    found, x = example(), torch.zeros(96, 64).bfloat16()
+    first = built("nvrtc", tmp_path, found.scale_add, x, x, x, 2.0)
+    again = built("nvrtc", tmp_path, example().scale_add, x, x, x, 3.0)
+    assert (first.layer, again.layer) == ("compiled", "disk")
+    assert first.key == again.key
+
+
+def test_a_pack_serves_it_where_compiling_is_forbidden(tmp_path: Path) -> None:
+    found, x, pack = example(), torch.zeros(96, 64).bfloat16(), tmp_path / "own.dgpack"
+    with settings.override(cache_dir=tmp_path / "here", use_nvrtc=True):
+        assert found.scale_add.build(x, x, x, 2.0).layer == "compiled"
+        packed = CliRunner().invoke(app, ["cache", "pack", str(pack)])
+        assert packed.exit_code == 0, packed.output
+    with settings.override(cache_dir=tmp_path / "there", forbid_compile=True):
+        with pytest.raises(CompileError, match="DG_JIT_FORBID_COMPILE forbids compiling scale_add"):
+            found.scale_add.build(x, x, x, 2.0)
+        with settings.override(precompiled=[pack]):
+            assert found.scale_add.build(x, x, x, 2.0).layer == "pack"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mistake_in_the_source_is_shown_with_its_line(kind: str, tmp_path: Path) -> None:
+    kernel = deep_gemm.kernel({"out": "f32*"}, body="out[0] = 1;\nout[1] = nothing;", name="k")(
+        lambda out: LaunchConfig(1, 32)
+    )
+    with pytest.raises(CompileError) as caught:
+        built(kind, tmp_path, kernel, torch.zeros(4))
+    assert 'identifier "nothing" is undefined' in caught.value.log
+    assert caught.value.source_path is not None
+    line = Path(caught.value.source_path).read_text().splitlines()[6 - 1]
+    assert line == "  out[1] = nothing;"
+    assert "kernel.cu(6)" in caught.value.log
+
+
+def test_a_source_whose_kernel_has_another_name_is_refused(tmp_path: Path) -> None:
+    source = 'extern "C" __global__ void other(float* out) { *out = 1; }'
+    kernel = deep_gemm.CustomKernel.from_source(source, lambda out: LaunchConfig(1, 32), {"out": "f32*"}, name="k")
+    with pytest.raises(CompileError, match="reported no entry function 'k'"):
+        built("nvrtc", tmp_path, kernel, torch.zeros(4))
+
+
+def test_an_older_architecture_compiles_what_needs_no_newer() -> None:
+    found, x = example(), torch.zeros(96, 64).bfloat16()
+    assert found.scale_add.build(x, x, x, 2.0, arch="sm_80").arch == "sm_80"

@@ -1,0 +1,78 @@
+"""Examples of the documents on kernels of one's own, the monitor, fallbacks and debugging: each runs as it stands."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import deep_gemm
+from deep_gemm.cli.app import COMMANDS, app
+from deep_gemm.custom.parameters import ELEMENTS, MAP_ELEMENTS, NUMBERS
+from deep_gemm.settings import FALLBACKS, settings
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("own_kernels", "monitor", "fallback", "debugging")
+TEXTS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES}
+
+
+def examples(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+
+
+CASES = [(name, index) for name in NAMES for index in range(len(examples(name)))]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_each_example_runs(name: str, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(examples(name)[index], f"{name}.md", "exec"), {"__name__": "example"})
+
+
+def test_each_document_has_an_example() -> None:
+    assert {name for name, _ in CASES} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_variables_and_names_and_links_are_true(name: str) -> None:
+    text = TEXTS[name]
+    known = {variable for line in settings.describe() for variable in line.variable.split(" or ")}
+    assert set(re.findall(r"\bDG_\w+", text)) <= known
+    for attribute in re.findall(r"`deep_gemm\.(\w+)", text):
+        assert hasattr(deep_gemm, attribute) or attribute in ("arch", "backends")
+    for link in re.findall(r"\]\(([\w.]+)\)", text):
+        assert (ROOT / "docs" / link).exists()
+    for command in re.findall(r"`deep-gemm ([\w-]+)", text):
+        assert command in COMMANDS
+    assert max(map(len, text.splitlines())) <= 150
+
+
+def test_lists_of_types_and_ways_are_whole() -> None:
+    table = TEXTS["own_kernels"]
+    assert all(f'`"{name}"`' in table for name in (*NUMBERS, "f32"))
+    assert ", ".join(ELEMENTS) in table
+    assert ", ".join(MAP_ELEMENTS) in table
+    assert re.findall(r"^\| `(\w+)` \|", TEXTS["fallback"], flags=re.MULTILINE) == [*FALLBACKS, "error"]
+
+
+def test_the_docstring_of_the_decorator_has_ten_lines_that_run() -> None:
+    doc = deep_gemm.kernel.__doc__ or ""
+    example = doc[doc.index("::\n") + 3 : doc.index("Args:")]
+    lines = [line[8:] for line in example.splitlines() if line.strip()]
+    assert len(lines) <= 10
+    namespace: dict[str, object] = {"deep_gemm": deep_gemm}
+    exec("\n".join(lines[:-1]), namespace)
+    x = torch.ones(1000)
+    assert "f32* out, const f32* x, const f32* y, f32 scale, u32 n" in namespace["scale_add"].source(x, x, x, 2.0)  # type: ignore[attr-defined]
+
+
+def test_errors_and_levels_of_the_page_exist() -> None:
+    for error, bases in re.findall(r"^\| `(\w+Error)` \| ([\w, ]+) \|", TEXTS["debugging"], flags=re.MULTILINE):
+        for base in bases.split(", "):
+            assert issubclass(getattr(deep_gemm, error), getattr(builtins, base))
+    assert CliRunner().invoke(app, ["new-kernel", "--help"]).exit_code == 0
