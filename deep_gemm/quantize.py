@@ -169,8 +169,9 @@ def _empty(
 
 def _dense(x: Tensor, blocks: Blocks) -> Quantized:
     """Fresh outputs as torch would make them: contiguous."""
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    return values, torch.empty(ops.scales_shape(*x.shape, blocks), dtype=torch.float32, device=x.device)
+    rows, columns = x.shape
+    values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    return values, torch.empty(ops.scales_shape(rows, columns, blocks), dtype=torch.float32, device=x.device)
 
 
 def _has_kernel(x: object, gran_k: object) -> bool:

@@ -124,7 +124,7 @@ class CustomOperation(Operation):
         given = dict(zip(self.parameters, arguments, strict=True))
         tensors = {name: given[name] for name in self.operands}
         for name, tensor in tensors.items():
-            checks.check_plain(name, tensor, tensor.dim() if isinstance(tensor, Tensor) else 0)
+            checks.check_plain(name, tensor, (tensor.dim() if isinstance(tensor, Tensor) else 0,))
             wanted = ELEMENTS[self.declared.tensors[name]]
             if tensor.dtype != wanted:
                 raise InvalidInputError(f"{name} of {self.name} must be {wanted}, but it is {tensor.dtype}.")

@@ -155,8 +155,9 @@ class Quantize(Kernel[QuantizeConfig]):
         ]
 
     def _of(self, params: KernelParams) -> QuantizeParams:
-        if not isinstance(params, QuantizeParams):
-            raise TypeError(f"{self.name} takes QuantizeParams, not {type(params).__name__}")
+        if not isinstance(params, QuantizeParams) or not isinstance(params.config, QuantizeConfig):
+            got = f"{type(params).__name__} with a {type(params.config).__name__}"
+            raise TypeError(f"{self.name} takes QuantizeParams with a QuantizeConfig, not {got}")
         return params
 
 

@@ -6,69 +6,47 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, ScaledConfig, ScaledParams
-from ..spec import SCALE_BLOCK, GemmSpec, Spec, align, ceil_div
+from ..spec import SCALE_BLOCK, GemmSpec, Spec, ceil_div
 from .base import Argument, GemmKernel, Strides, Value
 from .features import Features
 from .fp8 import turns
 from .gemm_features import PROMOTION_CYCLES, Counts
 from .gemm_features import features as count
-from .loads import BARRIER_BYTES, early_stages, evict_first, l2_promotion, operand_maps
+from .loads import early_stages, evict_first, l2_promotion, operand_maps
 from .raster import raster
+from .scaled_tiles import (
+    BYTES,
+    CLUSTERS,
+    CONSUMERS,
+    SERVING,
+    accumulators,
+    box_columns,
+    config_shared_bytes,
+    fits,
+    fitted,
+    instruction_columns,
+    make_config,
+    more_registers,
+    registers,
+)
 from .tiles import left
-
-MAX_STAGES = 16
 
 SCALINGS = {("1x128", "1x128"): "1d1d", ("1x128", "128x128"): "1d2d", ("row", "row"): "rowwise"}
 """What is done, by the scaling of A and of B."""
 
 _KINDS = {"1d1d": "k1D1D", "1d2d": "k1D2D", "rowwise": "kRowwise"}
 _ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32"}
-_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _ACCUMULATE = {"none": "kNothing", "reads": "kReads", "reduces": "kReduces"}
 
 _PROMOTION = {"1d1d": 2 * PROMOTION_CYCLES, "1d2d": PROMOTION_CYCLES, "rowwise": PROMOTION_CYCLES}
 """Of one column of an m64 slice, in cycles. With 1D1D the factor of each element is a product of its own."""
-
-_CONSUMERS = {64: 1, 128: 2, 256: 2}
-"""Consumer warpgroups by tile height."""
-
-_CLUSTERS = ((1, 1), (2, 1), (1, 2))
-"""CTAs of a cluster along m and n."""
-
-SERVING: tuple[tuple[int, int, tuple[int, int]], ...] = (
-    (64, 32, (1, 1)),
-    (64, 64, (1, 1)),
-    (64, 128, (1, 1)),
-    (128, 64, (1, 1)),
-    (128, 96, (1, 1)),
-    (128, 128, (1, 1)),
-    (128, 128, (1, 2)),
-    (128, 160, (1, 1)),
-    (128, 192, (1, 1)),
-    (128, 256, (1, 1)),
-    (128, 256, (2, 1)),
-    (256, 128, (1, 1)),
-    (256, 128, (1, 2)),
-)
-"""(block_m, block_n, cluster) of the serving set: a ladder of tiles, not yet chosen by measurements."""
-
-_REGISTER_SPLITS = {1: ((40, 208),), 2: ((40, 232), (24, 240))}
-"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
-taken, as producers with 24 spill easily."""
-
-_OTHER_REGISTERS = 30
-_OTHER_REGISTERS_PER_SLICE = 4
-_OTHER_REGISTERS_OF_PARTS = 8
-_ROWWISE_REGISTERS, _DIRECT_REGISTERS, _C_REGISTERS = 6, 8, 10
-"""What a consumer needs besides accumulators, for each m64 slice, where a slice is multiplied in two parts, and for
-each slice where it reads scales of rows, writes D itself, or reads C; from ptxas: less would spill."""
 
 
 class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
@@ -111,7 +89,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
 
     def legal(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
         """Tiles from 64x32 to 256x128 and 128x256, alone or in clusters of two."""
-        for chosen in itertools.product(_CONSUMERS, range(32, 257, 32), _CLUSTERS):
+        for chosen in itertools.product(CONSUMERS, range(32, 257, 32), CLUSTERS):
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
                 yield config
@@ -121,12 +99,12 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         c = config
         if c.block_k != SCALE_BLOCK:
             return f"block_k must be {SCALE_BLOCK}, not {c.block_k}"
-        if _CONSUMERS.get(c.block_m) != c.num_consumers:
-            return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_CONSUMERS}"
+        if CONSUMERS.get(c.block_m) != c.num_consumers:
+            return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {CONSUMERS}"
         if c.block_n % 32 or not 32 <= c.block_n <= 256:
             return f"block_n must be a multiple of 32 from 32 to 256, not {c.block_n}"
-        if (c.cluster_m, c.cluster_n) not in _CLUSTERS or c.cluster_k != 1:
-            return f"a cluster of {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {_CLUSTERS}"
+        if (c.cluster_m, c.cluster_n) not in CLUSTERS or c.cluster_k != 1:
+            return f"a cluster of {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
         if c.cluster_size > 1 and (c.block_m < 128 or c.block_n < 128):
             return "a cluster of small tiles waits for itself longer than sharing loads saves"
         if c.buffers not in (1, 2):
@@ -139,7 +117,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
             return f"a lone consumer would multiply {c.block_n} columns in two parts"
         if mma_n % 32:
             return f"instructions of {mma_n} columns do not end on a part of 32 columns"
-        if not _fits(c, mma_n):
+        if not fits(c, mma_n):
             return f"{accumulators(c, mma_n)} accumulators leave a consumer thread too few registers"
         if c.num_stages < 2:
             return f"{c.num_stages} stages are not two or more"
@@ -157,8 +135,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         scaling = scaling_of(spec)
         if scaling == "1d2d" and config.block_n & (config.block_n - 1):
             return False
-        more = _more_registers(scaling, adds(spec), spec.d.aligned)
-        return _needed(config, instruction_columns(config), more) <= _splits(config)[-1][1]
+        return fits(config, instruction_columns(config), more_registers(scaling, adds(spec), spec.d.aligned))
 
     def worthwhile(self, spec: Spec, config: ScaledConfig) -> bool:
         """Less than half of the tile is padding: else there is one of half its height."""
@@ -301,7 +278,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         else:
             values["scale_a_stride"], values["scale_b_stride"] = strides["sfa"][0], strides["sfb"][0]
         if p.store == "tma":
-            width, size = box_columns(config, p.output), _BYTES[p.output]
+            width, size = box_columns(config, p.output), BYTES[p.output]
             values["map_d"] = Map(TensorMapSpec(p.output, (n, m), (stride_d * size,), (width, 64), width * size), "d")
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
         shape = LaunchShape(
@@ -377,94 +354,11 @@ def adds(spec: GemmSpec) -> str:
     return "reduces" if spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned else "reads"
 
 
-def make_config(
-    block_m: int, block_n: int, cluster: tuple[int, int] = (1, 1), buffers: int = 2, arch: ArchSpec = SM90
-) -> ScaledConfig:
-    """A config with as many stages as fit, and with two sets of partial sums where there are registers for them."""
-    one = ScaledConfig(
-        block_m=block_m,
-        block_n=block_n,
-        block_k=SCALE_BLOCK,
-        num_stages=MAX_STAGES,
-        num_consumers=_CONSUMERS[block_m],
-        cluster_m=cluster[0],
-        cluster_n=cluster[1],
-        buffers=buffers,
-    )
-    two = replace(one, num_partials=2)
-    return fitted(two if two.slices <= 2 and _fits(two, block_n) else one, "1d1d", "f32", arch)
-
-
 def make_params(config: ScaledConfig, **options: object) -> ScaledParams:
     """The identity of this kernel with ``config``: TMA stores float32 of 1D1D unless ``options`` say otherwise."""
     known = {"store": "tma", "scaling": "1d1d", "output": "f32", **options}
     config = fitted(config, str(known["scaling"]), str(known["output"]))
     return ScaledParams(kernel=KERNEL.name, arch=SM90.name, config=config, **known)  # type: ignore[arg-type]
-
-
-def fitted(config: ScaledConfig, scaling: str, output: str, arch: ArchSpec = SM90) -> ScaledConfig:
-    """``config`` with no more stages than fit beside the scales and staging buffers of such a product."""
-    none, one = (config_shared_bytes(replace(config, num_stages=x), True, scaling, output) for x in (0, 1))
-    return replace(config, num_stages=max(0, min(config.num_stages, (arch.shared_per_cta - none) // (one - none))))
-
-
-def instruction_columns(config: ScaledConfig) -> int:
-    """Columns of one wgmma: the tile's, or half of them where the accumulators would not fit beside the sums."""
-    return config.block_n if _fits(config, config.block_n) else config.block_n // 2
-
-
-def accumulators(config: ScaledConfig, mma_n: int) -> int:
-    """Registers a consumer thread spends on sums and partial sums, with instructions of ``mma_n`` columns."""
-    return config.slices * config.block_n // 2 + config.num_partials * mma_n // 2
-
-
-def registers(params: ScaledParams, config: ScaledConfig) -> tuple[int, int]:
-    """(producer, consumer) registers a thread, for setmaxnreg."""
-    more = _more_registers(params.scaling, params.accumulate, params.store == "tma")
-    needed = _needed(config, instruction_columns(config), more)
-    splits = _splits(config)
-    return next((split for split in splits if needed <= split[1]), splits[-1])
-
-
-def _splits(config: ScaledConfig) -> tuple[tuple[int, int], ...]:
-    """What `registers` chooses from: producers that share out A spill with 24."""
-    splits = _REGISTER_SPLITS[config.num_consumers]
-    return splits[:1] if config.cluster_n > 1 else splits
-
-
-def _fits(config: ScaledConfig, mma_n: int) -> bool:
-    return _needed(config, mma_n) <= _splits(config)[-1][1]
-
-
-def _more_registers(scaling: str, accumulate: str, tma_store: bool) -> int:
-    """Of each slice, where consumers do more with sums than stage them."""
-    rowwise = _ROWWISE_REGISTERS if scaling == "rowwise" else 0
-    return max(rowwise, 0 if tma_store else _DIRECT_REGISTERS, _C_REGISTERS if accumulate == "reads" else 0)
-
-
-def _needed(config: ScaledConfig, mma_n: int, more: int = 0) -> int:
-    """Registers of a consumer thread with instructions of ``mma_n`` columns, with ``more`` for each slice."""
-    others = _OTHER_REGISTERS + config.slices * (_OTHER_REGISTERS_PER_SLICE + more)
-    if mma_n < config.block_n:
-        others += _OTHER_REGISTERS_OF_PARTS
-    return accumulators(config, mma_n) + others
-
-
-def box_columns(config: ScaledConfig, output: str) -> int:
-    """Columns of one part of a tile on its way out: 128 bytes where a product can be cut so."""
-    return 64 if output != "f32" and instruction_columns(config) % 64 == 0 and config.block_n % 64 == 0 else 32
-
-
-def config_shared_bytes(config: ScaledConfig, tma_store: bool, scaling: str, output: str) -> int:
-    """Dynamic shared memory of one CTA: stages with their scales, of which B's have twice as many slots, and the
-    staging buffers of each consumer."""
-    stage = (config.block_m + config.block_n) * SCALE_BLOCK + BARRIER_BYTES
-    if scaling != "rowwise":
-        stage += align(config.block_m * 4, 128)
-    if scaling == "1d1d":
-        stage += 2 * align(config.block_n * 4, 128)
-    staging = config.num_consumers * config.buffers * 64 * box_columns(config, output) * _BYTES[output]
-    return config.num_stages * stage + (staging if tma_store else 0)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import BLOCKS, Scalings
+from ..reference import BLOCKS as BLOCKS
+from ..reference import Scalings as Scalings
 from ..settings import settings
 from ..spec import SCALE_BLOCK, align, ceil_div
 from . import checks
@@ -42,21 +43,22 @@ def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Sca
         raise InvalidInputError("recipe is given together with recipe_a and recipe_b: give one or the other.")
     if recipe is None and recipe_a is None:
         return None
+    known: dict[tuple[int, ...], Scalings] = {}
     if recipe is not None:
-        values = checks.check_granularities("recipe", recipe, 3)
-        name, known = "recipe", {granularity: granularity for granularity in _RECIPES}
+        name, values = "recipe", checks.check_granularities("recipe", recipe, 3)
+        known.update((granularity, x) for granularity, x in _RECIPES.items())
     else:
-        of_a, of_b = (checks.check_granularities(f"recipe_{x}", y, 2) for x, y in (("a", recipe_a), ("b", recipe_b)))
-        values = (*of_a, *of_b)
         name = "recipe_a and recipe_b"
-        known = {(1, SCALE_BLOCK, gran_n, SCALE_BLOCK): (1, gran_n, SCALE_BLOCK) for _, gran_n, _ in _RECIPES}
+        of_a, of_b = (checks.check_granularities(f"recipe_{x}", y, 2) for x, y in (("a", recipe_a), ("b", recipe_b)))
+        values = of_a + of_b
+        known.update({(gran_m, gran_k, gran_n, gran_k): x for (gran_m, gran_n, gran_k), x in _RECIPES.items()})
     if values not in known:
-        listed = " or ".join(str(granularity) for granularity in known)
+        listed = " or ".join(map(str, known))
         raise UnsupportedError(
-            f"{name} {values} is not supported on Hopper: only {listed} is. These are the rows and the K of "
-            "blocks that share a scale."
+            f"{name} {values} is not supported on Hopper: only {listed} is. These are the rows and the K of blocks "
+            "that share a scale."
         )
-    return _RECIPES[known[values]]
+    return known[values]
 
 
 def check_shapes(named: Mapping[str, Any], asked: Scalings | None) -> tuple[int, int, int, Scalings]:

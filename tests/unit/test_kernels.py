@@ -45,7 +45,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel[Any]:
 
 def test_the_registry_finds_every_module_with_a_kernel() -> None:
     gemms = {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_fp8_scaled", "sm90_half_gemm", "sm90_half_swapped"}
-    assert gemms | {"transpose_scales", "transpose_bytes", "copy_rows"} == kernels.registry().keys()
+    assert gemms | {"transpose_scales", "transpose_bytes", "copy_rows", "quantize"} == kernels.registry().keys()
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
 
 

@@ -1,0 +1,132 @@
+"""Tiles of the FP8 kernel with any scaling: which there are, and what they take of registers and shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..arch import SM90, ArchSpec
+from ..params import ScaledConfig, ScaledParams
+from ..spec import SCALE_BLOCK, align
+from .loads import BARRIER_BYTES
+
+MAX_STAGES = 16
+
+BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+
+CONSUMERS = {64: 1, 128: 2, 256: 2}
+"""Consumer warpgroups by tile height."""
+
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+"""CTAs of a cluster along m and n."""
+
+SERVING: tuple[tuple[int, int, tuple[int, int]], ...] = (
+    (64, 32, (1, 1)),
+    (64, 64, (1, 1)),
+    (64, 128, (1, 1)),
+    (128, 64, (1, 1)),
+    (128, 96, (1, 1)),
+    (128, 128, (1, 1)),
+    (128, 128, (1, 2)),
+    (128, 160, (1, 1)),
+    (128, 192, (1, 1)),
+    (128, 256, (1, 1)),
+    (128, 256, (2, 1)),
+    (256, 128, (1, 1)),
+    (256, 128, (1, 2)),
+)
+"""(block_m, block_n, cluster) of the serving set: a ladder of tiles, not yet chosen by measurements."""
+
+_REGISTER_SPLITS = {1: ((40, 208),), 2: ((40, 232), (24, 240))}
+"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
+taken, as producers with 24 spill easily."""
+
+_OTHER_REGISTERS = 30
+_OTHER_REGISTERS_PER_SLICE = 4
+_OTHER_REGISTERS_OF_PARTS = 8
+_ROWWISE_REGISTERS, _DIRECT_REGISTERS, _C_REGISTERS = 6, 8, 10
+"""What a consumer needs besides accumulators, for each m64 slice, where a slice is multiplied in two parts, and for
+each slice where it reads scales of rows, writes D itself, or reads C; from ptxas: less would spill."""
+
+
+def make_config(
+    block_m: int, block_n: int, cluster: tuple[int, int] = (1, 1), buffers: int = 2, arch: ArchSpec = SM90
+) -> ScaledConfig:
+    """A config with as many stages as fit, and with two sets of partial sums where there are registers for them."""
+    one = ScaledConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=SCALE_BLOCK,
+        num_stages=MAX_STAGES,
+        num_consumers=CONSUMERS[block_m],
+        cluster_m=cluster[0],
+        cluster_n=cluster[1],
+        buffers=buffers,
+    )
+    two = replace(one, num_partials=2)
+    return fitted(two if two.slices <= 2 and fits(two, block_n) else one, "1d1d", "f32", arch)
+
+
+def fitted(config: ScaledConfig, scaling: str, output: str, arch: ArchSpec = SM90) -> ScaledConfig:
+    """``config`` with no more stages than fit beside the scales and staging buffers of such a product."""
+    none, one = (config_shared_bytes(replace(config, num_stages=x), True, scaling, output) for x in (0, 1))
+    return replace(config, num_stages=max(0, min(config.num_stages, (arch.shared_per_cta - none) // (one - none))))
+
+
+def instruction_columns(config: ScaledConfig) -> int:
+    """Columns of one wgmma: the tile's, or half of them where the accumulators would not fit beside the sums."""
+    return config.block_n if fits(config, config.block_n) else config.block_n // 2
+
+
+def accumulators(config: ScaledConfig, mma_n: int) -> int:
+    """Registers a consumer thread spends on sums and partial sums, with instructions of ``mma_n`` columns."""
+    return config.slices * config.block_n // 2 + config.num_partials * mma_n // 2
+
+
+def registers(params: ScaledParams, config: ScaledConfig) -> tuple[int, int]:
+    """(producer, consumer) registers a thread, for setmaxnreg."""
+    more = more_registers(params.scaling, params.accumulate, params.store == "tma")
+    needed = _needed(config, instruction_columns(config), more)
+    splits = _splits(config)
+    return next((split for split in splits if needed <= split[1]), splits[-1])
+
+
+def _splits(config: ScaledConfig) -> tuple[tuple[int, int], ...]:
+    """What `registers` chooses from: producers that share out A spill with 24."""
+    splits = _REGISTER_SPLITS[config.num_consumers]
+    return splits[:1] if config.cluster_n > 1 else splits
+
+
+def fits(config: ScaledConfig, mma_n: int, more: int = 0) -> bool:
+    """Whether a consumer thread has registers for instructions of ``mma_n`` columns, and ``more`` for each slice."""
+    return _needed(config, mma_n, more) <= _splits(config)[-1][1]
+
+
+def more_registers(scaling: str, accumulate: str, tma_store: bool) -> int:
+    """Of each slice, where consumers do more with sums than stage them."""
+    rowwise = _ROWWISE_REGISTERS if scaling == "rowwise" else 0
+    return max(rowwise, 0 if tma_store else _DIRECT_REGISTERS, _C_REGISTERS if accumulate == "reads" else 0)
+
+
+def _needed(config: ScaledConfig, mma_n: int, more: int = 0) -> int:
+    """Registers of a consumer thread with instructions of ``mma_n`` columns, with ``more`` for each slice."""
+    others = _OTHER_REGISTERS + config.slices * (_OTHER_REGISTERS_PER_SLICE + more)
+    if mma_n < config.block_n:
+        others += _OTHER_REGISTERS_OF_PARTS
+    return accumulators(config, mma_n) + others
+
+
+def box_columns(config: ScaledConfig, output: str) -> int:
+    """Columns of one part of a tile on its way out: 128 bytes where a product can be cut so."""
+    return 64 if output != "f32" and instruction_columns(config) % 64 == 0 and config.block_n % 64 == 0 else 32
+
+
+def config_shared_bytes(config: ScaledConfig, tma_store: bool, scaling: str, output: str) -> int:
+    """Dynamic shared memory of one CTA: stages with their scales, of which B's have twice as many slots, and the
+    staging buffers of each consumer."""
+    stage = (config.block_m + config.block_n) * SCALE_BLOCK + BARRIER_BYTES
+    if scaling != "rowwise":
+        stage += align(config.block_m * 4, 128)
+    if scaling == "1d1d":
+        stage += 2 * align(config.block_n * 4, 128)
+    staging = config.num_consumers * config.buffers * 64 * box_columns(config, output) * BYTES[output]
+    return config.num_stages * stage + (staging if tma_store else 0)
