@@ -21,7 +21,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import testing, utils
+    from deep_gemm import backends, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.constant import declare_constant, retract_constant
     from deep_gemm.dense import (
@@ -99,6 +99,7 @@ __all__ = [
     "SettingError",
     "UnsupportedError",
     "align",
+    "backends",
     "bf16_gemm_nn",
     "bf16_gemm_nt",
     "bf16_gemm_tn",
@@ -242,7 +243,7 @@ such as `settings`, cannot be among them: importing the module would set it.
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("testing", "utils")
+_MODULES = ("backends", "testing", "utils")
 
 
 def __getattr__(name: str) -> Any:
