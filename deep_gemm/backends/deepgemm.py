@@ -1,7 +1,8 @@
 """DeepGEMM in one process with us, although its package has the same name.
 
 It is the package ``deep_gemm`` of another directory: of one on ``sys.path`` that is not ours, or of the one that `use`
-is told, such as ``pip install --target DIRECTORY`` makes. It compiles a kernel for a shape in seconds, at the first call.
+is told, such as ``pip install --target DIRECTORY`` makes. It compiles a kernel for a shape in seconds, when it is first
+called.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ An operation of your own is a subclass of `Operation` with the decorator `operat
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tole
 from ..testing.operands import random_operands
 from .registry import operation
 
+Dims = tuple[int, ...]
 Rate = Literal["fp8", "half", "float32"]
 """Whose peak bounds the arithmetic: tensor cores on 8 or 16 bits, or the plain float32 units."""
 
@@ -33,7 +35,7 @@ class Operation(ABC):
 
     name: str
     dims: tuple[str, ...]
-    examples: tuple[tuple[int, ...], ...]
+    examples: tuple[Dims, ...]
     """Shapes that are compared if none is named."""
     rate: Rate = "float32"
     output_at = -1
@@ -44,12 +46,12 @@ class Operation(ABC):
         found: Tensor = operands[self.output_at]
         return found
 
-    def refuses(self, *dims: int) -> str:
+    def refuses(self, dims: Dims) -> str:
         """Why there is no such shape, as a clause; "" if there is."""
         return ""
 
     @abstractmethod
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Random operands: normal data, never zeros, which run faster than any user's."""
 
     @abstractmethod
@@ -61,15 +63,15 @@ class Operation(ABC):
         """The largest error, element by element, of a result that is right; float64."""
 
     @abstractmethod
-    def flops(self, *dims: int) -> int:
+    def flops(self, dims: Dims) -> int:
         """What the arithmetic comes to; a multiply-add counts as two."""
 
     @abstractmethod
-    def bytes_moved(self, *dims: int) -> int:
+    def bytes_moved(self, dims: Dims) -> int:
         """Each operand and the output once: the least that must be moved."""
 
     @abstractmethod
-    def elements(self, *dims: int) -> int:
+    def elements(self, dims: Dims) -> int:
         """Elements of the output."""
 
 
@@ -86,13 +88,13 @@ class Gemm(Operation):
     examples = ((64, 4096, 7168), (4096, 4096, 7168))
     output_at = 2
 
-    def flops(self, m: int, n: int, k: int) -> int:
+    def flops(self, dims: Dims) -> int:
         """Of the product."""
-        return 2 * m * n * k
+        return 2 * math.prod(dims)
 
-    def elements(self, m: int, n: int, k: int) -> int:
+    def elements(self, dims: Dims) -> int:
         """Of D."""
-        return m * n
+        return dims[0] * dims[1]
 
 
 @operation
@@ -102,11 +104,11 @@ class FP8Gemm(Gemm):
     name = fp8_dense.NAME
     rate = "fp8"
 
-    def refuses(self, m: int, n: int, k: int) -> str:
+    def refuses(self, dims: Dims) -> str:
         """As the function does."""
-        return "" if k % 16 == 0 else f"K must be a multiple of 16, but it is {k}"
+        return "" if dims[2] % 16 == 0 else f"K must be a multiple of 16, but it is {dims[2]}"
 
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Through the real quantisation, scales of A as TMA reads them."""
         m, n, k = dims
         (a, sfa), b, _, _ = random_operands(m, n, k, device, seed)
@@ -120,8 +122,9 @@ class FP8Gemm(Gemm):
         """See `testing.accuracy`."""
         return tolerance(exact, accumulation_bound(*a, *b), d.dtype)
 
-    def bytes_moved(self, m: int, n: int, k: int) -> int:
+    def bytes_moved(self, dims: Dims) -> int:
         """Scales too."""
+        m, n, k = dims
         blocks = -(-k // 128)
         return m * k + n * k + 2 * m * n + 4 * blocks * (m + -(-n // 128))
 
@@ -135,7 +138,7 @@ class HalfGemm(Gemm):
         self.name, self.form = name, name[-2:]
         self.dtype = half_dense.HalfGemm(f"{name[:-2]}nt", accumulates=False).dtype
 
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """As the form takes them."""
         (m, n, k), make = dims, normal(device, seed, self.dtype)
         a = make(k, m) if self.form[0] == "t" else make(m, k)
@@ -155,8 +158,9 @@ class HalfGemm(Gemm):
         """See `testing.accuracy`."""
         return tolerance(exact, half_accumulation_bound(*self.as_nt(a, b)), d.dtype)
 
-    def bytes_moved(self, m: int, n: int, k: int) -> int:
+    def bytes_moved(self, dims: Dims) -> int:
         """In 16 bits."""
+        m, n, k = dims
         return 2 * (m * k + n * k + m * n)
 
 
@@ -188,17 +192,17 @@ class Rows(Operation):
         """The sum of the magnitudes that the result was added up from, float64; 0 if nothing cancels."""
         return 0.0
 
-    def flops(self, rows: int, columns: int) -> int:
+    def flops(self, dims: Dims) -> int:
         """Roughly."""
-        return self.flops_each * rows * columns
+        return self.flops_each * math.prod(dims)
 
-    def bytes_moved(self, rows: int, columns: int) -> int:
+    def bytes_moved(self, dims: Dims) -> int:
         """Vectors of a row's length are not counted."""
-        return 2 * (self.reads + 1) * rows * columns
+        return 2 * (self.reads + 1) * math.prod(dims)
 
-    def elements(self, rows: int, columns: int) -> int:
+    def elements(self, dims: Dims) -> int:
         """Of the output."""
-        return rows * columns
+        return math.prod(dims)
 
 
 @operation
@@ -207,7 +211,7 @@ class AddGelu(Rows):
 
     name, reads, flops_each = "add_gelu", 2, 14
 
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Three matrices."""
         make = normal(device, seed)
         return make(*dims), make(*dims), torch.empty(dims, dtype=torch.bfloat16, device=device)
@@ -227,7 +231,7 @@ class MulAdd(Rows):
 
     name, reads, flops_each = "mul_add", 3, 2
 
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Four matrices."""
         make = normal(device, seed)
         return *(make(*dims) for _ in range(3)), torch.empty(dims, dtype=torch.bfloat16, device=device)
@@ -248,7 +252,7 @@ class RMSNorm(Rows):
     name, flops_each = "rms_norm", 4
     EPS = 1e-6
 
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """A matrix, a vector and a matrix."""
         make = normal(device, seed)
         return make(*dims), make(dims[1]), torch.empty(dims, dtype=torch.bfloat16, device=device)
@@ -266,7 +270,7 @@ class LayerNorm(Rows):
     name, flops_each = "layer_norm", 7
     EPS = 1e-5
 
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """A matrix, two vectors and a matrix."""
         make = normal(device, seed)
         out = torch.empty(dims, dtype=torch.bfloat16, device=device)
@@ -287,7 +291,7 @@ class SwiGLU(Rows):
 
     name, reads, flops_each = "swiglu", 2, 13
 
-    def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Two matrices."""
         rows, columns = dims
         return normal(device, seed)(rows, 2 * columns), torch.empty(dims, dtype=torch.bfloat16, device=device)
