@@ -36,7 +36,15 @@ def configs(tiles: list[tuple[int, int, int]], stages: tuple[int, ...]) -> list[
     ]
 
 
-HALF_TILES = [(128, 128, 64), (128, 256, 64), (256, 128, 64), (64, 256, 64), (64, 128, 64), (64, 64, 128), (64, 32, 128)]
+HALF_TILES = [
+    (128, 128, 64),
+    (128, 256, 64),
+    (256, 128, 64),
+    (64, 256, 64),
+    (64, 128, 64),
+    (64, 64, 128),
+    (64, 32, 128),
+]
 FP8_TILES = [(128, 128, 128), (128, 64, 128), (64, 128, 128), (64, 64, 128), (64, 32, 128)]
 
 
@@ -107,7 +115,7 @@ def _fp8(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     zeros = acc
     at_a, at_b = sfa + rows * sfa_m, sfb + (n // BLOCK_K) * sfb_n
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
+    for k in range(tl.cdiv(K, BLOCK_K)):
         scale = tl.load(at_a + k * sfa_k, mask=rows < M, other=0.0) * tl.load(at_b + k * sfb_k)
         acc += dot_nt(a.load([m, k * BLOCK_K]), b.load([n, k * BLOCK_K]), zeros) * scale[:, None]
     _store(d, stride_d, m, n, M, N, acc, BLOCK_M, BLOCK_N)

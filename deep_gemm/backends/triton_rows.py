@@ -10,7 +10,9 @@ from .operations import LayerNorm, RMSNorm
 from .registry import kernel
 from .triton_mode import rounded, tl, triton, tuned
 
-BLOCKS = [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((1024, 4), (2048, 4), (4096, 8), (8192, 8))]
+BLOCKS = [
+    triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((1024, 4), (2048, 4), (4096, 8), (8192, 8))
+]
 WARPS = [triton.Config({}, num_warps=warps) for warps in (4, 8, 16)]
 
 
