@@ -25,7 +25,7 @@ from .registry import (
     names,
     of,
     operation,
-    operations,
+    operation_names,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ __all__ = [
     "names",
     "of",
     "operation",
-    "operations",
+    "operation_names",
 ]
 
 _NEED_TORCH = {"Operation": "operations", "compare": "runner"}

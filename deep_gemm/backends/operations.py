@@ -37,6 +37,8 @@ class Operation(ABC):
     dims: tuple[str, ...]
     examples: tuple[Dims, ...]
     """Shapes that are compared if none is named."""
+    host_examples: tuple[Dims, ...]
+    """The same without a GPU."""
     rate: Rate = "float32"
     output_at = -1
     """Which of the operands is written."""
@@ -86,6 +88,7 @@ class Gemm(Operation):
 
     dims = ("M", "N", "K")
     examples = ((64, 4096, 7168), (4096, 4096, 7168))
+    host_examples = ((64, 256, 512), (128, 512, 1024))
     output_at = 2
 
     def flops(self, dims: Dims) -> int:
@@ -178,6 +181,7 @@ class Rows(Operation):
 
     dims = ("rows", "columns")
     examples = ((64, 7168), (4096, 7168))
+    host_examples = ((64, 1024), (256, 1024))
     reads = 1
     """Matrices of the output's size that are read."""
     flops_each = 1

@@ -6,6 +6,7 @@ themselves into the tables below by their decorators.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ..errors import DeepGemmError, InvalidInputError, UnsupportedError
+from ..errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -189,14 +190,14 @@ def get_kernel(name: str, op: str) -> Kernel:
 def of(op: str) -> list[str]:
     """The backends that are here and have an operation, variants as "cublaslt:tensorwise". A GPU need not be here."""
     get_operation(op)
-    for found in _backends.values():
-        if not found.why_absent():
-            try:
+    gone = absent()
+    for name, found in _backends.items():
+        if name not in gone:
+            with contextlib.suppress(UnsupportedError):  # `get_kernel` says why
                 _load(found)
-            except DeepGemmError:
-                continue  # `get_kernel` says why
-    order = list(_backends)
-    return sorted((name for name, has in _kernels if has == op), key=lambda name: order.index(name.partition(":")[0]))
+    order = [name for name in _backends if name not in gone]
+    has = [kernel for kernel in _kernels.values() if kernel.op == op and kernel.backend in order]
+    return [kernel.name for kernel in sorted(has, key=lambda kernel: order.index(kernel.backend))]
 
 
 def _load(found: Backend) -> None:
@@ -208,7 +209,7 @@ def _load(found: Backend) -> None:
         ) from error
 
 
-def operations() -> list[str]:
+def operation_names() -> list[str]:
     """The operations that can be compared."""
     _find()
     return list(_operations)

@@ -1,6 +1,7 @@
-"""GEMMs in TileLang, written as its examples have them and tuned as their users do: pipelined copies into shared memory,
-and its autotuner over tiles, stages and threads for each shape, on the operands of the first call."""
+"""GEMMs in TileLang, written as its examples have them and tuned as their users do: pipelined copies into shared
+memory, and its autotuner over tiles, stages and threads for each shape, on the operands of the first call."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type"
 # Without annotations from the future: TileLang evaluates those of its kernels, in which it sees no local names as text.
 import functools
 import itertools
@@ -47,7 +48,7 @@ def half(
     """``d = a @ b^T``, sums in float32."""
 
     @T.prim_func
-    def bmm(a: T.Tensor((m, k), dtype), b: T.Tensor((n, k), dtype), d: T.Tensor((m, n), dtype)):  # type: ignore[no-untyped-def]
+    def bmm(a: T.Tensor((m, k), dtype), b: T.Tensor((n, k), dtype), d: T.Tensor((m, n), dtype)):
         with T.Kernel(T.ceildiv(n, block_n), T.ceildiv(m, block_m), threads=threads) as (column, row):
             a_tile = T.alloc_shared((block_m, block_k), dtype)
             b_tile = T.alloc_shared((block_n, block_k), dtype)
@@ -81,7 +82,7 @@ def fp8(
     blocks = -(-k // SCALE_BLOCK)
 
     @T.prim_func
-    def scaled(  # type: ignore[no-untyped-def]
+    def scaled(
         a: T.Tensor((m, k), "float8_e4m3"),
         sfa: T.Tensor((blocks, m), "float32"),
         b: T.Tensor((n, k), "float8_e4m3"),

@@ -1,6 +1,7 @@
 """GEMMs in Triton, written as its tutorials have them and tuned as their users do: TMA descriptors, and an autotuner
 over tiles, stages and warps for each M, N and K."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import itertools
@@ -49,7 +50,7 @@ FP8_TILES = [(128, 128, 128), (128, 64, 128), (64, 128, 128), (64, 64, 128), (64
 
 
 @triton.jit
-def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """The tile of this program: GROUP_M rows of tiles share what they read of B through L2."""
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -60,14 +61,14 @@ def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.conste
 
 
 @triton.jit
-def _store(d, stride_d, m, n, M, N, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(d, stride_d, m, n, M, N, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows, columns = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
     at = d + rows.to(tl.int64)[:, None] * stride_d + columns[None, :]
     tl.store(at, rounded(acc, d.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N))
 
 
 @triton.jit
-def _half(  # type: ignore[no-untyped-def]
+def _half(
     a,
     b,
     d,
@@ -89,7 +90,7 @@ def _half(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fp8(  # type: ignore[no-untyped-def]
+def _fp8(
     a,
     b,
     d,

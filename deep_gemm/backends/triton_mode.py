@@ -3,6 +3,7 @@
 Kernels import `triton` and `tl` from here, and two functions that hide what the interpreter gets wrong.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import sys
@@ -47,19 +48,17 @@ def tuned(kernel: Any, configs: list[Any], key: list[str]) -> Any:
 
 
 @triton.jit
-def dot_nt(a, b, acc):  # type: ignore[no-untyped-def]
+def dot_nt(a, b, acc):
     """``a @ b^T + acc``. The interpreter multiplies the bits of bfloat16 as integers: there they are widened before."""
-    if _INTERPRETED:
-        if a.dtype == tl.bfloat16:
-            a, b = a.to(tl.float32), b.to(tl.float32)
+    if _INTERPRETED and a.dtype == tl.bfloat16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b.T, acc)
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def rounded(x, dtype: tl.constexpr):
     """float32 to ``dtype``, to the nearest. The interpreter cuts bits off: there bfloat16's are rounded before."""
-    if _INTERPRETED:
-        if dtype == tl.bfloat16:
-            bits = x.to(tl.uint32, bitcast=True)
-            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(dtype)

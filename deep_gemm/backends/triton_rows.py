@@ -1,6 +1,7 @@
-"""Fused element-wise and row-wise kernels in Triton: 16-byte loads of blocks, or one program a row, tuned over blocks and
+"""Fused element-wise and row-wise kernels in Triton: blocks of elements, or one program a row, tuned over blocks and
 warps for each number of columns."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 from torch import Tensor
@@ -17,12 +18,12 @@ WARPS = [triton.Config({}, num_warps=warps) for warps in (4, 8, 16)]
 
 
 @triton.jit
-def _gelu(x):  # type: ignore[no-untyped-def]
+def _gelu(x):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
-def _add_gelu(x, y, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_gelu(x, y, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(y + at, mask=inside).to(tl.float32)
@@ -30,7 +31,7 @@ def _add_gelu(x, y, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _mul_add(x, y, z, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mul_add(x, y, z, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     product = tl.load(x + at, mask=inside).to(tl.float32) * tl.load(y + at, mask=inside).to(tl.float32)
@@ -39,7 +40,7 @@ def _mul_add(x, y, z, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _swiglu(x, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(x, out, columns, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     gate = tl.load(x + row * 2 * columns + at, mask=inside).to(tl.float32)
@@ -48,7 +49,7 @@ def _swiglu(x, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _rms_norm(x, weight, out, columns, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(x, weight, out, columns, eps, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < columns
     values = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
@@ -58,7 +59,7 @@ def _rms_norm(x, weight, out, columns, eps, BLOCK: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _layer_norm(x, weight, bias, out, columns, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _layer_norm(x, weight, bias, out, columns, eps, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < columns
     values = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
