@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 ULP_EDGES = (0.5, 1.0, 2.0, 4.0, 16.0)
+SLACK = 1.001
+"""Half a unit and a little more counts as half: a result that was float32 before has been rounded twice."""
 ULP_LABELS = (*(f"<= {edge:g}" for edge in ULP_EDGES), f"> {ULP_EDGES[-1]:g}")
 
 
@@ -76,7 +78,7 @@ def _bins(error: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     """The index of each error in `ULP_LABELS`, float64. A unit is the distance of neighbours at the exact value."""
     info = torch.finfo(dtype)
     magnitude = exact.abs().clamp(min=info.smallest_normal)
-    unit = torch.exp2(magnitude.log2().floor()) * info.eps
+    unit = torch.exp2(magnitude.log2().floor()) * info.eps * SLACK
     edges = torch.tensor(ULP_EDGES, dtype=torch.float64, device=error.device)
     return torch.bucketize(error / unit, edges).double()
 

@@ -1,11 +1,16 @@
-"""A comparison as one PNG: times and errors by shape. Needs the `plot` extra."""
+"""A comparison as one PNG: speed and error by shape, as the page has them. Needs the `plot` extra."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ..errors import DeepGemmError
+from ..log import duration
+from .report import LIGHT, style
 from .results import Comparison
+
+BAR, GAP = 0.8, 1.2
+"""Of the height that a row has, and rows between two shapes."""
 
 
 def draw(report: Comparison, path: Path) -> None:
@@ -17,33 +22,42 @@ def draw(report: Comparison, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shapes = report.cases
     if not report.backends:
         raise DeepGemmError("There is nothing to draw: no backend ran.")
-    height = 0.25 * len(shapes) * (len(report.backends) + 1) + 1.5
-    figure, (times, errors) = plt.subplots(1, 2, figsize=(12, height), sharey=True)
-    for index, name in enumerate(report.backends):
-        rows = {(row.op, row.dims): row for row in report.results if row.backend == name}
-        for axis, value in ((times, "timing"), (errors, "accuracy")):
-            at, lengths = [], []
-            for place, shape in enumerate(shapes):
-                found = getattr(rows.get(shape), value, None)
-                if found is not None:
-                    at.append(place + 0.8 * (index + 0.5) / len(report.backends))
-                    lengths.append(found.us if value == "timing" else found.l2_rel)
-            axis.barh(at, lengths, 0.7 / len(report.backends), label=name, color=f"C{index}")
-    times.set_yticks([place + 0.4 for place in range(len(shapes))])
-    times.set_yticklabels([f"{op}\n{' x '.join(map(str, dims))}" for op, dims in shapes])
-    times.invert_yaxis()
-    times.set_xlabel("median time, us")
-    errors.set_xlabel("L2 of the errors / L2 of the exact result")
-    for axis in (times, errors):
-        axis.set_xscale("log")
-        axis.grid(axis="x", alpha=0.3)
-    figure.legend(*times.get_legend_handles_labels(), loc="upper center", ncols=len(report.backends), fontsize="small")
-    where = f"{report.device}, {report.mode} mode" if report.roof else "times of the host's CPU, no GPU's"
-    figure.suptitle(where, y=0.02, fontsize="small")
-    figure.tight_layout(rect=(0, 0.04, 1, 1 - 0.4 / height))
+    ticks: list[tuple[float, str]] = []
+    place = 0.0
+    groups = []
+    for op, dims in report.cases:
+        rows = [row for row in report.rows(op, dims) if row.timing or row.accuracy]
+        if not rows:
+            continue
+        groups.append((place, rows))
+        ticks += [(place + index, row.backend) for index, row in enumerate(rows)]
+        place += len(rows) + GAP
+    figure, axes = plt.subplots(1, 2, figsize=(12, 0.3 * place + 1.6), sharey=True)
+    speed, error = axes
+    for start, rows in groups:
+        speed.text(0, start - 0.7, f"{rows[0].op}  {rows[0].shape}", fontweight="bold", fontsize=9)
+        for index, row in enumerate(rows):
+            at, colour = start + index, LIGHT[style(row.backend) % len(LIGHT)]
+            if row.timing:
+                speed.barh(at, rows[0].us / row.us, BAR, color=colour)
+                speed.text(rows[0].us / row.us + 0.01, at, duration(row.us), va="center", fontsize=8)
+            if row.accuracy:
+                share = min(row.accuracy.of_allowed, 1.0)
+                error.barh(at, share, BAR, color=colour)
+                text = f"{row.accuracy.of_allowed:.0%}" if row.accuracy.right else "wrong"
+                error.text(share + 0.01, at, text, va="center", fontsize=8)
+    speed.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=8)
+    speed.set_ylim(place - GAP, -1.3)
+    speed.set_xlabel("the fastest's time / time")
+    error.set_xlabel("largest error / what is allowed")
+    for axis in axes:
+        axis.set_xlim(0, 1.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    where = f"{report.device}, {report.mode} mode" if report.roof else "times are of the host's CPU, no GPU's"
+    figure.suptitle(f"{', '.join(report.ops)}: {where}", fontsize=10)
+    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -121,9 +121,7 @@ def kernel(name: str, op: str, *, prepares: bool = False, easier: bool = False) 
     """
 
     def register(function: Function) -> Function:
-        _kernels[name, op] = found = Kernel(name, op, function, prepares, easier)
-        if found.backend not in _backends:
-            backend(type("Backend", (Backend,), {"name": found.backend, "why_not": lambda self, device: ""}))
+        _kernels[name, op] = Kernel(name, op, function, prepares, easier)
         return function
 
     return register
@@ -148,27 +146,32 @@ def _find() -> None:
             _broken[entry.name] = f"{entry.value} does not load: {type(error).__name__}: {error}"
 
 
+def _all() -> dict[str, Backend]:
+    """The backends by name: the built-in ones, then others, and those that kernels are of without having been told."""
+    _find()
+    for found in list(_kernels.values()):
+        if found.backend not in _backends:
+            backend(type("Anywhere", (Backend,), {"name": found.backend, "why_not": lambda self, device: ""}))
+    return _backends
+
+
 def names() -> list[str]:
     """All backends that are known, installed or not."""
-    _find()
-    return [*_backends, *(name for name in _broken if name not in _backends)]
+    known = _all()
+    return [*known, *(name for name in _broken if name not in known)]
 
 
 def absent() -> dict[str, str]:
     """Backends that cannot be used in this Python, and why."""
-    _find()
-    reasons = {name: found.why_absent() for name, found in _backends.items()}
+    reasons = {name: found.why_absent() for name, found in _all().items()}
     return {name: why for name, why in reasons.items() if why} | _broken
 
 
 def get_backend(name: str) -> Backend:
     """A backend by its name. Raises InvalidInputError for an unknown one, and UnsupportedError if it is absent."""
-    _find()
-    if name in _broken:
-        raise UnsupportedError(f"The backend {name} cannot be used here: {_broken[name]}.")
-    if name not in _backends:
+    if name not in names():
         raise InvalidInputError(f"backend must be one of {', '.join(names())}, but it is {name!r}.")
-    if why := _backends[name].why_absent():
+    if why := absent().get(name):
         raise UnsupportedError(f"The backend {name} cannot be used here: {why}.")
     return _backends[name]
 
@@ -191,11 +194,11 @@ def of(op: str) -> list[str]:
     """The backends that are here and have an operation, variants as "cublaslt:tensorwise". A GPU need not be here."""
     get_operation(op)
     gone = absent()
-    for name, found in _backends.items():
+    for name, found in list(_all().items()):
         if name not in gone:
             with contextlib.suppress(UnsupportedError):  # `get_kernel` says why
                 _load(found)
-    order = [name for name in _backends if name not in gone]
+    order = [name for name in _all() if name not in gone]
     has = [kernel for kernel in _kernels.values() if kernel.op == op and kernel.backend in order]
     return [kernel.name for kernel in sorted(has, key=lambda kernel: order.index(kernel.backend))]
 

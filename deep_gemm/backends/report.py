@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..log import duration
 from .accuracy import ULP_LABELS
 from .operations import Rate
 from .registry import get_operation, names
@@ -14,14 +15,15 @@ from .results import Comparison, Result
 
 MARKERS = ("M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", "M-4.6-4.6h9.2v9.2h-9.2z", "M0-6.4 6.4 0 0 6.4-6.4 0z")
 """Outlines of a point around the origin: a circle, a square, a diamond. With the colours no two backends look alike."""
-COLOURS = 7
+LIGHT = ("#2a6fd0", "#d9581f", "#6d55c6", "#14936a", "#b97f00", "#c2407c", "#5b6670")
+DARK = ("#5b9bf0", "#f0834f", "#a391f0", "#3bbd90", "#dca533", "#e878ab", "#9aa6b0")
+"""Colours on light and on dark ground, the last for variants."""
 
 
 def style(backend: str) -> int:
     """Which of the colours and markers a backend has, the same in every report."""
     known = names()
-    base, _, variant = backend.partition(":")
-    return (known.index(base) if base in known else len(known)) + (len(known) if variant else 0)
+    return known.index(backend) if backend in known else len(known)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Axis:
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float) -> Axis:
         """That holds all of the values, which are above 0."""
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        low, high = math.floor(math.log10(min(values) / 1.3)), math.ceil(math.log10(max(values)))
         return cls(low, max(high, low + 1), start, end)
 
     def at(self, value: float) -> float:
@@ -76,10 +78,10 @@ class Roofline:
             peaks = {rate: report.roof.tflops[rate] for rate in dict.fromkeys(op.rate for op in ops.values())}
             bandwidth = report.roof.gb_per_s / 1e3
             ridges = [peak / bandwidth for peak in peaks.values()]
-            x = Axis.over([*intensity, *ridges, *(2 * ridge for ridge in ridges)], 64, cls.WIDTH - 16)
+            x = Axis.over([*intensity, *ridges, *(2 * ridge for ridge in ridges)], 64, cls.WIDTH - 28)
             y = Axis.over([*speeds, *peaks.values(), bandwidth * 10.0**x.low], cls.HEIGHT - 48, 16)
         else:
-            x, y = Axis.over(intensity, 64, cls.WIDTH - 16), Axis.over(speeds, cls.HEIGHT - 48, 16)
+            x, y = Axis.over(intensity, 64, cls.WIDTH - 28), Axis.over(speeds, cls.HEIGHT - 48, 16)
         plot = cls(x, y)
         for rate, peak in peaks.items():
             ridge = peak / bandwidth
@@ -103,16 +105,10 @@ def render(report: Comparison) -> str:
         "report": report,
         "roofline": Roofline.of(report),
         "style": style,
-        "colours": COLOURS,
+        "light": LIGHT,
+        "dark": DARK,
         "markers": MARKERS,
         "ulps": ULP_LABELS,
         "get_operation": get_operation,
     }
     return environment.get_template("report.html.jinja").render(known)
-
-
-def duration(us: float) -> str:
-    """Microseconds as a person reads them."""
-    if us < 1e3:
-        return f"{us:.1f} us"
-    return f"{us / 1e3:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"
