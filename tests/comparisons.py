@@ -1,9 +1,14 @@
-"""A comparison as a GPU would give it, for tests of what is made of one."""
+"""A comparison as a GPU would give it, and a registry that a test may change."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
+from deep_gemm import backends
+from deep_gemm.backends import registry
 from deep_gemm.backends.accuracy import Accuracy
 from deep_gemm.backends.profiler import Roof, Timing
 from deep_gemm.backends.registry import get_operation
@@ -54,3 +59,20 @@ def comparison(**environment: str) -> Comparison:
     return Comparison(
         "NVIDIA H100 80GB HBM3", "flush", H100, tuple(rows), {"driver": "580.1", "torch": "2.11", **environment}
     )
+
+
+@pytest.fixture(autouse=True)
+def registry_is_left_alone() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    backends.of("mul_add")  # imports all that is here
+    tables: tuple[dict[Any, Any], ...] = (
+        registry._backends,
+        registry._kernels,
+        registry._operations,
+        registry._broken,
+    )
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)

@@ -35,23 +35,23 @@ def draw(report: Comparison, path: Path) -> None:
         ticks += [(place + index, row.backend) for index, row in enumerate(rows)]
         place += len(rows) + GAP
     figure, axes = plt.subplots(1, 2, figsize=(12, 0.3 * place + 1.6), sharey=True)
-    speed, error = axes
+    speeds, errors = axes
     for start, rows in groups:
-        speed.text(0, start - 0.7, f"{rows[0].op}  {rows[0].shape}", fontweight="bold", fontsize=9)
+        speeds.text(0, start - 0.7, f"{rows[0].op}  {rows[0].shape}", fontweight="bold", fontsize=9)
         for index, row in enumerate(rows):
             at, colour = start + index, LIGHT[style(row.backend) % len(LIGHT)]
             if row.timing:
-                speed.barh(at, rows[0].us / row.us, BAR, color=colour)
-                speed.text(rows[0].us / row.us + 0.01, at, duration(row.us), va="center", fontsize=8)
+                speeds.barh(at, rows[0].us / row.us, BAR, color=colour)
+                speeds.text(rows[0].us / row.us + 0.01, at, duration(row.us), va="center", fontsize=8)
             if row.accuracy:
                 share = min(row.accuracy.of_allowed, 1.0)
-                error.barh(at, share, BAR, color=colour)
+                errors.barh(at, share, BAR, color=colour)
                 text = f"{row.accuracy.of_allowed:.0%}" if row.accuracy.right else "wrong"
-                error.text(share + 0.01, at, text, va="center", fontsize=8)
-    speed.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=8)
-    speed.set_ylim(place - GAP, -1.3)
-    speed.set_xlabel("the fastest's time / time")
-    error.set_xlabel("largest error / what is allowed")
+                errors.text(share + 0.01, at, text, va="center", fontsize=8)
+    speeds.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=8)
+    speeds.set_ylim(place - GAP, -1.3)
+    speeds.set_xlabel("the fastest's time / time")
+    errors.set_xlabel("largest error / what is allowed")
     for axis in axes:
         axis.set_xlim(0, 1.15)
         axis.spines[["top", "right"]].set_visible(False)

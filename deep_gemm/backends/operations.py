@@ -175,8 +175,8 @@ for _name in HALF_GEMMS:
 class Rows(Operation):
     """Element by element, or row by row, of bfloat16 matrices (rows, columns): bound by bandwidth.
 
-    Kernels may round once in between, as torch's own do. So an element may be off by two roundings to the output's dtype,
-    and a tenth more for those in float32: of the exact result and of what it was added up from, which is `terms`.
+    Kernels may round once in between, as torch's own do. So an element may be off by two roundings to the output's
+    dtype, and a tenth more for those in float32: of the exact result, and of what it was added up from, see `terms`.
     """
 
     dims = ("rows", "columns")

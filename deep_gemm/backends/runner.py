@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..testing.bench import FLUSH_BYTES
@@ -45,30 +46,51 @@ class Runner:
 
     def run(self, op: Operation, dims: Dims, names: Sequence[str]) -> None:
         """Compare one shape; ``names`` are backends or variants that `of` lists, or those that are absent."""
-        shape = " x ".join(map(str, dims))
-        if why := op.refuses(dims) or self._too_large(op, dims):
-            self.results += [Result(op.name, dims, name, "skipped", why) for name in names]
-            return
-        self.progress(f"{op.name} {shape}: making operands, and the exact result in float64")
+        rows: dict[str, Result] = {}
+        kernels: dict[str, Kernel] = {}
+        for name in names:
+            found = self._find(op, dims, name)
+            if isinstance(found, Kernel):
+                kernels[name] = found
+            else:
+                rows[name] = found
+        if kernels:
+            rows |= self._compare(op, dims, kernels)
+        self.results += [rows[name] for name in names]
+
+    def _find(self, op: Operation, dims: Dims, name: str) -> Kernel | Result:
+        """A kernel, or a row that says why it cannot run here, or not this shape."""
+        skipped = Result(op.name, dims, name, "skipped")
+        if why := absent().get(name):
+            return replace(skipped, status="absent", why=why)
+        try:
+            kernel = get_kernel(name, op.name)
+        except UnsupportedError as error:
+            return replace(skipped, why=str(error))
+        backend = get_backend(kernel.backend)
+        why = op.refuses(dims) or backend.why_not(self.device)
+        why = why or self._too_large(op, dims) or self._too_slow(op, dims, backend.slowness(self.device))
+        return replace(skipped, why=why) if why else kernel
+
+    def _compare(self, op: Operation, dims: Dims, kernels: dict[str, Kernel]) -> dict[str, Result]:
+        """Make operands, check each kernel, and time those that are right."""
+        what = f"{op.name} {' x '.join(map(str, dims))}"
+        self.progress(f"{what}: making operands, and the exact result in float64")
         try:
             sets = [op.make(dims, self.device, seed) for seed in range(profiler.sets_for(op, dims, self.mode))]
             exact = op.exact(*sets[0])
             allowed = op.allowed(exact, *sets[0])
         except Exception as error:  # such as no memory, of which the estimate is one
             why = f"its operands and exact result could not be made: {_said(error)}"
-            self.results += [Result(op.name, dims, name, "failed", why) for name in names]
-            return
-        rows, kernels = [], {}
-        for name in names:
-            self.progress(f"{op.name} {shape}: {name}")
-            row, kernel = self._check(op, dims, name, sets[0], exact, allowed)
-            rows.append(row)
-            if kernel is not None and row.status in ("ok", "easier"):
-                kernels[name] = kernel
+            return {name: Result(op.name, dims, name, "failed", why) for name in kernels}
+        rows = {}
+        for name, kernel in kernels.items():
+            self.progress(f"{what}: {name}")
+            rows[name] = self._check(op, dims, kernel, sets[0], exact, allowed)
         del exact, allowed
-        self.progress(f"{op.name} {shape}: timing {', '.join(kernels) or 'nothing'}")
-        timed = self._time(op, dims, kernels, sets)
-        self.results += [replace(row, **timed.get(row.backend, {})) for row in rows]
+        good = {name: kernels[name] for name, row in rows.items() if row.status in ("ok", "easier")}
+        self.progress(f"{what}: timing {', '.join(good) or 'nothing'}")
+        return rows | {name: replace(rows[name], **news) for name, news in self._time(op, dims, good, sets).items()}
 
     def _too_large(self, op: Operation, dims: Dims) -> str:
         """Why the operands and the check would not fit, by an estimate."""
@@ -81,31 +103,23 @@ class Runner:
         return f"it needs about {needed / 2**30:.1f} GiB with its check, and {free / 2**30:.1f} GiB are free"
 
     def _check(
-        self, op: Operation, dims: Dims, name: str, operands: tuple[Any, ...], exact: Any, allowed: Any
-    ) -> tuple[Result, Kernel | None]:
+        self, op: Operation, dims: Dims, kernel: Kernel, operands: tuple[Any, ...], exact: Tensor, allowed: Tensor
+    ) -> Result:
         """Call a kernel once, on an output full of NaN, so that what is not written is seen."""
-        row = Result(op.name, dims, name, "ok")
-        try:
-            kernel = get_kernel(name, op.name)
-        except UnsupportedError as error:
-            missing = absent().get(name)
-            return Result(op.name, dims, name, "absent" if missing else "skipped", missing or str(error)), None
-        backend = get_backend(kernel.backend)
-        if why := backend.why_not(self.device) or self._too_slow(op, dims, backend.slowness(self.device)):
-            return replace(row, status="skipped", why=why), None
+        row = Result(op.name, dims, kernel.name, "ok")
         output = op.output(operands)
         output.fill_(float("nan"))
         try:
             kernel(*operands)
             self._wait()
         except Exception as error:  # whatever a library of others raises
-            return replace(row, status="failed", why=_said(error)), None
+            return replace(row, status="failed", why=_said(error))
         if kernel.easier:
             bad = int((~output.isfinite()).sum())
             why = f"{bad} elements are NaN or infinite, or were not written" if bad else ""
-            return replace(row, status="wrong" if bad else "easier", why=why), kernel
+            return replace(row, status="wrong" if bad else "easier", why=why)
         found = examine(output, exact, allowed)
-        return replace(row, status="ok" if found.right else "wrong", why=found.fault, accuracy=found), kernel
+        return replace(row, status="ok" if found.right else "wrong", why=found.fault, accuracy=found)
 
     def _too_slow(self, op: Operation, dims: Dims, slowness: float) -> str:
         """Why a shape would take a host too long."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from comparisons import registry_is_left_alone
 from test_import import child
 
 from deep_gemm import backends
@@ -20,20 +20,7 @@ from deep_gemm.errors import InvalidInputError, UnsupportedError
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _registry_is_left_alone() -> Iterator[None]:
-    backends.of("mul_add")  # imports all that is here
-    tables: tuple[dict[Any, Any], ...] = (
-        registry._backends,
-        registry._kernels,
-        registry._operations,
-        registry._broken,
-    )
-    before = [dict(table) for table in tables]
-    yield
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
+__all__ = ["registry_is_left_alone"]
 
 
 def test_an_import_looks_for_no_backend() -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from comparisons import H100, comparison, timing
+from comparisons import H100, comparison, registry_is_left_alone, timing
 from hypothesis import given
 from hypothesis import strategies as st
-from test_backends import _registry_is_left_alone
 
 from deep_gemm import backends
 from deep_gemm.backends import accuracy, profiler, runner
@@ -22,7 +21,7 @@ from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.testing import timing as clock
 
-__all__ = ["_registry_is_left_alone"]
+__all__ = ["registry_is_left_alone"]
 
 Add = Callable[[Callable[..., Any]], Any]
 
