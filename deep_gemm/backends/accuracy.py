@@ -60,13 +60,13 @@ def examine(result: Tensor, exact: Tensor, allowed: Tensor) -> Accuracy:
     nonzero = exact != 0
     norm, other = float(exact.norm()), float(given.norm())
     ratio = error / allowed
-    counts = torch.histc(_bins(error, exact, result.dtype), len(ULP_LABELS), -0.5, len(ULP_LABELS) - 0.5)
+    bins = _bins(error, exact, result.dtype)
     return Accuracy(
         max_abs=_largest(error),
         max_rel=_largest((error / exact.abs())[nonzero]),
         l2_rel=float(error.norm()) / norm if norm else float(error.norm()),
         cosine=float(given @ exact) / (norm * other) if norm and other else float(norm == other),
-        ulps=tuple((counts / max(1, error.numel())).tolist()),
+        ulps=tuple(int((bins == index).sum()) / max(1, bins.numel()) for index in range(len(ULP_LABELS))),
         of_allowed=_largest(ratio),
         outside=int((ratio > 1).sum()),
         not_finite=not_finite,
@@ -75,12 +75,12 @@ def examine(result: Tensor, exact: Tensor, allowed: Tensor) -> Accuracy:
 
 
 def _bins(error: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The index of each error in `ULP_LABELS`, float64. A unit is the distance of neighbours at the exact value."""
+    """The index of each error in `ULP_LABELS`. A unit is the distance of neighbours at the exact value."""
     info = torch.finfo(dtype)
     magnitude = exact.abs().clamp(min=info.smallest_normal)
     unit = torch.exp2(magnitude.log2().floor()) * info.eps * SLACK
     edges = torch.tensor(ULP_EDGES, dtype=torch.float64, device=error.device)
-    return torch.bucketize(error / unit, edges).double()
+    return torch.bucketize(error / unit, edges)
 
 
 def _largest(x: Tensor) -> float:

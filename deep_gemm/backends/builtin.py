@@ -17,7 +17,7 @@ class Cuda(Backend):
     """Our own kernels."""
 
     name = "cuda"
-    modules = ("deep_gemm.backends.ours",)
+    modules = ("deep_gemm.backends.ours", "deep_gemm.backends.ours_rows")
 
     def why_not(self, device: torch.device) -> str:
         """On other devices our functions run the reference, which is torch's row."""

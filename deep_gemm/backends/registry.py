@@ -169,11 +169,12 @@ def absent() -> dict[str, str]:
 
 def get_backend(name: str) -> Backend:
     """A backend by its name. Raises InvalidInputError for an unknown one, and UnsupportedError if it is absent."""
-    if name not in names():
+    known = _all()
+    if name not in known and name not in _broken:
         raise InvalidInputError(f"backend must be one of {', '.join(names())}, but it is {name!r}.")
-    if why := absent().get(name):
+    if why := _broken.get(name) or known[name].why_absent():
         raise UnsupportedError(f"The backend {name} cannot be used here: {why}.")
-    return _backends[name]
+    return known[name]
 
 
 def get_kernel(name: str, op: str) -> Kernel:

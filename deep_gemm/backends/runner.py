@@ -27,6 +27,9 @@ HOST_LIMIT = 2.5e11
 """Without a GPU, operations that a shape may take: torch's reference multiplies so many in some ten seconds. What
 emulates a GPU may take as many fewer as it is slower."""
 
+CHECK_INPUTS = 8
+"""For each byte of the operands: the same in float64, of which products are made."""
+
 BYTE_COST = 32
 """Operations that a byte stands for in this."""
 
@@ -43,6 +46,8 @@ class Runner:
     trace: Path | None = None
     progress: Callable[[str], None] = lambda text: None
     results: list[Result] = field(default_factory=list)
+    lost: str = ""
+    """Why nothing can run any more."""
 
     def run(self, op: Operation, dims: Dims, names: Sequence[str]) -> None:
         """Compare one shape; ``names`` are backends or variants that `of` lists, or those that are absent."""
@@ -68,7 +73,7 @@ class Runner:
         except UnsupportedError as error:
             return replace(skipped, why=str(error))
         backend = get_backend(kernel.backend)
-        why = op.refuses(dims) or backend.why_not(self.device)
+        why = self.lost or op.refuses(dims) or backend.why_not(self.device)
         why = why or self._too_large(op, dims) or self._too_slow(op, dims, backend.slowness(self.device))
         return replace(skipped, why=why) if why else kernel
 
@@ -86,16 +91,19 @@ class Runner:
         rows = {}
         for name, kernel in kernels.items():
             self.progress(f"{what}: {name}")
+            if self.lost:
+                rows[name] = Result(op.name, dims, name, "skipped", self.lost)
+                continue
             rows[name] = self._check(op, dims, kernel, sets[0], exact, allowed)
         del exact, allowed
-        good = {name: kernels[name] for name, row in rows.items() if row.status in ("ok", "easier")}
+        good = {name: kernels[name] for name, row in rows.items() if row.status in ("ok", "easier") and not self.lost}
         self.progress(f"{what}: timing {', '.join(good) or 'nothing'}")
         return rows | {name: replace(rows[name], **news) for name, news in self._time(op, dims, good, sets).items()}
 
     def _too_large(self, op: Operation, dims: Dims) -> str:
         """Why the operands and the check would not fit, by an estimate."""
         sets = profiler.sets_for(op, dims, self.mode)
-        needed = sets * op.bytes_moved(dims) + CHECK_BYTES * op.elements(dims)
+        needed = (sets + CHECK_INPUTS) * op.bytes_moved(dims) + CHECK_BYTES * op.elements(dims)
         needed += FLUSH_BYTES if self.device.type == "cuda" else 0
         free = free_bytes(self.device)
         if needed <= free:
@@ -113,6 +121,7 @@ class Runner:
             kernel(*operands)
             self._wait()
         except Exception as error:  # whatever a library of others raises
+            self._lose_context(kernel.name)
             return replace(row, status="failed", why=_said(error))
         if kernel.easier:
             bad = int((~output.isfinite()).sum())
@@ -167,6 +176,13 @@ class Runner:
             alone, wrong = self._sample({name: sets})
             samples, failed = samples | alone, failed | wrong
         return samples, failed
+
+    def _lose_context(self, name: str) -> None:
+        """Note whether the GPU takes no more work after a failure: after a fault of memory, until the process ends."""
+        try:
+            self._wait()
+        except RuntimeError:
+            self.lost = self.lost or f"the GPU takes no more work in this process since {name} failed"
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -70,6 +70,8 @@ def command(
     add_gelu, mul_add, rms_norm, layer_norm and swiglu ROWSxCOLUMNS.
 
     Without a GPU, torch's reference runs on the host, and Triton in its interpreter; the times are the host's.
+
+    Ends with status 1 if a result is wrong.
     """
     from deep_gemm import backends as registry
     from deep_gemm.backends.results import Comparison
@@ -105,11 +107,12 @@ def command(
         draw(report, png)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
-        return
-    show(report, out)
-    for path in (html, png):
-        if path is not None:
+    else:
+        show(report, out)
+        for path in filter(None, (html, png)):
             out.print(f"written: {path}")
+    if any(row.status == "wrong" for row in report.results):
+        raise SystemExit(1)
 
 
 def progress() -> Console:

@@ -48,7 +48,7 @@ def test_the_reference_is_right_on_the_cpu_and_ours_takes_the_same_operands(op: 
     operands = operation.make(SMALL[op], CPU)
     output = operation.output(operands)
     exact = operation.exact(*operands)
-    for name in {"torch", "cuda"} & set(backends.of(op)):
+    for name in ("torch", "cuda"):
         output.fill_(float("nan"))
         backends.get_kernel(name, op)(*operands)
         assert bool(((output.double() - exact).abs() <= operation.allowed(exact, *operands)).all()), name

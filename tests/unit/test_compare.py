@@ -268,3 +268,25 @@ def test_the_command_lists_what_there_is_and_refuses_what_there_is_not() -> None
         result = CliRunner().invoke(app, ["compare", *arguments])
         assert result.exit_code != 0
         assert message in result.output
+
+
+def test_the_command_ends_with_status_1_if_a_result_is_wrong() -> None:
+    backends.kernel("mine", "mul_add")(off)
+    result = CliRunner().invoke(app, ["compare", "mul_add", "--shape", "4x16", "--backends", "mine", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "not compared: mine on mul_add 4 x 16: 1 of 64 elements are off by up to" in result.output
+
+
+def test_after_a_lost_context_nothing_is_blamed_that_did_not_run(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a fault of memory on a GPU, which every later call reports as its own."""
+
+    def wait(self: runner.Runner) -> None:
+        if broken_calls:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    broken_calls: list[None] = []
+    monkeypatch.setattr(runner.Runner, "_wait", wait)
+    found = add(lambda *operands: broken_calls.append(None))
+    assert found["mine"].why == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert found["torch"].status == "skipped"
+    assert found["torch"].why == "the GPU takes no more work in this process since mine failed"
