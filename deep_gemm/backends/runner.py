@@ -6,7 +6,6 @@ Whatever goes wrong with one of them is a row that says so, and the others go on
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -152,13 +151,12 @@ class Runner:
             except Exception as error:
                 calls.pop(name, None)
                 found[name] = {"status": "failed", "why": _said(error)}
-        if self.trace is not None and calls:
-            path = self.trace.with_name(f"{self.trace.stem}-{op.name}-{'x'.join(map(str, dims))}.json")
-            profiler.trace({name: sets[0] for name, sets in calls.items()}, path, self.device)
         samples, failed = self._sample(calls)
         for name, times in samples.items():
-            timing = profiler.Timing.of(self.mode, times, op, dims, limit, extra[name])
-            found[name] = {"timing": timing}
+            found[name] = {"timing": profiler.Timing.of(self.mode, times, op, dims, limit, extra[name])}
+        if self.trace is not None and samples:
+            path = self.trace.with_name(f"{self.trace.stem}-{op.name}-{'x'.join(map(str, dims))}.json")
+            profiler.trace({name: calls[name][0] for name in samples}, path, self.device)
         return found | failed
 
     def _sample(self, calls: dict[str, list[Any]]) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
@@ -168,8 +166,9 @@ class Runner:
         try:
             return profiler.sample(calls, self.mode), {}
         except Exception as error:
-            if len(calls) == 1:
-                return {}, {next(iter(calls)): {"status": "failed", "why": f"while timed: {_said(error)}"}}
+            self._lose_context(" or ".join(calls))
+            if len(calls) == 1 or self.lost:
+                return {}, {name: {"status": "failed", "why": f"while timed: {_said(error)}"} for name in calls}
         samples: dict[str, list[float]] = {}
         failed: dict[str, dict[str, Any]] = {}
         for name, sets in calls.items():
@@ -196,10 +195,11 @@ def _said(error: Exception) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a GPU, or on the host."""
+    """Memory that is free on a GPU, or that the host can give: free pages, and those that only cache files."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def candidates(op: str, names: Sequence[str] = ()) -> list[str]:

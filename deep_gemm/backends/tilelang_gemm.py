@@ -83,15 +83,15 @@ def fp8(
 
     @T.prim_func
     def scaled(
-        a: T.Tensor((m, k), "float8_e4m3"),
+        a: T.Tensor((m, k), "float8_e4m3fn"),
         sfa: T.Tensor((blocks, m), "float32"),
-        b: T.Tensor((n, k), "float8_e4m3"),
+        b: T.Tensor((n, k), "float8_e4m3fn"),
         sfb: T.Tensor((-(-n // SCALE_BLOCK), blocks), "float32"),
         d: T.Tensor((m, n), "bfloat16"),
     ):
         with T.Kernel(T.ceildiv(n, block_n), T.ceildiv(m, block_m), threads=threads) as (column, row):
-            a_tile = T.alloc_shared((block_m, block_k), "float8_e4m3")
-            b_tile = T.alloc_shared((block_n, block_k), "float8_e4m3")
+            a_tile = T.alloc_shared((block_m, block_k), "float8_e4m3fn")
+            b_tile = T.alloc_shared((block_n, block_k), "float8_e4m3fn")
             d_tile = T.alloc_shared((block_m, block_n), "bfloat16")
             scale = T.alloc_shared((block_m,), "float32")
             part = T.alloc_fragment((block_m, block_n), "float32")
