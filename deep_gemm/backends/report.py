@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..log import duration
+from ..log import duration, rate
 from .accuracy import ULP_LABELS
 from .operations import Rate
 from .registry import get_operation, names
@@ -75,7 +75,7 @@ class Roofline:
         speeds = [row.timing.tflops for row in timed if row.timing]
         peaks: dict[Rate, float] = {}
         if report.roof is not None:
-            peaks = {rate: report.roof.tflops[rate] for rate in dict.fromkeys(op.rate for op in ops.values())}
+            peaks = {op.rate: report.roof.tflops[op.rate] for op in ops.values()}
             bandwidth = report.roof.gb_per_s / 1e3
             ridges = [peak / bandwidth for peak in peaks.values()]
             x = Axis.over([*intensity, *ridges, *(2 * ridge for ridge in ridges)], 64, cls.WIDTH - 28)
@@ -83,11 +83,11 @@ class Roofline:
         else:
             x, y = Axis.over(intensity, 64, cls.WIDTH - 28), Axis.over(speeds, cls.HEIGHT - 48, 16)
         plot = cls(x, y)
-        for rate, peak in peaks.items():
+        for kind, peak in peaks.items():
             ridge = peak / bandwidth
             corners = [(10.0**x.low, bandwidth * 10.0**x.low), (ridge, peak), (10.0**x.high, peak)]
             path = "M" + " ".join(f"{x.at(a)} {y.at(b)}" for a, b in corners)
-            plot.roofs.append((path, f"{rate} {peak:,.0f} TFLOP/s", x.end, y.at(peak)))
+            plot.roofs.append((path, f"{kind} {rate(peak)} TFLOP/s", x.end, y.at(peak)))
         plot.points.extend((x.at(a), y.at(b), row) for a, b, row in zip(intensity, speeds, timed, strict=True))
         return plot
 
@@ -100,7 +100,7 @@ def render(report: Comparison) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"duration": duration, "scientific": lambda x: f"{x:.1e}"}
+    environment.filters |= {"duration": duration, "rate": rate, "scientific": lambda x: f"{x:.1e}"}
     known: dict[str, Any] = {
         "report": report,
         "roofline": Roofline.of(report),

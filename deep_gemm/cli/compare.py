@@ -10,6 +10,7 @@ import click
 
 from deep_gemm.aot.inputs import number
 from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.log import rate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -184,7 +185,7 @@ def _times(rows: list[Result], on_gpu: bool) -> list[list[Any]]:
             line += [row.status] + ["-"] * (5 if on_gpu else 3)
         else:
             line += [duration(time.us), f"{duration(time.low_us)} to {duration(time.high_us)}"]
-            line += [f"{time.tflops:.3g}", f"{time.gb_per_s:.3g}"]
+            line += [rate(time.tflops), rate(time.gb_per_s)]
             if on_gpu:
                 line += [f"{time.of_roof or 0:.2f}", size(time.extra_bytes or 0)]
         lines.append(line)

@@ -186,6 +186,26 @@ def test_times_have_a_median_a_spread_and_a_roof() -> None:
     assert narrow.of_roof == pytest.approx(narrow.gb_per_s / H100.gb_per_s)
 
 
+@pytest.mark.parametrize(("mode", "sets"), [("flush", 1), ("graph", 9), ("steady", 4)])
+def test_each_mode_times_in_its_way_with_as_many_operands_as_it_needs(
+    mode: str, sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's operands must not fit into L2 together: it has 256 MiB of them or more."""
+    given: list[Any] = []
+
+    def sampler(calls: Any) -> dict[str, list[float]]:
+        given.append(calls)
+        return {name: [1.0] for name in calls}
+
+    monkeypatch.setattr(clock, f"{mode}_samples", sampler)
+    op = backends.get_operation("fp8_gemm_nt")
+    assert profiler.sets_for(op, (64, 4096, 7168), mode) == sets
+    assert profiler.sets_for(op, (8, 128, 128), "graph") == profiler.MAX_SETS
+    calls = [lambda: None] * sets
+    assert profiler.sample({"a": calls}, mode) == {"a": [1.0]}
+    assert given == [{"a": calls[0] if mode == "flush" else calls}]
+
+
 def test_the_roof_is_the_cards_or_the_nearest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     class Card:
         name, multi_processor_count = "NVIDIA H200", 132
