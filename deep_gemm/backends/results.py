@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -117,16 +118,18 @@ class Comparison:
         return sorted(ranks, key=lambda rank: -rank.of_best)
 
     def left_out(self) -> list[LeftOut]:
-        """What did not run or is wrong, by reason. A backend that is absent is no matter of shapes."""
-        shapes: dict[tuple[str, str], list[str]] = {}
+        """What did not run or is wrong, by reason. Where a backend ran nothing for one reason, shapes do not matter."""
+        asked = Counter(row.backend for row in self.results)
+        rows: dict[tuple[str, str], list[Result]] = {}
         for row in self.results:
             if row.why:
-                where = shapes.setdefault((row.why, row.backend), [])
-                where += [] if row.status == "absent" else [f"{row.op} {row.shape}"]
+                rows.setdefault((row.why, row.backend), []).append(row)
         groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-        for (why, backend), where in shapes.items():
-            groups.setdefault((why, tuple(where)), []).append(backend)
-        return [LeftOut(tuple(backends), where, why) for (why, where), backends in groups.items()]
+        for (why, backend), found in rows.items():
+            nothing = len(found) == asked[backend] and all(row.status in ("absent", "skipped") for row in found)
+            shapes = () if nothing else tuple(f"{row.op} {row.shape}" for row in found)
+            groups.setdefault((why, shapes), []).append(backend)
+        return [LeftOut(tuple(backends), shapes, why) for (why, shapes), backends in groups.items()]
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for `json.dumps`."""

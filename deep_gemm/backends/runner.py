@@ -72,7 +72,7 @@ class Runner:
         except UnsupportedError as error:
             return replace(skipped, why=str(error))
         backend = get_backend(kernel.backend)
-        why = self.lost or op.refuses(dims) or backend.why_not(self.device)
+        why = self.lost or backend.why_not(self.device) or op.refuses(dims)
         why = why or self._too_large(op, dims) or self._too_slow(op, dims, backend.slowness(self.device))
         return replace(skipped, why=why) if why else kernel
 

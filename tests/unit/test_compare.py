@@ -244,6 +244,18 @@ def test_the_ranking_is_of_those_that_are_right() -> None:
     assert cublaslt.of_best == pytest.approx((17 / 26 * 180 / 205) ** 0.5)
 
 
+def test_reasons_are_said_once_with_the_shapes_where_these_matter() -> None:
+    (wrong, failed, absent) = (str(group) for group in comparison().left_out())
+    assert wrong.startswith("triton on fp8_gemm_nt 4096 x 4096 x 7168: 3 of 262144 elements are NaN")
+    assert failed.startswith("tilelang on fp8_gemm_nt 4096 x 4096 x 7168: RuntimeError")
+    assert absent == "torch on fp8_gemm_nt 4096 x 4096 x 7168: it is not here"
+    report = backends.compare("fp8_gemm_nt", [(8, 16, 32), (8, 16, 40)], ["cuda", "cublaslt", "torch"], device="cpu")
+    assert [str(group) for group in report.left_out()] == [
+        "cuda, cublaslt, cublaslt:tensorwise: it needs a GPU",
+        "torch on fp8_gemm_nt 8 x 16 x 40: K must be a multiple of 16, but it is 40",
+    ]
+
+
 def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["compare", *arguments])
     assert result.exit_code == 0, result.output
@@ -256,7 +268,7 @@ def test_the_command_says_what_ran_and_what_could_not() -> None:
     assert "mul_add 8 x 32" in text
     assert "against float64" in text
     assert "1  torch    1.000        1 of 1" in text
-    assert "not compared: cublaslt on mul_add 8 x 32: The backend cublaslt has no mul_add." in text
+    assert "not compared: cublaslt: The backend cublaslt has no mul_add." in text
     assert "not compared: tilelang" in text
 
 
