@@ -42,7 +42,7 @@ class Backend:
 
     def why_absent(self) -> str:
         """Why it cannot be used in this Python, as a clause; "" if it can. Must import nothing large."""
-        if self.requires and importlib.util.find_spec(self.requires) is None:
+        if self.requires and not _importable(self.requires):
             return f"the module {self.requires} is not installed" + (f" ({self.install})" if self.install else "")
         return ""
 
@@ -59,6 +59,13 @@ class Backend:
         """Import the modules that hold its kernels."""
         for module in self.modules:
             importlib.import_module(module)
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # ValueError: somebody put None in its place, so that nobody imports it
+        return False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from .results import Comparison, Result
 
 MARKERS = ("M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", "M-4.6-4.6h9.2v9.2h-9.2z", "M0-6.4 6.4 0 0 6.4-6.4 0z")
 """Outlines of a point around the origin: a circle, a square, a diamond. With the colours no two backends look alike."""
+LEFT = 78
+"""Pixels of the plot's left margin, for the labels of its axis."""
 LIGHT = ("#2a6fd0", "#d9581f", "#6d55c6", "#14936a", "#b97f00", "#c2407c", "#5b6670")
 DARK = ("#5b9bf0", "#f0834f", "#a391f0", "#3bbd90", "#dca533", "#e878ab", "#9aa6b0")
 """Colours on light and on dark ground, the last for variants."""
@@ -78,10 +80,10 @@ class Roofline:
             peaks = {op.rate: report.roof.tflops[op.rate] for op in ops.values()}
             bandwidth = report.roof.gb_per_s / 1e3
             ridges = [peak / bandwidth for peak in peaks.values()]
-            x = Axis.over([*intensity, *ridges, *(2 * ridge for ridge in ridges)], 64, cls.WIDTH - 28)
+            x = Axis.over([*intensity, *ridges, *(2 * ridge for ridge in ridges)], LEFT, cls.WIDTH - 28)
             y = Axis.over([*speeds, *peaks.values(), bandwidth * 10.0**x.low], cls.HEIGHT - 48, 16)
         else:
-            x, y = Axis.over(intensity, 64, cls.WIDTH - 28), Axis.over(speeds, cls.HEIGHT - 48, 16)
+            x, y = Axis.over(intensity, LEFT, cls.WIDTH - 28), Axis.over(speeds, cls.HEIGHT - 48, 16)
         plot = cls(x, y)
         for kind, peak in peaks.items():
             ridge = peak / bandwidth

@@ -254,8 +254,9 @@ def compare(
             raise InvalidInputError(f"A shape of {op} is {wanted}, sizes from 1, but {dims} was given.")
     runner = Runner(target, mode if on_gpu else profiler.HOST, trace, progress)
     names = candidates(op, backends)
-    for dims in chosen:
-        runner.run(operation, dims, names)
+    with torch.cuda.device(target) if on_gpu else contextlib.nullcontext():
+        for dims in chosen:
+            runner.run(operation, dims, names)
     name = torch.cuda.get_device_name(target) if on_gpu else "the host's CPU"
     return Comparison(name, runner.mode, profiler.roof(target), tuple(runner.results))
 

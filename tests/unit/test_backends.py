@@ -97,6 +97,8 @@ def test_an_absent_backend_is_named_with_the_reason(monkeypatch: pytest.MonkeyPa
     assert "far" not in backends.of("mul_add")
     with pytest.raises(UnsupportedError, match=r"The backend far cannot be used here: the module a_module"):
         backends.get_kernel("far", "mul_add")
+    monkeypatch.setitem(sys.modules, Far.requires, None)
+    assert backends.absent()["far"] == reason
 
 
 def test_a_backend_that_does_not_import_is_refused_with_its_error(
