@@ -1,11 +1,11 @@
-"""What is compared: our call, the vendor's library through torch, and DeepGEMM, on the same operands.
+"""What is timed for the record: our call, the vendor's library and DeepGEMM, on the same operands.
 
-What is to be said of an operation is said here, by the class of its operands: nothing else that times it names one.
+The backends are those of `deep_gemm.backends`. What is to be said of an operation is said here, by the class of its
+operands: nothing else that times it names one.
 """
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from torch import Tensor
 import deep_gemm
 from deep_gemm import ops
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import timing
+from deep_gemm.backends import deepgemm, get_kernel
 from deep_gemm.benchmarks.shapes import Problem
 from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
@@ -25,7 +25,7 @@ from deep_gemm.kernels.base import Strides
 from deep_gemm.ops import fp8_dense, half_dense
 from deep_gemm.ops.checks import TMA_BYTES
 from deep_gemm.spec import GemmSpec
-from deep_gemm.testing import calc_diff, random_operands
+from deep_gemm.testing import calc_diff, random_operands, timing
 
 Call = Callable[[], Any]
 
@@ -187,14 +187,31 @@ def placed(x: Operands, device: int) -> tuple[Strides, Mapping[str, int]]:
     return step.strides, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
 
 
-def call(x: Operands, library: Any) -> Call:
-    """The operation's public function, which `library` has."""
-    return functools.partial(getattr(library, x.op), *x.arguments)
+def through(name: str) -> Callable[[Any], Call]:
+    """The call of a backend of `deep_gemm.backends`, with what a model does once done before it."""
+
+    def prepare(x: Operands) -> Call:
+        return get_kernel(name, x.op).prepare(*x.arguments)
+
+    return prepare
 
 
-def ours(x: Operands) -> Call:
-    """The operation's public function."""
-    return call(x, deep_gemm)
+ours = through("cuda")
+"""The operation's public function."""
+cublaslt = blockwise = through("cublaslt")
+"""Our problem: 16 bits, into `d` itself, and FP8 with the same scales, which returns its result."""
+tensorwise = through("cublaslt:tensorwise")
+"""The easier problem: one scale a tensor."""
+DEEPGEMM = "deepgemm"
+BACKENDS: dict[str, Callable[[Any], Call]] = {
+    "ours": ours,
+    "tensorwise": tensorwise,
+    "blockwise": blockwise,
+    "cublaslt": cublaslt,
+}
+"""What rows call the backends. DeepGEMM is one once it was named."""
+EASIER = ("tensorwise",)
+"""Backends whose results are not ours."""
 
 
 def ours_promised(x: Operands) -> Call:
@@ -218,57 +235,15 @@ def own_weights(x: Any) -> Any:
     return replace(x, d=torch.zeros_like(x.d), **{name: tensor.clone() for name, tensor in x.weights.items()})
 
 
-def tensorwise(x: FP8Operands) -> Call:
-    """cuBLASLt with one scale a tensor and fast accumulation: the easier problem, since it promotes nothing."""
-    one = torch.ones((), dtype=torch.float32, device=x.a.device)
-    weights = x.b.t()
-    return lambda: torch._scaled_mm(
-        x.a, weights, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True, out=x.d
-    )
-
-
-def blockwise(x: FP8Operands) -> Call:
-    """cuBLASLt with the same 1x128 and 128x128 scales: our problem. It wants other layouts of them."""
-    from torch.nn.functional import ScalingType, pad, scaled_mm
-
-    weights = x.b.t()
-    sfa = x.sfa.t().contiguous().t()
-    sfb = pad(x.sfb, (0, -x.sfb.shape[1] % 4)).t()
-    recipe_a, recipe_b = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    return lambda: scaled_mm(x.a, weights, sfa, recipe_a, sfb, recipe_b, output_dtype=torch.bfloat16)
-
-
-def cublaslt(x: HalfOperands) -> Call:
-    """cuBLAS through torch, into `d` itself: our problem."""
-    a, b = (x.a.t() if x.op[-2] == "t" else x.a), (x.b if x.op[-1] == "n" else x.b.t())
-    wide: dict[str, Any] = {} if x.d.dtype == x.a.dtype else {"out_dtype": x.d.dtype}
-    if x.accumulate:
-        return lambda: torch.addmm(x.d, a, b, out=x.d, **wide)
-    return lambda: torch.mm(a, b, out=x.d, **wide)
-
-
-BACKENDS: dict[str, Callable[[Any], Call]] = {
-    "ours": ours,
-    "tensorwise": tensorwise,
-    "blockwise": blockwise,
-    "cublaslt": cublaslt,
-}
-
-DEEPGEMM = "deepgemm"
-EASIER = ("tensorwise",)
-"""Backends whose results are not ours."""
-
-
 def names_for(shape: GemmShape) -> tuple[str, ...]:
     """All backends of a shape's operation, ours first."""
     return ("ours", *of(shape).peers, *(name for name in (DEEPGEMM,) if name in BACKENDS))
 
 
 def add_deepgemm(library: Any) -> dict[str, str]:
-    """Make the module of DeepGEMM one of `BACKENDS`: our problem, called as ours is. It compiles a kernel for a shape
-    in seconds, at the first call. Returns what rows say of it."""
-    BACKENDS[DEEPGEMM] = lambda x: call(x, library)
-    return {DEEPGEMM: getattr(library, "__version__", "of no known version")}
+    """Make the module of DeepGEMM one of `BACKENDS`. Returns what rows say of it."""
+    BACKENDS[DEEPGEMM] = through(DEEPGEMM)
+    return {DEEPGEMM: deepgemm.use(library)}
 
 
 def usable(name: str, x: Operands) -> str | None:

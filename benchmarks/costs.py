@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, census, phases, timing
+from deep_gemm.benchmarks import backends, census, phases
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import REFERENCE_NK, demo
 from deep_gemm.errors import DeepGemmError
+from deep_gemm.testing import timing
 
 if TYPE_CHECKING:
     from deep_gemm.params import KernelParams

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deep_gemm import arch, options
-from deep_gemm.benchmarks import timing
 from deep_gemm.jit.binary import BuildRequest
 from deep_gemm.jit.builder import default_builder
 from deep_gemm.jit.driver.launch import Launch, LaunchShape
 from deep_gemm.jit.driver.module import Function, load_function
+from deep_gemm.testing import timing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, floor, rows, timing
+from deep_gemm.benchmarks import backends, floor, rows
 from deep_gemm.benchmarks.modes import FLOOR_MAX_M, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
 from deep_gemm.benchmarks.summary import GEMM_MODES
+from deep_gemm.testing import timing
 
 OTHERS = (*(name for name in backends.BACKENDS if name != "ours"), backends.DEEPGEMM)
 """Whom ours is compared with."""

@@ -15,7 +15,7 @@ from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, rows, timing
+from deep_gemm.benchmarks import backends, rows
 from deep_gemm.benchmarks.modes import SURVEY_MODES, meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.errors import InvalidInputError
@@ -23,6 +23,7 @@ from deep_gemm.jit import Builder
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration
 from deep_gemm.spec import GemmSpec
+from deep_gemm.testing import timing
 from deep_gemm.testing.bench import FLUSH_BYTES
 
 MODES = SURVEY_MODES

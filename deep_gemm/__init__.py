@@ -21,7 +21,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import quantize, testing, utils
+    from deep_gemm import backends, quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.constant import declare_constant, retract_constant
     from deep_gemm.custom.kernel import CustomKernel, kernel
@@ -99,6 +99,7 @@ __all__ = [
     "SettingError",
     "UnsupportedError",
     "align",
+    "backends",
     "bf16_gemm_nn",
     "bf16_gemm_nt",
     "bf16_gemm_tn",
@@ -251,7 +252,7 @@ such as `settings`, cannot be among them: importing the module would set it.
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("quantize", "testing", "utils")
+_MODULES = ("backends", "quantize", "testing", "utils")
 
 
 def __getattr__(name: str) -> Any:

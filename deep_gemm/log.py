@@ -32,6 +32,18 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def duration(us: float) -> str:
+    """Microseconds as a person reads them: "8.2 us", "140 ms", "2.1 s"."""
+    if us < 1e3:
+        return f"{us:.1f} us"
+    return f"{us / 1e3:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"
+
+
+def rate(value: float) -> str:
+    """A rate, to three digits: "0.0252", "98.1", "1,370"."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def reset_warnings() -> None:
     """Forget what was said, so that a test can see a warning again."""
     with _lock:

@@ -325,6 +325,21 @@ class Settings:
 settings = Settings()
 
 
+@contextmanager
+def variables(**values: str) -> Iterator[None]:
+    """Set environment variables for the duration of a `with` block, for a library that reads them as it is imported."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def child_environment(*removed: str) -> dict[str, str]:
     """The environment for a child process, without the variables `removed`."""
     return {name: value for name, value in os.environ.items() if name not in removed}

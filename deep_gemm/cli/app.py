@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "Time kernels side by side with cuBLASLt; host cost; compile and load times.",
     "cache": "Show, check, prune or clear the cache of compiled kernels; make packs of it, and merge.",
     "calibrate": "Measure a GPU and fit the model that chooses configs to it.",
+    "compare": "Run an operation's implementations side by side: checked, timed and ranked.",
     "demo": "Run the main job once: compile, check, time, and run again warm.",
     "doctor": "Say what was found: GPU, driver, compilers, cache, and what is used and why.",
     "inspect": "Show what would run for a shape: configs, estimates, source, registers, SASS.",

@@ -81,8 +81,8 @@ def command(
     at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
     draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
     """
+    from deep_gemm.backends import deepgemm as theirs
     from deep_gemm.benchmarks import backends, costs, run
-    from deep_gemm.benchmarks import deepgemm as theirs
 
     modes = modes or ("flush",)
     out = console()

@@ -12,7 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from deep_gemm.errors import SettingError
+from deep_gemm.log import duration
 from deep_gemm.settings import Settings
+
+__all__ = ["Number", "Size", "console", "duration", "size", "table"]
 
 
 def console() -> Console:
@@ -62,13 +65,6 @@ class Number(click.FloatRange):
         if math.isnan(found):
             self.fail(f"{value!r} is no number.", param, ctx)
         return found
-
-
-def duration(us: float) -> str:
-    """Microseconds as a person reads them: "8.2 us", "140 ms", "2.1 s"."""
-    if us < 1e3:
-        return f"{us:.1f} us"
-    return f"{us / 1e3:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"
 
 
 def size(count: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from deep_gemm import arch, kernels
+from deep_gemm import arch, backends, kernels
 from deep_gemm.cli.console import console, size, table
 from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.builder import default_builder
@@ -62,6 +62,7 @@ def examine() -> dict[str, Any]:
         "packs": _packs(),
         "other_packages": _others(),
         "settings": _settings(),
+        "absent_backends": backends.absent(),
     }
     report["problems"], report["notes"] = _judge(report)
     return report
@@ -224,6 +225,8 @@ def _print(report: dict[str, Any]) -> None:
     for pack in report["packs"]:
         state = pack["problem"] or f"{counted(pack['kernels'], 'kernel')}, {size(pack['bytes'])}"
         out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}")
+    for name, why in report["absent_backends"].items():
+        out.print(f"backend    {name} is absent: {why}")
     for entry in report["settings"]:
         out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})")
     rows = [

@@ -105,33 +105,40 @@ def assert_half_close_to_exact(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None
     largest. No product is larger than R = sqrt(A^2 @ (B^2)^T), and the accumulator is rarely larger than a few R. So E
     is twice what all cuts come to if each is of R: a k16 step that is left out errs by R / sqrt(K / 16) or so.
     """
-    x, y = a.double(), b.double()
-    steps = -(-a.shape[1] // 16)
-    exact = x @ y.t() + (0.0 if c is None else c.double())
-    root_sum_square = (x.square() @ y.square().t()).sqrt()
+    exact = a.double() @ b.double().t() + (0.0 if c is None else c.double())
+    return _compare(d, exact, half_accumulation_bound(a, b, c), 0)
+
+
+def half_accumulation_bound(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    """E of `assert_half_close_to_exact` for each element, (M, N) float64."""
+    root_sum_square = (a.double().square() @ b.double().square().t()).sqrt()
     added = 0.0 if c is None else c.double().abs()
-    return _compare(d, exact, 2.0**-23 * (2 * 17 * steps * root_sum_square + added), 0)
+    return 2.0**-23 * (2 * 17 * -(-a.shape[1] // 16) * root_sum_square + added)
+
+
+def tolerance(exact: Tensor, accumulation: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest error that a result of ``dtype`` may have: E of the accumulation, and one rounding at the end."""
+    info = torch.finfo(dtype)
+    unit = info.eps / 2
+    # The last term is for results below the dtype's normal range, whose spacing no longer shrinks.
+    return unit * exact.abs() + (1 + unit) * accumulation + info.smallest_normal * info.eps
 
 
 def _compare(d: Tensor, exact: Tensor, accumulation: Tensor, first_row: int) -> float:
-    info = torch.finfo(d.dtype)
-    unit = info.eps / 2
-    bound = (1 + unit) * accumulation
-    # The last term is for results below the dtype's normal range, whose spacing no longer shrinks.
-    tolerance = unit * exact.abs() + bound + info.smallest_normal * info.eps
+    allowed = tolerance(exact, accumulation, d.dtype)
     error = (d.double() - exact).abs()
     same = (d.double() == exact) | (d.isnan() & exact.isnan())
-    bad = ~(same | (error <= tolerance))
+    bad = ~(same | (error <= allowed))
     if bad.any():
         count = int(bad.sum())
         row, column = (int(i) for i in bad.nonzero()[0])
         raise AssertionError(
             f"{count} of {bad.numel()} elements are outside the bound, first d[{first_row + row}, {column}] = "
             f"{float(d[row, column])!r}: exact {float(exact[row, column])!r}, error {float(error[row, column]):.3e}, "
-            f"allowed {float(tolerance[row, column]):.3e}; bad rows {_summary(bad.any(1), first_row)}, bad columns "
+            f"allowed {float(allowed[row, column]):.3e}; bad rows {_summary(bad.any(1), first_row)}, bad columns "
             f"{_summary(bad.any(0))}"
         )
-    ratio = torch.where(same, 0.0, error / tolerance)
+    ratio = torch.where(same, 0.0, error / allowed)
     return float(ratio.max()) if ratio.numel() else 0.0
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, costs, run, timing
+from deep_gemm.benchmarks import backends, costs, run
+from deep_gemm.testing import timing
 
 SHAPE = GemmShape(64, 4096, 4096)
 

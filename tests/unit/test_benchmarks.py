@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, provenance, run, shapes, summary, timing
+from deep_gemm.backends import deepgemm
+from deep_gemm.benchmarks import backends, provenance, run, shapes, summary
+from deep_gemm.testing import timing
 
 
 def test_random_shapes_are_the_same_for_a_seed_and_spread_evenly_in_the_logarithm() -> None:
@@ -244,6 +246,7 @@ def test_what_meets_the_limit_of_power_has_a_line_of_its_own() -> None:
 def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    monkeypatch.setattr(deepgemm, "_told", [])
     backends.add_deepgemm(types.SimpleNamespace(fp8_gemm_nt=lambda a, b, d: asked.append((a, b, d))))
     x = backends.FP8Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
     backends.BACKENDS[backends.DEEPGEMM](x)()
@@ -358,11 +361,11 @@ def test_who_is_timed_first_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> N
     """The GPU is cooler at first, whoever runs then."""
     ran: list[str] = []
 
-    def cooler_first(sets: list[str], seconds: float) -> float:
+    def cooler_first(sets: list[str], seconds: float) -> list[float]:
         ran.append(sets[0])
-        return 1.0 if len(ran) == 1 else 2.0
+        return [1.0] if len(ran) == 1 else [2.0]
 
-    monkeypatch.setattr(timing, "back_to_back", cooler_first)
+    monkeypatch.setattr(timing, "back_to_back_samples", cooler_first)
     assert timing.steady({"ours": ["a"], "tensorwise": ["b"]}) == {"ours": 2.0, "tensorwise": 2.0}  # type: ignore[list-item]
     assert ran == ["a", "a", "b"]
     ran.clear()

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import deep_gemm
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import deepgemm
+from deep_gemm.backends import deepgemm
 from deep_gemm.cli.app import app
 from deep_gemm.errors import DeepGemmError
 
@@ -67,6 +67,7 @@ def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch:
     from deep_gemm.benchmarks import backends
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    monkeypatch.setattr(deepgemm, "_told", [])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     (x,) = backends.make_operands(GemmShape(4, 128, 256), 1, device="cpu")
     backends.ours(x)()
@@ -99,6 +100,7 @@ def test_it_is_timed_beside_the_others(
     from deep_gemm.cli import bench
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    monkeypatch.setattr(deepgemm, "_told", [])
     monkeypatch.setattr(bench, "_need_gpu", lambda modes: None)
     asked: list[tuple[str, ...]] = []
 

@@ -40,6 +40,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.aot.build",),
     # `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
+    ("deep_gemm.backends",),
     ("deep_gemm.aot",),
     ("deep_gemm.benchmarks",),
     ("deep_gemm.cli", "deep_gemm.__main__"),

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, floor, run, timing
+from deep_gemm.benchmarks import backends, floor, run
+from deep_gemm.testing import timing
 
 SOURCE = floor.request("sm_90a").source
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@
 - steady: back to back for seconds, at the clocks that the power limit leaves; in graphs, so that no host is waited for.
 
 All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks meets all.
+`flush`, `graph` and `steady` give medians; `SAMPLERS` gives the samples that these are of.
 """
 
 from __future__ import annotations
@@ -29,8 +30,21 @@ ran before. On an H200 8192 x 7168 x 16384 took ours 1391 us and cuBLASLt 1389 i
 with."""
 
 
+Samples = dict[str, list[float]]
+
+
+def medians(samples: Samples) -> dict[str, float]:
+    """The median of each."""
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
 def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict[str, float]:
     """Median of `repeats` single calls or more, each between two events, with 512 MB written before it."""
+    return medians(flush_samples(calls, repeats, rounds))
+
+
+def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> Samples:
+    """What `flush` gives the medians of."""
     import torch
 
     from deep_gemm.testing.bench import FLUSH_BYTES
@@ -57,7 +71,7 @@ def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict
                 pairs.append((start, end))
             torch.cuda.synchronize()
             samples[name] += [start.elapsed_time(end) * 1e3 for start, end in pairs]
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return samples
 
 
 def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays: int = 10) -> dict[str, float]:
@@ -65,6 +79,11 @@ def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays
 
     `calls` gives, for each name, one callable for each set of weights; the graph goes through them in turn.
     """
+    return medians(graph_samples(calls, calls_in_graph, replays))
+
+
+def graph_samples(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays: int = 10) -> Samples:
+    """What `graph` gives the medians of."""
     counts = {name: max(calls_in_graph, len(sets)) for name, sets in calls.items()}
     graphs = {name: capture(sets, counts[name]) for name, sets in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -73,7 +92,7 @@ def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays
             us = elapsed_us(captured.replay)
             if replay >= 2:
                 samples[name].append(us / counts[name])
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return samples
 
 
 def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
@@ -97,10 +116,15 @@ def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
 def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[str, float]:
     """The times of `back_to_back` of each. The first of several runs twice, and the second time counts: it would be the
     only one to begin on a GPU that has rested."""
+    return medians(steady_samples(calls, seconds))
+
+
+def steady_samples(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> Samples:
+    """What `steady` gives the medians of."""
     first = next(iter(calls))
     if len(calls) > 1:
-        back_to_back(calls[first], seconds)
-    return {name: back_to_back(sets, seconds) for name, sets in calls.items()}
+        back_to_back_samples(calls[first], seconds)
+    return {name: back_to_back_samples(sets, seconds) for name, sets in calls.items()}
 
 
 GRAPH_US, BATCH_US = 2_000, 20_000
@@ -113,6 +137,11 @@ def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> fl
     In graphs of many (see `capture`): small calls, launched one by one, would wait for the host, whose time is no
     kernel's.
     """
+    return statistics.median(back_to_back_samples(sets, seconds, stream))
+
+
+def back_to_back_samples(sets: Sequence[Call], seconds: float, stream: Any = None) -> list[float]:
+    """What `back_to_back` gives the median of."""
     import torch
 
     once = capture(sets, len(sets), stream)
@@ -127,7 +156,7 @@ def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> fl
     while time.perf_counter() < end:
         us = elapsed_us(lambda: [captured.replay() for _ in range(replays)])
         samples.append(us / (replays * rounds * len(sets)))
-    return statistics.median(samples[len(samples) // 2 :])
+    return samples[len(samples) // 2 :]
 
 
 def elapsed_us(work: Call) -> float:
@@ -140,6 +169,20 @@ def elapsed_us(work: Call) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
+
+
+def host_samples(calls: Mapping[str, Call], seconds: float = 1.0, repeats: int = 30) -> Samples:
+    """Single calls on a machine without a GPU, in turns, until each has `repeats` or all have taken `seconds` times
+    their number; one at least."""
+    samples: Samples = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            samples[name].append((time.perf_counter() - start) * 1e6)
+        if sum(map(sum, samples.values())) > seconds * 1e6 * len(calls):
+            break
+    return samples
 
 
 def host(call: Call, calls: int = 200, rounds: int = 60) -> float:

@@ -1,0 +1,58 @@
+"""Implementations of one operation side by side: ours, cuBLASLt, Triton, TileLang, DeepGEMM and torch.
+
+`get_kernel(backend, op)` gives one of them, with the operands of our own function, and `of(op)` lists them. `compare`
+runs them on the same operands, checks them against float64 and times them. A backend, a kernel or an operation of your
+own is one class or function with a decorator; a package names its module in the entry point group
+``deep_gemm.backends``.
+
+Importing this imports no backend: each is looked up when it is asked for, and one that is absent says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .registry import (
+    Backend,
+    Kernel,
+    absent,
+    backend,
+    get_backend,
+    get_kernel,
+    get_operation,
+    kernel,
+    names,
+    of,
+    operation,
+    operation_names,
+)
+
+if TYPE_CHECKING:
+    from .operations import Operation
+    from .runner import compare
+
+__all__ = [
+    "Backend",
+    "Kernel",
+    "Operation",
+    "absent",
+    "backend",
+    "compare",
+    "get_backend",
+    "get_kernel",
+    "get_operation",
+    "kernel",
+    "names",
+    "of",
+    "operation",
+    "operation_names",
+]
+
+_NEED_TORCH = {"Operation": "operations", "compare": "runner"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

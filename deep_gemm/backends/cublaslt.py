@@ -1,0 +1,49 @@
+"""cuBLASLt through torch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .operations import HALF_GEMMS, FP8Gemm
+from .registry import Call, kernel
+
+Pair = tuple[Tensor, Tensor]
+
+
+@kernel("cublaslt", FP8Gemm.name, prepares=True)
+def blockwise(a: Pair, b: Pair, d: Tensor) -> Call:
+    """The same 1 x 128 and 128 x 128 scales: our problem. It wants other layouts of them, and returns its result."""
+    from torch.nn.functional import ScalingType, pad, scaled_mm
+
+    (values, sfa), weights, sfb = a, b[0].t(), b[1]
+    sfa = sfa.t().contiguous().t()
+    sfb = pad(sfb, (0, -sfb.shape[1] % 4)).t()
+    recipe_a, recipe_b = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return lambda: scaled_mm(values, weights, sfa, recipe_a, sfb, recipe_b, output_dtype=d.dtype)
+
+
+@kernel("cublaslt:tensorwise", FP8Gemm.name, prepares=True, easier=True)
+def tensorwise(a: Pair, b: Pair, d: Tensor) -> Call:
+    """One scale a tensor and fast accumulation: the easier problem, since it promotes nothing."""
+    one = torch.ones((), dtype=torch.float32, device=d.device)
+    values, weights = a[0], b[0].t()
+    return lambda: torch._scaled_mm(
+        values, weights, scale_a=one, scale_b=one, out_dtype=d.dtype, use_fast_accum=True, out=d
+    )
+
+
+def half(form: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> Call:
+    """Into ``d`` itself, with ``c`` added if there is one."""
+    a, b = (a.t() if form[0] == "t" else a), (b if form[1] == "n" else b.t())
+    wide: dict[str, Any] = {} if d.dtype == a.dtype else {"out_dtype": d.dtype}
+    if c is not None:
+        return lambda: torch.addmm(c, a, b, out=d, **wide)
+    return lambda: torch.mm(a, b, out=d, **wide)
+
+
+for _op in HALF_GEMMS:
+    kernel("cublaslt", _op, prepares=True)(functools.partial(half, _op[-2:]))

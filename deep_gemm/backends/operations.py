@@ -1,0 +1,306 @@
+"""What can be compared: the operands of each operation, its exact result, the error that is allowed, and its cost.
+
+An operation of your own is a subclass of `Operation` with the decorator `operation`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import get_mn_major_tma_aligned_tensor
+from ..ops import fp8_dense, half_dense
+from ..reference import exact_product
+from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tolerance
+from ..testing.operands import random_operands
+from .registry import operation
+
+Dims = tuple[int, ...]
+Rate = Literal["fp8", "half", "float32"]
+"""Whose peak bounds the arithmetic: tensor cores on 8 or 16 bits, or the plain float32 units."""
+
+FORMS = ("nt", "nn", "tn", "tt")
+
+
+class Operation(ABC):
+    """One operation. Kernels take its operands by position and write one of them, in place.
+
+    ``dims`` are the sizes that make a shape, such as (M, N, K), in the order of a command line's "64x512x256".
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    examples: tuple[Dims, ...]
+    """Shapes that are compared if none is named."""
+    host_examples: tuple[Dims, ...]
+    """The same without a GPU."""
+    rate: Rate = "float32"
+    output_at = -1
+    """Which of the operands is written."""
+
+    def output(self, operands: tuple[Any, ...]) -> Tensor:
+        """The operand that is written."""
+        found: Tensor = operands[self.output_at]
+        return found
+
+    def refuses(self, dims: Dims) -> str:
+        """Why there is no such shape, as a clause; "" if there is."""
+        return ""
+
+    @abstractmethod
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Random operands: normal data, never zeros, which run faster than any user's."""
+
+    @abstractmethod
+    def exact(self, *operands: Any) -> Tensor:
+        """The result in float64."""
+
+    @abstractmethod
+    def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
+        """The largest error, element by element, of a result that is right; float64."""
+
+    @abstractmethod
+    def flops(self, dims: Dims) -> int:
+        """What the arithmetic comes to; a multiply-add counts as two."""
+
+    @abstractmethod
+    def bytes_moved(self, dims: Dims) -> int:
+        """Each operand and the output once: the least that must be moved."""
+
+    @abstractmethod
+    def elements(self, dims: Dims) -> int:
+        """Elements of the output."""
+
+
+def normal(device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A function that makes standard normal tensors of the sizes that it is given."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda *size: torch.randn(size, dtype=torch.float32, device=device, generator=generator).to(dtype)
+
+
+class Gemm(Operation):
+    """D (M x N) = A @ B^T."""
+
+    dims = ("M", "N", "K")
+    examples = ((64, 4096, 7168), (4096, 4096, 7168))
+    host_examples = ((64, 256, 512), (128, 512, 1024))
+    output_at = 2
+
+    def flops(self, dims: Dims) -> int:
+        """Of the product."""
+        return 2 * math.prod(dims)
+
+    def elements(self, dims: Dims) -> int:
+        """Of D."""
+        return dims[0] * dims[1]
+
+
+@operation
+class FP8Gemm(Gemm):
+    """``fp8_gemm_nt((a, scales of a), (b, scales of b), d)``: 1 x 128 and 128 x 128 scales, d bfloat16."""
+
+    name = fp8_dense.NAME
+    rate = "fp8"
+
+    def refuses(self, dims: Dims) -> str:
+        """As the function does."""
+        return "" if dims[2] % 16 == 0 else f"K must be a multiple of 16, but it is {dims[2]}"
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Through the real quantisation, scales of A as TMA reads them."""
+        m, n, k = dims
+        (a, sfa), b, _, _ = random_operands(m, n, k, device, seed)
+        return (a, get_mn_major_tma_aligned_tensor(sfa)), b, torch.empty(m, n, dtype=torch.bfloat16, device=device)
+
+    def exact(self, a: Any, b: Any, d: Tensor) -> Tensor:
+        """Of the quantised operands."""
+        return exact_product(*a, *b)
+
+    def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
+        """See `testing.accuracy`."""
+        return tolerance(exact, accumulation_bound(*a, *b), d.dtype)
+
+    def bytes_moved(self, dims: Dims) -> int:
+        """Scales too."""
+        m, n, k = dims
+        blocks = -(-k // 128)
+        return m * k + n * k + 2 * m * n + 4 * blocks * (m + -(-n // 128))
+
+
+class HalfGemm(Gemm):
+    """``bf16_gemm_nt(a, b, d)`` and the like, in all layouts, bfloat16 and float16; d of the operands' dtype."""
+
+    rate = "half"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.form = name, name[-2:]
+        self.dtype = half_dense.HalfGemm(f"{name[:-2]}nt", accumulates=False).dtype
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """As the form takes them."""
+        (m, n, k), make = dims, normal(device, seed, self.dtype)
+        a = make(k, m) if self.form[0] == "t" else make(m, k)
+        b = make(k, n) if self.form[1] == "n" else make(n, k)
+        return a, b, torch.empty(m, n, dtype=self.dtype, device=device)
+
+    def as_nt(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of a as (M, K) and of b as (N, K)."""
+        return (a.t() if self.form[0] == "t" else a), (b.t() if self.form[1] == "n" else b)
+
+    def exact(self, a: Tensor, b: Tensor, d: Tensor) -> Tensor:
+        """In float64."""
+        a, b = self.as_nt(a, b)
+        return a.double() @ b.double().t()
+
+    def allowed(self, exact: Tensor, a: Tensor, b: Tensor, d: Tensor) -> Tensor:
+        """See `testing.accuracy`."""
+        return tolerance(exact, half_accumulation_bound(*self.as_nt(a, b)), d.dtype)
+
+    def bytes_moved(self, dims: Dims) -> int:
+        """In 16 bits."""
+        m, n, k = dims
+        return 2 * (m * k + n * k + m * n)
+
+
+HALF_GEMMS = tuple(f"{op[:-2]}{form}" for op in (half_dense.BF16, half_dense.FP16) for form in FORMS)
+for _name in HALF_GEMMS:
+    operation(HalfGemm(_name))
+
+
+class Rows(Operation):
+    """Element by element, or row by row, of bfloat16 matrices (rows, columns): bound by bandwidth.
+
+    Kernels may round once in between, as torch's own do. So an element may be off by two roundings to the output's
+    dtype, and a tenth more for those in float32: of the exact result, and of what it was added up from, see `terms`.
+    """
+
+    dims = ("rows", "columns")
+    examples = ((64, 7168), (4096, 7168))
+    host_examples = ((64, 1024), (256, 1024))
+    reads = 1
+    """Matrices of the output's size that are read."""
+    flops_each = 1
+    """Operations an element, roughly; a transcendental function counts as ten."""
+
+    def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
+        """Two roundings."""
+        info = torch.finfo(self.output(operands).dtype)
+        return 1.1 * info.eps * (exact.abs() + self.terms(*operands)) + info.smallest_normal * info.eps
+
+    def terms(self, *operands: Any) -> Tensor | float:
+        """The sum of the magnitudes that the result was added up from, float64; 0 if nothing cancels."""
+        return 0.0
+
+    def flops(self, dims: Dims) -> int:
+        """Roughly."""
+        return self.flops_each * math.prod(dims)
+
+    def bytes_moved(self, dims: Dims) -> int:
+        """Vectors of a row's length are not counted."""
+        return 2 * (self.reads + 1) * math.prod(dims)
+
+    def elements(self, dims: Dims) -> int:
+        """Of the output."""
+        return math.prod(dims)
+
+
+@operation
+class AddGelu(Rows):
+    """``add_gelu(x, y, out)``: ``out = gelu(x + y)``, GELU by the error function; all (rows, columns)."""
+
+    name, reads, flops_each = "add_gelu", 2, 14
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Three matrices."""
+        make = normal(device, seed)
+        return make(*dims), make(*dims), torch.empty(dims, dtype=torch.bfloat16, device=device)
+
+    def exact(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+        """In float64."""
+        return F.gelu(x.double() + y.double())
+
+    def terms(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+        """GELU is no steeper than 1.13, and the sum is rounded before it."""
+        return (x.double() + y.double()).abs()
+
+
+@operation
+class MulAdd(Rows):
+    """``mul_add(x, y, z, out)``: ``out = x * y + z``; all (rows, columns)."""
+
+    name, reads, flops_each = "mul_add", 3, 2
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Four matrices."""
+        make = normal(device, seed)
+        return *(make(*dims) for _ in range(3)), torch.empty(dims, dtype=torch.bfloat16, device=device)
+
+    def exact(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
+        """In float64."""
+        return x.double() * y.double() + z.double()
+
+    def terms(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
+        """The product may be rounded before the addition."""
+        return (x.double() * y.double()).abs() + z.double().abs()
+
+
+@operation
+class RMSNorm(Rows):
+    """``rms_norm(x, weight, out)``: ``out = x / sqrt(mean(x^2) + 1e-6) * weight`` for each row; weight (columns)."""
+
+    name, flops_each = "rms_norm", 4
+    EPS = 1e-6
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """A matrix, a vector and a matrix."""
+        make = normal(device, seed)
+        return make(*dims), make(dims[1]), torch.empty(dims, dtype=torch.bfloat16, device=device)
+
+    def exact(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        """In float64."""
+        wide = x.double()
+        return wide * (wide.square().mean(1, keepdim=True) + self.EPS).rsqrt() * weight.double()
+
+
+@operation
+class LayerNorm(Rows):
+    """``layer_norm(x, weight, bias, out)``: ``out = (x - mean) / sqrt(variance + 1e-5) * weight + bias`` by rows."""
+
+    name, flops_each = "layer_norm", 7
+    EPS = 1e-5
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """A matrix, two vectors and a matrix."""
+        make = normal(device, seed)
+        out = torch.empty(dims, dtype=torch.bfloat16, device=device)
+        return make(*dims), make(dims[1]), make(dims[1]), out
+
+    def exact(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
+        """In float64."""
+        return F.layer_norm(x.double(), x.shape[1:], weight.double(), bias.double(), self.EPS)
+
+    def terms(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
+        """The normalised row may be rounded before the bias is added."""
+        return self.exact(x, weight, torch.zeros_like(bias), out).abs() + bias.double().abs()
+
+
+@operation
+class SwiGLU(Rows):
+    """``swiglu(x, out)``: ``out = silu(gate) * up``, x (rows, 2 * columns) with the gate in its first half."""
+
+    name, reads, flops_each = "swiglu", 2, 13
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Two matrices."""
+        rows, columns = dims
+        return normal(device, seed)(rows, 2 * columns), torch.empty(dims, dtype=torch.bfloat16, device=device)
+
+    def exact(self, x: Tensor, out: Tensor) -> Tensor:
+        """In float64."""
+        gate, up = x.double().chunk(2, 1)
+        return F.silu(gate) * up

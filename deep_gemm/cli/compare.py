@@ -1,0 +1,201 @@
+"""`deep-gemm compare`: the backends of an operation side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deep_gemm.aot.inputs import number
+from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.log import rate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deep_gemm.backends.results import Comparison, Result
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class Sizes(click.ParamType):
+    """Sizes of a shape, as many as an operation has."""
+
+    name = "SIZES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """A tuple, or a usage error."""
+        parts = value.lower().split("x")
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            self.fail(f"{value!r} is no shape: 4096x7168x2048 is.", param, ctx)
+        return tuple(number(part, f"a size of the shape {value}") for part in parts)
+
+
+@click.command("compare")
+@click.argument("op", required=False)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    type=Sizes(),
+    metavar="MxNxK",
+    help="Sizes; repeatable. [the operation's examples]",
+)
+@click.option("--backends", default="all", show_default=True, metavar="NAMES", help="With commas between them.")
+@click.option("--mode", type=click.Choice(("flush", "graph", "steady")), default="flush", show_default=True)
+@click.option("--device", type=click.Choice(("cuda", "cpu")), help="[a GPU if there is one]")
+@click.option("--deepgemm", type=click.Path(path_type=Path), help="A directory that DeepGEMM was installed into.")
+@click.option("--html", type=FILE, help="Write one self-contained page.")
+@click.option("--png", type=FILE, help="Draw times and errors; needs matplotlib.")
+@click.option("--trace", type=FILE, help="Write chrome traces NAME-<operation>-<shape>.json.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    op: str | None,
+    shapes: tuple[tuple[int, ...], ...],
+    backends: str,
+    mode: str,
+    device: str | None,
+    deepgemm: Path | None,
+    html: Path | None,
+    png: Path | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Run every implementation of OP on the same operands: ours, cuBLASLt, Triton, TileLang, DeepGEMM, torch.
+
+    Each is checked against float64, and those that are right are timed in turns. Without OP: what there is.
+
+    OP is an operation such as fp8_gemm_nt, several with commas between them, or all. A GEMM's shape is MxNxK, that of
+    add_gelu, mul_add, rms_norm, layer_norm and swiglu ROWSxCOLUMNS.
+
+    Without a GPU, torch's reference runs on the host, and Triton in its interpreter; the times are the host's.
+
+    Ends with status 1 if a result is wrong.
+    """
+    from deep_gemm import backends as registry
+    from deep_gemm.backends.results import Comparison
+    from deep_gemm.benchmarks.provenance import environment
+
+    out = console()
+    if deepgemm is not None:
+        from deep_gemm.backends import deepgemm as theirs
+
+        theirs.use(theirs.load(deepgemm))
+    if op is None:
+        overview(out)
+        return
+    ops = registry.operation_names() if op == "all" else op.split(",")
+    names = [name for name in backends.split(",") if name]
+    found: list[Comparison] = []
+    with progress().status("") as status:
+        for name in ops:
+            fitting = [dims for dims in shapes if len(ops) == 1 or len(dims) == len(registry.get_operation(name).dims)]
+            found.append(
+                registry.compare(name, fitting, names, device=device, mode=mode, trace=trace, progress=status.update)
+            )
+    rows = tuple(row for each in found for row in each.results)
+    report = Comparison(found[0].device, found[0].mode, found[0].roof, rows, environment())
+    if html is not None:
+        from deep_gemm.backends.report import render
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(render(report), encoding="utf-8")
+    if png is not None:
+        from deep_gemm.backends.chart import draw
+
+        draw(report, png)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        show(report, out)
+        for path in filter(None, (html, png)):
+            out.print(f"written: {path}")
+    if any(row.status == "wrong" for row in report.results):
+        raise SystemExit(1)
+
+
+def progress() -> Console:
+    """Where it is said what is going on: a line of the terminal that is wiped out again, and nothing elsewhere."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def overview(out: Console) -> None:
+    """Print the operations, who has them, and who is absent."""
+    from deep_gemm import backends as registry
+
+    rows = []
+    for name in registry.operation_names():
+        operation = registry.get_operation(name)
+        rows.append([name, " x ".join(operation.dims), ", ".join(registry.of(name))])
+    out.print(table("", ["operation", "shape", "backends"], rows))
+    for name, why in registry.absent().items():
+        out.print(f"absent: {name}: {why}")
+
+
+def show(report: Comparison, out: Console) -> None:
+    """Print a comparison: times and errors of each shape, the ranking, and what did not run."""
+    from deep_gemm.backends.accuracy import ULP_LABELS
+
+    on_gpu = report.roof is not None
+    columns = (*ERRORS, *(f"{label} ulp" for label in ULP_LABELS))
+    where = f"{report.device}, {report.mode} mode" if on_gpu else "times are of the host's CPU, no GPU's"
+    out.print(f"{where}\n")
+    for op, dims in report.cases:
+        rows = [row for row in report.rows(op, dims) if row.timing or row.accuracy]
+        if rows:
+            out.print(table(f"{op} {rows[0].shape}", TIMES if on_gpu else TIMES[:-2], _times(rows, on_gpu)))
+            out.print("")
+            out.print(table("against float64", columns, [_errors(row) for row in rows if row.accuracy]))
+            out.print("")
+    for op in report.ops:
+        if ranking := report.ranking(op):
+            lines = [
+                [
+                    "" if rank.easier else place,
+                    _name(rank.backend, rank.easier),
+                    f"{rank.of_best:.3f}",
+                    "-" if rank.easier else f"{rank.first} of {rank.shapes}",
+                ]
+                for place, rank in enumerate(ranking, 1)
+            ]
+            out.print(table(f"ranking of {op}, by geometric mean of the fastest's time over each", RANKS, lines))
+            out.print("")
+    for group in report.left_out():
+        out.print(f"not compared: {group}")
+
+
+RANKS = ("", "backend", "of the best", "fastest in")
+TIMES = ("backend", "median", "half between", "TFLOP/s", "GB/s", "of the roof", "allocates")
+ERRORS = ("backend", "max absolute", "max relative", "L2", "1 - cosine", "of the bound")
+
+
+def _name(backend: str, easier: bool) -> str:
+    return f"{backend} (an easier problem)" if easier else backend
+
+
+def _times(rows: list[Result], on_gpu: bool) -> list[list[Any]]:
+    lines = []
+    for row in rows:
+        line = [_name(row.backend, row.status == "easier")]
+        if (time := row.timing) is None:
+            line += [row.status] + ["-"] * (5 if on_gpu else 3)
+        else:
+            line += [duration(time.us), f"{duration(time.low_us)} to {duration(time.high_us)}"]
+            line += [rate(time.tflops), rate(time.gb_per_s)]
+            if on_gpu:
+                line += [f"{time.of_roof or 0:.2f}", size(time.extra_bytes or 0)]
+        lines.append(line)
+    return lines
+
+
+def _errors(row: Result) -> list[Any]:
+    found = row.accuracy
+    if found is None:
+        return [row.backend]
+    measures = (found.max_abs, found.max_rel, found.l2_rel, 1 - found.cosine)
+    shares = [f"{share:.2%}" if share else "0" for share in found.ulps]
+    return [row.backend, *(f"{x:.2e}" for x in measures), f"{found.of_allowed:.2f}", *shares]

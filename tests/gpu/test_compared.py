@@ -1,0 +1,42 @@
+"""Every backend that is here gives the right result on a GPU, at small and odd shapes, and is timed in every mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deep_gemm import backends
+from deep_gemm.backends import profiler
+from deep_gemm.backends.report import render
+
+GEMMS, ROWS = ((70, 264, 272), (256, 512, 1024)), ((3, 704), (64, 7168))
+
+
+def shapes(op: str) -> tuple[tuple[int, ...], ...]:
+    return GEMMS if "gemm" in op else ROWS
+
+
+@pytest.mark.parametrize("op", backends.operation_names())
+def test_every_backend_is_right(op: str) -> None:
+    report = backends.compare(op, shapes(op))
+    wrong = [group for group in report.left_out() if group.shapes]
+    # cuBLASLt's block scales want M a multiple of 4; TileLang's and Triton's TMA rows at multiples of 16 bytes.
+    refused = [group for group in wrong if not any(row.status == "wrong" for row in report.results)]
+    assert wrong == refused, [str(group) for group in wrong]
+    ran = {row.backend for row in report.results if row.status in ("ok", "easier")}
+    assert {"torch", "cuda", *(("cublaslt",) if "gemm" in op else ())} <= ran, [str(group) for group in wrong]
+    for name in ("triton", "tilelang"):
+        if name in backends.of(op):
+            assert name in ran, [str(group) for group in wrong]
+    for row in report.results:
+        assert row.timing is None or 0.5 < row.timing.us < 1e5
+        assert row.timing is None or (row.timing.of_roof or 0) < 1.2
+
+
+@pytest.mark.parametrize("mode", profiler.MODES)
+def test_every_mode(mode: str, tmp_path: Path) -> None:
+    report = backends.compare("bf16_gemm_nt", [(64, 4096, 4096)], ["cuda", "cublaslt"], mode=mode)
+    assert [row.status for row in report.results] == ["ok", "ok"]
+    assert all(row.timing and row.timing.mode == mode and row.timing.samples >= 10 for row in report.results)
+    assert 'class="roof"' in render(report)

@@ -1,0 +1,184 @@
+"""The registry of backends: who has which operation, who is absent and why, and how others join."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from comparisons import registry_is_left_alone
+from test_import import child
+
+from deep_gemm import backends
+from deep_gemm.backends import deepgemm, registry
+from deep_gemm.backends.operations import Rows, normal
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+
+CPU = torch.device("cpu")
+
+
+__all__ = ["registry_is_left_alone"]
+
+
+def test_an_import_looks_for_no_backend() -> None:
+    code = "import sys, deep_gemm.backends; print(sorted({'torch', 'triton', 'tilelang'} & {*sys.modules}))"
+    assert child(code) == "[]\n"
+
+
+def test_the_backends_have_the_operations() -> None:
+    assert backends.names() == ["cuda", "cublaslt", "deepgemm", "triton", "tilelang", "torch"]
+    assert backends.of("fp8_gemm_nt")[:3] == ["cuda", "cublaslt", "cublaslt:tensorwise"]
+    gemms = [f"{dtype}_gemm_{form}" for dtype in ("bf16", "fp16") for form in ("nt", "nn", "tn", "tt")]
+    assert {"fp8_gemm_nt", *gemms} <= set(backends.operation_names())
+    for op in backends.operation_names():
+        assert "torch" in backends.of(op)
+    for op in gemms:
+        assert {"cuda", "cublaslt"} <= set(backends.of(op))
+
+
+SMALL = {op: (5, 24, 48) if "gemm" in op else (5, 24) for op in backends.operation_names()}
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_the_reference_is_right_on_the_cpu_and_ours_takes_the_same_operands(op: str) -> None:
+    operation = backends.get_operation(op)
+    operands = operation.make(SMALL[op], CPU)
+    output = operation.output(operands)
+    exact = operation.exact(*operands)
+    for name in ("torch", "cuda"):
+        output.fill_(float("nan"))
+        backends.get_kernel(name, op)(*operands)
+        assert bool(((output.double() - exact).abs() <= operation.allowed(exact, *operands)).all()), name
+    assert output.numel() == operation.elements(SMALL[op])
+    read = [x for group in operands for x in (group if isinstance(group, tuple) else (group,))]
+    total = sum(x.numel() * x.element_size() for x in read)
+    # Vectors of a row's length are not counted, and rows of scales may be padded.
+    assert abs(total - operation.bytes_moved(SMALL[op])) <= 4 * 24 * 2
+
+
+@pytest.mark.parametrize("op", [op for op in SMALL if "gemm" not in op])
+def test_a_row_that_was_rounded_once_too_often_is_right_and_a_wrong_one_is_not(op: str) -> None:
+    operation = backends.get_operation(op)
+    operands = operation.make(SMALL[op], CPU)
+    exact = operation.exact(*operands)
+    allowed = operation.allowed(exact, *operands)
+    half_a_unit = torch.finfo(torch.bfloat16).eps / 2
+    assert bool(((exact * (1 + half_a_unit)).bfloat16().double() - exact).abs().le(allowed).all())
+    assert not bool((1.02 * exact - exact).abs().le(allowed).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "error", "message"),
+    [
+        ("nobody", "fp8_gemm_nt", InvalidInputError, "backend must be one of cuda, .*, torch, but it is 'nobody'"),
+        ("torch", "fp8_gemm", InvalidInputError, "op must be one of fp8_gemm_nt, .*, but it is 'fp8_gemm'"),
+        ("cublaslt", "rms_norm", UnsupportedError, r"The backend cublaslt has no rms_norm. These have: .*torch"),
+        ("cublaslt:other", "fp8_gemm_nt", UnsupportedError, "has no fp8_gemm_nt"),
+    ],
+)
+def test_what_there_is_not_is_said_in_words(name: str, op: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        backends.get_kernel(name, op)
+
+
+def test_an_absent_backend_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    @backends.backend
+    class Far(backends.Backend):
+        name = "far"
+        requires = "a_module_that_nobody_has"
+        install = "pip install far"
+
+    reason = "the module a_module_that_nobody_has is not installed (pip install far)"
+    assert backends.absent()["far"] == reason
+    backends.kernel("far", "mul_add")(lambda x, y, z, out: None)
+    assert "far" not in backends.of("mul_add")
+    with pytest.raises(UnsupportedError, match=r"The backend far cannot be used here: the module a_module"):
+        backends.get_kernel("far", "mul_add")
+    monkeypatch.setitem(sys.modules, Far.requires, None)
+    assert backends.absent()["far"] == reason
+
+
+def test_a_backend_that_does_not_import_is_refused_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_installed.py").write_text("import ctypes\nctypes.CDLL('libnowhere.so.7')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    @backends.backend
+    class Broken(backends.Backend):
+        name = "broken"
+        modules = ("half_installed",)
+
+    with pytest.raises(UnsupportedError, match=r"The backend broken cannot be used here: OSError: libnowhere"):
+        backends.get_kernel("broken", "mul_add")
+    assert "torch" in backends.of("mul_add"), "the others go on"
+
+
+def test_a_backend_is_one_function_and_an_operation_one_class() -> None:
+    @backends.operation
+    class Double(Rows):
+        """out = 2 x."""
+
+        name = "double"
+
+        def make(self, dims: tuple[int, ...], device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+            return normal(device, seed)(*dims), torch.empty(dims, dtype=torch.bfloat16, device=device)
+
+        def exact(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return 2 * x.double()
+
+    @backends.kernel("mine", "double")
+    def double(x: torch.Tensor, out: torch.Tensor) -> None:
+        torch.add(x, x, out=out)
+
+    backends.kernel("mine:returning", "double", prepares=True)(lambda x, out: lambda: x + x)
+    assert backends.of("double") == ["mine", "mine:returning"]
+    x = torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)
+    for name in backends.of("double"):
+        out = torch.zeros_like(x)
+        backends.get_kernel(name, "double")(x, out)
+        assert out.tolist() == [[2.0, 6.0]]
+    found = backends.compare("double", [(3, 8)])
+    assert {row.backend: row.status for row in found.results if row.status != "absent"} == {
+        "mine": "ok",
+        "mine:returning": "ok",
+    }
+
+
+def entry_point(directory: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / f"{name}.py").write_text(text)
+    info = directory / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[deep_gemm.backends]\n{name} = {name}\n")
+    monkeypatch.syspath_prepend(str(directory))
+
+
+def test_packages_join_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = "from deep_gemm import backends\n@backends.kernel('theirs', 'mul_add')\ndef f(x, y, z, out): pass\n"
+    entry_point(tmp_path, "their_backends", theirs, monkeypatch)
+    entry_point(tmp_path, "their_ruins", "raise ImportError('no such symbol')\n", monkeypatch)
+    registry._find.cache_clear()
+    assert "theirs" in backends.of("mul_add")
+    assert backends.absent()["their_ruins"] == "their_ruins does not load: ImportError: no such symbol"
+    assert "their_ruins" in backends.names()
+    with pytest.raises(UnsupportedError, match="their_ruins does not load"):
+        backends.get_kernel("their_ruins", "mul_add")
+
+
+def test_deepgemm_is_found_beside_ours_and_called_as_ours_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepgemm, "_told", [])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not (Path(entry) / "deep_gemm").exists()])
+    assert "pip install --target" in backends.absent()["deepgemm"]
+    package = tmp_path / "deep_gemm"
+    (package / "include" / "deep_gemm").mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '9'\ndef fp8_gemm_nt(*given): return given\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "deepgemm" not in backends.absent()
+    assert backends.get_kernel("deepgemm", "fp8_gemm_nt").prepare(1, 2, 3)() == (1, 2, 3)
+    with pytest.raises(AttributeError, match="bf16_gemm_tt"):
+        backends.get_kernel("deepgemm", "bf16_gemm_tt").prepare(1, 2, 3)
+    assert deepgemm.use(SimpleNamespace(__version__="2.6")) == "2.6"

@@ -1,0 +1,43 @@
+"""The page on comparing backends: its Python runs from the top to the bottom, and its commands do."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from comparisons import registry_is_left_alone
+
+from deep_gemm import backends
+from deep_gemm.cli.app import app
+
+__all__ = ["registry_is_left_alone"]
+
+PAGE = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_examples_run() -> None:
+    code = "\n".join(blocks("python"))
+    assert code.count("assert ") == 3
+    exec(compile(code, "docs/compare.md", "exec"), {})
+
+
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in "".join(blocks("bash")).splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "deep-gemm"
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert "<h2>Speed by shape</h2>" in (tmp_path / "report.html").read_text()
+
+
+def test_the_table_has_every_backend() -> None:
+    named = set(re.findall(r"^\| `([\w:]+)` \|", PAGE, flags=re.MULTILINE))
+    assert named == {*backends.names(), "cublaslt:tensorwise"}
