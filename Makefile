@@ -5,6 +5,7 @@
 # make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
 # make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
 # make lint    ruff and mypy; make readme: fill README's generated parts; make clean: remove .venv
+# make dist    build the source distribution and the wheel in dist/, and check both with twine
 # PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
 # BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, test files run side
 # by side, one on each core and four at most; PARALLEL= runs them one after the other.
@@ -27,7 +28,7 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 
-.PHONY: demo test bench faults sanitize lint readme clean FORCE
+.PHONY: demo test bench faults sanitize lint dist readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -49,6 +50,13 @@ lint:
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
+
+# The wheel is built from the unpacked source distribution, so a file that the latter leaves out is missing in both.
+dist:
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --dist
+	rm -rf dist $(VENV)/.installed-*
+	$(RUN) -m build --no-isolation
+	$(RUN) -m twine check --strict dist/*
 
 sanitize:
 	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --sanitizer
