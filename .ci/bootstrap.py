@@ -154,7 +154,9 @@ def main() -> None:
     torch = cuda_torch()
     python = create(options.venv, shared=torch is not None)
     groups = BASE | TEST | BUILD | (LINT if options.lint else {}) | (DASK if options.dask else {})
-    groups |= (DIST if options.dist else {}) | (XDIST if options.xdist else {}) | (SANITIZE if options.sanitizer else {})
+    groups |= (
+        (DIST if options.dist else {}) | (XDIST if options.xdist else {}) | (SANITIZE if options.sanitizer else {})
+    )
     wanted = missing(python, groups)
     if wanted:
         constraint = options.venv / "constraints.txt"

@@ -100,7 +100,8 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "group"), [("--lint", "LINT"), ("--dist", "DIST"), ("--dask", "DASK"), ("--xdist", "XDIST"), ("--sanitizer", "SANITIZE")]
+    ("option", "group"),
+    [("--lint", "LINT"), ("--dist", "DIST"), ("--dask", "DASK"), ("--xdist", "XDIST"), ("--sanitizer", "SANITIZE")],
 )
 def test_an_option_installs_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, group: str) -> None:
     def wanted(*arguments: str) -> set[str]:
