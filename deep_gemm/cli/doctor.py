@@ -15,6 +15,7 @@ import click
 
 from deep_gemm import arch, kernels
 from deep_gemm.cli.console import console, size, table
+from deep_gemm.cli.findings import NVRTC, judge
 from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.builder import default_builder
 from deep_gemm.jit.cache.disk import DiskCache
@@ -26,9 +27,6 @@ from deep_gemm.log import counted
 from deep_gemm.settings import settings
 
 DISTRIBUTION = "deep-gemm-jit"
-NVRTC = "nvidia-cuda-nvrtc-cu12"
-NVRTC_WHEEL = "/nvidia/cuda_nvrtc/lib/"
-"""Where it installs; those of CUDA 13 are under nvidia/cu13."""
 
 
 @click.command("doctor")
@@ -50,7 +48,10 @@ def command(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Everything that doctor says, as plain data. `problems` are sentences: what stops compilation, or is dangerous."""
+    """Everything that doctor says, as plain data.
+
+    `problems`, `notes` and `to_do` are sentences. A problem stops compilation, or is dangerous.
+    """
     report: dict[str, Any] = {
         "package": _package(),
         "gpus": _gpus(),
@@ -63,7 +64,10 @@ def examine() -> dict[str, Any]:
         "other_packages": _others(),
         "settings": _settings(),
     }
-    report["problems"], report["notes"] = _judge(report)
+    findings = judge(report)
+    report["problems"] = [found.text for found in findings if found.problem]
+    report["notes"] = [found.text for found in findings if not found.problem]
+    report["to_do"] = [found.action for found in findings if found.action]
     return report
 
 
@@ -161,47 +165,6 @@ def _settings() -> list[dict[str, Any]]:
     return [{key: getattr(info, key) for key in keys} for info in settings.describe() if info.source != "default"]
 
 
-def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
-    problems: list[str] = []
-    notes: list[str] = []
-    packed = sum(pack["kernels"] for pack in report["packs"])
-    if packed:
-        notes.append(
-            f"No compiler is needed, and none is looked for, for the {counted(packed, 'kernel')} that packs hold."
-        )
-    notes += [f"The pack {pack['path']} is not used: {pack['problem']}." for pack in report["packs"] if pack["problem"]]
-    chosen = [compiler for compiler in report["compilers"] if compiler["chosen"]]
-    if chosen and report["package"]["versions"][NVRTC] == "not installed":
-        notes.append(f"{NVRTC} is not installed, nor needed: {chosen[0]['kind']} {chosen[0]['version']} compiles.")
-    if not chosen:
-        (notes if packed else problems).append(
-            "No compiler can be used: see the reasons above." + (" Other kernels cannot be built." if packed else "")
-        )
-    notes += _unneeded(report["compilers"])
-    if not report["headers"]["files"]:
-        problems.append(f"The device headers are missing from {report['headers']['path']}: install the package again.")
-    if report["other_packages"]:
-        problems.append(f"Another deep_gemm is on the path: {'; '.join(report['other_packages'])}. Keep one of them.")
-    problems += [str(entry["value"]) for entry in report["settings"] if "invalid" in entry["source"]]
-    if not report["gpus"]:
-        notes.append("There is no GPU: kernels can be compiled ahead, and CPU tensors run the reference.")
-    notes += [f"GPU {gpu['index']}: {gpu['why']}" for gpu in report["gpus"] if gpu["why"]]
-    if report["cache"]["problem"] or not report["cache"]["writable"]:
-        why = report["cache"]["problem"] or f"{report['cache']['root']} cannot be written to"
-        notes.append(f"Kernels are kept in memory only, and compiled anew by each process: {why}.")
-    return problems, notes
-
-
-def _unneeded(compilers: list[dict[str, Any]]) -> list[str]:
-    """That another NVRTC, such as that of a torch of CUDA 13, makes the one that we depend on superfluous."""
-    used = next((one for one in compilers if one["chosen"] and one["kind"] == "nvrtc"), None)
-    wheels = [one for one in compilers if one["kind"] == "nvrtc" and NVRTC_WHEEL in one["path"]]
-    if used is None or not wheels or used in wheels:
-        return []
-    wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB)"
-    return [f"NVRTC {used['version']} is used: the wheel {wheel} is not needed here, and may be uninstalled."]
-
-
 def _print(report: dict[str, Any]) -> None:
     out = console()
     package = report["package"]
@@ -235,7 +198,16 @@ def _print(report: dict[str, Any]) -> None:
         out.print(f"note: {note}")
     for problem in report["problems"]:
         out.print(f"problem: {problem}")
-    if not report["problems"]:
-        compiles = any(compiler["chosen"] for compiler in report["compilers"])
-        runs = " And run." if any(gpu["arch"] for gpu in report["gpus"]) else ""
-        out.print(f"Kernels can be {'compiled' if compiles else 'taken from packs'} here.{runs}")
+    out.print(f"\n{_verdict(report)}")
+    for number, action in enumerate(report["to_do"], 1):
+        out.print(f"{number:3}. {action}")
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """What works here, and whether anything is to be done."""
+    if report["problems"]:
+        return "To do:"
+    compiles = any(compiler["chosen"] for compiler in report["compilers"])
+    runs = any(gpu["arch"] for gpu in report["gpus"])
+    works = f"Kernels can be {'compiled' if compiles else 'taken from packs'}{' and run' if runs else ''} here."
+    return f"{works} To do:" if report["to_do"] else f"{works} Nothing to do."

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from jit_fakes import DESCRIBED
 
 from deep_gemm import cli, engine, kernels
+from deep_gemm.cli import app as app_module
 from deep_gemm.cli.app import COMMANDS, app
 from deep_gemm.errors import CompileError, DeepGemmError
 from deep_gemm.settings import settings
@@ -31,6 +32,25 @@ def test_help_lists_every_command_and_each_has_its_own() -> None:
         result = run(name, "--help")
         assert result.exit_code == 0, result.output
         assert "Usage:" in result.output
+
+
+def test_without_arguments_an_overview_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(app_module.COMMANDS, "newcomer", "A command that is in no group.")
+    result = run()
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    for name, text in COMMANDS.items():
+        assert sum(line.split() == [name, *text.split()] for line in lines) == 1, name
+    assert len(lines) <= 28
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_what_the_overview_says_to_type_is_a_command_with_these_options() -> None:
+    for arguments, _ in app_module.FIRST:
+        name, *rest = arguments.split()
+        command = app.get_command(click.Context(app), name)
+        assert command is not None
+        command.make_context(name, [word.replace("DIR", "/") for word in rest])
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
@@ -238,21 +258,6 @@ def test_demo_runs_and_says_what_it_did(cache_dir: Path, monkeypatch: pytest.Mon
     assert str(cache_dir) in result.output
     assert "every element within bounds" in result.output
     assert ("This was the GPU" if torch.cuda.is_available() else "This was the CPU") in result.output
-
-
-@pytest.mark.parametrize("used", ["/lib/python3/site-packages/nvidia/cu13/lib/libnvrtc.so.13", None])
-def test_doctor_says_when_the_nvrtc_that_we_depend_on_is_not_needed(used: str | None) -> None:
-    from deep_gemm.cli import doctor
-
-    ours = {
-        "kind": "nvrtc",
-        "path": "/x/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
-        "version": "12.9",
-        "chosen": used is None,
-    }
-    found = [ours] + ([{"kind": "nvrtc", "path": used, "version": "13.0", "chosen": True}] if used else [])
-    notes = " ".join(doctor._unneeded(found))
-    assert ("NVRTC 13.0 is used" in notes and "217 MB" in notes) == bool(used)
 
 
 @pytest.mark.compile
