@@ -30,18 +30,6 @@ HOST_SHAPE = GemmShape(16, 576, 7168)
 """Small enough that the GPU keeps up, so that the queue never makes the host wait."""
 
 
-def line(row: Row) -> str:
-    """One row for a person."""
-    if row["mode"] == "kernels":
-        baked = f"{row['kernels_nk']} with N and K compiled in"
-        return f"kernels {row['kernels']:4}, {baked}  {row['what']}"
-    if row["mode"] == "dims":
-        return f"dims    {row['us']:8.2f} us, {row['us_nk']:8.2f} with N and K compiled in  {row['what']}"
-    parts = [f"{name[:-3]} {row[name]:.1f}" for name in phases.COLUMNS if name in row]
-    text = f"{row['mode']:7} {row['us']:12.1f} us  {row['what']}"
-    return f"{text} ({', '.join(parts)} ms)" if parts else text
-
-
 def host() -> Iterator[Row]:
     """Warm calls, in us of host time: ours with scales ready and not, and what torch's own calls cost here."""
     import torch

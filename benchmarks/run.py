@@ -16,6 +16,7 @@ from typing import Any
 
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, floor, rows, timing
+from deep_gemm.benchmarks.live import LiveTable
 from deep_gemm.benchmarks.modes import FLOOR_MAX_M, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
@@ -49,6 +50,7 @@ class Run:
         """Measure and return the rows. What the time did not suffice for is listed in `left_out`."""
         start = time.monotonic()
         common = environment() | self.known
+        table = LiveTable(OTHERS)
         measured: list[Row] = []
         asked = [(shape, mode, why_not(shape, mode)) for mode in self.modes for shape in self.shapes]
         work = [(shape, mode) for shape, mode, reason in asked if reason is None]
@@ -62,7 +64,7 @@ class Run:
             measured.append(row)
             if self.output is not None:
                 append(self.output, row)
-            self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
+            self.progress(table.add(row, index + 1, len(work)))
         return measured
 
 
@@ -154,19 +156,3 @@ def _check(row: Row, where: str) -> None:
     for name, value in row.items():
         if name.startswith(("ratio_", "us", "floor_fraction", "tflops", "gbps")):
             rows.check_positive(value, f"{name} in {where}", zero=name in ("tflops", "gbps"))  # these are rounded
-
-
-def line(row: Row) -> str:
-    """One row for a person."""
-    text = (
-        f"{row['mode']:6} {row['m']:5} x {row['n']:5} x {row['k']:5}  {row['us']:9.2f} us {row['tflops']:7.1f} TFLOP/s"
-    )
-    text += f" {row['gbps']:7.1f} GB/s" + (f"  {operation}" if (operation := rows.operation_of(row)) else "")
-    for name in OTHERS:
-        if f"ratio_{name}" in row:
-            text += f"  {row[f'ratio_{name}']:.3f} of {name}"
-    if "us_unpromised" in row:
-        text += f"  {row['us_unpromised']:.2f} us without the promise"
-    if "floor_fraction" in row:
-        text += f"  {row['floor_fraction']:.2f} of the read floor"
-    return text

@@ -81,7 +81,7 @@ def command(
     at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
     draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
     """
-    from deep_gemm.benchmarks import backends, costs, run
+    from deep_gemm.benchmarks import backends, costs, live, run
     from deep_gemm.benchmarks import deepgemm as theirs
 
     modes = modes or ("flush",)
@@ -102,17 +102,18 @@ def command(
             plan = run.Run(chosen, gemm_modes, seconds, output, names, lambda text: out.print(text), known)
             rows += plan.execute()
             left_out = plan.left_out
+        growing = live.LiveTable()
         for mode in modes:
             if mode not in GEMM_MODES:
                 for row in costs.MODES[mode]():
                     rows.append(row)
-                    out.print(costs.line(row))
+                    out.print(growing.add(row))
                     if output is not None:
                         run.append(output, row)
     entries = summary(rows)
     if entries:
         columns = list(entries[0])
-        out.print(table("Geometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
+        out.print(table("\nGeometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
     if chart is not None:
         from deep_gemm.benchmarks.chart import draw
 

@@ -158,8 +158,6 @@ def test_the_promise_is_of_the_weights_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert done == [("declare", 1)] * 2 + [("retract", 1)] * 2
     assert (row["op"], row["accumulate"], row["us"], row["us_cublaslt"]) == ("bf16_gemm_nn", True, 4.0, 8.0)
     assert (row["ratio_cublaslt"], row["ratio_cublaslt_unpromised"]) == (2.0, 0.5333)
-    assert "2.000 of cublaslt" in run.line(row)
-    assert "bf16_gemm_nn, added" in run.line(row)
 
 
 def test_graphs_leave_the_cache_by_bytes() -> None:

@@ -55,7 +55,6 @@ def test_a_row_says_how_fast_and_against_what() -> None:
     assert row["tflops"] == pytest.approx(2 * 4096 * 4096 * 7168 / 200e-6 / 1e12, rel=1e-3)
     assert "ratio_blockwise" not in row
     assert row["refused_blockwise"] == "no"
-    assert "0.900 of tensorwise" in run.line(row)
 
 
 @pytest.fixture
@@ -106,8 +105,6 @@ def test_a_graph_row_says_what_the_promise_and_the_floor_come_to() -> None:
     assert (row["us"], row["us_unpromised"]) == (5.0, 6.0)
     assert (row["ratio_tensorwise"], row["ratio_tensorwise_unpromised"]) == (1.8, 1.5)
     assert row["floor_fraction"] == pytest.approx(3.8 / 5.0)
-    assert "6.00 us without the promise" in run.line(row)
-    assert "0.76 of the read floor" in run.line(row)
     # No floor is known of other weights, and in the other modes the weights are not read as it was measured.
     assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7184), "graph", us, {})
     assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7168), "flush", us, {})
@@ -250,7 +247,6 @@ def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch)
     assert asked == [(("a", "sfa"), ("b", "sfb"), "d")]
     row = run.make_row(GemmShape(64, 576, 7168), "flush", {"ours": 4.0, "deepgemm": 5.0}, {"blockwise": "no"})
     assert (row["us_deepgemm"], row["ratio_deepgemm"], row["refused_blockwise"]) == (5.0, 1.25, "no")
-    assert "1.250 of deepgemm" in run.line(row)
     assert "ours" not in {name.removeprefix("ratio_") for name in row}
     (entry,) = summary.summary([row])
     assert (entry["against"], entry["geomean"]) == ("DeepGEMM", 1.25)

@@ -100,7 +100,6 @@ def test_a_build_is_broken_down() -> None:
     assert (row["frontend_ms"], row["optimiser_ms"], row["ptxas_ms"], row["load_ms"]) == (37.0, 173.5, 101.0, 2.0)
     assert row["other_ms"] == pytest.approx(400 - 311.5)
     assert row["us"] == pytest.approx(1e3 * sum(row[name] for name in phases.COLUMNS if name in row), abs=1.0)
-    assert "ptxas 101.0" in costs.line(row)
 
 
 def test_a_compiler_that_tells_only_of_ptxas() -> None:
@@ -134,7 +133,6 @@ def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:
     assert [row["kernels_nk"] for row in rows[:7]] == [2] * 7
     assert rows[7]["kernels"] == 2
     assert rows[7]["kernels_nk"] == 2 * 9
-    assert "2 with N and K compiled in" in costs.line(rows[0])
 
 
 def test_kernel_counts_of_the_selector() -> None:
@@ -168,4 +166,3 @@ def test_sizes_compiled_in_are_timed_beside_those_at_run_time(monkeypatch: pytes
         >= {"mode": "dims", "what": "16 x 2112 x 7168", "us": 5.0, "us_nk": 4.0, "ratio_nk": 0.8}.items()
     )
     assert asked[:2] == [((16, 2112, 7168), ""), ((16, 2112, 7168), "nk")]
-    assert "4.00 with N and K compiled in  16 x 2112 x 7168" in costs.line(rows[0])
