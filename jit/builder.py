@@ -88,10 +88,10 @@ class Builder:
         """What this process did, as counts, and "compile_seconds", the time spent compiling. A forked child starts from
         zero, so that the counts of a service's workers can be added up.
 
-        Hits: "memory", "pack", "disk". "adopted": taken over from another process. "misses": the sum of "compiled",
-        "failed" and "forbidden". Misses with a reason: "corrupted" (the entry on disk was damaged), "unusable" (the
-        cache directory cannot be used), "lock_timeout" (another process held the lock for too long). "unstored":
-        compiled or adopted, but not written to disk. "evictions": entries removed to keep DG_JIT_CACHE_LIMIT.
+        Hits: "memory", "pack", "disk". "adopted" from another process. "misses" = "compiled" + "failed" + "forbidden",
+        some with a reason: "corrupted" (a damaged entry), "unusable" (no usable directory), "lock_timeout" (another
+        process held the lock too long). "unstored": compiled or adopted, but not written to disk. "evictions": entries
+        removed to keep DG_JIT_CACHE_LIMIT.
         """
         with self._lock.lock:
             self._own_counts()
@@ -360,8 +360,7 @@ class Builder:
         return binary
 
     def _thread_lock(self, key: tuple[str, str]) -> ForkLock:
-        # A lock (some hundred bytes) is never removed: a new thread could then enter beside one that waits for the old
-        # lock.
+        # Never removed (some hundred bytes each): a new thread could enter beside one that waits for the old lock.
         with self._lock.lock:
             return self._busy.setdefault(key, ForkLock())
 

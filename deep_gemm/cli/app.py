@@ -63,13 +63,13 @@ class LazyGroup(click.Group):
                 formatter.write_dl(commands)
 
     def invoke(self, ctx: click.Context) -> object:
-        # An error of ours, or of the system about a file, is a sentence for the caller; a traceback would hide it.
+        # An error of this package, or one about a file, is a sentence for the user; a traceback would hide it.
         try:
             return super().invoke(ctx)
         except DeepGemmError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whom the output went to has read enough: click ends quietly
+            if error.errno == errno.EPIPE:  # the reader of the pipe has stopped: click ends quietly
                 raise
             raise click.ClickException(str(error)) from error
 
@@ -80,7 +80,7 @@ class LazyGroup(click.Group):
 def app(ctx: click.Context) -> None:
     """FP8, BF16 and FP16 GEMM kernels for NVIDIA GPUs, compiled when first called."""
     for stream in (sys.stdout, sys.stderr):
-        # The name of a file need not be text that the terminal can show.
+        # A file's name may hold bytes that the terminal cannot show.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if ctx.invoked_subcommand is None:

@@ -1,4 +1,4 @@
-"""`deep-gemm bench`: the front door of the benchmarks."""
+"""`deep-gemm bench`: the benchmarks' command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ops = click.Choice(shapes.TIMED_OPS)
     for option in (
         click.option("--accumulate", is_flag=True, help="Add the product to D, in place."),
-        click.option("--output-dtype", "dtype", type=click.Choice(shapes.OUTPUTS), help="Of D. [as A's]"),
+        click.option("--output-dtype", "dtype", type=click.Choice(shapes.OUTPUTS), help="dtype of D. [that of A]"),
         click.option("--op", type=ops, default=FP8, show_default=True, metavar="NAME", help="The operation."),
     ):
         command = option(command)
@@ -33,7 +33,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("bench")
-@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="How to time; repeatable. [flush]")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="What to time; repeatable. [flush]")
 @click.option("--set", "set_name", type=click.Choice(sorted(shapes.SETS)), help="A named list of shapes. [reference]")
 @click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
 @click.option("--m", "m_text", metavar="SIZES", help="M for NxK shapes, or to choose from a set: 1,64-256:64.")
@@ -41,14 +41,21 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--random", "random_count", type=click.IntRange(1, 100_000), metavar="COUNT", help="Random shapes, log-uniform."
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of --random.")
-@click.option("--against", multiple=True, type=click.Choice(AGAINST), help="cuBLASLt. [all ways]")
-@click.option("--deepgemm", type=click.Path(path_type=Path), help="Time DeepGEMM of this directory too.")
+@click.option(
+    "--against",
+    multiple=True,
+    type=click.Choice(AGAINST),
+    help="What to compare with: a way to call cuBLASLt; repeatable. [all]",
+)
+@click.option("--deepgemm", type=click.Path(path_type=Path), help="Also time the DeepGEMM in this directory.")
 @operation_options
 @click.option("--seconds", type=Number(), default=math.inf, help="Begin no new measurement after this long.")
-@click.option("--output", type=click.Path(path_type=Path), help="Append JSON rows to this file, each once measured.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Append each row to this file, as JSON, once it is measured."
+)
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
 @click.option(
-    "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing; use a file's rows."
+    "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing: use the rows of this file."
 )
 def command(
     modes: tuple[str, ...],
@@ -71,15 +78,14 @@ def command(
 
     --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt: for flush, graph and steady.
 
-    flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and without the promise that
-    they are constant. steady: power-limited, seconds a shape. host: what a warm call costs the CPU, part by part.
-    dims: single calls with N and K given at run time, and compiled in.
-    These need no GPU: cold: import, compile and load times. compile: the phases of four builds. kernels: how many
-    distinct kernels serve every M.
+    Modes. flush: single calls, cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and
+    without the promise that they are constant. steady: back to back for seconds, limited by power. host: CPU time of a
+    warm call, part by part. dims: N and K given at run time against compiled in. Without a GPU: cold (import, compile
+    and load times), compile (the phases of four builds), kernels (how many kernels serve every M).
 
-    Sets: public is the list that results are published for (DeepSeek-V3's N x K, 12 sizes of M), reference a quick look
-    at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
-    draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
+    Sets. public: the shapes of the published results (DeepSeek-V3's N x K, 12 sizes of M). reference: the same with 4
+    sizes. models: layers of public models. steady: large products. demo: the shapes of `demo`. --random draws M, N and
+    K log-uniform; N and K are multiples of 16, 64 or 128.
     """
     from deep_gemm.benchmarks import backends, costs, live, run
     from deep_gemm.benchmarks import deepgemm as theirs

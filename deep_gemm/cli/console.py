@@ -1,4 +1,4 @@
-"""How the commands print and what they take: one console, tables without frames, units for people."""
+"""Output and option types of the commands: one console, tables without frames, readable units."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deep_gemm.settings import Settings
 
 
 def console() -> Console:
-    """A console that neither wraps nor cuts lines where the output is a file or a log. Brackets in a path or a message
-    are text: it knows no markup."""
+    """A console without markup, since brackets in a path or a message are text. It neither wraps nor cuts lines if the
+    output is a file or a pipe."""
     found = Console(highlight=False, soft_wrap=True, markup=False)
     return found if found.is_terminal else Console(highlight=False, soft_wrap=True, markup=False, width=200)
 
@@ -49,7 +49,7 @@ class Size(click.ParamType):
 
 
 class Number(click.FloatRange):
-    """A number from 0; nan, which compares with nothing, is none."""
+    """A number from 0. nan is refused: it compares with nothing."""
 
     name = "NUMBER"
 

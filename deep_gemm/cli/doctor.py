@@ -34,9 +34,9 @@ DISTRIBUTION = "deep-gemm-jit"
 def command(as_json: bool) -> None:
     """Say what was found: GPU, driver, compilers, cache, and what is used and why.
 
-    Each compiler compiles a one-line kernel; one that cannot is not used.
-    Ends with status 1 if there are no kernels here: none can be compiled, and no pack holds any. A missing GPU is no
-    problem for that.
+    Each compiler compiles a one-line kernel; one that cannot is not used. The last lines say what to do. Exits with 1
+    if kernels can be neither compiled nor taken from a pack, or if something dangerous was found. A missing GPU is no
+    problem.
     """
     report = examine()
     if as_json:
@@ -117,7 +117,7 @@ def _compilers() -> list[dict[str, Any]]:
 
 
 def _post_passes() -> dict[str, str | None]:
-    """What each kernel family does to its cubins after compiling; None for one that takes them as they are."""
+    """The post-pass over the cubins of each kernel family, or None for a family without one."""
     try:
         done = {name: kernel.post_pass() for name, kernel in kernels.registry().items()}
     except SettingError:  # named among the problems

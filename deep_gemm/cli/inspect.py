@@ -38,7 +38,7 @@ def command(shape: str, arch: str, op: str, num_sms: int | None, top: int, with_
 
 
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
-    """All that inspect says, as plain data."""
+    """What inspect shows, as plain data."""
     from deep_gemm import arch as archs
     from deep_gemm import engine, kernels, select
     from deep_gemm.aot import build
