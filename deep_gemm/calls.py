@@ -1,8 +1,8 @@
-"""What a call does, for any operation: look it up, else check it, choose and launch kernels, and remember that.
+"""A call of any operation: look it up; if it is new, check it, choose and launch kernels, and remember them.
 
-A warm call is one look-up by everything that a launch depends on, and the launch itself. A call that differs from an
-earlier one only in addresses is a replay: the earlier launch, patched. The second identical call gets its own launch
-record.
+A warm call is one look-up, by everything that a launch depends on, and the launch itself. A call that differs from an
+earlier one only in addresses is a call replay: a patched launch of the earlier record. The second identical call gets
+its own launch record.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .settings import settings
 from .spec import GemmSpec, Spec
 
 MAX_REMEMBERED = 8192
-"""Launch records kept of one operation, about a kilobyte each, and nine where scales are transposed: past it all are
-dropped, since what repeats is soon back."""
+"""The most launch records that one operation keeps, of about 1 KB each (9 KB if scales are transposed). When it is
+reached, all are dropped: calls that repeat are soon remembered again."""
 
 Places: TypeAlias = Sequence[int]
 """Addresses of the operands, in the operation's order."""
@@ -44,17 +44,16 @@ class Operands(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """By operand, in the operation's order."""
+        """The tensors by operand, in the operation's order."""
 
     @property
     def device(self) -> torch.device:
-        """Of all of them."""
+        """The device of all tensors."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One launch of a call. ``operands`` says which operand of the call, or which scratch memory, is what the kernel
-    calls by another name."""
+    """One launch of a call. ``operands`` maps the kernel's names to operands of the call or to scratch memory."""
 
     spec: Spec
     strides: Strides
@@ -80,7 +79,7 @@ class Operation(ABC):
     output: str
     """The operand that is written."""
     in_place: str = ""
-    """The operand that may be the output itself: the same address, shape and strides."""
+    """The operand that may be the output itself, with the same address, shape and strides."""
     unused: tuple[str, ...] = ()
     """Arguments that must be None, and tensors if they are not."""
     weights: tuple[str, ...] = ()
@@ -88,11 +87,11 @@ class Operation(ABC):
 
     @abstractmethod
     def check(self, *arguments: Any) -> Any:
-        """The operands, checked; None where there is nothing to do. Raises InvalidInputError, UnsupportedError."""
+        """The checked operands, or None if there is nothing to do. Raises InvalidInputError, UnsupportedError."""
 
     @abstractmethod
     def work(self, x: Any, device: int) -> Work:
-        """What computes it on CUDA device ``device``."""
+        """The launches that compute it on CUDA device ``device``."""
 
     @abstractmethod
     def reference(self, x: Any) -> None:
@@ -100,7 +99,7 @@ class Operation(ABC):
 
 
 class Calls:
-    """What is remembered of one operation's calls."""
+    """The remembered calls of one operation."""
 
     every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
 
@@ -109,21 +108,21 @@ class Calls:
         names = list(operation.operands)
         self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
-        # By everything that a launch depends on: addresses, shapes, strides, dtypes, stream, the switch for batch
-        # invariance. None where it came once, and was a replay.
+        # Keyed by everything that a launch depends on: addresses, shapes, strides, dtypes, stream, the switch for batch
+        # invariance. None after one call that was a replay.
         self.warm: dict[Any, Callable[[], object] | None] = {}
-        # The same by all but addresses, and by whether weights were promised to be constant.
+        # Keyed by the same without the addresses, and by whether there is a weight promise.
         self.replays: dict[Any, Replay] = {}
         self.every.add(self)
 
     def forget(self) -> None:
-        """Put new dictionaries in the old ones' place, so that what a call in progress will remember is lost with the
-        old ones. No lock: a storage may be freed, and a promise end, at any moment."""
+        """Replace the dictionaries by new ones: a call in progress then remembers itself in the old ones, which are
+        dropped. No lock is taken: a storage can be freed, and its promise end, at any moment."""
         self.warm, self.replays = {}, {}
 
     def first(self, key: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
-        """A call that is not warm. ``key`` is None if none could be made, and ``tensors`` is empty then."""
-        warm, replays = self.warm, self.replays  # before anything is decided: see `forget`
+        """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
+        warm, replays = self.warm, self.replays  # read first: see `forget`
         if key is not None and key not in warm and self._replay(replays, key, tensors):
             _remember(warm, key, None)
             return
@@ -143,15 +142,16 @@ class Calls:
             call()
         if key is None or not replay.is_for(key[-1]):
             return
-        # The common case, the tensors' device being the current one, needs no guard.
+        # The common case, tensors on the current device, needs no device guard.
         _remember(warm, key, call if current == device else functools.partial(_on_device, device, call))
         kind = (replay.constant, key[self._count :])
-        # Where one is there already, addresses came again, or are aligned in another way, as others may be from now on.
+        # If a replay is there already, these addresses came again, or the alignment changed, perhaps for later calls
+        # too.
         if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
             _remember(replays, kind, replay)
 
     def _replay(self, replays: dict[Any, Replay], key: Any, tensors: tuple[Tensor, ...]) -> bool:
-        """Make the call of ``key`` as one that differs in addresses was made; False if there was none that fits."""
+        """Make the call of ``key`` as a replay of one that differs in addresses. False if there is none that fits."""
         promised = True
         for index in self._weights:
             if not constant.is_constant(tensors[index]):
@@ -173,14 +173,14 @@ class Calls:
         """The launches of a call on the current stream of ``device``."""
         work = self.operation.work(x, device)
         promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
-        # The last first: it is the operation itself, so that an error names its sizes.
+        # The last step first: it is the operation itself, so an error names its sizes.
         plans = [engine.plan(step.spec, device) for step in reversed(work.steps)][::-1]
         return Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
 
 
 class Replay:
-    """A call's launches, for operands elsewhere of the same sizes, strides and dtypes. Holds addresses and sizes only,
-    never the caller's tensors."""
+    """A call's launches, for operands of the same sizes, strides and dtypes at other addresses. Holds addresses and
+    sizes only, never the caller's tensors."""
 
     def __init__(
         self,
@@ -202,30 +202,30 @@ class Replay:
         same = self._names.index(operation.in_place) if operation.in_place else -1
         same = same if same >= 0 and self._first[same] == self._first[output] else -1
         self.fits = functools.partial(_fits(len(sizes), output, same), self._first, sizes)
-        """Whether operands at these addresses have memory, are aligned as the first ones were, and the output shares
-        no memory with the others, but for the one that it was the first time."""
+        """Whether operands at these addresses can be replayed: they have memory and the alignment of the first ones,
+        and the output overlaps no other operand, except the one that it was identical to the first time."""
         self._run: Callable[[Places], None] | None = None
 
     def is_for(self, batch_invariant: bool) -> bool:
-        """Whether the kernels were chosen with that switch so: another thread may set it while a call is prepared."""
+        """Whether the kernels were chosen for this position of the switch: another thread may set it meanwhile."""
         specs = [step.spec for step in self._work.steps]
         return all(spec.batch_invariant == batch_invariant for spec in specs if isinstance(spec, GemmSpec))
 
     def record(self) -> Callable[[], None]:
-        """The call at the first addresses: a launch record of its own, where nothing about it varies."""
+        """The call at the first addresses: a launch record of its own, if there is one kernel and no scratch memory."""
         if len(self._plans) == 1 and not self._work.scratch:
             return self._launch(0, dict(zip(self._names, self._first, strict=True)))
         return functools.partial(self, self._first)
 
     def __call__(self, at: Places) -> None:
-        """Make the call on operands at addresses that fit. Raises DriverError."""
+        """Make the call on operands at addresses for which `fits` is true. Raises DriverError."""
         run = self._run
-        if run is None:  # two threads may come here at once: either's records will do
+        if run is None:  # if two threads come here at once, the records of either will do
             run = self._run = self._patched(at)
         run(at)
 
     def _patched(self, at: Places) -> Callable[[Places], None]:
-        """The call, by launch records that are patched; ``at`` are addresses to make them with."""
+        """The call by patched launches; ``at`` are the first addresses of the records."""
         device = f"cuda:{self.device}"
 
         def rooms() -> list[Tensor]:
@@ -238,7 +238,7 @@ class Replay:
             return launches[0].at
 
         def run(at: Places) -> None:
-            scratch = rooms()  # given back when all launches are under way
+            scratch = rooms()  # freed once all launches are queued
             every = (*at, *(room.data_ptr() for room in scratch))
             for launch, chosen in zip(launches, picks, strict=True):
                 launch.at([every[index] for index in chosen])
@@ -248,16 +248,16 @@ class Replay:
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]
         addresses = {name: places[place] for name, place in step.operands.items()}
-        # A copy of weights is made by the launch before, however constant they are.
+        # If a launch before copies the weights, the copy is not constant, even if the weights are.
         copied = any(step.operands.get(name) in self._work.scratch for name in self._weights)
         return engine.launch(plan, step.strides, addresses, self._stream, self.constant and not copied)
 
 
 def entry(operation: Operation) -> Callable[..., None]:
-    """The function behind an operation's public one: all its arguments by position, none with a default.
+    """The function behind an operation's public one: all arguments by position, without defaults.
 
-    It is written out for the operation's operands, as dataclasses write ``__init__``: each call goes through it, and a
-    loop over operands would take two microseconds more.
+    Its source is generated for the operation's operands, as dataclasses generate ``__init__``: every call goes through
+    it, and a loop over operands would take 2 us longer.
     """
     source = _source(operation)
     namespace: dict[str, Any] = {
@@ -302,14 +302,14 @@ def _source(operation: Operation) -> str:
         f"        key = ({', '.join(key)})",
         "        call = calls.warm.get(key)",
         "    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
-        # Something is wrong with the arguments, has no memory that could be looked at, or is a fake tensor on a GPU
-        # that this torch is not built for: the check says which.
+        # An argument is wrong, has no memory, or is a fake tensor on a GPU that this torch is not built for: the check
+        # says which.
         f"        calls.first(None, ({', '.join(operation.parameters)},), ())",
         "        return",
         "    if call is not None:",
         "        call()",
         "    else:",
-        # An iterator stood for a pair, and is used up: the check says so.
+        # A pair was given as an iterator, which is used up now: the check says so.
         *(f"        key = key if isinstance({name}, (tuple, list)) else None" for name in pairs),
         f"        calls.first(key, ({', '.join(operation.parameters)},), ({', '.join(tensors)},))",
     ]
@@ -318,8 +318,8 @@ def _source(operation: Operation) -> str:
 
 @functools.cache
 def _fits(count: int, output: int, same: int = -1) -> Callable[[Places, Places, Places], bool]:
-    """`Replay.fits` for so many operands, of which ``same`` is the output itself. Written out: each replay comes here,
-    and a loop takes 1 us longer."""
+    """`Replay.fits` for ``count`` operands, of which ``same`` is the output itself. Its source is generated: every
+    replay calls it, and a loop takes 1 us longer."""
     at, first, size = ([f"{letter}{index}" for index in range(count)] for letter in "pfs")
     moved = " | ".join(f"({p} ^ {f})" for p, f in zip(at, first, strict=True))
     d = at[output]
@@ -368,7 +368,7 @@ def _has_kernels(device: int) -> bool:
 
 
 def _on_device(device: int, call: Callable[[], object]) -> None:
-    """Make a call with its device current, whatever the caller's is."""
+    """Make a call with its device as the current one."""
     with torch.cuda.device(device):
         call()
 
