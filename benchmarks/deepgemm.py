@@ -1,6 +1,6 @@
 """DeepGEMM beside us and cuBLASLt, in one process: `deep-gemm bench --deepgemm DIRECTORY`.
 
-DIRECTORY is what `pip install --target DIRECTORY` made of DeepGEMM, which is imported under the name of this package.
+DIRECTORY is where `pip install --target DIRECTORY` put DeepGEMM, which has the same import name as this package.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ NAME = "deep_gemm"
 
 @functools.cache
 def load(directory: Path) -> ModuleType:
-    """The package ``deep_gemm`` in ``directory``, such as one that ``pip install --target`` made; once, since an
+    """The package ``deep_gemm`` in ``directory``, where ``pip install --target`` put it. It is imported once, since an
     extension cannot be loaded twice.
 
-    Ours steps aside for the import and is in place again afterwards; what DeepGEMM imports later must be its own by
-    relative names, or somebody else's. Both read `DG_JIT_CACHE_DIR`, and keep entries of different names there.
+    This package is taken out of sys.modules for the import, and put back afterwards. So later imports inside DeepGEMM
+    must be relative, or of other packages. Both packages read `DG_JIT_CACHE_DIR`, and use different names there.
 
-    Raises DeepGemmError if the directory has no such package, or what it has does not import or is not DeepGEMM.
+    Raises DeepGemmError if the directory has no such package, or one that cannot be imported or is not DeepGEMM.
     """
     directory = directory.resolve()
     if not (directory / NAME / "__init__.py").exists():
@@ -37,7 +37,7 @@ def load(directory: Path) -> ModuleType:
     importlib.invalidate_caches()
     try:
         found = importlib.import_module(NAME)
-    except Exception as error:  # whatever its extension or its headers say
+    except Exception as error:  # whatever its extension or its headers raise
         raise DeepGemmError(f"DeepGEMM in {directory} does not import: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(directory))
@@ -49,6 +49,6 @@ def load(directory: Path) -> ModuleType:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    """Takes whatever is imported as ``deep_gemm`` out of the table of modules."""
+    """Take every module of ``deep_gemm`` out of sys.modules."""
     names = [name for name in sys.modules if name == NAME or name.startswith(NAME + ".")]
     return {name: sys.modules.pop(name) for name in names}

@@ -1,6 +1,7 @@
-"""Side-by-side timing in one process: ours against cuBLASLt, a JSON row a shape and mode, written once measured.
+"""Side-by-side timing in one process: ours against cuBLASLt, one JSON row for each shape and mode, written when
+measured.
 
-Two H200s differ by a few percent, so it is the ratio within one run that counts.
+Two H200s differ by a few percent, so compare ratios within one run.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from deep_gemm.benchmarks.shapes import READ_FLOOR_US
 from deep_gemm.benchmarks.summary import GEMM_MODES
 
 OTHERS = (*(name for name in backends.BACKENDS if name != "ours"), backends.DEEPGEMM)
-"""Whom ours is compared with."""
+"""The backends that ours is compared with."""
 
 VENDORS = {"tensorwise", "cublaslt"}
-"""The fastest of the vendor's, one of each operation."""
+"""The vendor's fastest backends, one for each operation."""
 
 Row = dict[str, Any]
 
@@ -43,11 +44,11 @@ class Run:
     """Backends; if there are none, all of each shape's operation."""
     progress: Callable[[str], None] = print
     known: Row = field(default_factory=dict)
-    """What every row says besides, such as whose version was timed."""
+    """Further fields of every row, such as DeepGEMM's version."""
     left_out: list[str] = field(default_factory=list)
 
     def execute(self) -> list[Row]:
-        """Measure and return the rows. What the time did not suffice for is listed in `left_out`."""
+        """Measure and return the rows. Measurements for which the time was too short are listed in `left_out`."""
         start = time.monotonic()
         common = environment() | self.known
         table = LiveTable(OTHERS)
@@ -106,9 +107,9 @@ def measure(shape: GemmShape, mode: str, names: Sequence[str] = ()) -> Row:
 def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[str, str]) -> Row:
     """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster.
 
-    In graph mode these are with the promise of constant weights, those ending in `_unpromised` without it, and
-    `floor_fraction` is the time of reading the weights over `us`: the lesser of `us_floor`, measured beside it, and
-    that of `READ_FLOOR_US`, if they are there. `us_floor_overlapped` is what it takes with less shared memory.
+    In graph mode these are with the weight promise, those ending in `_unpromised` without it. `floor_fraction` is the
+    read floor over `us`: the lesser of `us_floor`, measured beside it, and `READ_FLOOR_US`, where known.
+    `us_floor_overlapped` is the read floor with less shared memory.
     """
     row: Row = {"mode": mode} | rows.said(shape)
     mine, unpromised = us["ours"], us.get("ours_unpromised")
@@ -136,7 +137,7 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
 
 
 def append(path: Path, row: Row) -> None:
-    """Add one line, and leave it on disk: the machine may be taken away before the next."""
+    """Add one line and flush it, so that an interrupted run loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -144,12 +145,12 @@ def append(path: Path, row: Row) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a results file. Raises InvalidInputError for what is none."""
+    """The rows of a results file. Raises InvalidInputError for a file of anything else."""
     return rows.read(path, _check)
 
 
 def _check(row: Row, where: str) -> None:
-    """What means and charts need of a row of a GEMM."""
+    """Check the fields of a GEMM's row that means and charts need."""
     if row["mode"] not in GEMM_MODES:
         return
     rows.check_shape(row, where)

@@ -186,7 +186,7 @@ def test_operations_are_summed_up_each_for_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--accumulate",), "writes bf16 and adds to nothing"),
+        (("--accumulate",), "writes bf16 and does not accumulate"),
         (("--op", "bf16_gemm_nt", "--against", "blockwise"), "bf16_gemm_nt is not timed against blockwise"),
         (("--op", "gemm"), "'gemm' is not one of"),
         (("--op", "bf16_gemm_nt", "--deepgemm", "nowhere"), "There is no package deep_gemm in"),
