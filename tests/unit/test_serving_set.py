@@ -98,5 +98,5 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     serving_set.main(["--all", str(path)])
     assert "small 64x16" in capsys.readouterr().out
     path.write_text(json.dumps(row(1, {GONE: 1.0})))
-    with pytest.raises(DeepGemmError, match="no row of a kernel that is legal"):
+    with pytest.raises(DeepGemmError, match="no row of a config that is legal"):
         serving_set.main([str(path)])
