@@ -56,8 +56,10 @@ def _rounds(size: int, ctas: int) -> int:
 
 
 def request(target: str) -> BuildRequest:
-    """The kernel, for `target`."""
-    return BuildRequest(NAME, Path(__file__).with_name("read_floor.cu").read_text(), target)
+    """The kernel, for `target`, with the sizes of this module."""
+    sizes = {"STAGES": STAGES, "CONSUMERS": THREADS - 32, "BARRIER_BYTES": BARRIER_BYTES}
+    defines = "".join(f"#define READ_FLOOR_{name} {value}\n" for name, value in sizes.items())
+    return BuildRequest(NAME, defines + Path(__file__).with_name("read_floor.cu").read_text(), target)
 
 
 def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: int = 10) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_back_to_back_are_prefill_and_whatever_meets_the_limit_of_power(measured
     work = [GemmShape(64, 128, 128), GemmShape(1000, 128, 128), GemmShape(263, 30272, 15104), GemmShape(999, 128, 128)]
     run.Run(work, ("steady",), progress=told.append).execute()
     assert [shape.m for shape, _ in measured] == [1000, 263]
-    assert told[0] == "steady: 2 of 4 shapes are not timed so, having fewer than 1000 tokens, and less than 100 GFLOP"
+    assert re.match(r"steady: 2 of 4 shapes .*1000 tokens.*100 GFLOP", told[0])
     assert len(told) == 3
 
 

@@ -188,9 +188,8 @@ def test_a_failing_eviction_is_a_warning_and_no_more(
     with settings.override(cache_limit=10):
         for i in range(3):
             assert build.build(request(source=f"int body{i};")).cubin == cubin_of(f"int body{i};")
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        f"The cache {root} cannot be kept within its limit of 10 bytes: {error}."
-    ]
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert all(part in record.message for part in (str(root), "limit of 10 bytes", str(error)))
     assert build.stats["evictions"] == 0
 
 

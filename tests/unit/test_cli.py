@@ -98,7 +98,9 @@ def test_doctor() -> None:
     assert report["headers"]["path"] in text
     edited = {name for name, post_pass in report["post_passes"].items() if post_pass == "ffma-bursts-8"}
     assert edited == {name for name in report["post_passes"] if kernels.get(name).mma_instruction == "QGMMA"} != set()
-    assert all(f"{name}: cubins edited after compiling by ffma-bursts-8" in text for name in edited)
+    lines = [line for line in text.splitlines() if "ffma-bursts-8" in line]
+    assert {name for name in edited for line in lines if name in line.replace(":", "").split()} == edited
+    assert len(lines) == len(edited)
     with settings.override(ffma_bursts=False):
         assert set(json.loads(run("doctor", "--json").output)["post_passes"].values()) == {None}
     assert report["cache"]["root"] in text
@@ -111,7 +113,7 @@ def test_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "perhaps")
     result = run("doctor")
     assert result.exit_code == 1
-    assert f"Another deep_gemm is on the path: {(tmp_path / 'deep_gemm').resolve()}" in result.output
+    assert str((tmp_path / "deep_gemm").resolve()) in result.output
     assert "DG_JIT_USE_NVRTC" in result.output
 
 
@@ -256,8 +258,8 @@ def test_demo_runs_and_says_what_it_did(cache_dir: Path, monkeypatch: pytest.Mon
     result = run("demo")
     assert result.exit_code == 0, result.output
     assert str(cache_dir) in result.output
-    assert "every element within bounds" in result.output
-    assert ("This was the GPU" if torch.cuda.is_available() else "This was the CPU") in result.output
+    assert ("TFLOP/s" in result.output) == torch.cuda.is_available(), "without a GPU nothing is timed"
+    assert "calc_diff" in result.output
 
 
 @pytest.mark.compile

@@ -66,5 +66,6 @@ def test_a_look_is_the_less_of_two_cold_calls_after_one_that_does_not_count(monk
 
 def test_a_line_says_of_how_many_the_timed_ones_are() -> None:
     row: survey.Row = {"mode": "flush", "m": 4, "n": 256, "k": 15872, "selected": "a", "times": {"a": 4.0, "b": 3.0}}
-    assert "  2 configs, selected / best 0.750" in survey.line(row)
-    assert "  2 of 596 configs, selected" in survey.line(row | {"legal": 596})
+    assert "2 configs" in survey.line(row)
+    assert "0.750" in survey.line(row)
+    assert "2 of 596 configs" in survey.line(row | {"legal": 596})

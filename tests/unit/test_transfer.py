@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_the_newest_compiler_wins_and_is_named(cache_dir: Path, tmp_path: Path, 
     out = tmp_path / "a.dgpack"
     found = report("cache", "pack", out)
     assert (found["taken"], found["older"]) == (1, 1)
-    assert "compiled by fake 1.0 build 7; that by fake 2.0 build 1" in found["older:"]
+    assert re.search(r"fake 1\.0 build 7.*fake 2\.0 build 1", found["older:"])
     (kernel,) = packs.read(out).kernels.values()
     assert (kernel.cuda, kernel.compiler) == ("13.0", "fake 2.0 build 1")
 
@@ -115,7 +116,8 @@ def test_merge_from_directories_and_packs(cache_dir: Path, tmp_path: Path) -> No
     assert [build.build(one).cubin for one in sources()] == [cubin_of(one.source) for one in sources()]
     assert Path(build.build(sources()[2]).source_path or "").read_text() == sources()[2].source
     again = report("cache", "merge", other, pack, cache_dir)
-    assert (again["same"], again["same:"]) == (6, "it is the target itself")
+    assert again["same"] == 6
+    assert "target" in again["same:"]
     # What was merged can be packed and merged again.
     assert report("cache", "pack", tmp_path / "b.dgpack") == {"taken": 3}
     assert packs.read(tmp_path / "b.dgpack").kernels.keys() == packs.read(pack).kernels.keys()
@@ -207,7 +209,7 @@ def test_info_and_doctor_list_packs(cache_dir: Path, tmp_path: Path, monkeypatch
     monkeypatch.setenv("DG_JIT_NVCC_COMPILER", "/nonexistent")
     result = run("doctor")
     assert result.exit_code == 0
-    assert "No compiler is needed, and none is looked for, for the 3 kernels that packs hold." in result.output
+    assert re.search(r"No compiler is needed.* 3 kernels", result.output)
     assert "taken from packs" in result.output
     monkeypatch.delenv("DG_JIT_PRECOMPILED")
     assert run("doctor").exit_code == 1
