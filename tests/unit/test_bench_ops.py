@@ -1,4 +1,4 @@
-"""What is timed of the 16-bit operations: operands as their forms say, peers, rows, surveys. On the CPU."""
+"""Benchmarks of the 16-bit operations, on the CPU: operands in their forms, peers, rows, surveys."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_sets_share_activations_and_lie_as_the_form_says(op: str, output: str, a
 def test_ours_is_the_product_and_a_launch_is_what_it_asks_for(
     op: str, output: str, accumulate: bool, gpu: FakeGpu
 ) -> None:
-    """The spec that a survey ranks, and the strides and addresses that it launches with, are those of the call."""
+    """A survey ranks the spec of the call, and launches with its strides and addresses."""
     shape = problem(op, output, accumulate)
     (x,) = backends.make_operands(shape, 1, "cpu")
     backends.ours(x)()
@@ -107,7 +107,7 @@ def test_peers_compute_the_same(op: str, accumulate: bool, monkeypatch: pytest.M
 
 
 def test_a_float32_output_is_written_by_torch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs have no such product: torch says so. On a GPU D itself is written, without a copy."""
+    """torch has no such product on a CPU, and says so. On a GPU it writes D itself, without a copy."""
     for accumulate in (False, True):
         (x,) = backends.make_operands(problem("bf16_gemm_tn", "f32", accumulate), 1, "cpu")
         assert backends.usable("cublaslt", x)
@@ -164,7 +164,7 @@ def test_graphs_leave_the_cache_by_bytes() -> None:
     assert backends.sets_for(GemmShape(1, 4096, 4096), "graph") == 16
     assert backends.sets_for(GemmShape(1, 4096, 4096, op="bf16_gemm_nt"), "promised") == 8
     assert backends.sets_for(GemmShape(1, 4096, 4096, op="bf16_gemm_nt"), "flush") == 1
-    # The floor that was measured once is of one byte an element.
+    # The table of read floors is for one byte an element.
     us = {"ours": 5.0}
     assert "floor_fraction" in run.make_row(GemmShape(1, 2112, 7168), "graph", us, {})
     assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7168, op="bf16_gemm_nt"), "graph", us, {})
@@ -276,7 +276,8 @@ def test_the_commands_survey_an_operation(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_cover_is_made_of_16_bit_kernels_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of all legal kernels tell their config; forms, outputs and dtypes are together, FP8's apart."""
+    """The config can be read from the name of each legal kernel; forms, outputs and dtypes are judged together, FP8
+    apart."""
     found = []
     for index, (op, output, accumulate) in enumerate([("bf16_gemm_nt", "", False), ("fp16_gemm_tn", "f32", True)]):
         (shape,) = shapes.posed([GemmShape(16, 4096, 8192)], op, output, accumulate)

@@ -40,7 +40,7 @@ def test_each_call_elsewhere_has_new_places(operands: backends.FP8Operands, monk
         call()
     for places in zip(*seen, strict=True):
         assert [place - places[0] for place in places] == [0, 16, 32, 48, 64, 0]
-    # More than are timed: the warm-up and the rounds of every pass through all calls.
+    # More than the calls that are timed: warm-up, and the rounds of every pass.
     assert costs.PLACES > 6 * (20 + 200 * 20)
 
 
@@ -64,7 +64,7 @@ def test_the_tables_of_both_compilers_are_read() -> None:
 
 
 class FakeCompiler:
-    """Writes `table` where it is told to, or refuses to know the option."""
+    """Writes `table` to the file that -time names, or does not know the option."""
 
     kind, identity = "nvrtc", "fake 1"
 
@@ -136,7 +136,7 @@ def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:
 
 
 def test_kernel_counts_of_the_selector() -> None:
-    """It asks the selector as a call does."""
+    """The census asks the selector as a call does."""
     wanted = [p for p in build.choose([GemmShape(48, 576, 7168)]).kernels if registry()[p.kernel].mma_instruction]
     assert census.kernel_at(576, 7168)(48) == wanted
     assert census.specialised(wanted[0], 576, 7168).shape == (0, 576, 7168)

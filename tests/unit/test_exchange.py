@@ -1,4 +1,4 @@
-"""Kernels on their way between ranks, through each kind of store that torch has."""
+"""Exchanging kernels between ranks, through each kind of store that torch has."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def binary(size: int = 1000) -> Binary:
 
 @pytest.fixture(scope="module")
 def connections() -> list[dist.Store]:
-    """Two of one server for all tests: where names resolve slowly, connecting may take torch seconds."""
+    """Two connections to one server, shared by all tests: where names resolve slowly, connecting can take torch
+    seconds."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return [server, dist.TCPStore("127.0.0.1", server.port, is_master=False)]
 
 
 @pytest.fixture(params=["tcp", "hash", "file"])
 def client(request: pytest.FixtureRequest, tmp_path: Path, connections: list[dist.Store]) -> Client:
-    """What gives the ranks, in turn, their connections to one empty store."""
+    """A function that gives the ranks, in turn, their connections to one empty store."""
     if request.param == "tcp":
         turns = itertools.cycle(connections)
         return lambda: dist.PrefixStore(str(tmp_path), next(turns))
@@ -79,7 +80,7 @@ def test_what_does_not_come_is_waited_for_until_the_deadline(client: Client) -> 
     # A FileStore counts in whole seconds.
     assert 0.2 < time.monotonic() - start < 9.0
     first.publish(1, binary())
-    assert first.come(1, start)  # a TCPStore does not acknowledge what is set: only now it is there for others too
+    assert first.come(1, start)  # a TCPStore does not acknowledge set(): only after this is the value there for others
     assert second.come(1, start), "after the deadline, what is there already is taken"
 
 
@@ -127,7 +128,7 @@ def test_damage_is_refused_in_words(client: Client, key: str, value: bytes, word
 
 @pytest.mark.parametrize("value", [b"\xff\xfe", b"one abc", b"1" * 5000 + b" abc"])
 def test_what_no_rank_writes_is_as_good_as_no_store(value: bytes) -> None:
-    """It is no reason to end a precompilation: StoreError means that this rank builds by itself."""
+    """Such a value must not end a precompilation: after a StoreError, this rank builds by itself."""
     store = dist.HashStore()
     store.set("deep_gemm/ahead/1/first", value)
     with pytest.raises(StoreError, match="no rank of this version writes"):

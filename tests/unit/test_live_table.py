@@ -1,4 +1,4 @@
-"""The table that `bench` prints while it runs: cells stand under their headings, and rows come as they are measured."""
+"""The table that `bench` prints while it runs: cells end under their headings, and rows appear as they are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers of models from their config.json: sizes by family, formats by quantization_config, and what is not known."""
+"""Layers of models from their config.json: sizes by family, formats by quantization_config, and configs that are not
+known."""
 
 from __future__ import annotations
 
@@ -366,5 +367,5 @@ def test_nothing_is_called_compiled_that_is_not_kept(
     result = CliRunner().invoke(app, shape)
     assert result.exit_code == 1
     assert words in result.output
-    # A pack is a place of its own.
+    # A pack does not need the cache.
     assert CliRunner().invoke(app, [*shape, "--pack", str(tmp_path / "a.dgpack")]).exit_code == 0

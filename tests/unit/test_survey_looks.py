@@ -1,4 +1,4 @@
-"""The first look at all legal configs, by which it is measured, not modelled, which are timed in full."""
+"""The first look at all legal configs: a measurement, not the model, decides which are timed in full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_noise_of_single_calls_hides_neither_the_best_nor_the_selected(
 
 @given(st.lists(st.floats(2.0, 5000.0), min_size=1, max_size=40))
 def test_what_takes_twice_as_long_is_not_timed_in_full(us: list[float]) -> None:
-    """Full times of all would take an hour."""
+    """Timing all configs in full would take an hour."""
     timers = {f"{index}": SimpleNamespace(look=lambda us=each: us) for index, each in enumerate(us)}
     found = survey.promising(timers, "0")
     assert all(us[int(name)] < 2 * min(us) for name in found if name != "0")

@@ -1,4 +1,4 @@
-"""`cache pack`, `cache merge` and `cache verify` of packs: what is taken, what is kept, and what is refused."""
+"""`cache pack`, `cache merge` and `cache verify` of packs: which kernels are taken, kept and refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_packed_cache_serves_another_machine(cache_dir: Path, tmp_path: Path) 
     build, compiler = user(tmp_path / "other" / "root", out, include_dir=tmp_path / "no-headers")
     assert [build.build(one).cubin for one in sources()] == [cubin_of(one.source) for one in sources()]
     assert compiler.calls == []
-    # The same cache, the same bytes.
+    # The same cache gives the same bytes.
     before = out.read_bytes()
     assert run("cache", "pack", out, "--from", cache_dir).exit_code == 0
     assert out.read_bytes() == before
@@ -92,7 +92,7 @@ def test_the_newest_compiler_wins_and_is_named(cache_dir: Path, tmp_path: Path, 
 def test_unsound_and_old_entries_are_not_packed(cache_dir: Path, tmp_path: Path) -> None:
     fill(cache_dir)
     (entry(cache_dir) / "kernel.cubin").write_bytes(b"other")
-    # An entry of a version that noted no source key: still good for the disk.
+    # An entry of a version without source keys is still valid on disk.
     disk = DiskCache(cache_dir)
     path, where = next((path, where) for path, where in disk.walk() if path.name.startswith("k1-"))
     from deep_gemm.jit.cache.entry import Address
@@ -118,7 +118,7 @@ def test_merge_from_directories_and_packs(cache_dir: Path, tmp_path: Path) -> No
     again = report("cache", "merge", other, pack, cache_dir)
     assert again["same"] == 6
     assert "target" in again["same:"]
-    # What was merged can be packed and merged again.
+    # Merged entries can be packed and merged again.
     assert report("cache", "pack", tmp_path / "b.dgpack") == {"taken": 3}
     assert packs.read(tmp_path / "b.dgpack").kernels.keys() == packs.read(pack).kernels.keys()
     assert run("cache", "verify").exit_code == 0
@@ -127,7 +127,7 @@ def test_merge_from_directories_and_packs(cache_dir: Path, tmp_path: Path) -> No
 def test_merge_keeps_what_is_sound_and_replaces_what_is_not(cache_dir: Path, tmp_path: Path) -> None:
     fill(cache_dir, count=2)
     pack = make(tmp_path / "a.dgpack", sources(2))
-    # Other bytes under one key, sound; and a broken entry.
+    # One sound entry with other bytes under the same key, and one damaged entry.
     disk = DiskCache(cache_dir)
     path, where = next((path, where) for path, where in disk.walk() if path.name.startswith("k0-"))
     from deep_gemm.jit.cache.entry import Address
@@ -248,7 +248,7 @@ def test_precompile_writes_a_pack_of_all_or_none(
         key = made.source_key(request)
         assert found.source(key).decode() == request.source
         assert found.kernels[key].meta == json.loads(json.dumps(request.stored_meta))
-    # From disk and from memory it is the same pack.
+    # Kernels from disk and from memory give the same pack.
     before = out.read_bytes()
     assert run(*arguments).exit_code == 0
     assert out.read_bytes() == before

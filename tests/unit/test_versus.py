@@ -1,4 +1,4 @@
-"""Other device headers against those here: whose turn it is, and what is compared."""
+"""Comparing other device headers with these: the order of turns, and the comparison."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_directory_without_headers_is_said_in_words(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A GPU on which other headers take 20 us and these 15; `"d"` is what each computes."""
+    """A fake GPU on which other headers take 20 us and these 15; `"d"` is the result of each."""
     said: dict[str, Any] = {"d": {versus.OTHERS: 1.0, versus.THESE: 1.0}, "seen": []}
     names = {}
 
@@ -102,7 +102,7 @@ def test_another_result_is_said_and_fails(gpu: dict[str, Any], capsys: pytest.Ca
 
 
 def test_other_device_code_is_loaded_and_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else these headers would be timed against themselves."""
+    """Otherwise these headers would be timed against themselves."""
 
     class Made:
         def __init__(self, cubin: bytes) -> None:
