@@ -153,7 +153,7 @@ def _need_gpu(modes: tuple[str, ...]) -> None:
 
     if not torch.cuda.is_available():
         raise click.ClickException(
-            f"the modes {', '.join(modes)} time kernels on a GPU, and torch sees none here. "
+            f"{', '.join(modes)}: to time kernels on a GPU, torch must see one, and it sees none here. "
             "The modes cold, compile and kernels need none."
         )
     from deep_gemm import arch

@@ -1,4 +1,4 @@
-"""`deep-gemm inspect`: what would run for a shape, and why."""
+"""`deep-gemm inspect`: what would run for a shape, and why; or why every call with it is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from deep_gemm.aot import layers
 from deep_gemm.aot.workload import GemmShape, parse_shape
 from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.errors import InvalidInputError
 
 
 @click.command("inspect")
@@ -44,6 +45,8 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     from deep_gemm.aot import build
 
     spec = archs.get(arch)
+    if why := build.refusal(shape.n, shape.k, shape.op):
+        raise InvalidInputError(f"Every call with {shape} is refused: {why}")
     asked = build.spec_of(shape, spec, num_sms)
     ranked = select.rank(asked, spec)
     params = engine.kernel_params(asked, ranked[0].config, spec)

@@ -209,8 +209,10 @@ def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
     }
 
 
-def _served(op: str) -> str:
-    return "yes" if op == layers.FP8 else f"yes, by {op}"
+def _served(one: dict[str, Any]) -> str:
+    if one["why_not"]:
+        return f"no: {one['why_not']}"
+    return "yes" if one["op"] == layers.FP8 else f"yes, by {one['op']}"
 
 
 def _span(ms: Sequence[int]) -> str:
@@ -219,7 +221,7 @@ def _span(ms: Sequence[int]) -> str:
 
 def _print_plan(report: dict[str, Any]) -> None:
     rows = [
-        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], one["why_not"] or _served(one["op"])]
+        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], _served(one)]
         for one in report["layers"]
     ]
     out = console()
