@@ -45,7 +45,7 @@ def host() -> Iterator[Row]:
     calls: dict[str, Callable[[], Any]] = {
         "fp8_gemm_nt, warm, scales ready": backends.ours(x),
         "fp8_gemm_nt, warm, scales to transpose": lambda: deep_gemm.fp8_gemm_nt(row_major, pair, x.d),
-        "fp8_gemm_nt, activations and output where none were before": elsewhere(x),
+        "fp8_gemm_nt, activations and output where none were before": at_new_addresses(x),
         "get_mn_major_tma_aligned_tensor, warm": lambda: deep_gemm.get_mn_major_tma_aligned_tensor(row_major[1]),
         "torch._scaled_mm tensorwise, out=": backends.tensorwise(x),
         "torch.matmul bf16, out=": lambda: torch.matmul(left, right, out=x.d),
@@ -60,7 +60,7 @@ PLACES = 30_000
 """More than the calls that are timed: an address that came twice would make a warm call."""
 
 
-def elsewhere(x: backends.FP8Operands, places: int = PLACES) -> Callable[[], None]:
+def at_new_addresses(x: backends.FP8Operands, places: int = PLACES) -> Callable[[], None]:
     """`ours` with new addresses at each call: A, its scales and D each lie 16 bytes further in a large buffer of zeros.
     (Their values do not matter for the host's time.) Addresses repeat after `places` calls."""
     import torch

@@ -56,7 +56,7 @@ class Run:
         asked = [(shape, mode, why_not(shape, mode)) for mode in self.modes for shape in self.shapes]
         work = [(shape, mode) for shape, mode, reason in asked if reason is None]
         for (mode, reason), count in Counter((mode, reason) for _, mode, reason in asked if reason).items():
-            self.progress(f"{mode}: {count} of {len(self.shapes)} shapes are not timed so, having {reason}")
+            self.progress(f"{mode}: {count} of {len(self.shapes)} shapes are left out: {reason}")
         for index, (shape, mode) in enumerate(work):
             if time.monotonic() - start > self.seconds:
                 self.left_out += [f"{shape} {mode}" for shape, mode in work[index:]]

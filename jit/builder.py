@@ -20,7 +20,7 @@ from deep_gemm.jit.cache.memory import MemoryCache
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.base import Compiled, Compiler, common_flags
-from deep_gemm.jit.compilers.find import choose, pass_by
+from deep_gemm.jit.compilers.find import choose, is_broken
 from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
@@ -166,7 +166,7 @@ class Builder:
                 binary = self._from_memory(plan) or self._build(plan)
             except CompileError:
                 # If the compiler is broken, the next one tries.
-                if self._compiler is not None or not pass_by(plan.compiler):
+                if self._compiler is not None or not is_broken(plan.compiler):
                     raise
         return self._checked(binary)
 

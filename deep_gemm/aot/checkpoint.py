@@ -181,7 +181,7 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
             weight = replace(weight, why_not=why_not)
         elif stored.dtype in WIDE and own not in KNOWN:
             strange[_general(base)] = None
-            weight = replace(weight, why_not="it is not known for a linear layer.")
+            weight = replace(weight, why_not="its name is not known as that of a linear layer.")
         modules.setdefault(module, {})[own] = _with_heads(own, replace(weight, op=runs), known)
     found = layers_of(((_short(module), weights) for module, weights in modules.items()), tp, quantised)
     routed = [
@@ -195,7 +195,7 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
     return Plan(tuple(dict.fromkeys((*found.layers, *routed))), (*problems, *found.problems))
 
 
-_UNKNOWN = "not FP8, and not known for a linear layer that is cast when it is loaded."
+_UNKNOWN = "not FP8, and not known as a linear layer that engines cast when they load it."
 
 
 def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored]) -> Weight | None:

@@ -143,7 +143,7 @@ def _take_rest(
         try:
             binary = default_builder().lookup(request)
             if binary is None:
-                if not exchange.come(place, deadline):
+                if not exchange.wait(place, deadline):
                     late.append(request.name)
                     continue
                 # On a common disk it is there by now, and is not fetched.

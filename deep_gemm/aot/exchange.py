@@ -29,7 +29,7 @@ class StoreError(Exception):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _store_errors() -> Iterator[None]:
     # In all versions of torch, the exceptions of stores derive from RuntimeError.
     try:
         yield
@@ -38,7 +38,7 @@ def _told() -> Iterator[None]:
 
 
 @contextmanager
-def _understood() -> Iterator[None]:
+def _parsing() -> Iterator[None]:
     """Around parsing what another rank wrote: a value of another form counts as a failure of the store."""
     try:
         yield
@@ -57,13 +57,13 @@ class Exchange:
         self._size = size
         self._length = len(keys)
         digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
-        with _told():
+        with _store_errors():
             call = store.add(f"deep_gemm/ahead/calls/{rank}", 1)
             self._call = dist.PrefixStore(f"deep_gemm/ahead/{call}", store)
             self._set: Any = dist.PrefixStore(digest, self._call)
             came = self._call.compare_set("first", "", f"{rank} {digest}")
         self._digest = digest
-        with _understood():
+        with _parsing():
             first, _, theirs = came.decode().partition(" ")
             self.first_rank = int(first)
         self.agreed = theirs == digest
@@ -71,7 +71,7 @@ class Exchange:
 
     def draw(self) -> int | None:
         """The place of a kernel that this rank is to build, or None if all are taken."""
-        with _told():
+        with _store_errors():
             place: int = self._set.add("next", 1) - 1
             if place == 0:
                 number = self._call.add("sets", 1)
@@ -82,15 +82,15 @@ class Exchange:
         """Send the kernel to the others; None tells them not to wait."""
         data = binary.encode() if binary is not None else b""
         parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-        with _told():
+        with _store_errors():
             for number, part in enumerate(parts):
                 self._set.set(f"{place}/{number}", part)
             # Written last: a rank that sees it finds all parts.
             self._set.set(str(place), str(len(parts)))
 
-    def come(self, place: int, deadline: float) -> bool:
+    def wait(self, place: int, deadline: float) -> bool:
         """Wait until the kernel is published, or until `deadline` by `time.monotonic`. Returns whether it is."""
-        with _told():
+        with _store_errors():
             # Some stores take a wait of 0 ms as one without end.
             while (now := time.monotonic()) < deadline - _SHORTEST_WAIT:
                 # In short steps: a wait blocks the store for this process, and interrupts as well.
@@ -108,7 +108,7 @@ class Exchange:
     def fetch(self, place: int) -> Binary | None:
         """What was published, or None if that rank could not build it. Raises ValueError, saying why, if it is not
         whole."""
-        with _told():
+        with _store_errors():
             count = _number(self._set.get(str(place)))
             names = [f"{place}/{number}" for number in range(count)]
             # get() would wait for a key that does not exist.
@@ -120,12 +120,12 @@ class Exchange:
     def close(self) -> None:
         """This rank needs nothing more. The last rank that says so deletes all keys; if one has died, they stay until
         the store ends. A FileStore keeps everything."""
-        with _told():
+        with _store_errors():
             if self._call.add("done", 1) < self._size:
                 return
             for number in range(1, self._call.add("sets", 0) + 1):
                 value = self._call.get(f"sets/{number}")
-                with _understood():
+                with _parsing():
                     digest, length = value.decode().split()
                     places = int(length)
                 self._clear(dist.PrefixStore(digest, self._call), places)
@@ -146,5 +146,5 @@ class Exchange:
 def _number(text: bytes) -> int:
     count = int(text)
     if not 0 <= count <= _MAX_CHUNKS:
-        raise ValueError(f"it is said to have {count} parts")
+        raise ValueError(f"it claims to have {count} parts")
     return count

@@ -180,7 +180,9 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
     form = format_of(text.get("quantization_config") or config.get("quantization_config"))
     problems = list(form.problems)
     problems += [
-        f"{name} of the model's config is not looked at." for name in outside if not form.names_any(OTHER_PARTS[name])
+        f"{name} of the model's config is not read: no kernel is prepared for its layers."
+        for name in outside
+        if not form.names_any(OTHER_PARTS[name])
     ]
     kinds, strange = _attention_kinds(text, known)
     problems += [f"Layers of the type {shown(word)} are not known: no kernel is prepared for them." for word in strange]

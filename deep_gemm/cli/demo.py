@@ -139,7 +139,7 @@ def _print_kernels(out: Console) -> None:
     for params, _ in built:
         engine.build(params)
     again = (time.perf_counter() - start) / len(built) * 1e6
-    out.print(f"asked for again, each is there in {duration(again)}: nothing is compiled twice")
+    out.print(f"looked up again in {duration(again)} each: nothing is compiled twice")
 
 
 def _kernel_row(params: KernelParams, binary: Binary, shapes: tuple[GemmShape, ...], shared: int) -> list[Any]:

@@ -95,7 +95,7 @@ def _print(report: dict[str, Any]) -> None:
         cells = [_cell(estimate[name]) for name in terms]
         rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
     out.print(f"ranked     by {report['calibration']}")
-    title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: by what power limits alone)"
+    title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: at the power limit)"
     headers = [name.removesuffix("_us") for name in terms]
     # One space between columns: a row of large times must fit into 120 columns.
     out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound", *headers], rows, gap=1))

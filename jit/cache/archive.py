@@ -39,6 +39,6 @@ def padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def ended(size: int) -> int:
+def archive_size(size: int) -> int:
     """The size of an archive whose members take `size` bytes: two empty blocks follow, rounded up to whole records."""
     return -(-(size + 2 * BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE

@@ -186,7 +186,7 @@ def _check(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selec
 def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selectable | None) -> tuple[str, str]:
     address = _address(path, where)
     if address is None:
-        return "foreign", "its name is none that this version gives"
+        return "foreign", "this version gives no entry such a name"
     for attempt in (1, 2):
         try:
             disk._read(address)
@@ -255,7 +255,10 @@ def _times_kept(path: Path) -> Iterator[None]:
 
 def _leftovers(root: Path) -> Iterator[Checked]:
     """Temporary files of killed writers, and locks that nobody has taken for long."""
-    for folder, reason in ((TEMPORARY, "a temporary file of a killed writer"), (LOCKS, "a lock not taken for long")):
+    for folder, reason in (
+        (TEMPORARY, "a temporary file of a killed writer"),
+        (LOCKS, "a lock that nobody has taken for an hour"),
+    ):
         for path in _children(root / folder):
             with contextlib.suppress(OSError):
                 status = path.lstat()

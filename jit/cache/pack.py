@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.archive import BLOCK, ended, header, padded
+from deep_gemm.jit.cache.archive import BLOCK, archive_size, header, padded
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 
@@ -247,8 +247,8 @@ def read(path: Path, trust: bool = False) -> Pack:
     for kernel in listed:
         offsets[kernel.source_key] = start
         start += 2 * BLOCK + padded(kernel.cubin_bytes) + padded(kernel.source_bytes)
-    if ended(start) != total:
-        raise ValueError(f"it has {total} bytes, and {MANIFEST} describes {ended(start)}")
+    if archive_size(start) != total:
+        raise ValueError(f"it has {total} bytes, and {MANIFEST} describes {archive_size(start)}")
     return Pack(path, version, kernels, offsets)
 
 
@@ -274,10 +274,10 @@ def problems(path: Path) -> list[str]:
                 gap = file.read(padded(size) - size)
                 end += padded(size) + BLOCK
                 if any(gap):
-                    found.append(f"there is something after byte {end - BLOCK - len(gap)}, where nothing belongs")
+                    found.append(f"the padding after byte {end - BLOCK - len(gap)} is not zero")
             file.seek(end - BLOCK)
             if any(file.read()):
-                found.append("there is something after its last member")
+                found.append("the end after its last member is not zero")
         except OSError as error:
             found.append(str(error))
     return found
@@ -310,7 +310,7 @@ def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
             for name, content in members:
                 file.write(header(name, len(content)))
                 file.write(content + bytes(padded(len(content)) - len(content)))
-            file.write(bytes(ended(file.tell()) - file.tell()))
+            file.write(bytes(archive_size(file.tell()) - file.tell()))
             file.flush()
             # A pack is made to be read by others, unlike an entry of the cache.
             os.fchmod(descriptor, 0o644)
@@ -348,7 +348,7 @@ def _manifest(descriptor: int, total: int) -> tuple[bytes, int]:
     """The manifest's bytes, checked, and where the first kernel begins."""
     size = _size(os.pread(descriptor, BLOCK, 0))
     if size > min(_MAX_MANIFEST, total):
-        raise ValueError(f"{MANIFEST} is said to have {size} bytes, of {total} in all and {_MAX_MANIFEST} at most")
+        raise ValueError(f"{MANIFEST} claims {size} bytes, but the file has {total}, and {_MAX_MANIFEST} is the limit")
     text = os.pread(descriptor, size, BLOCK)
     expected = _sums(hashlib.sha256(text).hexdigest())
     at = BLOCK + padded(size)

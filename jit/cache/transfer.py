@@ -177,7 +177,7 @@ def _write(found: Iterator[_Stored | Item], out: Path) -> list[Item]:
             if _age(new[0]) > _age(old[0]):
                 chosen[source_key] = new
                 new, old = old, new
-            report.append(_beside(new, old))
+            report.append(_superseded(new, old))
     if chosen:
         packs.write(out, [item for item, _ in chosen.values()])
     return report + [Item(origin, item.kernel.name, "taken") for item, origin in chosen.values()]
@@ -187,7 +187,7 @@ def _age(item: Packable) -> tuple[tuple[int, int], str]:
     return item.kernel.toolkit, item.kernel.compiler
 
 
-def _beside(other: tuple[Packable, str], taken: tuple[Packable, str]) -> Item:
+def _superseded(other: tuple[Packable, str], taken: tuple[Packable, str]) -> Item:
     """The result for a kernel that was not taken, since another one has its source key."""
     kernel, winner = other[0].kernel, taken[0].kernel
     if kernel.key != winner.key:

@@ -94,7 +94,7 @@ def find_all(tried: bool = False) -> list[Found]:
     return [candidate.found for candidate in candidates]
 
 
-def pass_by(compiler: Compiler) -> bool:
+def is_broken(compiler: Compiler) -> bool:
     """Whether `compiler` is broken: it cannot compile a one-line kernel either. `choose` then no longer gives it."""
     problem = _try(compiler)
     if problem is None:

@@ -235,7 +235,7 @@ def repacked(pack: Path, manifest: bytes) -> Path:
     out = b""
     for name, data in ((packs.MANIFEST, manifest), (packs._SUMS, packs._sums(hashlib.sha256(manifest).hexdigest()))):
         out += packs.header(name, len(data)) + data + bytes(packs.padded(len(data)) - len(data))
-    path.write_bytes(out + bytes(packs.ended(len(out)) - len(out)))
+    path.write_bytes(out + bytes(packs.archive_size(len(out)) - len(out)))
     return path
 
 

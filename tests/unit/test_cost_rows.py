@@ -35,7 +35,7 @@ def test_each_call_elsewhere_has_new_places(operands: backends.FP8Operands, monk
         seen.append((a[0].data_ptr(), a[1].data_ptr(), d.data_ptr()))
 
     monkeypatch.setattr("deep_gemm.fp8_gemm_nt", note)
-    call = costs.elsewhere(operands, places=5)
+    call = costs.at_new_addresses(operands, places=5)
     for _ in range(6):
         call()
     for places in zip(*seen, strict=True):

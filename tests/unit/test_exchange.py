@@ -68,26 +68,26 @@ def test_each_place_is_drawn_once(client: Client) -> None:
 def test_bytes_of_any_size_arrive(client: Client, size: int) -> None:
     first, second = two(client)
     first.publish(1, binary(size))
-    assert second.come(1, soon())
+    assert second.wait(1, soon())
     assert second.fetch(1) == binary(size)
 
 
 def test_what_does_not_come_is_waited_for_until_the_deadline(client: Client) -> None:
     first, second = two(client)
     start = time.monotonic()
-    assert not second.come(0, start + 0.3)
-    assert not second.come(1, start + 0.3)
+    assert not second.wait(0, start + 0.3)
+    assert not second.wait(1, start + 0.3)
     # A FileStore counts in whole seconds.
     assert 0.2 < time.monotonic() - start < 9.0
     first.publish(1, binary())
-    assert first.come(1, start)  # a TCPStore does not acknowledge set(): only after this is the value there for others
-    assert second.come(1, start), "after the deadline, what is there already is taken"
+    assert first.wait(1, start)  # a TCPStore does not acknowledge set(): only after this is the value there for others
+    assert second.wait(1, start), "after the deadline, what is there already is taken"
 
 
 def test_a_kernel_that_could_not_be_built_is_not_waited_for(client: Client) -> None:
     first, second = two(client)
     first.publish(2, None)
-    assert second.come(2, soon())
+    assert second.wait(2, soon())
     assert second.fetch(2) is None
 
 
@@ -96,7 +96,7 @@ def test_other_lists_are_noticed_and_kept_apart(client: Client) -> None:
     assert (first.agreed, second.agreed, second.first_rank) == (True, False, 0)
     assert [first.draw(), second.draw()] == [0, 0]
     first.publish(0, binary())
-    assert not second.come(0, time.monotonic())
+    assert not second.wait(0, time.monotonic())
 
 
 def test_calls_are_kept_apart(client: Client) -> None:
@@ -104,7 +104,7 @@ def test_calls_are_kept_apart(client: Client) -> None:
     first.publish(first.draw() or 0, binary())
     again, _ = two(client)
     assert again.draw() == 0
-    assert not again.come(0, time.monotonic())
+    assert not again.wait(0, time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ input()
     server.communicate()
     start = time.monotonic()
     actions: list[Callable[[], Any]] = [
-        lambda: exchange.come(0, start + 60),
+        lambda: exchange.wait(0, start + 60),
         exchange.draw,
         lambda: exchange.publish(0, binary()),
         lambda: exchange.fetch(0),
