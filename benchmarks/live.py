@@ -11,7 +11,7 @@ from deep_gemm.benchmarks.summary import GEMM_MODES
 Row = dict[str, Any]
 
 NONE = "-"
-"""In a cell of what was not measured."""
+"""The cell of a value that was not measured."""
 
 EXPLAINED = {
     **dict.fromkeys(GEMM_MODES, ": our time in us; under a backend its time over ours (above 1: ours is faster)"),

@@ -8,7 +8,7 @@ from deep_gemm.benchmarks.shapes import STEADY_MIN_M
 LAUNCH_MODES = ("flush", "promised", "unpromised")
 SURVEY_MODES = (*LAUNCH_MODES, "steady")
 COST_MODES = ("host", "cold", "compile", "dims", "kernels")
-"""The modes of `costs`."""
+"""Surveys time the first two kinds of modes, `costs` the last."""
 
 WITHIN = 1.35
 """Surveys time configs up to this factor of the best prediction. In 99% of 680 rows of an H200 survey, the model

@@ -106,8 +106,8 @@ class Exchange:
             return bool(self._set.check([str(place)]))
 
     def fetch(self, place: int) -> Binary | None:
-        """What was published, or None if that rank could not build it. Raises ValueError, saying why, if it is not
-        whole."""
+        """The published kernel, or None if that rank could not build it. Raises ValueError, saying why, if it is
+        damaged."""
         with _store_errors():
             count = _number(self._set.get(str(place)))
             names = [f"{place}/{number}" for number in range(count)]

@@ -1,4 +1,4 @@
-"""Checks of numbers, sizes and files from outside: what is refused is refused in one sentence.
+"""Checks of numbers, sizes and files from outside. A refusal is one sentence.
 
 All functions raise InvalidInputError. A message shows at most one line of the value, however large it is.
 """

@@ -1,4 +1,4 @@
-"""What `deep-gemm doctor` makes of what it found: each finding in a sentence, and what to do about it."""
+"""The findings of `deep-gemm doctor`: each in a sentence, with what to do about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NVCC = "DG_JIT_NVCC_COMPILER"
 
 
 class Finding(NamedTuple):
-    """`text` says what is so. `action` says what to do; it is empty where nothing has to be done. A `problem` stops
+    """`text` states the finding. `action` says what to do; it is empty if nothing has to be done. A `problem` stops
     compilation, or is dangerous."""
 
     text: str

@@ -1,8 +1,8 @@
 """A pack: many compiled kernels in one file to ship, an uncompressed tar of a fixed layout.
 
-    manifest.json           what is in it, and of each kernel what it is and the SHA-256 of its files
+    manifest.json           the list of kernels, with the SHA-256 of their files
     manifest.json.sha256    as `sha256sum` writes it
-    <source key>.cubin, <source key>.cu       of each kernel, in the manifest's order
+    <source key>.cubin, <source key>.cu       for each kernel, in the manifest's order
 
 The manifest and the layout give the place of each byte, so that no member has to be walked over. Every header must be
 the one that this module writes: a file with a link, a path or a further member is refused. Nothing is unpacked: a cubin

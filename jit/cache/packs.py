@@ -26,8 +26,8 @@ Setting = tuple[tuple[Path, ...], bool]
 
 @dataclass(frozen=True)
 class Found:
-    """A pack that somebody names: `by` a setting's variable or "package X". One that is not used has no `pack`, and a
-    `problem`, which is the reason."""
+    """A pack that is named `by` a setting's variable or "package X". If it is not used, `pack` is None and `problem` is
+    the reason."""
 
     path: Path
     by: str
