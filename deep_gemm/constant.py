@@ -76,7 +76,7 @@ def declare_constant(*tensors: Tensor) -> None:
 
     Args:
         tensors: weights and scales, any number of them, of any shape, dtype and device. On the CPU it has no effect.
-        Declaring twice is the same as once.
+            Declaring twice is the same as once.
 
     Raises:
         InvalidInputError: an argument is not a tensor with memory of its own. Nothing is declared then.

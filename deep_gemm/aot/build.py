@@ -198,18 +198,20 @@ def precompile(
         ep: expert-parallel GPUs of a model, among which its routed experts are shared.
         max_m: where `what` does not say M, every M from 1 to this.
         op: the operation of shapes, and of the layers of models that are not quantised: "fp8_gemm_nt" (a model is cast
-        when it is loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", shapes run in FP8 and a model's dtype
-        decides. arch: the target, such as "sm_90a". No GPU need be present. num_sms: how many SMs the calls may use,
-        which guides the choice; the architecture's usual count if None. shard: (i, n) builds part i, counted from 0, of
-        n parts that are the same in every process; everything if None. executor: runs the builds: a pool of processes,
-        or one on other machines. What its workers built is adopted into this process's cache. Workers need the same
-        version of deep_gemm, compiler and DG_* settings; kernels that cannot be adopted, and those of workers that
-        died, are built here. Threads of this process if None, which serve both compilers: NVRTC lets other threads run,
-        and NVCC is a process of its own for each kernel. jobs: threads that build at once in this process; the CPUs
-        that it may use if None. progress: called as `progress(outcome, done, total)` after each kernel, from this
-        thread; True prints a line now and then. allow_partial: build the layers that have kernels even if others are
-        not understood or have none. Otherwise that is an UnsupportedError and nothing is built, since a call would then
-        compile while serving.
+            when it is loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", shapes run in FP8 and a model's dtype
+            decides.
+        arch: the target, such as "sm_90a". No GPU need be present.
+        num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
+        shard: (i, n) builds part i, counted from 0, of n parts that are the same in every process; everything if None.
+        executor: runs the builds: a pool of processes, or one on other machines. What its workers built is adopted into
+            this process's cache. Workers need the same version of deep_gemm, compiler and DG_* settings; kernels that
+            cannot be adopted, and those of workers that died, are built here. If None, threads of this process build,
+            which suits both compilers: NVRTC lets other threads run, and NVCC is a process of its own for each kernel.
+        jobs: threads that build at once in this process; the CPUs that it may use if None.
+        progress: called as `progress(outcome, done, total)` after each kernel, from this thread; True prints a line
+            now and then.
+        allow_partial: build the layers that have kernels even if others are not understood or have none. Otherwise that
+            is an UnsupportedError and nothing is built, since a call would then compile while serving.
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with groups, or with a part that is not understood.

@@ -54,8 +54,8 @@ def precompile(
     Args:
         what, tp, ep, max_m, arch, num_sms, progress, allow_partial: as for `deep_gemm.precompile`.
         store: where kernels are exchanged; that of the default process group if None.
-        timeout: how many seconds this rank waits for others in all. The process that holds the store must answer. jobs:
-        threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
+        timeout: how many seconds this rank waits for others in all. The process that holds the store must answer.
+        jobs: threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
 
     Raises InvalidInputError for a `timeout` below 0 and for a `store` without a process group, and UnsupportedError if
     torch does not tell the group's store.

@@ -105,7 +105,7 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
       formats and scales are then those of its tensors; only headers are read;
     - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ..., "op": ...}`, with n and k required, or
-    `{"m": [...], "shapes": [entries]}`, or the path of a JSON or YAML file that holds one.
+      `{"m": [...], "shapes": [entries]}`, or the path of a JSON or YAML file that holds one.
 
     `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. `op` is the
     operation where none is given: if it is "", shapes run "fp8_gemm_nt" and models the operation of their dtype. Raises
