@@ -74,18 +74,33 @@ def command(
     chart: Path | None,
     source: Path | None,
 ) -> None:
-    """Time kernels side by side with cuBLASLt, in one process.
+    """Time kernels side by side with cuBLASLt, in one process. Rows appear as they are measured.
 
-    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt: for flush, graph and steady.
+    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt, for the first three modes.
 
-    Modes. flush: single calls, cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and
-    without the promise that they are constant. steady: back to back for seconds, limited by power. host: CPU time of a
-    warm call, part by part. dims: N and K given at run time against compiled in. Without a GPU: cold (import, compile
-    and load times), compile (the phases of four builds), kernels (how many kernels serve every M).
+    \b
+    Modes that need a GPU:
+      flush    single calls, cold L2, launch hidden
+      graph    many weights in one CUDA graph (M <= 128), with and without
+               the promise that they are constant
+      steady   back to back for seconds, limited by power
+      host     CPU time of a warm call, part by part
+      dims     N and K given at run time against compiled in
+    \b
+    Modes that need none:
+      cold     import, compile and load times
+      compile  the phases of four builds
+      kernels  how many kernels serve every M
+    \b
+    Sets of shapes:
+      public     those of the published results: DeepSeek-V3's N x K,
+                 12 sizes of M
+      reference  the same with 4 sizes of M
+      models     layers of public models
+      steady     large products
+      demo       the shapes of `deep-gemm demo`
 
-    Sets. public: the shapes of the published results (DeepSeek-V3's N x K, 12 sizes of M). reference: the same with 4
-    sizes. models: layers of public models. steady: large products. demo: the shapes of `demo`. --random draws M, N and
-    K log-uniform; N and K are multiples of 16, 64 or 128.
+    --random draws M, N and K log-uniform; N and K are multiples of 16, 64 or 128.
     """
     from deep_gemm.benchmarks import backends, costs, live, run
     from deep_gemm.benchmarks import deepgemm as theirs

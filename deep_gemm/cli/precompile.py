@@ -78,6 +78,12 @@ def command(
 ) -> None:
     """Compile the kernels that a model or given shapes will use, into the cache.
 
+    \b
+    List the layers, and why some have no kernel:
+      deep-gemm precompile --model DIR --tp 8 --dry-run
+    Compile into the cache, and write a pack for other machines:
+      deep-gemm precompile --model DIR --tp 8 --pack model.dgpack
+
     Each layer is listed with its N x K on one GPU, and with the reason if it has no kernel. Later processes find the
     kernels on disk. Machines without a compiler find them in a pack that DG_JIT_PRECOMPILED names.
 
