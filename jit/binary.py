@@ -170,7 +170,7 @@ def of_entry(address: Address, source_key: str, entry: Entry, start: float) -> B
 
 
 def check_same(binary: Binary, request: BuildRequest, identity: Mapping[str, str]) -> None:
-    """Raises InvalidInputError unless building `request` here would give a binary with the fields of `identity`."""
+    """Raises InvalidInputError unless `binary` has the name and arch of `request`, and the fields of `identity`."""
     for what, wanted in {"name": request.name, "arch": request.arch, **identity}.items():
         if getattr(binary, what) != wanted:
             raise InvalidInputError(

@@ -51,9 +51,9 @@ class Race:
         return folder
 
 
-_TELL = 'if (writes) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8), "r"(0) : "memory");'
+_PUBLISH = 'if (writes) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8), "r"(0) : "memory");'
 RACES = {
-    "told-late": Race(  # publish a tile's column only after consumers may read it
+    "hint-late": Race(  # publish a tile's column when consumers may read it already
         "128x144_s5_p1_tma",
         "store_warp.cuh",
         (
@@ -61,10 +61,10 @@ RACES = {
             ("    Areas::free_all();\n", "    Areas::free_all();\n    look_ahead();\n"),
         ),
     ),
-    "told-early": Race(  # publish it in the slot of the tile before, which is still in use
+    "hint-early": Race(  # publish it in the slot of the tile before, which is still in use
         "128x256_s3_p1_tma",
         "next_tile_hint.cuh",
-        (("    place ^= 8;\n  }\n\n  // Moves `tile`", f"    {_TELL}\n    place ^= 8;\n  }}\n\n  // Moves `tile`"),),
+        (("    place ^= 8;\n  }\n\n  // Moves `tile`", f"    {_PUBLISH}\n    place ^= 8;\n  }}\n\n  // Moves `tile`"),),
     ),
     "exchange": Race(  # send sums to a slot whose last sums may not have been read
         "swapped_16x64_s20_p2_k1x2_tma",
