@@ -175,8 +175,7 @@ class Builder:
             return self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
 
     def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
-        """Take over a binary that another process built from `request`, into memory and onto disk. An existing one
-        stays.
+        """Take over another process's binary for `request`, into memory and onto disk. An existing one stays.
 
         Raises InvalidInputError if it is not what `build` would return here, and CompileError for what
         DG_JIT_PTXAS_CHECK refuses. No problem of the cache raises.
