@@ -92,10 +92,10 @@ def shown(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
 
 
 def test_doctor_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(monkeypatch)[-1] == "Kernels can be compiled and run here. Nothing to do."
+    assert shown(monkeypatch)[-1].endswith("Nothing to do.")
     unwritable = report()["cache"] | {"writable": False}
     lines = shown(monkeypatch, cache=unwritable, packs=[PACK | {"problem": "it is damaged"}])
-    at = lines.index("Kernels can be compiled and run here. To do:")
+    (at,) = [index for index, line in enumerate(lines) if line.endswith("To do:")]
     assert [line.split(".")[0].strip() for line in lines[at + 1 :]] == ["1", "2"]
     lines = shown(monkeypatch, compilers=[])
     assert lines[-2] == "To do:"
