@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from deep_gemm import arch, kernels
-from deep_gemm.cli.console import console, size, table
+from deep_gemm.cli.console import busy, console, fact, size, table
 from deep_gemm.cli.findings import NVRTC, judge
 from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.builder import default_builder
@@ -38,7 +39,8 @@ def command(as_json: bool) -> None:
     if kernels can be neither compiled nor taken from a pack, or if something dangerous was found. A missing GPU is no
     problem.
     """
-    report = examine()
+    with busy("trying each compiler"):
+        report = examine()
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
     else:
@@ -168,39 +170,41 @@ def _settings() -> list[dict[str, Any]]:
 def _print(report: dict[str, Any]) -> None:
     out = console()
     package = report["package"]
-    versions = ", ".join(f"{name} {version}" for name, version in package["versions"].items())
-    out.print(f"package    {package['path']} ({versions})")
-    out.print(f"driver     {'CUDA ' + report['driver_cuda'] if report['driver_cuda'] else 'none'}")
+    fact(out, "package", package["path"])
+    fact(out, "versions", ", ".join(f"{name} {version}" for name, version in package["versions"].items()))
+    fact(out, "driver", f"CUDA {report['driver_cuda']}" if report["driver_cuda"] else "none")
     for gpu in report["gpus"]:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
-        out.print(f"GPU {gpu['index']}      {text}: {gpu['arch'] or 'no kernels'}")
+        fact(out, f"GPU {gpu['index']}", f"{text}: {gpu['arch'] or 'no kernels'}")
         if gpu["calibration"]:
-            out.print(f"           configs are chosen by {gpu['calibration']}")
-    out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)")
+            fact(out, "", f"configs are chosen by {gpu['calibration']}")
+    fact(out, "headers", f"{report['headers']['path']} ({report['headers']['files']} files)")
     for name, edit in report["post_passes"].items():
         how = f"edited after compiling by {edit}" if edit else "as the compiler made them"
-        out.print(f"kernel     {name}: cubins {how}")
+        fact(out, "kernel", f"{name}: cubins {how}")
     cache = report["cache"]
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"
-        out.print(f"cache      {cache['root']}: {state}, {counted(cache.get('entries', 0), 'kernel')}")
+        fact(out, "cache", f"{cache['root']}: {state}, {counted(cache.get('entries', 0), 'kernel')}")
     for pack in report["packs"]:
         state = pack["problem"] or f"{counted(pack['kernels'], 'kernel')}, {size(pack['bytes'])}"
-        out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}")
+        fact(out, "pack", f"{pack['path']} (named by {pack['by']}): {state}")
     for entry in report["settings"]:
-        out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})")
+        value = os.pathsep.join(map(str, entry["value"])) if isinstance(entry["value"], tuple) else entry["value"]
+        origin = "" if entry["source"] == entry["variable"] else f" (from {entry['source']})"
+        fact(out, "setting", f"{entry['variable']} = {value}{origin}")
     rows = [
         ["->" if c["chosen"] else "", c["kind"], c["version"], "yes" if c["usable"] else "no", c["path"], c["why"]]
         for c in report["compilers"]
     ]
     out.print(table("\ncompilers", ["", "kind", "version", "usable", "path", "why"], rows))
     for note in report["notes"]:
-        out.print(f"note: {note}")
+        fact(out, "note", note)
     for problem in report["problems"]:
-        out.print(f"problem: {problem}")
+        fact(out, "problem", problem)
     out.print(f"\n{_verdict(report)}")
     for number, action in enumerate(report["to_do"], 1):
-        out.print(f"{number:3}. {action}")
+        fact(out, f"{number:3}.", action, width=5)
 
 
 def _verdict(report: dict[str, Any]) -> str:

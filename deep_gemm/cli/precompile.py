@@ -12,7 +12,7 @@ import click
 
 from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.layers import Layer
-from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.cli.console import busy, console, duration, fact, size, table
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
@@ -99,16 +99,11 @@ def command(
     part = shard.parse(shard_text) if shard_text is not None else None
     # --shape takes shapes only, even if a file of that name exists.
     layers.check_op(op)
-    found = build.plan(
-        [
-            *(replace(workload.parse(text), op=op or layers.FP8) for text in texts),
-            *([path] if path is not None else []),
-        ],
-        tp,
-        ep,
-        op,
-    )
-    work = build.choose(workload.shapes(found.layers, ms), arch, num_sms)
+    asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8) for text in texts]
+    asked += [path] if path is not None else []
+    with busy("choosing kernels for every M"):  # a second a layer
+        found = build.plan(asked, tp, ep, op)
+        work = build.choose(workload.shapes(found.layers, ms), arch, num_sms)
     every = f"every M to {max_m}" if m_text is None else _span(ms)
     report: dict[str, Any] = {
         "arch": arch,
@@ -233,8 +228,10 @@ def _print_plan(report: dict[str, Any]) -> None:
     out = console()
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
+    told = tuple(one["why_not"] for one in report["layers"] if one["why_not"])
     for problem in report["problems"]:
-        out.print(f"problem: {problem}")
+        if not problem.endswith(told):  # the table says so already
+            fact(out, "problem", problem)
 
 
 def _print_kernels(summary: Summary) -> None:

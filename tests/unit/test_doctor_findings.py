@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from deep_gemm.cli import doctor
 from deep_gemm.cli.app import app
+from deep_gemm.cli.console import fact
 from deep_gemm.cli.findings import NVRTC, judge
 
 NVCC_13 = {"kind": "nvcc", "path": "/cuda/bin/nvcc", "version": "13.0", "usable": True, "chosen": True, "why": "best"}
@@ -99,3 +102,25 @@ def test_doctor_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(".")[0].strip() for line in lines[at + 1 :]] == ["1", "2"]
     lines = shown(monkeypatch, compilers=[])
     assert lines[-2] == "To do:"
+
+
+def test_settings_are_shown_as_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_PRECOMPILED", "/a.dgpack:/b.dgpack")
+    monkeypatch.setenv("CUDA_PATH", "/cuda")
+    lines = CliRunner().invoke(app, ["doctor"]).output.splitlines()
+    shown = [" ".join(line.split()[1:]) for line in lines if line.startswith("setting")]
+    assert "DG_JIT_PRECOMPILED = /a.dgpack:/b.dgpack" in shown
+    assert any("/cuda (from CUDA_PATH)" in line for line in shown)
+
+
+def test_a_long_fact_is_wrapped_on_a_terminal_and_one_line_in_a_pipe() -> None:
+    text = " ".join(["word"] * 30)
+    for terminal in (True, False):
+        file = io.StringIO()
+        out = Console(file=file, force_terminal=terminal, width=60, soft_wrap=True, markup=False, color_system=None)
+        fact(out, "note", text)
+        lines = file.getvalue().splitlines()
+        assert " ".join(" ".join(lines).split()) == f"note {text}"
+        assert lines[0].startswith("note       word")
+        assert (len(lines) > 1) == terminal
+        assert all(line.startswith(" " * 11 + "word") for line in lines[1:])
