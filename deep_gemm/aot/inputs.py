@@ -20,7 +20,7 @@ MAX_SIZES = 1 << 16
 """How many sizes of M a list may name: more would rank for minutes, and neighbouring M share a kernel."""
 
 MAX_FILE_BYTES = 256 << 20
-"""Several times the 10 MB of the largest published index."""
+"""Far above the 10 MB of the largest published index."""
 
 _RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?(?::([0-9]{1,20}))?")
 
