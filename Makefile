@@ -1,15 +1,18 @@
-# make demo    create .venv if it is not there, and run the main job
-# make test    create .venv if it is not there, and run the tests
-# make bench   on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables (BUDGET=900 bounds each mode);
-#              DEEPGEMM=DIRECTORY times DeepGEMM too, as pip install --target DIRECTORY laid it down
-# make faults  the cache's tests of faults and of many processes, COUNT=20 times in a row; stops at the first failure
-# make sanitize  on a GPU: kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
-# make lint    ruff and mypy; make clean: remove .venv
-# make docs    build docs/_build/html; warnings are errors
-# make readme  fill the generated parts of README.md and docs/, and draw docs/charts, from benchmarks/results and the settings
-# PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel in place of the source tree;
-# BOOTSTRAP_ARGS=--dask installs Dask as well, for tests that are skipped without it. Where there is no GPU, test files run side
-# by side, one on each core and four at most; PARALLEL= runs them one after the other.
+# make demo      compile, run and check one GEMM, with or without a GPU
+# make test      run the tests; where there is no GPU, test files run side by side, one on each core and four at most
+# make lint      ruff and mypy
+# make docs      build docs/_build/html; warnings are errors
+# make dist      build the source distribution and the wheel in dist/, and check both with twine
+# make faults    repeat the cache's tests of faults and of many processes, COUNT=20 times; stops at the first failure
+# make bench     on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables; BUDGET=900 bounds the
+#                seconds of each mode; DEEPGEMM=DIRECTORY also times the DeepGEMM that pip install --target put there
+# make sanitize  on a GPU: run kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
+# make readme    fill the generated parts of README.md and docs/, and draw docs/charts, from benchmarks/results and the settings
+# make clean     remove .venv
+#
+# All create .venv if it is missing. Variables: PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel instead
+# of the source tree; BOOTSTRAP_ARGS=--dask also installs Dask, whose tests are skipped without it; PARALLEL= runs test files one
+# after the other; PYTEST_ARGS are passed to pytest.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +32,7 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 
-.PHONY: demo test bench faults sanitize lint docs readme clean FORCE
+.PHONY: demo test bench faults sanitize lint dist docs readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -51,6 +54,13 @@ lint:
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	cd tests && $(RUN) -m mypy --config-file ../pyproject.toml -p deep_gemm
+
+# The wheel is built from the unpacked source distribution, so a file that the latter leaves out is missing in both.
+dist:
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --dist
+	rm -rf dist $(VENV)/.installed-*
+	$(RUN) -m build --no-isolation
+	$(RUN) -m twine check --strict dist/*
 
 sanitize:
 	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --sanitizer

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # requirement -> how to see that it is there, any one of: a module, "file:" and a pattern in a directory of packages,
-# "tool:" and a program. tests/unit/test_bootstrap.py compares the requirements with pyproject.toml.
+# "tool:" and a program. tests/unit/test_repository.py compares the requirements with pyproject.toml.
 BASE = {
     "torch>=2.7": ("torch",),
     "cuda-python>=12.9,<14": ("cuda.bindings.driver",),
@@ -54,6 +54,7 @@ DOCS = {
     "furo>=2024.8": ("furo",),
     "matplotlib>=3.8": ("matplotlib",),
 }
+DIST = {"build>=1.2": ("build.__main__",), "twine>=6.1": ("twine",)}
 DASK = {"distributed>=2024.8": ("distributed",)}
 XDIST = {"pytest-xdist>=3.6": ("xdist",)}
 SANITIZE = {"nvidia-cuda-sanitizer-api>=13.5": ("file:nvidia_cuda_sanitizer_api-13.[5-9]*.dist-info",)}
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("editable", "wheel"), default="editable")
     parser.add_argument("--lint", action="store_true", help="also install the linter and the type checker")
     parser.add_argument("--docs", action="store_true", help="also install what builds the documentation and its charts")
+    parser.add_argument("--dist", action="store_true", help="also install what builds and checks distributions")
     parser.add_argument("--dask", action="store_true", help="also install Dask, whose tests are skipped without it")
     parser.add_argument("--xdist", action="store_true", help="also install pytest-xdist, to run tests side by side")
     parser.add_argument("--sanitizer", action="store_true", help="also install compute-sanitizer, for make sanitize")
@@ -159,7 +161,7 @@ def main() -> None:
     torch = cuda_torch()
     python = create(options.venv, shared=torch is not None)
     groups = BASE | TEST | BUILD | (LINT if options.lint else {}) | (DASK if options.dask else {})
-    groups |= DOCS if options.docs else {}
+    groups |= (DOCS if options.docs else {}) | (DIST if options.dist else {})
     groups |= (XDIST if options.xdist else {}) | (SANITIZE if options.sanitizer else {})
     wanted = missing(python, groups)
     if wanted:

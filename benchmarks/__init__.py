@@ -1,1 +1,1 @@
-"""Measuring the kernels: shapes, timing, side-by-side runs, charts. `python -m deep_gemm bench` is the front door."""
+"""Measuring the kernels: shapes, timing, side-by-side runs, charts. The command is `deep-gemm bench`."""

@@ -47,12 +47,12 @@ class FP8Operands:
 
     @staticmethod
     def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
-        """What a call with fresh tensors of this shape asks for."""
+        """The spec of a call with fresh tensors of this shape."""
         return ops.spec(shape.m, shape.n, shape.k, num_sms, shape.op)
 
     @classmethod
     def make(cls, shape: GemmShape, sets: int, device: str) -> list[FP8Operands]:
-        """Through the real 1x128 and 128x128 quantisation."""
+        """Normal data through the real 1x128 and 128x128 quantisation."""
         (a, sfa), _, _, _ = random_operands(shape.m, 1, shape.k, device)
         sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa)
         out = []
@@ -63,23 +63,23 @@ class FP8Operands:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What a model keeps, by field."""
+        """The tensors that a model keeps, by field."""
         return {"b": self.b, "sfb": self.sfb}
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the operation's function."""
+        """The arguments of the operation's function."""
         return (self.a, self.sfa), (self.b, self.sfb), self.d
 
     def checked(self) -> tuple[Operation, Any]:
-        """The operation, and what it makes of the operands."""
+        """The operation, and its checked operands."""
         return (operation := fp8_dense.FP8GemmNT()), operation.check(*self.arguments)
 
 
 @dataclass
 class HalfOperands:
-    """`a` and `b` lie as the form of `op` says, "tn" for (k, m) and (k, n); `accumulate`: the product is added to
-    `d`."""
+    """`a` and `b` are stored as the form of `op` says: "tn" means (k, m) and (k, n). With `accumulate` the product is
+    added to `d`."""
 
     peers = ("cublaslt",)
     element_bytes = 2
@@ -107,7 +107,7 @@ class HalfOperands:
 
     @classmethod
     def make(cls, shape: GemmShape, sets: int, device: str) -> list[HalfOperands]:
-        """What is added to begins as zeros."""
+        """Normal data; with `accumulate`, `d` begins as zeros."""
         one, op = Problem.of(shape), shape.op
         dtype = half_dense.HalfGemm(_nt(op), one.accumulate).dtype
         wide = torch.float32 if one.output == "f32" else dtype
@@ -130,7 +130,7 @@ class HalfOperands:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As `FP8Operands.arguments`; `d` is c too where it is added to."""
+        """As `FP8Operands.arguments`; with `accumulate`, `d` is also c."""
         return (self.a, self.b, self.d, self.d) if self.accumulate else (self.a, self.b, self.d)
 
     def checked(self) -> tuple[Operation, Any]:
@@ -145,7 +145,7 @@ that ours is compared with, besides DeepGEMM."""
 
 
 def _nt(op: str) -> str:
-    """What `half_dense` calls it in every form."""
+    """The operation's name in `half_dense`, the same for every form."""
     return f"{op[:-2]}nt"
 
 
@@ -166,15 +166,15 @@ MAX_SETS, STEADY_SETS = 256, 4
 
 
 def sets_for(shape: GemmShape, mode: str) -> int:
-    """How many sets are taken in turn in a mode. Tiny weights would need thousands of them to leave the L2; a real
-    model's would not leave it either."""
+    """How many sets a mode uses in turn. Tiny weights would need thousands of sets to leave the L2; in a real model
+    they stay in it, too."""
     size = shape.n * shape.k * of(shape).element_bytes
     graph = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // size)))
     return {"flush": 1, "steady": STEADY_SETS}.get(mode, graph)
 
 
 def addressable(shape: GemmShape) -> bool:
-    """Whether TMA can read fresh operands of this shape, so that none is copied."""
+    """Whether TMA can read fresh operands of this shape without a copy."""
     asked, size = of(shape).spec(shape, 1), of(shape).element_bytes
     inner = (shape.m if asked.a.major == "mn" else shape.k, shape.n if asked.b.major == "mn" else shape.k)
     return all(elements * size % TMA_BYTES == 0 for elements in inner)
@@ -215,12 +215,12 @@ EASIER = ("tensorwise",)
 
 
 def ours_promised(x: Operands) -> Call:
-    """`ours` after the promise that nobody writes the weights and their scales again, given before the first call.
+    """`ours` with a weight promise, given before the first call.
 
-    Give it back with `retract` once all has been timed: a later tensor at the same address has promised nothing.
+    Take it back with `retract` after the timing.
     """
     if x.b.is_cuda:
-        torch.cuda.synchronize(x.b.device)  # the promise is that nothing that still runs writes them
+        torch.cuda.synchronize(x.b.device)  # the promise: nothing that still runs writes them
     deep_gemm.declare_constant(*x.weights.values())
     return ours(x)
 
@@ -231,7 +231,7 @@ def retract(x: Operands) -> None:
 
 
 def own_weights(x: Any) -> Any:
-    """The same problem with weights and output at other addresses, of which nothing is promised."""
+    """The same problem with weights and output at other addresses, without a promise."""
     return replace(x, d=torch.zeros_like(x.d), **{name: tensor.clone() for name, tensor in x.weights.items()})
 
 
@@ -249,13 +249,13 @@ def add_deepgemm(library: Any) -> dict[str, str]:
 def usable(name: str, x: Operands) -> str | None:
     """Why a backend cannot run this problem, in its own words, or None. Runs it once.
 
-    Results of who solves our problem are compared with ours, so that a misread scale layout does not pass for a fast
-    kernel.
+    The result of a backend that solves the same problem is compared with ours, so that a misread scale layout is not
+    taken for a fast kernel.
     """
     if name == "ours":
-        BACKENDS[name](x)()  # an error of ours is not swallowed
+        BACKENDS[name](x)()  # our own errors are raised
         return None
-    begin = 0.0 if x.accumulate else float("nan")  # what is not written is seen
+    begin = 0.0 if x.accumulate else float("nan")  # NaN shows elements that are not written
     x.d.fill_(begin)
     try:
         result = BACKENDS[name](x)()
@@ -265,7 +265,7 @@ def usable(name: str, x: Operands) -> str | None:
     except (RuntimeError, ValueError, TypeError, ImportError, AttributeError) as error:
         return textwrap.shorten(str(error), 100) or type(error).__name__
     if name not in EASIER:
-        theirs = (x.d if result is None else result).clone()  # ours comes to where it may be
+        theirs = (x.d if result is None else result).clone()  # a copy, since ours may be written there
         x.d.fill_(begin)
         ours(x)()
         difference = float(calc_diff(theirs, x.d))

@@ -1,4 +1,4 @@
-"""How many distinct kernels serve every M of a weight, or of a whole model: what a warm-up has to compile."""
+"""How many kernels serve every M of a weight or of a whole model: the number that a warm-up has to compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAST_M = 16384
 
 
 def kernel_at(n: int, k: int) -> Callable[[int], list[KernelParams]]:
-    """The kernels that a call of M x n x k may run, on a whole sm_90a GPU, as a function of M; sizes at run time."""
+    """A function of M that gives the kernels of a call M x n x k on a whole sm_90a GPU, with sizes at run time."""
     from deep_gemm import arch
     from deep_gemm.aot import build
 
@@ -34,8 +34,7 @@ def specialised(params: KernelParams, n: int, k: int) -> KernelParams:
 def count(pairs: Iterable[tuple[int, int]], at: KernelAt = kernel_at, known: Known | None = None) -> Row:
     """`kernels` with sizes at run time and `kernels_nk` with N and K compiled in, for every M = 1..`LAST_M`.
 
-    `pairs` are N x K; `known` keeps what was found for them. Helpers such as the transpose of scales, one for
-    all, are not counted.
+    `pairs` are N x K; `known` caches the kernels of each. Helpers such as the transpose of scales are not counted.
     """
     from deep_gemm.select import representatives
 

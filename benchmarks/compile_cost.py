@@ -1,7 +1,7 @@
-"""What compiling costs, in CPU seconds and in compilations of a kernel that never changes.
+"""The cost of compiling, in CPU seconds and relative to a trial kernel that never changes.
 
 `python -m deep_gemm.benchmarks.compile_cost` compiles every kernel of DeepSeek-V3's dense layers through NVRTC and
-writes what they took to `benchmarks/budgets.json`, beside the limits that tests/unit/test_budgets.py holds.
+writes the cost to `benchmarks/budgets.json`, beside the limits that tests/unit/test_budgets.py checks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BUDGETS = Path(__file__).with_name("budgets.json")
 
 @functools.lru_cache(maxsize=1)
 def trial() -> BuildRequest:
-    """The kernel that never changes."""
+    """The trial kernel, which never changes."""
     return BuildRequest("trial", Path(__file__).with_name("trial_kernel.cu").read_text(), "sm_90a")
 
 
 def kernels() -> list[KernelParams]:
-    """All that DeepSeek-V3's dense layers can ask for, whichever GPU model they run on."""
+    """All kernels that DeepSeek-V3's dense layers can need, on any GPU model."""
     from deep_gemm.aot.build import choose
     from deep_gemm.aot.workload import model_layers, shapes
     from deep_gemm.select import representatives
@@ -41,13 +41,14 @@ def kernels() -> list[KernelParams]:
 
 
 def size(params: KernelParams) -> int:
-    """Bytes in the ring: kernels with large ones take longest to compile, as their loops are unrolled over it."""
+    """Bytes in the ring of stages: loops are unrolled over the stages, so kernels with large rings take longest to
+    compile."""
     rows, columns = params.config.tile
     return rows * columns * getattr(params.config, "num_stages", 0)
 
 
 def cpu_seconds(compiler: Compiler, requests: Sequence[BuildRequest], turns: int = 1) -> list[float]:
-    """The least CPU time of this process, all its threads, that each of them took to compile in so many turns."""
+    """The least CPU time (all threads of this process) of compiling each request, over `turns` turns."""
     from deep_gemm.jit.generator import include_dir
 
     best = [float("inf")] * len(requests)
@@ -71,13 +72,13 @@ def nvrtc() -> Compiler:
 
 
 def sample(work: Sequence[KernelParams]) -> list[KernelParams]:
-    """Three kernels that stand for all: a small one, a middling one and a large one."""
+    """Three kernels that represent all: a small, a medium and a large one."""
     ordered = sorted(work, key=size)
     return [ordered[len(ordered) * part // 6] for part in (1, 3, 5)]
 
 
 def record() -> dict[str, Any]:
-    """What all kernels took: CPU seconds, and the same in trial kernels, of which one was compiled beside each."""
+    """The cost of all kernels: CPU seconds, and relative to the trial kernel, which is compiled beside each of them."""
     from deep_gemm import engine
 
     compiler, work = nvrtc(), kernels()

@@ -1,5 +1,5 @@
-"""What a call costs besides the kernel: the host's work when warm; import, compile and load when cold; how many kernels
-there are."""
+"""The cost of a call beside the kernel: host time when warm; import, compile and load times when cold; the number of
+kernels."""
 
 from __future__ import annotations
 
@@ -31,20 +31,8 @@ HOST_SHAPE = GemmShape(16, 576, 7168)
 """Small enough that the GPU keeps up, so that the queue never makes the host wait."""
 
 
-def line(row: Row) -> str:
-    """One row for a person."""
-    if row["mode"] == "kernels":
-        baked = f"{row['kernels_nk']} with N and K compiled in"
-        return f"kernels {row['kernels']:4}, {baked}  {row['what']}"
-    if row["mode"] == "dims":
-        return f"dims    {row['us']:8.2f} us, {row['us_nk']:8.2f} with N and K compiled in  {row['what']}"
-    parts = [f"{name[:-3]} {row[name]:.1f}" for name in phases.COLUMNS if name in row]
-    text = f"{row['mode']:7} {row['us']:12.1f} us  {row['what']}"
-    return f"{text} ({', '.join(parts)} ms)" if parts else text
-
-
 def host() -> Iterator[Row]:
-    """Warm calls, in us of host time: ours with scales ready and not, and what torch's own calls cost here."""
+    """Host time of warm calls, in us: ours with scales that are ready or not, and some of torch's own calls."""
     import torch
 
     import deep_gemm
@@ -58,7 +46,7 @@ def host() -> Iterator[Row]:
     calls: dict[str, Callable[[], Any]] = {
         "fp8_gemm_nt, warm, scales ready": backends.ours(x),
         "fp8_gemm_nt, warm, scales to transpose": lambda: deep_gemm.fp8_gemm_nt(row_major, pair, x.d),
-        "fp8_gemm_nt, activations and output where none were before": elsewhere(x),
+        "fp8_gemm_nt, activations and output where none were before": at_new_addresses(x),
         "get_mn_major_tma_aligned_tensor, warm": lambda: deep_gemm.get_mn_major_tma_aligned_tensor(row_major[1]),
         "torch._scaled_mm tensorwise, out=": backends.tensorwise(x),
         "torch.matmul bf16, out=": lambda: torch.matmul(left, right, out=x.d),
@@ -70,12 +58,12 @@ def host() -> Iterator[Row]:
 
 
 PLACES = 30_000
-"""More calls than are timed: a place that came twice would be a warm call's."""
+"""More than the calls that are timed: an address that came twice would make a warm call."""
 
 
-def elsewhere(x: backends.FP8Operands, places: int = PLACES) -> Callable[[], None]:
-    """`ours` with A, its scales and D 16 bytes further on from call to call, in memory of their own, all zeros: what is
-    multiplied takes the host no time. Places repeat after so many calls."""
+def at_new_addresses(x: backends.FP8Operands, places: int = PLACES) -> Callable[[], None]:
+    """`ours` with new addresses at each call: A, its scales and D each lie 16 bytes further in a large buffer of zeros.
+    (Their values do not matter for the host's time.) Addresses repeat after `places` calls."""
     import torch
 
     import deep_gemm
@@ -113,7 +101,7 @@ def compile_phases() -> Iterator[Row]:
 
 
 def baked_sizes() -> Iterator[Row]:
-    """Single calls with N and K given at run time, as they are by default, and compiled into a kernel, in turns."""
+    """Single calls, in turns: N and K given at run time, which is the default, and compiled into the kernel."""
     import deep_gemm
 
     common = environment()
@@ -141,7 +129,8 @@ def kernel_counts() -> Iterator[Row]:
 
 
 def cold() -> Iterator[Row]:
-    """Import on top of torch; demo kernels compiled by each usable compiler, and read back; on a GPU first calls."""
+    """The import on top of torch; the demo's kernels, compiled by each usable compiler and read from disk; first calls
+    on a GPU."""
     import torch
 
     common = environment()
@@ -198,8 +187,8 @@ def warm_start_kernels() -> list[KernelParams]:
 
 
 def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:
-    """How long a fresh process with a CUDA context takes to find, verify and load fifty kernels, median over processes:
-    from disk, the search for a compiler included, and from a pack."""
+    """The median time in which fresh processes with a CUDA context find, verify and load fifty kernels: from disk
+    (including the search for a compiler), and from a pack."""
     from deep_gemm.aot import build
     from deep_gemm.settings import child_environment, settings
 
@@ -229,12 +218,12 @@ def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:
 
 
 def import_seconds(repeats: int = 5) -> float:
-    """Median over fresh processes of what importing deep_gemm and its products adds to one that has torch."""
+    """The time of importing deep_gemm and its GEMMs in a process that has torch: the median of fresh processes."""
     code = "import time, torch; t = time.perf_counter(); from deep_gemm import fp8_gemm_nt; "
     code += "print(time.perf_counter() - t)"
     times = []
     for _ in range(repeats):
-        # Not from this directory: what is measured is what is installed.
+        # From another directory, so that the installed package is measured.
         with tempfile.TemporaryDirectory() as away:
             result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=away)
         times.append(float(result.stdout))
@@ -258,7 +247,7 @@ with deep_gemm.settings.override(cache_dir=root, use_nvrtc=kind == "nvrtc"):
 
 
 def first_call_seconds(kind: str, root: str) -> tuple[float, float]:
-    """In a fresh process with a CUDA context: the first call of all, and the first of another shape, until done."""
+    """In a fresh process with a CUDA context: the times of the first call, and of the first call of another shape."""
     command = [sys.executable, "-c", FIRST_CALL, kind, root]
     with tempfile.TemporaryDirectory() as away:
         result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=away)
@@ -267,7 +256,7 @@ def first_call_seconds(kind: str, root: str) -> tuple[float, float]:
 
 
 def build_seconds(params: KernelParams, kind: str) -> tuple[str, float, float]:
-    """(name, seconds to build into an empty cache, seconds for another process' worth of look-up from disk)."""
+    """(name, seconds to build into an empty cache, seconds to look the kernel up on disk as a new process would)."""
     from deep_gemm import engine
     from deep_gemm.jit.builder import Builder
     from deep_gemm.jit.cache.packs import Packs

@@ -1,4 +1,4 @@
-"""Fitting a calibration to a survey: the constants with which the model selects best."""
+"""Fitting a calibration to a survey: the constants with which the model chooses best."""
 
 from __future__ import annotations
 
@@ -46,44 +46,44 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "l2_gb_per_s": (3000, 30000),
     "overlap": (1.5, 8.0),
 }
-"""Where each constant may lie on a GPU of Hopper's kind; the search goes by its logarithm. The clock is not fitted."""
+"""The bounds of each constant on Hopper GPUs; the search uses logarithms. The clock is not fitted."""
 
 SOFTNESS = (0.05, 0.015)
-"""Configs whose estimates are this close (as logarithms) share a choice, so that the loss has slopes to go down; at the
-search's begin, and at its end."""
+"""Temperature of the softmin over estimates (as logarithms) that makes the choice differentiable: at the start and at
+the end of the search."""
 LARGE, LARGE_WEIGHT = 0.1, 4.0
-"""What a choice loses beyond ``LARGE``, as a logarithm, counts so many times more."""
+"""The part of a loss beyond ``LARGE``, as a logarithm, has this weight."""
 MOST = 0.4
-"""No loss counts more: in surveys some single times are hiccups."""
+"""Losses are clipped here: some single times of a survey are outliers."""
 ORDER_WEIGHT, ACCURACY_WEIGHT = 1.0, 0.2
-"""What errors of estimates cost beside the time lost by choices: of configs of one shape against each other, and of a
-shape's all together."""
+"""Weights of the estimates' errors beside the time lost by choices: errors between configs of one shape, and the common
+error of a shape."""
 DECAY = 8.0
-"""Errors count by exp of minus this for configs that are slower than the best, as a logarithm: far from it they do no
-harm."""
+"""The weight of an error falls as exp(-DECAY * x) for a config slower than the best by x (a logarithm): errors of slow
+configs do no harm."""
 HIDDEN_US = 2.5
-"""What launches of a graph take less than alone, to begin with: the fit finds how much it was in each mode."""
+"""How much less a launch takes in a graph than alone, as a starting value: the fit finds it for each mode."""
 SHORTEST_US = 0.2
-"""No launch takes less, whatever a fit tries."""
+"""The lower bound of a launch's time during the fit."""
 STEPS, RATE = 300, 0.06
-"""Of Adam."""
+"""Steps and learning rate of Adam."""
 LEAST_PAIRS = 20
-"""Of a shape and a config, for the constants of power."""
+"""The least number of pairs of a shape and a config to which the constants of power are fitted."""
 HELD_OUT = 4
-"""One shape in so many is kept for judging: no constant is fitted to it."""
+"""One shape in this many is held out to judge the fit."""
 
 Row = dict[str, Any]
 
 
 def is_held_out(row: Row) -> bool:
-    """By shape, so that its modes are kept together."""
+    """Whether a row is held out. It depends on the shape alone, so that all modes of a shape are held out together."""
     return zlib.crc32(f"{row['m']} x {row['n']} x {row['k']}".encode()) % HELD_OUT == 0
 
 
 def timed(row: Row, spec: archs.ArchSpec) -> tuple[GemmSpec, dict[GemmConfig, float]]:
-    """The spec of a row, and the times of configs among which calls choose now."""
+    """The spec of a row, and its times for the configs that calls choose among now."""
     asked = spec_of(rows.shape_of(row), spec.num_sms)
-    # Names do not depend on the sizes, so that few are made.
+    # Names do not depend on the sizes, so few are needed.
     kind = replace(asked, m=1, n=128, k=128)
     configs = {_name(config, kind, spec): config for config in candidates(asked, spec)}
     return asked, {configs[name]: us for name, us in row["times"].items() if name in configs}
@@ -102,15 +102,15 @@ class Data:
     x: Features
     log_us: Tensor
     log_lost: Tensor
-    """How much slower than the best of its row, as a logarithm."""
+    """How much slower the pair is than the best of its row, as a logarithm."""
     row: Tensor
     """Index of the pair's row."""
     mode: Tensor
-    """By row: index in ``modes.LAUNCH_MODES``."""
+    """For each row, the index in ``modes.LAUNCH_MODES``."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], spec: archs.ArchSpec) -> Data:
-        """The pairs of survey rows in which two configs or more compete."""
+        """The pairs of those survey rows that have two configs or more."""
         kept: list[Row] = []
         x, pairs = [], []
         for row in rows:
@@ -135,14 +135,14 @@ class Data:
         return torch.exp(-self._least(chosen))
 
     def estimates(self, speed: Any) -> Tensor:
-        """Of all pairs, in us."""
+        """The estimates of all pairs, in us."""
         total: Tensor = parts(self.x, speed, _maximum)["total"]
         return total
 
     def loss(self, speed: Any, softness: float = SOFTNESS[1], hidden: Tensor | None = None) -> Tensor:
-        """Time lost by the choices, large losses counted more, and a little of how wrong the estimates are where they
-        matter. ``hidden`` are the us that a launch takes less in each of ``modes.LAUNCH_MODES`` than alone, which is
-        what the model estimates; none if it is None."""
+        """The time lost by the choices, with extra weight on large losses, plus the weighted errors of the estimates.
+        ``hidden`` is how many us less a launch takes in each of ``modes.LAUNCH_MODES`` than alone, which is what the
+        model estimates; zeros if None."""
         hidden = torch.zeros(len(LAUNCH_MODES), dtype=torch.float64) if hidden is None else hidden
         us, felt = self.estimates(speed), self.log_lost.clamp(max=MOST)
         estimates = torch.log(us)
@@ -171,15 +171,15 @@ def _maximum(one: Tensor, other: Tensor | float) -> Tensor:
 
 
 def _size(error: Tensor) -> Tensor:
-    """Of an error, with a slope everywhere."""
+    """The absolute value of an error, smooth at 0."""
     return torch.sqrt(error**2 + 1e-4)
 
 
 def fit(data: Data, start: Speed, steps: int | None = None) -> Speed:
-    """The constants, near ``start``, that lose least on ``data``. Adam (Kingma and Ba, 2015) on the logit of where each
-    constant lies between its bounds; the same each time."""
+    """The constants with the least loss on ``data``, searched from ``start``: Adam (Kingma and Ba, 2015) on the logit
+    of each constant's place between its bounds. Deterministic."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are small: two threads took seven times as long where one core was busy
+    torch.set_num_threads(1)  # the tensors are small: with one core busy, two threads took seven times as long
     try:
         return _fit(data, start, STEPS if steps is None else steps)
     finally:
@@ -189,11 +189,11 @@ def fit(data: Data, start: Speed, steps: int | None = None) -> Speed:
 def _fit(data: Data, start: Speed, steps: int) -> Speed:
     low, high = torch.tensor(list(BOUNDS.values()), dtype=torch.float64).log().T
     known = torch.tensor([math.log(getattr(start, name)) for name in BOUNDS], dtype=torch.float64)
-    # Not from a bound, where slopes are flat.
+    # Not from a bound, where the gradient vanishes.
     point = torch.logit(((known - low) / (high - low)).clamp(0.02, 0.98)).requires_grad_()
     hidden = torch.full((len(LAUNCH_MODES) - 1,), HIDDEN_US, dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([point, hidden], lr=RATE)
-    none = torch.zeros(1, dtype=torch.float64)  # of single calls
+    none = torch.zeros(1, dtype=torch.float64)  # nothing is hidden in single calls
 
     def constants() -> dict[str, Tensor]:
         values = torch.exp(low + (high - low) * torch.sigmoid(point))
@@ -212,9 +212,9 @@ def _fit(data: Data, start: Speed, steps: int) -> Speed:
 
 
 def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Power, dict[str, float]] | None:
-    """What draws power, by the times of survey rows back to back: least squares of relative errors. With how many pairs
-    of a shape and a config that is from, and the errors' standard deviation. None where the rows do not tell: too few,
-    or a constant would not be positive."""
+    """The constants of power from the survey rows timed back to back, by least squares of relative errors; and a
+    summary with the number of pairs and the errors' standard deviation. None if there are too few rows, or a constant
+    would not be positive."""
     drawn: list[list[float]] = []
     for row in rows:
         if row["mode"] != "steady":

@@ -1,11 +1,12 @@
-"""What merely reading weights takes, launched as a decoder's kernels are: the floor for a GEMM of few tokens.
+"""The read floor: the time of merely reading weights, launched as a decoder's kernels are. No GEMM of few tokens is
+faster.
 
-As the table in `shapes.READ_FLOOR_US` was measured: a CTA on each SM, with one thread that asks for bulk copies into a
-ring of 12 stages of 16 KB, and 128 that touch what arrives; programmatic launches that read before they wait for the
-one before. Of little to read each SM has as much as any other, so that a launch is no slower for how it is cut up.
+Measured like the table in `shapes.READ_FLOOR_US`: one CTA on each SM; one thread issues bulk copies into a ring of 12
+stages of 16 KB, and 128 threads touch what arrives; with programmatic dependent launch, a kernel reads before it waits
+for its predecessor. Small sizes are divided evenly, so that no SM reads more than the others.
 
-With its ring it has an SM to itself, so that the next launch begins where this one ends. Where there is less to read, a
-ring that holds no more leaves room for the next: *overlapped*, 4 MB take 1.2 us on an H200 for 1.9.
+The full ring fills an SM, so the next launch begins where this one ends. *Overlapped*: the ring is no larger than the
+data, which leaves room for the next launch; then 4 MB take 1.2 us on an H200 instead of 1.9.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ if TYPE_CHECKING:
 NAME = "read_floor"
 STAGES, STAGE_BYTES, THREADS = 12, 16384, 160
 BARRIER_BYTES = 256
-"""Of shared memory, before the ring: a full and an empty barrier for each stage."""
+"""Bytes of shared memory before the ring: a full and an empty barrier for each stage."""
 SHARED_BYTES = BARRIER_BYTES + STAGES * STAGE_BYTES
 UNIT = 128
-"""Bytes: pieces begin at multiples of it, as L2's lines do. At those of 16, 28 MB took 8.3 us on an H200, for 6.5."""
+"""Pieces begin at multiples of this many bytes, as L2's lines do. At multiples of 16, 28 MB took 8.3 us on an H200
+instead of 6.5."""
 
 
 def piece_bytes(size: int, ctas: int) -> int:
-    """Of pieces of `size` bytes in all that CTAs take in turn: as large as fit a stage, and such that all CTAs have as
-    many, but for what is left over."""
+    """The size of the pieces that CTAs read in turn, of `size` bytes in all: the largest that fits a stage and gives
+    all CTAs the same number of pieces, except for the remainder."""
     return -(-size // (ctas * _rounds(size, ctas) * UNIT)) * UNIT
 
 
 def shared_bytes(size: int, ctas: int, overlapped: bool = False) -> int:
-    """Of a CTA: its barriers and the ring; `overlapped`, no more stages than it has pieces, and of their size."""
+    """Shared memory of a CTA: its barriers and the ring. With `overlapped`, the ring has at most as many stages as the
+    CTA has pieces, of their size."""
     if not overlapped:
         return SHARED_BYTES
     return BARRIER_BYTES + min(STAGES, _rounds(size, ctas)) * piece_bytes(size, ctas)
@@ -53,14 +56,17 @@ def _rounds(size: int, ctas: int) -> int:
 
 
 def request(target: str) -> BuildRequest:
-    """The kernel, for `target`."""
-    return BuildRequest(NAME, Path(__file__).with_name("read_floor.cu").read_text(), target)
+    """The kernel, for `target`, with the sizes of this module."""
+    sizes = {"STAGES": STAGES, "CONSUMERS": THREADS - 32, "BARRIER_BYTES": BARRIER_BYTES}
+    defines = "".join(f"#define READ_FLOOR_{name} {value}\n" for name, value in sizes.items())
+    return BuildRequest(NAME, defines + Path(__file__).with_name("read_floor.cu").read_text(), target)
 
 
 def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: int = 10) -> float:
-    """Microseconds a launch in a graph that reads these tensors of one size in turn, as `timing.graph` times calls.
+    """Microseconds a launch in a graph that reads these tensors, all of one size, in turn, as `timing.graph` times
+    calls.
 
-    `overlapped`: with no more shared memory than there is to read, so that launches run beside each other."""
+    `overlapped`: with no more shared memory than data to read, so that launches overlap."""
     import torch
 
     device = weights[0].get_device()
@@ -83,7 +89,7 @@ def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: 
     return statistics.median(samples) / count
 
 
-@functools.cache  # for each row it would be loaded again, and modules stay loaded
+@functools.cache  # once: modules stay loaded, and each row would load it again
 def _load(device: int) -> Function:
     binary = default_builder().build(request(arch.for_device(device).name))
     return load_function(binary.cubin, NAME, device, SHARED_BYTES)

@@ -1,4 +1,4 @@
-"""The names of ways of timing, and which shapes each is about."""
+"""The names of the timing modes, and the shapes that each is for."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from deep_gemm.benchmarks.shapes import STEADY_MIN_M
 LAUNCH_MODES = ("flush", "promised", "unpromised")
 SURVEY_MODES = (*LAUNCH_MODES, "steady")
 COST_MODES = ("host", "cold", "compile", "dims", "kernels")
-"""What surveys and `costs` can time."""
+"""Surveys time the first two kinds of modes, `costs` the last."""
 
 WITHIN = 1.35
-"""In 99% of 680 rows that an H200 was surveyed for with this, the model took the best config for at most 1.27 times as
-long as the one that it chose."""
+"""Surveys time configs up to this factor of the best prediction. In 99% of 680 rows of an H200 survey, the model
+predicted at most 1.27 times the time of its choice for the config that was best."""
 
 GRAPH_MAX_M = 128
-"""Graphs of many launches are about decoding; with more tokens the launch no longer matters."""
+"""Graph mode is for decoding: for larger M the launch no longer matters."""
 
 FLOOR_MAX_M = 64
-"""Past it the tokens are no longer small beside the weights, whose reading is all that the read floor counts."""
+"""For larger M, tokens are no longer small beside the weights, and the read floor counts only weights."""
 
 POWER_LIMITED_FLOPS = 1e11
-"""A launch of so many keeps an H200 busy for 70 us, and draws all that it may."""
+"""Launches of this many FLOPs (70 us on an H200) reach the power limit."""
 
 
 def why_not(shape: GemmShape, mode: str) -> str | None:
-    """Why a shape is not timed in a mode, or None if it is. Any but "flush" and "steady" is of graphs."""
+    """Why a shape is not timed in a mode, or None if it is. Modes other than "flush" and "steady" use graphs."""
     if mode == "flush":
         return None
     if mode == "steady":
@@ -36,5 +36,5 @@ def why_not(shape: GemmShape, mode: str) -> str | None:
 
 
 def meets_power_limit(shape: GemmShape) -> bool:
-    """Whether launches of it back to back draw all the power that the GPU may."""
+    """Whether launches of this shape back to back reach the GPU's power limit."""
     return shape.flops >= POWER_LIMITED_FLOPS

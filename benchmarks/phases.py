@@ -58,7 +58,7 @@ def kernels() -> list[KernelParams]:
 
 
 def parse(table: str) -> dict[str, float]:
-    """Milliseconds by phase from what a compiler writes with its -time option; phases that nobody named are dropped."""
+    """Milliseconds by phase from the output of a compiler's -time option; unknown phases are dropped."""
     phases: dict[str, float] = {}
     for name, number in _LINE.findall(table):
         if name in _PHASES:
@@ -67,9 +67,10 @@ def parse(table: str) -> dict[str, float]:
 
 
 def compile_once(compiler: Compiler, request: BuildRequest) -> tuple[dict[str, float], bytes]:
-    """(milliseconds by phase and "compile_ms" for all of it, the cubin). Nothing is read from or put into a cache.
+    """(milliseconds by phase, with "compile_ms" for all of it; the cubin). No cache is read or written.
 
-    An NVRTC too old to know -time tells only what ptxas took: the rest is then "optimiser_ms", front end included.
+    An NVRTC that is too old for -time reports only the time of ptxas: the rest is then "optimiser_ms", front end
+    included.
     """
     from deep_gemm.errors import CompileError
     from deep_gemm.jit.generator import include_dir
@@ -112,7 +113,7 @@ def breakdown(
 ) -> Row:
     """The median of `repeats` builds of one kernel, part by part, in ms; `us` is the sum of all of them in us.
 
-    "other_ms" is what the compiler takes beside its own phases. `load` times loading a cubin; None leaves it out.
+    "other_ms" is the compiler's time outside of its phases. `load` times loading a cubin; None leaves it out.
     """
     from deep_gemm import engine
     from deep_gemm.kernels import get
@@ -135,7 +136,7 @@ def breakdown(
 
 
 def compilers() -> Iterator[Compiler]:
-    """The compilers that would be taken, one of each kind that is usable here, NVRTC first."""
+    """The usable compiler of each kind that would be chosen, NVRTC first."""
     from deep_gemm.jit.compilers.find import choose, find_all
     from deep_gemm.settings import settings
 

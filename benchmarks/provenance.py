@@ -1,4 +1,4 @@
-"""Where a number comes from: the sources, the device, the driver and the versions that it was measured with."""
+"""The origin of a number: the sources, the device, the driver and the versions that it was measured with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUFFIXES = (".py", ".cuh", ".jinja", ".json")
 
 
 def source_digest() -> str:
-    """A short digest of the package's sources: device code, JIT and everything above, but not the benchmarks.
+    """A short digest of the package's sources, device code included, benchmarks excluded.
 
     It is the same for a source tree and for the wheel built from it.
     """

@@ -1,20 +1,20 @@
-// Reads weights and does nothing else: the floor for what decodes with them (see floor.py).
+// Reads weights and does nothing else: no GEMM that reads them is faster. floor.py defines the sizes READ_FLOOR_*.
 #include "pipeline.cuh"
 #include "tma.cuh"
 
-// Copies `bytes` that lie one after the other into shared memory, without a tensor map.
+// Copies `bytes` contiguous bytes into shared memory, without a tensor map.
 DG_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-enum : u32 { kStages = 12, kStageBytes = 16384, kConsumers = 128 };
-enum : u32 { kBarrierBytes = 256 };  // of shared memory, before the ring
+enum : u32 { kStages = READ_FLOOR_STAGES, kConsumers = READ_FLOOR_CONSUMERS };
+enum : u32 { kBarrierBytes = READ_FLOOR_BARRIER_BYTES };  // of shared memory, before the ring
 using Barriers = PipelineBarriers<kStages, kConsumers / 32, 1>;
 static_assert(Barriers::kBytes <= kBarrierBytes);
 
-// CTAs take pieces of `piece` bytes in turn, a multiple of 128 that fits a stage, as `bytes` is one of 16. Shared memory has room
-// for kStages pieces, or for all that a CTA has where those are fewer.
+// CTAs take pieces of `piece` bytes in turn: a multiple of 128, at most a stage. `bytes` is a multiple of 16. Shared memory has
+// room for kStages pieces, or for all pieces of a CTA if it has fewer.
 extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
     read_floor(const u8* weights, u64 bytes, u32 piece, float* out) {
   extern __shared__ __align__(1024) u8 memory[];
@@ -51,6 +51,6 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)
       at.advance();
     }
     wait_for_previous_kernel();
-    if (sum == 123456.0f) out[threadIdx.x] = sum;  // which nobody can know to be false
+    if (sum == 123456.0f) out[threadIdx.x] = sum;  // keeps the loads: the compiler cannot know the sum
   }
 }

@@ -1,4 +1,4 @@
-"""Files of results: one JSON object a line, checked when they are read, since anybody may name any file."""
+"""Files of results: one JSON object a line, checked when they are read, since a user can name any file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def read(path: Path, check: Callable[[Row, str], None]) -> list[Row]:
-    """The rows of a file, each given to `check` with where it is. Raises InvalidInputError for what is no row."""
+    """The rows of a file, each passed to `check` with its place. Raises InvalidInputError for a line that is no row."""
     found = []
     for number, text in enumerate(inputs.read_text(path).splitlines(), 1):
         if text.strip():
@@ -30,7 +30,7 @@ def read(path: Path, check: Callable[[Row, str], None]) -> list[Row]:
 
 
 def said(shape: GemmShape) -> Row:
-    """What a row says of its shape; of the operation only what is not FP8's."""
+    """A row's fields for its shape, and for its operation unless that is FP8's default."""
     row: Row = {"m": shape.m, "n": shape.n, "k": shape.k, "source": shape.source}
     one = Problem.of(shape)
     more = {"op": one.op if one.op != FP8 else "", "output": one.output, "accumulate": one.accumulate}
@@ -38,7 +38,7 @@ def said(shape: GemmShape) -> Row:
 
 
 def shape_of(row: Row) -> GemmShape:
-    """The shape that a row is of. Raises InvalidInputError for an operation that there is not."""
+    """The shape of a row. Raises InvalidInputError for an unknown operation."""
     shape = GemmShape(row["m"], row["n"], row["k"], row.get("source", ""))
     return posed([shape], row.get("op", FP8), row.get("output", ""), row.get("accumulate", False))[0]
 
@@ -49,7 +49,7 @@ def operation_of(row: Row) -> str:
 
 
 def check_shape(row: Row, where: str) -> None:
-    """Raises InvalidInputError unless m, n and k are whole numbers from 1, of an operation that there is."""
+    """Raises InvalidInputError unless m, n and k are whole numbers from 1 and the operation is known."""
     for name in ("m", "n", "k"):
         inputs.whole(row.get(name), f"{name} in {where}")
     try:

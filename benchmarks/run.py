@@ -1,6 +1,7 @@
-"""Side-by-side timing in one process: ours against cuBLASLt, a JSON row a shape and mode, written once measured.
+"""Side-by-side timing in one process: ours against cuBLASLt, one JSON row for each shape and mode, written when
+measured.
 
-Two H200s differ by a few percent, so it is the ratio within one run that counts.
+Two H200s differ by a few percent, so compare ratios within one run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import backends, floor, rows
+from deep_gemm.benchmarks.live import LiveTable
 from deep_gemm.benchmarks.modes import FLOOR_MAX_M, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.benchmarks.shapes import READ_FLOOR_US
@@ -23,10 +25,10 @@ from deep_gemm.benchmarks.summary import GEMM_MODES
 from deep_gemm.testing import timing
 
 OTHERS = (*(name for name in backends.BACKENDS if name != "ours"), backends.DEEPGEMM)
-"""Whom ours is compared with."""
+"""The backends that ours is compared with."""
 
 VENDORS = {"tensorwise", "cublaslt"}
-"""The fastest of the vendor's, one of each operation."""
+"""The vendor's fastest backends, one for each operation."""
 
 Row = dict[str, Any]
 
@@ -43,18 +45,19 @@ class Run:
     """Backends; if there are none, all of each shape's operation."""
     progress: Callable[[str], None] = print
     known: Row = field(default_factory=dict)
-    """What every row says besides, such as whose version was timed."""
+    """Further fields of every row, such as DeepGEMM's version."""
     left_out: list[str] = field(default_factory=list)
 
     def execute(self) -> list[Row]:
-        """Measure and return the rows. What the time did not suffice for is listed in `left_out`."""
+        """Measure and return the rows. Measurements for which the time was too short are listed in `left_out`."""
         start = time.monotonic()
         common = environment() | self.known
+        table = LiveTable(OTHERS)
         measured: list[Row] = []
         asked = [(shape, mode, why_not(shape, mode)) for mode in self.modes for shape in self.shapes]
         work = [(shape, mode) for shape, mode, reason in asked if reason is None]
         for (mode, reason), count in Counter((mode, reason) for _, mode, reason in asked if reason).items():
-            self.progress(f"{mode}: {count} of {len(self.shapes)} shapes are not timed so, having {reason}")
+            self.progress(f"{mode}: {count} of {len(self.shapes)} shapes are left out: {reason}")
         for index, (shape, mode) in enumerate(work):
             if time.monotonic() - start > self.seconds:
                 self.left_out += [f"{shape} {mode}" for shape, mode in work[index:]]
@@ -63,7 +66,7 @@ class Run:
             measured.append(row)
             if self.output is not None:
                 append(self.output, row)
-            self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
+            self.progress(table.add(row, index + 1, len(work)))
         return measured
 
 
@@ -105,9 +108,9 @@ def measure(shape: GemmShape, mode: str, names: Sequence[str] = ()) -> Row:
 def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[str, str]) -> Row:
     """A flat row: `us`, `tflops`, `gbps` are ours; `ratio_X` is X's time over ours, so above 1 we are faster.
 
-    In graph mode these are with the promise of constant weights, those ending in `_unpromised` without it, and
-    `floor_fraction` is the time of reading the weights over `us`: the lesser of `us_floor`, measured beside it, and
-    that of `READ_FLOOR_US`, if they are there. `us_floor_overlapped` is what it takes with less shared memory.
+    In graph mode these are with the weight promise, those ending in `_unpromised` without it. `floor_fraction` is the
+    read floor over `us`: the lesser of `us_floor`, measured beside it, and `READ_FLOOR_US`, where known.
+    `us_floor_overlapped` is the read floor with less shared memory.
     """
     row: Row = {"mode": mode} | rows.said(shape)
     mine, unpromised = us["ours"], us.get("ours_unpromised")
@@ -135,7 +138,7 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
 
 
 def append(path: Path, row: Row) -> None:
-    """Add one line, and leave it on disk: the machine may be taken away before the next."""
+    """Add one line and flush it, so that an interrupted run loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -143,31 +146,15 @@ def append(path: Path, row: Row) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a results file. Raises InvalidInputError for what is none."""
+    """The rows of a results file. Raises InvalidInputError for a file of anything else."""
     return rows.read(path, _check)
 
 
 def _check(row: Row, where: str) -> None:
-    """What means and charts need of a row of a GEMM."""
+    """Check the fields of a GEMM's row that means and charts need."""
     if row["mode"] not in GEMM_MODES:
         return
     rows.check_shape(row, where)
     for name, value in row.items():
         if name.startswith(("ratio_", "us", "floor_fraction", "tflops", "gbps")):
             rows.check_positive(value, f"{name} in {where}", zero=name in ("tflops", "gbps"))  # these are rounded
-
-
-def line(row: Row) -> str:
-    """One row for a person."""
-    text = (
-        f"{row['mode']:6} {row['m']:5} x {row['n']:5} x {row['k']:5}  {row['us']:9.2f} us {row['tflops']:7.1f} TFLOP/s"
-    )
-    text += f" {row['gbps']:7.1f} GB/s" + (f"  {operation}" if (operation := rows.operation_of(row)) else "")
-    for name in OTHERS:
-        if f"ratio_{name}" in row:
-            text += f"  {row[f'ratio_{name}']:.3f} of {name}"
-    if "us_unpromised" in row:
-        text += f"  {row['us_unpromised']:.2f} us without the promise"
-    if "floor_fraction" in row:
-        text += f"  {row['floor_fraction']:.2f} of the read floor"
-    return text

@@ -2,9 +2,9 @@
 
     python -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl [OP]
 
-The shapes are random ones of a seed that no survey has; one that a survey beside the rows holds all the same is left
-out. All configs that can run a shape are looked at, whatever the model thinks of them, and those not far behind are
-timed. It needs a GPU, compiles some six hundred kernels, and takes some minutes.
+The shapes are random, of a seed that no survey uses; shapes of a survey beside the file are left out. All configs that
+can run a shape get a first look, whatever the model predicts, and the promising ones are timed. It needs a GPU,
+compiles some six hundred kernels, and takes some minutes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SEED, COUNT = 76, 63
 
 
 def unseen(surveys: Sequence[Path], count: int = COUNT) -> list[GemmShape]:
-    """`count` shapes that no row of `surveys` is of; N is a multiple of 8, so that TMA can store D."""
+    """`count` shapes that are in no row of `surveys`; N is a multiple of 8, so that TMA can store D."""
     seen = {(row["m"], row["n"], row["k"]) for row in survey.load(surveys)}
     drawn = (shape for shape in shapes.log_uniform(count * 4, SEED) if shape.n % 8 == 0)
     return list(itertools.islice((shape for shape in drawn if (shape.m, shape.n, shape.k) not in seen), count))
 
 
 def judged(row: survey.Row) -> survey.Row:
-    """What README's sentence is made of, from a row of a survey."""
+    """The fields for README's sentence, from a row of a survey."""
     times, selected = row["times"], row["selected"]
     best = min(times, key=times.__getitem__)
     return {

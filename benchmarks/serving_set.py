@@ -1,11 +1,11 @@
-"""Which kernels are worth having: what each feature of configs gains, and how little a small set of them loses.
+"""Which configs are worth having: the gain of each feature, and the loss of a small set of configs.
 
     python -m deep_gemm.benchmarks.serving_set [--all] [--list N] FILE ...
 
 FILE holds rows of a survey, as `deep-gemm calibrate survey` writes them; the more configs each row times, the better.
-The set among which calls choose (`SERVING` in the modules of families) is the first kernels of such a list. With
---all, kernels that are not legal any more count too. --list prints the best N. Rows of all forms, outputs and dtypes of
-16-bit operations are judged together, as one set serves them; FP8's are not among them.
+The configs that calls choose among (`SERVING` in the families' modules) are the first of such a list. With --all,
+configs that are no longer legal count too. --list prints the best N. Rows of all forms, outputs and dtypes of 16-bit
+operations are judged together, since one set serves them; rows of FP8 are judged separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 Times = dict[str, float]
 
 MISSING = 1.35
-"""How many times the best one what was not timed takes, at least: surveys leave out what is slower."""
+"""The least time of a config that was not timed, as a multiple of the best: surveys leave out slower ones."""
 
 SIZES = (24, 32, 48, 64, 96)
 
@@ -37,8 +37,8 @@ _NAME = re.compile(
     r"(?:(swapped|small)_)?(\d+x\d+)_(.+?)_(?:tma|direct)(?:_[mnk]\d+)*"
 )
 _NO_CHOICE = re.compile(r"[sp]\d+")
-"""Parts of a name that follow from the others, as how D is stored and sizes that are compiled in do from the call:
-stages, and sets of partial sums."""
+"""Parts of a name that are no choice: stages and sets of partial sums follow from the other parts. (How D is stored,
+and compiled-in sizes, follow from the call.)"""
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def parts_of(name: str) -> tuple[str, str, tuple[str, ...]]:
 
 
 def config_of(name: str) -> str:
-    """What was chosen of a kernel, such as "swapped 16x64 k2x1": one config for all stores."""
+    """The config of a kernel's name, such as "swapped 16x64 k2x1": the same for all ways to store D."""
     family, tile, others = parts_of(name)
     return " ".join((family, tile, *others))
 
@@ -64,7 +64,7 @@ def features_of(config: str) -> frozenset[str]:
 
 
 def by_config(rows: Iterable[Row], legal: frozenset[str] | None = None) -> list[Times]:
-    """Of each row, times by config over the row's best one. Configs that are not ``legal`` are left out."""
+    """For each row, the times by config, relative to the row's best. Configs that are not ``legal`` are left out."""
     found = []
     for row in rows:
         times: Times = {}
@@ -78,17 +78,18 @@ def by_config(rows: Iterable[Row], legal: frozenset[str] | None = None) -> list[
 
 
 def _missing(times: Times) -> float:
-    """What a row takes with none of the configs that were timed: no less than with the worst of them."""
+    """The relative time of a row without any of its timed configs: no less than the worst of them."""
     return max(MISSING, *times.values())
 
 
 def loss(table: Sequence[Times], kept: Callable[[str], bool]) -> float:
-    """How many times longer the best of the configs that are ``kept`` takes than the best one, by geometric mean."""
+    """The time of the best config that is ``kept`` over the best of all, by geometric mean."""
     return geometric_mean(min((r for c, r in times.items() if kept(c)), default=_missing(times)) for times in table)
 
 
 def greedy(table: Sequence[Times], count: int) -> list[str]:
-    """Up to ``count`` configs, the first one the best alone, each next one the best beside those before it."""
+    """Up to ``count`` configs: the one that is best alone, then always the one that gains most beside those before
+    it."""
     ratios: dict[str, list[tuple[int, float]]] = {}
     for index, times in enumerate(table):
         for config, ratio in times.items():
@@ -107,7 +108,7 @@ def greedy(table: Sequence[Times], count: int) -> list[str]:
 
 
 def columns(rows: Sequence[Row]) -> dict[str, list[int]]:
-    """Places of rows by mode and range of M: "flush, M <= 64" and so on, of those that there are."""
+    """The indices of rows by mode and range of M, such as "flush, M <= 64"; empty ranges are left out."""
     found: dict[str, list[int]] = {}
     for mode in dict.fromkeys(row["mode"] for row in rows):
         for low, high, label in RANGES:
@@ -118,7 +119,7 @@ def columns(rows: Sequence[Row]) -> dict[str, list[int]]:
 
 
 def worth(rows: Sequence[Row], table: Sequence[Times]) -> dict[str, dict[str, float]]:
-    """Of each feature, by column: what rows take without it over what they take with it, the most worth first."""
+    """The worth of each feature by column: the time of rows without it over the time with it, the largest first."""
     features = {config: features_of(config) for times in table for config in times}
     found = {
         feature: {
@@ -131,10 +132,10 @@ def worth(rows: Sequence[Row], table: Sequence[Times]) -> dict[str, dict[str, fl
 
 
 def legal_configs(rows: Iterable[Row]) -> frozenset[str]:
-    """All configs that are legal here for operations of ``rows``."""
+    """All configs that are legal for the operations of ``rows``."""
     from deep_gemm import arch, select
 
-    # Of the longest K, which can be cut into the most shares.
+    # The longest K, which can be split into the most parts.
     longest = {operation_of(row): row for row in sorted(rows, key=lambda row: int(row["k"]))}
     specs = [survey.spec_of(shape_of(row), arch.SM90.num_sms) for row in longest.values()]
     pairs = [(asked, config) for asked in specs for config in select.legal(asked, arch.SM90)]
@@ -142,7 +143,7 @@ def legal_configs(rows: Iterable[Row]) -> frozenset[str]:
 
 
 def print_table(of: Mapping[str, Mapping[str, float]], labels: Sequence[str]) -> None:
-    """One line of percents for each entry."""
+    """Print a line of percentages for each entry."""
     for index, label in enumerate(labels):
         print(f"({index + 1}) {label}")
     print(f"{'':24}" + "".join(f"{f'({index + 1})':>8}" for index in range(len(labels))))
@@ -153,23 +154,23 @@ def print_table(of: Mapping[str, Mapping[str, float]], labels: Sequence[str]) ->
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m deep_gemm.benchmarks.serving_set", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--all", action="store_true", help="kernels that are not legal any more too")
+    parser.add_argument("--all", action="store_true", help="also count configs that are no longer legal")
     parser.add_argument("--list", type=int, default=0, metavar="N", help="print the best N")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
     rows = survey.load(asked.files)
     if len({next(iter(row["times"])).startswith("fp8") for row in rows}) > 1:
-        raise DeepGemmError("These files hold rows of FP8 and of 16-bit operations, which no set of kernels serves.")
+        raise DeepGemmError("These files hold rows of FP8 and of 16-bit operations: pass files of one kind.")
     legal = None if asked.all else legal_configs(rows)
     rows = [row for row in rows if legal is None or any(config_of(name) in legal for name in row["times"])]
     if not rows:
-        raise DeepGemmError("These files hold no row of a kernel that is legal here; --all takes others too.")
+        raise DeepGemmError("These files hold no row of a config that is legal here; --all counts the others too.")
     table = by_config(rows, legal)
     labels = columns(rows)
-    print("What rows take longer without a feature, in percent by geometric mean:")
+    print("Slowdown of rows without a feature, in percent, by geometric mean:")
     print_table(worth(rows, table), list(labels))
     chosen = greedy(table, max(*SIZES, asked.list))
-    print("\nWhat rows take longer with the best few kernels than with all, in percent by geometric mean:")
+    print("\nSlowdown of rows with the best few configs against all, in percent, by geometric mean:")
     few = {
         f"the best {size}": {
             label: loss([table[i] for i in places], set(chosen[:size]).__contains__) for label, places in labels.items()

@@ -1,4 +1,5 @@
-"""What is measured: N x K of public models' linear layers, sizes of M, and random shapes that nobody tuned to."""
+"""The shapes that are measured: N x K of public models' linear layers, sizes of M, and random shapes that nobody tuned
+for."""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ from deep_gemm.errors import InvalidInputError
 TIMED_OPS = (FP8, *(op[:-2] + form for op in dict.fromkeys(OPS.values()) for form in ("nt", "nn", "tn", "tt")))
 """Operations that can be timed."""
 OUTPUTS = ("f32",)
-"""What D can be, other than what an operation writes if nothing is said."""
+"""The dtypes of D other than the operation's default."""
 
 
 @dataclass(frozen=True, order=True)
 class Problem(GemmShape):
-    """A shape with what an operation leaves open: what D is, one of `OUTPUTS`, and whether the product is added to
-    it."""
+    """A shape with the options of its operation: the dtype of D, one of `OUTPUTS`, and whether the product is added to
+    D."""
 
     output: str = ""
     accumulate: bool = False
 
     @classmethod
     def of(cls, shape: GemmShape) -> Problem:
-        """A shape of which nothing of that is said writes a D of the operands' dtype."""
+        """The problem of a shape; a plain GemmShape has a D of the operands' dtype and does not accumulate."""
         return shape if isinstance(shape, cls) else cls(shape.m, shape.n, shape.k, shape.source, shape.op)
 
     def bytes_moved(self) -> int:
-        """With D as it is, which is read too where it is added to."""
+        """With D in its dtype; D is read too if the product is added to it."""
         size = self.m * self.n * (4 if self.output else 2)
         return super().bytes_moved() - 2 * self.m * self.n + size * (2 if self.accumulate else 1)
 
@@ -40,14 +41,15 @@ class Problem(GemmShape):
 
 
 def posed(shapes: Iterable[GemmShape], op: str = FP8, output: str = "", accumulate: bool = False) -> list[GemmShape]:
-    """The same shapes for an operation. Raises InvalidInputError where it has no such output, or adds to none."""
+    """The same shapes for an operation. Raises InvalidInputError if it does not have this output or does not
+    accumulate."""
     if op not in TIMED_OPS or output not in ("", *OUTPUTS) or not isinstance(accumulate, bool):
         given = (op, output, accumulate)
         known = f"{', '.join(TIMED_OPS)}, outputs {', '.join(OUTPUTS)}"
         raise InvalidInputError(f"op, output and accumulate must be of {known}, True and False, but are {given!r}.")
     if op == FP8:
         if output or accumulate:
-            raise InvalidInputError(f"{FP8} writes bf16 and adds to nothing: output and accumulate are for others.")
+            raise InvalidInputError(f"{FP8} writes bf16 and does not accumulate: leave output and accumulate out.")
         return list(shapes)
     return [Problem(x.m, x.n, x.k, x.source, op, output, accumulate) for x in shapes]
 
@@ -68,12 +70,12 @@ READ_FLOOR_US: dict[tuple[int, int], float] = {
     (24576, 1536): 8.9,
     (7168, 16384): 26.8,
 }
-"""What merely reading the weights takes, by N x K, in us a launch in graph mode.
+"""The read floor by N x K: us a launch in graph mode for merely reading the weights.
 
 132 CTAs with one producer thread each, a ring of 12 bulk copies of 16 KB, and 128 consumers that touch what arrives,
 launched with PDL and reading before they wait for the previous launch. Measured once on an NVIDIA H200 (driver 580,
-CUDA 13.0) on 2026-11-21, in two repeats that agree within 1%; the project's TARGETS.md keeps the table and
-`tools/read_floor.cu` the kernel. H200s differ by a few percent, so a fraction of it is as exact as that."""
+CUDA 13.0) on 2026-11-21, in two repeats that agree within 1%. H200s differ by a few percent, so a fraction of this
+floor is no more exact than that."""
 
 DEEPSEEK_V3: dict[str, int] = {
     "hidden_size": 7168,
@@ -113,10 +115,10 @@ MODEL_NK: dict[str, tuple[tuple[int, int], ...]] = {
 """N x K of the dense FP8 layers of public models, from their published configurations, gate and up fused."""
 
 STEPS = (16, 64, 128)
-"""What N and K of random shapes are multiples of."""
+"""N and K of random shapes are multiples of one of these."""
 
 STEADY_MIN_M = 1000
-"""Back to back is about prefill and training, and about whatever else meets the limit of power."""
+"""Steady mode is for prefill and training, and for any shape that reaches the power limit."""
 
 STEADY = ((4096, 7168, 16384), (8192, 8192, 8192), (4096, 4096, 7168), (4096, 24576, 1536), (4096, 7168, 2048))
 """M, N, K for power-limited runs: large enough to keep all SMs busy for the whole time."""
@@ -138,7 +140,7 @@ def models() -> list[GemmShape]:
 
 
 def steady() -> list[GemmShape]:
-    """What is timed back to back: large products, and what else the public list has of so many tokens."""
+    """The shapes of steady mode: large products, and the shapes of the public list with as many tokens."""
     large = [GemmShape(m, n, k, "steady") for m, n, k in STEADY]
     others = [shape for shape in public() if shape.m >= STEADY_MIN_M and (shape.m, shape.n, shape.k) not in STEADY]
     return large + others

@@ -1,4 +1,4 @@
-"""Timing configs that the selector did not choose: what a calibration is fitted to, and what it is judged by."""
+"""Surveys: timing many configs of a shape, not only the chosen one. Calibrations are fitted to and judged by them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from deep_gemm.testing import timing
 from deep_gemm.testing.bench import FLUSH_BYTES
 
 MODES = SURVEY_MODES
-"""Cold single calls; graphs of many with and without the promise of constant weights, of few tokens; and back to back,
-of what power limits then."""
+"""Cold single calls; for small M, graphs of many calls with and without the weight promise; and, for shapes that power
+limits, calls back to back."""
 STEADY_CONFIGS = 10
-"""So many of the best by the model are timed back to back, which takes seconds."""
+"""How many of the best configs by the model are timed back to back, which takes seconds."""
 FLUSH_REPEATS = ((100.0, 20), (1000.0, 8), (float("inf"), 4))
-"""Up to so many us, so many single calls: long ones vary less, and heat the GPU."""
+"""(us, calls): up to this time, this many single calls. Long ones vary less, and heat the GPU."""
 
 CONTENDING = 1.06
-"""Configs within so much of the least time are timed again: the least of many noisy times is lucky."""
+"""Configs within this factor of the least time are timed again: the least of many noisy times is too low."""
 CONTENDERS = 10
 ROUNDS = 3
-"""How often contenders and the selected config are timed again, in turns; the median of these is their time."""
+"""How often contenders and the selected config are timed again, in turns; their time is the median."""
 
 PROMISING, PROMISING_US = 1.25, 1.0
-"""What is not slower by so much than the least, and so many us, at a first look: that is two single calls, and of an
-empty kernel every other took 0.8 us longer."""
+"""At a first look, configs up to this factor and this many us above the least are kept. The margin in us is needed
+since a look is two single calls, and every other call of an empty kernel took 0.8 us longer."""
 
 Row = dict[str, Any]
 
@@ -53,16 +53,16 @@ def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
 
 
 def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
-    """What a config is called in rows: its kernel's entry."""
+    """The name of a config in rows: its kernel's entry."""
     params = engine.kernel_params(asked, config, spec)
     return kernels.get(params.kernel).entry(params)
 
 
 @dataclass
 class Survey:
-    """All ranked configs of some shapes, timed. ``within`` leaves out those that the model takes for slower than that
-    many times the best: 0 leaves out none. With ``everything``, which is for single calls, no model has a say: all
-    legal configs are looked at, and those that are not far behind are timed."""
+    """Times the ranked configs of some shapes. ``within`` leaves out configs whose predicted time is more than this
+    many times the best one's; 0 leaves out none. With ``everything``, for single calls, predictions do not count: all
+    legal configs get a first look, and the promising ones are timed."""
 
     shapes: Sequence[GemmShape]
     modes: Sequence[str] = ("flush",)
@@ -96,12 +96,13 @@ class Survey:
                 timers = promising(timers, row["selected"])
             times = steady_times_of(timers) if mode == "steady" else times_of(timers, row["selected"])
             row["times"] = {name: round(us, 3) for name, us in times.items()}
-            del timers  # and the memory that they hold, before the next row's
+            del timers  # frees their memory before the next row
             self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
             yield row | common
 
     def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec, known: calibration.Calibration) -> list[GemmConfig]:
-        """The selected one first: it is timed whatever the model thinks of those that calls do not choose among."""
+        """The configs to time, the selected one first: it is always timed, even if configs outside the serving set rank
+        higher."""
         if self.everything:
             return select.legal(asked, spec)
         selected = select.rank(asked, spec, known)[0].config
@@ -119,16 +120,16 @@ class Survey:
 
 
 def is_surveyed(shape: GemmShape, mode: str) -> bool:
-    """Whether configs are timed so. Back to back only where power is what limits them: that is all it tells a fit. What
-    TMA cannot read would be copied first."""
+    """Whether configs of a shape are timed in a mode. Steady mode is only for shapes that power limits, since a fit
+    uses it for nothing else. Operands that TMA cannot read are left out, since they would be copied first."""
     if why_not(shape, mode) is not None or not backends.addressable(shape):
         return False
     return mode != "steady" or meets_power_limit(shape)
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The mean of two times of each, there and back, so that a drift of what the GPU draws meets all alike. What heats
-    it up first is not counted."""
+    """The mean of two times of each, once in order and once in reverse, so that a drift of the GPU's power affects all
+    alike. A first call, which warms it up, is not counted."""
     next(iter(timers.values()))()
     there = {name: timer() for name, timer in timers.items()}
     back = {name: timers[name]() for name in reversed(list(timers))}
@@ -136,8 +137,8 @@ def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, floa
 
 
 def times_of(timers: Mapping[str, Callable[[], float]], selected: str) -> dict[str, float]:
-    """The times of all, those of contenders and of the selected one as they are on average rather than when lucky: the
-    least is always one of these."""
+    """The times of all configs. Contenders and the selected config are timed several times, and the least time is
+    always one of these: a single lucky time never wins."""
     times = {name: timer() for name, timer in timers.items()}
     least = min(times.values())
     contenders = sorted((name for name in times if times[name] <= least * CONTENDING), key=times.__getitem__)
@@ -153,14 +154,14 @@ def times_of(timers: Mapping[str, Callable[[], float]], selected: str) -> dict[s
 
 
 def promising(timers: Mapping[str, Any], selected: str) -> dict[str, Any]:
-    """Those of which two calls take little longer than of the best, and the selected one."""
+    """The configs whose first look is close to the best one's, and the selected one."""
     looks = {name: timer.look() for name, timer in timers.items()}
     limit = min(looks.values()) * PROMISING + PROMISING_US
     return {name: timers[name] for name, us in looks.items() if us <= limit or name == selected}
 
 
 def middle_mean(times: Sequence[float]) -> float:
-    """Of all but the quarter that is least and the one that is most."""
+    """The mean without the smallest and the largest quarter."""
     outer = len(times) // 4
     return statistics.fmean(sorted(times)[outer : len(times) - outer])
 
@@ -174,8 +175,8 @@ def timers_of(
     device: int,
     builder: Builder | None = None,
 ) -> Iterator[tuple[str, _Single | _Steady | _Graph]]:
-    """Each config's name and what times it, in random order: what heats the GPU is then no config's fault. Kernels are
-    those of ``builder``, if there is one."""
+    """A timer for each config by name, in random order, so that no config always runs on a GPU heated by another.
+    Kernels come from ``builder``, if it is given."""
     import torch
 
     operands = backends.make_operands(shape, backends.sets_for(shape, mode))
@@ -203,13 +204,13 @@ def timers_of(
 class _Single:
     """Times single calls, each with a cold L2 and the launch hidden: the mean of their middle half.
 
-    Of an empty kernel, every other call took 0.8 us longer on an H200. A median is one of the two, now this and now
-    that, and configs of the same speed were half a microsecond apart.
+    On an H200, every other call of an empty kernel took 0.8 us longer. A median is one of the two values at random,
+    which put configs of the same speed half a microsecond apart; so the mean is used.
     """
 
     call: Callable[[], object]
     scratch: Any
-    operands: Sequence[Any]  # what the call reads must stay alive
+    operands: Sequence[Any]  # keeps alive what the call reads
 
     def __call__(self) -> float:
         import torch
@@ -223,7 +224,7 @@ class _Single:
         return middle_mean([start.elapsed_time(end) * 1e3 for start, end in pairs])
 
     def look(self) -> float:
-        """The less of two calls."""
+        """The lesser time of two calls."""
         import torch
 
         self.call()
@@ -277,7 +278,7 @@ class _Graph:
 
 
 def quality(row: Row) -> float:
-    """The best time over the selected config's: 1 where the selector found the best."""
+    """The best time over the selected config's: 1 if the selector found the best."""
     times = row["times"]
     return float(min(times.values()) / times[row["selected"]])
 
@@ -293,7 +294,7 @@ def line(row: Row) -> str:
 
 
 def load(paths: Iterable[Path]) -> list[Row]:
-    """The rows of survey files. Raises InvalidInputError for what is none."""
+    """The rows of survey files. Raises InvalidInputError for files of anything else."""
     return [row for path in paths for row in rows.read(path, _check)]
 
 

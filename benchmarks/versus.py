@@ -1,11 +1,11 @@
-"""Other device headers against those here, in turns on one GPU: what a change of device code is worth.
+"""Compare other device headers with these, in turns on one GPU: the gain of a change of device code.
 
     git archive HEAD~1 templates/include | tar -x -C /tmp
     python -m deep_gemm.benchmarks.versus /tmp/templates/include 4096x32768x512 2816x3520x128
 
-Each shape in the config that is chosen for it: single calls, back to back, and for few tokens in graphs, with and
-without the promise of constant weights. Host code is what is here: headers that want other arguments, or another size
-of shared memory, do not compile. Needs a GPU.
+Each shape runs in the config that is chosen for it: single calls, back to back, and for small M in graphs, with and
+without the weight promise. The host code is the present one: headers that need other arguments, or another size of
+shared memory, do not compile. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from deep_gemm.spec import GemmSpec
 
 OTHERS, THESE = "others", "these"
 TURNS = 4
-"""Back and forth: what heats the GPU, and what cools it, meets both alike."""
+"""Turns alternate in order, so that warming and cooling of the GPU affect both alike."""
 
 
 def builders(directory: Path) -> dict[str, Builder]:
-    """For the headers in ``directory``, and for those here. Raises DeepGemmError if it holds none."""
+    """Builders for the headers in ``directory`` and for the present ones. Raises DeepGemmError if the directory has
+    none."""
     if not (directory / "fp8_gemm.cuh").is_file():
         raise DeepGemmError(f"There is no fp8_gemm.cuh in {directory}. Name a directory that was templates/include.")
     return {OTHERS: Builder(include_dir=directory), THESE: Builder()}
 
 
 def chosen(shape: GemmShape, device: int) -> tuple[GemmSpec, GemmConfig, archs.ArchSpec]:
-    """What a call with such a shape is, and the config that is chosen for it."""
+    """The spec of a call of this shape, the config that is chosen for it, and the architecture."""
     asked, spec = survey.spec_of(shape, options.num_sms_for(device)), archs.for_device(device)
     return asked, select.rank(asked, spec, engine.calibration_of(device))[0].config, spec
 
 
 def in_turns(timers: Mapping[str, Callable[[], float]], turns: int = TURNS) -> dict[str, float]:
-    """The median of each one's turns, of which a first one, to get warm, does not count."""
+    """The median over turns for each timer; a first turn warms up and does not count."""
     for timer in timers.values():
         timer()
     times: dict[str, list[float]] = {name: [] for name in timers}

@@ -245,10 +245,11 @@ _LATE = {
         "transform_weights_for_mega_moe",
     ),
 }
-"""Where the public names are, all but the errors and the settings: a module is imported when a name of it is asked for.
+"""The modules of the public names, except the errors and the settings. A module is imported when one of its names is
+used.
 
-So `deep-gemm --help`, and whoever only wants an error's class, does not wait for torch. A name that is also a module's,
-such as `settings`, cannot be among them: importing the module would set it.
+So `deep-gemm --help`, or a program that only needs an error's class, does not wait for torch. A name that is also a
+module's, such as `settings`, cannot be in this table: importing the module would overwrite it.
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}

@@ -20,7 +20,7 @@ class ArchSpec:
     shared_reserved_per_cta: int
 
     def ctas_fit(self, shared_bytes: int, ctas: int) -> bool:
-        """Whether ``ctas`` CTAs with this much dynamic shared memory live on one SM together."""
+        """Whether ``ctas`` CTAs with this much dynamic shared memory each fit on one SM."""
         return shared_bytes <= self.shared_per_cta and (
             ctas * (shared_bytes + self.shared_reserved_per_cta) <= self.shared_per_sm
         )

@@ -1,8 +1,8 @@
-"""What a call does, for any operation: look it up, else check it, choose and launch kernels, and remember that.
+"""A call of any operation: look it up; if it is new, check it, choose and launch kernels, and remember them.
 
-A warm call is one look-up by everything that a launch depends on, and the launch itself. A call that differs from an
-earlier one only in addresses is a replay: the earlier launch, patched. The second identical call gets its own launch
-record.
+A warm call is one look-up, by everything that a launch depends on, and the launch itself. A call that differs from an
+earlier one only in addresses is a call replay: a patched launch of the earlier record. The second identical call gets
+its own launch record.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .spec import GemmSpec
 __all__ = ["Calls", "Operands", "Operation", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
 
 MAX_REMEMBERED = 8192
-"""Launch records kept of one operation, about a kilobyte each, and nine where scales are transposed: past it all are
-dropped, since what repeats is soon back."""
+"""The most launch records that one operation keeps, of about 1 KB each (9 KB if scales are transposed). When it is
+reached, all are dropped: calls that repeat are soon remembered again."""
 
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
@@ -37,7 +37,7 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.
 
 
 class Calls:
-    """What is remembered of one operation's calls."""
+    """The remembered calls of one operation."""
 
     every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
 
@@ -46,22 +46,22 @@ class Calls:
         names = list(operation.operands)
         self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
-        # By everything that a launch depends on: addresses, shapes, strides, dtypes, stream, the switch for batch
-        # invariance. None where it came once, and was a replay.
+        # Keyed by everything that a launch depends on: addresses, shapes, strides, dtypes, stream, the switch for batch
+        # invariance. None after one call that was a replay.
         self.warm: dict[Any, Callable[[], object] | None] = {}
-        # The same by all but addresses, and by whether weights were promised to be constant.
+        # Keyed by the same without the addresses, and by whether there is a weight promise.
         self.replays: dict[Any, Call] = {}
         self.every.add(self)
 
     def forget(self) -> None:
-        """Put new dictionaries in the old ones' place, so that what a call in progress will remember is lost with the
-        old ones. No lock: a storage may be freed, and a promise end, at any moment."""
+        """Replace the dictionaries by new ones: a call in progress then remembers itself in the old ones, which are
+        dropped. No lock is taken: a storage can be freed, and its promise end, at any moment."""
         self.warm, self.replays = {}, {}
 
     def first(self, key: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
-        """A call that is not warm. ``key`` is None if none could be made, and ``tensors`` is empty then."""
+        """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
         monitoring.begin()
-        warm, replays = self.warm, self.replays  # before anything is decided: see `forget`
+        warm, replays = self.warm, self.replays  # read first: see `forget`
         if key is not None and key not in warm and self._replay(replays, key, tensors):
             _remember(warm, key, None)
             return
@@ -84,15 +84,16 @@ class Calls:
             call()
         if key is None or not replay.is_for(key[-1]):
             return
-        # The common case, the tensors' device being the current one, needs no guard.
+        # The common case, tensors on the current device, needs no device guard.
         _remember(warm, key, call if current == device else functools.partial(_on_device, device, call))
         kind = (replay.constant, key[self._count :])
-        # Where one is there already, addresses came again, or are aligned in another way, as others may be from now on.
+        # If a replay is there already, these addresses came again, or the alignment changed, perhaps for later calls
+        # too.
         if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
             _remember(replays, kind, replay)
 
     def _replay(self, replays: dict[Any, Call], key: Any, tensors: tuple[Tensor, ...]) -> bool:
-        """Make the call of ``key`` as one that differs in addresses was made; False if there was none that fits."""
+        """Make the call of ``key`` as a replay of one that differs in addresses. False if there is none that fits."""
         promised = True
         for index in self._weights:
             if not constant.is_constant(tensors[index]):
@@ -114,15 +115,15 @@ class Calls:
         """The launches of a call on the current stream of ``device``."""
         work = self.operation.work(x, device)
         promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
-        # The last first: it is the operation itself, so that an error names its sizes.
+        # The last step first: it is the operation itself, so an error names its sizes.
         plans = [self.operation.plan(step, device) for step in reversed(work.steps)][::-1]
         replay = Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
         return monitoring.watch(replay, self.operation, x, plans[-1].config, plans[-1].symbol)
 
 
 class Replay:
-    """A call's launches, for operands elsewhere of the same sizes, strides and dtypes. Holds addresses and sizes only,
-    never the caller's tensors."""
+    """A call's launches, for operands of the same sizes, strides and dtypes at other addresses. Holds addresses and
+    sizes only, never the caller's tensors."""
 
     def __init__(
         self,
@@ -145,30 +146,30 @@ class Replay:
         same = same if same >= 0 and self._first[same] == self._first[written[0]] else -1
         fits = _fits(len(sizes), written, same, operation.apart)
         self.fits: Callable[[Places], bool] = functools.partial(fits, self._first, sizes)
-        """Whether operands at these addresses have memory, are aligned as the first ones were, and outputs share no
-        memory with the others, but for the one that the output was the first time."""
+        """Whether operands at these addresses can be replayed: they have memory and the alignment of the first ones,
+        and outputs overlap no other operand, except the one that the output was identical to the first time."""
         self._run: Callable[[Places], None] | None = None
 
     def is_for(self, batch_invariant: bool) -> bool:
-        """Whether the kernels were chosen with that switch so: another thread may set it while a call is prepared."""
+        """Whether the kernels were chosen for this position of the switch: another thread may set it meanwhile."""
         specs = [step.spec for step in self._work.steps]
         return all(spec.batch_invariant == batch_invariant for spec in specs if isinstance(spec, GemmSpec))
 
     def record(self) -> Callable[[], None]:
-        """The call at the first addresses: a launch record of its own, where nothing about it varies."""
+        """The call at the first addresses: a launch record of its own, if there is one kernel and no scratch memory."""
         if len(self._plans) == 1 and not self._work.scratch:
             return self._launch(0, dict(zip(self._names, self._first, strict=True)))
         return functools.partial(self, self._first)
 
     def __call__(self, at: Places) -> None:
-        """Make the call on operands at addresses that fit. Raises DriverError."""
+        """Make the call on operands at addresses for which `fits` is true. Raises DriverError."""
         run = self._run
-        if run is None:  # two threads may come here at once: either's records will do
+        if run is None:  # if two threads come here at once, the records of either will do
             run = self._run = self._patched(at)
         run(at)
 
     def _patched(self, at: Places) -> Callable[[Places], None]:
-        """The call, by launch records that are patched; ``at`` are addresses to make them with."""
+        """The call by patched launches; ``at`` are the first addresses of the records."""
         device = f"cuda:{self.device}"
 
         def rooms() -> list[Tensor]:
@@ -181,7 +182,7 @@ class Replay:
             return launches[0].at
 
         def run(at: Places) -> None:
-            scratch = rooms()  # given back when all launches are under way
+            scratch = rooms()  # freed once all launches are queued
             every = (*at, *(room.data_ptr() for room in scratch))
             for launch, chosen in zip(launches, picks, strict=True):
                 launch.at([every[index] for index in chosen])
@@ -191,13 +192,13 @@ class Replay:
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]
         addresses = {name: places[place] for name, place in step.operands.items()}
-        # A copy of weights is made by the launch before, however constant they are.
+        # If a launch before copies the weights, the copy is not constant, even if the weights are.
         copied = any(step.operands.get(name) in self._work.scratch for name in self._weights)
         return engine.launch(plan, step.strides, addresses, self._stream, self.constant and not copied)
 
 
 def entry(operation: Operation) -> Callable[..., None]:
-    """The function behind an operation's public one: all its arguments by position, none with a default."""
+    """The function behind an operation's public one: all arguments by position, without defaults."""
     source = entry_source(operation)
     namespace: dict[str, Any] = {
         "calls": Calls(operation),
@@ -221,7 +222,7 @@ def byte_range(x: Tensor) -> tuple[int, int]:
 
 
 def _on_device(device: int, call: Callable[[], object]) -> None:
-    """Make a call with its device current, whatever the caller's is."""
+    """Make a call with its device as the current one."""
     with torch.cuda.device(device):
         call()
 

@@ -1,9 +1,9 @@
-"""Promises that weights are constant, which let a kernel fetch them while its predecessor still runs.
+"""Weight promises: weights that are promised to be constant are fetched while the predecessor kernel still runs.
 
-A promise belongs to a storage, so that all views of it count. It is found by the storage's Python object, which torch
-keeps for as long as the storage lives, and never by an address, which the allocator hands out again. Its end is told by
-a weak reference, whose callback runs before the memory is given back. Callbacks run in any thread at any moment, also
-inside a garbage collection: nothing here takes a lock, and each step is one operation on a dictionary.
+A promise belongs to a storage, so it covers all views. It is looked up by the storage's Python object, which torch
+keeps while the storage lives, and never by an address, which the allocator reuses. A weakref callback drops the promise
+before the memory is freed. Callbacks run in any thread at any moment, even inside a garbage collection: so nothing here
+takes a lock, and each step is one operation on a dictionary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .log import warn_once
 
 
 class _Promise(weakref.ref):
-    """A storage that was declared, its key in the table below, and the address of its memory at that time."""
+    """A declared storage: its key in the table below, and the address of its memory when it was declared."""
 
     __slots__ = ("address", "key")
 
@@ -39,7 +39,8 @@ _listeners: list[Callable[[], None]] = []
 
 
 def on_change(listener: Callable[[], None]) -> None:
-    """Call ``listener`` after every change of what is constant. It must not take a lock (see the top of this file)."""
+    """Call ``listener`` after every declaration, retraction and freed storage. It must not take a lock (see the top of
+    this file)."""
     _listeners.append(listener)
 
 
@@ -55,26 +56,26 @@ def _freed(promise: _Promise) -> None:
 
 
 def declare_constant(*tensors: Tensor) -> None:
-    """Promise that whatever may still be running when a GEMM is launched does not write to these tensors.
+    """Promise that nothing that may still run when a GEMM is launched writes to these tensors.
 
-    Where ``b`` of a call was declared (of an FP8 call, both ``b[0]`` and ``b[1]``), and programmatic dependent launch
-    is on (`set_pdl`), the kernel reads it before its predecessor has finished. It waits for the predecessor before it
-    reads ``a``, its scales and ``c`` and before it writes ``d``: those may come from the kernel just before, as ever.
+    If ``b`` of a call was declared (of an FP8 call, both ``b[0]`` and ``b[1]``) and programmatic dependent launch is on
+    (`set_pdl`), the kernel reads it before its predecessor has finished. It still waits for the predecessor before it
+    reads ``a``, its scales and ``c`` and before it writes ``d``: those may come from the kernel just before.
 
-    What is promised: no kernel or copy that can still run writes ``b``. Not the one launched just before
-    in the same stream; and not one before that, if kernels of other libraries in between let their successors start
+    The promise: no kernel or copy that can still run writes ``b``. That includes the kernel launched just before in the
+    same stream. It includes earlier ones if kernels of other libraries in between let their successors start
     (`griddepcontrol.launch_dependents`) before they have waited themselves. Without a promise nothing is assumed.
 
-    Declare weights and their scales once, after they were loaded and a synchronisation, or simply long before they are
-    used. To write to them later, synchronise before the next GEMM is launched, or `retract_constant` first. A CUDA
-    graph keeps what was promised when it was captured: synchronise between writing to weights and replaying it.
+    Declare weights and their scales once: after loading them and a synchronisation, or long before they are used. To
+    write to them later, synchronise before the next GEMM is launched, or `retract_constant` first. A CUDA graph keeps
+    the promises of its capture: synchronise between writing to weights and replaying it.
 
     The promise covers the whole storage: views, slices, transposes and other Python objects of the same memory. It ends
-    when the storage is freed; memory that is handed out again is not constant. Retract before a storage is resized
-    (`UntypedStorage.resize_`), which frees memory without freeing the storage.
+    when the storage is freed, and does not pass to a new tensor at the same address. Retract before a storage is
+    resized (`UntypedStorage.resize_`), which frees memory without freeing the storage.
 
     Args:
-        tensors: weights and scales, any number of them, of any shape, dtype and device. (On the CPU without effect.)
+        tensors: weights and scales, any number of them, of any shape, dtype and device. On the CPU it has no effect.
             Declaring twice is the same as once.
 
     Raises:
@@ -96,9 +97,8 @@ def declare_constant(*tensors: Tensor) -> None:
 
 
 def retract_constant(*tensors: Tensor) -> None:
-    """Take back what `declare_constant` promised of the storages of these tensors: calls from now on read them only
-    after their predecessor has finished. CUDA graphs that were captured before are not changed. Tensors that were not
-    declared are no error.
+    """Take back the promises for the storages of these tensors: later calls read them only after their predecessor has
+    finished. CUDA graphs that were captured before do not change. Tensors that were not declared are ignored.
 
     Raises:
         InvalidInputError: an argument is not a tensor with memory of its own. Nothing is retracted then.
@@ -139,9 +139,9 @@ def _storage(x: object, index: int, function: str) -> torch.UntypedStorage:
 
 @functools.cache
 def _ends_are_told() -> bool:
-    """Whether the weak reference to a storage calls back even if C++ owns its Python object and somebody else (such as
-    torch.multiprocessing) holds a weak reference of torch's own. Before torch 2.10 it did not, though the memory was
-    given back."""
+    """Whether a weak reference to a storage calls back even if C++ owns its Python object and torch's own weak
+    reference to it exists (torch.multiprocessing keeps one). Before torch 2.10 it did not, although the memory was
+    freed."""
     told: list[object] = []
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()

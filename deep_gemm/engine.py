@@ -1,8 +1,9 @@
 """How a call flows: spec -> plan -> launch.
 
-A spec says what is asked. The selector gives it a config; both make the params, which identify a binary; the builder
-compiles or finds it; loaded on a device it is a plan. A plan, the operands' strides and their addresses make a launch
-record, which is all that a warm call needs (`deep_gemm.calls` keeps those).
+A spec says what is asked. The selector chooses a config for it. Spec and config give the params, which identify a
+binary. The builder finds or compiles the binary, which becomes a plan when it is loaded on a device. A plan, the
+operands' strides and their addresses give a launch record, which is all that a warm call needs (`deep_gemm.calls` keeps
+the records).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Plan:
-    """What computes a spec on a device: a kernel, loaded."""
+    """A loaded kernel that computes a spec on a device."""
 
     spec: Spec
     device: int
@@ -81,7 +82,7 @@ _lock = threading.RLock()
 
 
 def _after_fork() -> None:
-    # A thread of the parent may have been compiling; nobody in the child would release its lock.
+    # A thread of the parent may have been compiling; in the child nobody would release its lock.
     global _lock
     _lock = threading.RLock()
 
@@ -98,12 +99,12 @@ def kernel_params(spec: Spec, config: KernelConfig, arch: archs.ArchSpec) -> Ker
 
 
 def build_request(params: KernelParams) -> BuildRequest:
-    """What the builder needs for ``params``: the rendered source, the params beside it as JSON, and what the kernel's
-    family does to its cubins."""
+    """The request to the builder for ``params``: the rendered source, the params as JSON, and the family's
+    post-pass."""
     kernel = kernels.get(params.kernel)
     fields = kernel.fields(params)
     key = render_key(kernel.template, fields)
-    # Found in a pack or on disk, it saves importing Jinja.
+    # A source from a pack or from disk saves importing Jinja.
     source = default_builder().source(key) or render(kernel.template, fields)
     return BuildRequest(
         name=kernel.entry(params),
@@ -121,13 +122,13 @@ def build(params: KernelParams) -> Binary:
 
 
 def adopt(params: KernelParams, binary: Binary) -> Binary:
-    """``binary``, which another process built of ``params``, in the cache of this one. Raises InvalidInputError where
-    it is not what ``build`` would return, and CompileError."""
+    """Take ``binary``, which another process built from ``params``, into the cache of this one. Raises
+    InvalidInputError if it is not what ``build`` would return, and CompileError."""
     return default_builder().adopt(build_request(params), binary)
 
 
 def plan(spec: Spec, device: int) -> Plan:
-    """The plan of ``spec`` on CUDA device ``device``: chosen, built and loaded the first time, remembered then.
+    """The plan of ``spec`` on CUDA device ``device``: chosen, built and loaded the first time, then remembered.
 
     Raises:
         UnsupportedError: there is no kernel for this GPU, for this spec or for these options.
@@ -145,7 +146,7 @@ def plan(spec: Spec, device: int) -> Plan:
 
 
 def forget_plans() -> None:
-    """Choose again from now on; loaded kernels stay loaded."""
+    """Forget all plans, so that configs are chosen again; loaded kernels stay loaded."""
     with _lock:
         _plans.clear()
 
@@ -189,7 +190,7 @@ def _make_plan(spec: Spec, device: int) -> Plan:
 
 
 def calibration_of(device: int) -> calibration.Calibration:
-    """The calibration of CUDA device ``device``; by its spec sheet where its model has none."""
+    """The calibration of CUDA device ``device``, or one scaled by its spec sheet if its model has none."""
     found = torch.cuda.get_device_properties(device)
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)  # kHz, bits
     return calibration.of(found.name, found.multi_processor_count, 2 * clock * width / 8e6)
@@ -224,8 +225,8 @@ def launch(plan: Plan, strides: Strides, addresses: Mapping[str, int], stream: i
     """The launch record of ``plan`` on operands with ``strides`` at ``addresses``; ``constant`` promises that nothing
     still running writes the weights.
 
-    A GEMM may start before its predecessor has finished, but not on part of a GPU: its waiting CTAs would take SMs that
-    were left to others, beside those that its predecessor uses.
+    A GEMM may start before its predecessor has finished, but not on part of a GPU: its waiting CTAs would occupy SMs
+    that were left to other work.
     """
     pdl = options.get_pdl() and (not isinstance(plan.spec, GemmSpec) or plan.spec.whole_gpu)
     made = plan.launch(strides, pdl, constant)
@@ -234,8 +235,8 @@ def launch(plan: Plan, strides: Strides, addresses: Mapping[str, int], stream: i
 
 
 def forced_plan(spec: Spec, config: KernelConfig, device: int, builder: Builder | None = None) -> Plan:
-    """A plan with ``config``, whatever the selector thinks of it: for surveys. With ``builder``, its kernel, loaded for
-    this plan alone: for other device code."""
+    """A plan with ``config``, whatever the selector prefers, for surveys. With ``builder``, which may hold other device
+    code, the kernel is that builder's and is loaded for this plan alone."""
     params = kernel_params(spec, config, archs.for_device(device))
     function, _ = load(params, device, f"{config}") if builder is None else _load(params, device, builder)
     return Plan(spec, device, params, function)
@@ -246,5 +247,5 @@ def _slow_raw_stream(device: int) -> int:
 
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
-"""The handle of the current stream of a CUDA device. The first way is not in torch's public interface, and forty times
-faster than making a torch.cuda.Stream."""
+"""The handle of the current stream of a CUDA device. The first way is private to torch, and forty times faster than
+creating a torch.cuda.Stream."""

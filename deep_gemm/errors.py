@@ -1,7 +1,7 @@
 """Every exception that `deep_gemm` raises on purpose.
 
-Several classes also derive from a built-in exception, because clients of libraries like this one catch `RuntimeError`,
-`ValueError` or `NotImplementedError`, and should go on working.
+Several classes also derive from a built-in exception, so that clients that catch `RuntimeError`, `ValueError` or
+`NotImplementedError` go on working.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CompileError(DeepGemmError, RuntimeError):
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Worker processes send these back to their parent, and the default would lose the keyword arguments.
+        # Workers send these errors to their parent process; the default pickling would lose the keyword arguments.
         return _rebuild_compile_error, (type(self), self.summary, self.log, self.source_path, self.options)
 
 

@@ -1,4 +1,4 @@
-"""The package's logger, warnings that are said once, and the output that a `DG_*` print setting asks for."""
+"""The package's logger, warnings that are logged once, and the output of `DG_*` print settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def warn_once(key: str, message: str) -> None:
 
 
 def say(message: str) -> None:
-    """Print what a setting such as DG_JIT_PRINT_COMPILER_COMMAND asked for: on stderr, whatever the logging level."""
+    """Print the output of a setting such as DG_JIT_PRINT_COMPILER_COMMAND: on stderr, whatever the logging level."""
     print(f"deep_gemm: {message}", file=sys.stderr, flush=True)
 
 
@@ -45,13 +45,13 @@ def rate(value: float) -> str:
 
 
 def reset_warnings() -> None:
-    """Forget what was said, so that a test can see a warning again."""
+    """Forget which warnings were logged, so that a test can see one again."""
     with _lock:
         _said.clear()
 
 
 def _after_fork() -> None:
-    # A thread of the parent may have held the lock at the moment of the fork; nobody in the child would release it.
+    # A thread of the parent may have held the lock during the fork; in the child nobody would release it.
     global _lock
     _lock = threading.Lock()
 

@@ -1,8 +1,8 @@
-"""Process-wide choices that callers make through functions: how many SMs, dependent launch, block sizes, and whether a
-row's bits may depend on its batch.
+"""Process-wide options that callers set through functions: number of SMs, programmatic dependent launch, block sizes,
+batch invariance.
 
-Plans depend on them, so every change calls the listeners, which drop what was decided before. The switch for batch
-invariance is the exception: plans and remembered calls of both positions are kept side by side.
+Plans depend on them, so every change calls the listeners, which drop plans and remembered calls. Batch invariance is
+the exception: plans and remembered calls of both positions are kept side by side.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """How many SMs kernels launch on: what was set, or all of the current device."""
+    """How many SMs kernels use: the number that was set, or all of the current device."""
     return _options.num_sms or _device_limit()
 
 
 def num_sms_for(device: int) -> int:
-    """How many SMs kernels launch on on CUDA device ``device``."""
+    """How many SMs kernels use on CUDA device ``device``."""
     return min(_options.num_sms or device_sms(device), device_sms(device))
 
 
@@ -68,8 +68,8 @@ def whole_gpu(device: int) -> bool:
 
 
 def set_tc_util(tc_util: int) -> None:
-    """Set the share of tensor-core time, in percent from 0 to 100, that callers plan with. It is kept and returned by
-    `get_tc_util`; kernels on Hopper do not throttle themselves."""
+    """Set the share of tensor-core time, in percent from 0 to 100, that callers plan with. It is only returned by
+    `get_tc_util`: kernels on Hopper do not throttle themselves."""
     if isinstance(tc_util, bool) or not isinstance(tc_util, int) or not 0 <= tc_util <= 100:
         raise InvalidInputError(f"tc_util must be an integer from 0 to 100 (percent), not {tc_util!r}.")
     _options.tc_util = tc_util
@@ -84,10 +84,10 @@ def set_pdl(enabled: bool) -> None:
     """Whether kernels are launched so that they may start before their predecessor in the stream has finished
     (programmatic dependent launch); True at first.
 
-    It is safe whoever wrote the operands: kernels set themselves up, then wait for their predecessor before they read
-    or write anything that it may have written. Under `declare_constant` that leaves out the declared weights, which are
-    read before; with ``set_pdl(False)`` such a promise has no effect. Nor has it on part of a GPU
-    (`set_num_sms`), where kernels always wait for their turn, so that no more SMs are taken than were allowed.
+    It is safe whoever wrote the operands: after its prologue, a kernel waits for its predecessor before it reads or
+    writes anything that the predecessor may have written. Only weights under `declare_constant` are read earlier; with
+    ``set_pdl(False)`` that promise has no effect. It has none on part of a GPU either (`set_num_sms`): there, kernels
+    never start early, so that no more SMs are used than allowed.
     """
     if not isinstance(enabled, bool):
         raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
@@ -101,7 +101,7 @@ def get_pdl() -> bool:
 
 
 def set_ignore_compile_dims(ignore: bool) -> None:
-    """Whether to treat every ``compiled_dims`` argument as empty, so that all sizes are run-time arguments."""
+    """Whether to ignore every ``compiled_dims`` argument, so that all sizes are run-time arguments."""
     if not isinstance(ignore, bool):
         raise InvalidInputError(f"ignore must be True or False, not {ignore!r}.")
     _options.ignore_compile_dims = ignore
@@ -134,9 +134,9 @@ def set_batch_invariant(enabled: bool) -> None:
     While it is True, each product sums K in one order that does not depend on M: kernels that split K among CTAs or
     warpgroups are not used, which costs speed where M is small. Repeating a call gives the same bits either way.
 
-    The switch belongs to the process, and a call does what it says when the call is made. Setting it costs a fraction
-    of a microsecond, and drops nothing: kernels and remembered calls of both positions are kept. A CUDA graph keeps
-    the kernels that it was captured with.
+    The switch is process-wide, and a call follows its position at the time of the call. Setting it takes a fraction of
+    a microsecond and drops nothing: kernels and remembered calls of both positions are kept. A CUDA graph keeps the
+    kernels that it was captured with.
 
     Raises:
         InvalidInputError: not a bool.
@@ -156,7 +156,7 @@ get_deterministic_algorithms = get_batch_invariant
 
 
 def current() -> _Options:
-    """All choices, as attributes that change: for calls, which read one at each call."""
+    """All options, as attributes that change, for the warm path, which reads one at each call."""
     return _options
 
 

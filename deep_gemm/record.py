@@ -18,7 +18,7 @@ _dump_registered = False
 
 
 def add_plan(entry: dict[str, Any]) -> None:
-    """Keep ``entry``, and see to it that the record is written at exit if DG_JIT_DEBUG_DUMP names a file."""
+    """Keep ``entry``. If DG_JIT_DEBUG_DUMP names a file, the record is written to it at exit."""
     global _dump_registered
     with _lock:
         _plans.append(entry)
@@ -54,7 +54,7 @@ def debug_info() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting's value as JSON has it: paths are text, and several of them a list."""
+    """A setting's value in JSON: paths become text, and several paths a list."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

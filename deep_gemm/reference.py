@@ -1,6 +1,6 @@
-"""The reference: plain torch, any device, slow and plain enough to be believed.
+"""The reference: plain torch on any device, slow, and simple enough to be trusted.
 
-It serves tensors on the CPU, GPUs that no kernel exists for (`DG_FALLBACK=torch`), and tests.
+It serves tensors on the CPU, GPUs without kernels (`DG_FALLBACK=torch`), and tests.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
 
 @contextlib.contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Without what a process may have switched on: autocast, which multiplies in bfloat16 or float16; gradients; and
-    ``torch.set_default_device``. Inference mode rather than no_grad, outside of which tensors made in it cannot be
-    written. TF32 and bfloat16 as float32's stand-ins do not matter: the reference is float64."""
+    """Switch off process-wide modes: autocast, which multiplies in bfloat16 or float16; gradients; and
+    ``torch.set_default_device``. It uses inference mode, not no_grad, since tensors that were made in inference mode
+    cannot be written outside of it. TF32, and bfloat16 in place of float32, do not matter: the reference is float64."""
     with torch.inference_mode(), torch.autocast(device.type, enabled=False), torch.device(device):
         yield
 
@@ -83,10 +83,10 @@ def exact_product(
 ) -> Tensor:
     """The product of the dequantised operands in float64, shape (M, N).
 
-    a (M, K) and b (N, K) are E4M3, sfa and sfb float32 of the shapes that `fp8_gemm_nt` takes. Called exact
-    because a product of two E4M3 values and two float32 scales has at most 56 significant bits: its error is some
-    2^-53 times the sum of the magnitudes, which is nothing beside what a GPU kernel may round.
-    ``elementwise`` is applied to the dequantised operands first: torch.abs and torch.square give bounds on errors.
+    a (M, K) and b (N, K) are E4M3, sfa and sfb float32 of the shapes that `fp8_gemm_nt` takes. Called exact because a
+    product of two E4M3 values and two float32 scales has at most 56 significant bits: its error is some 2^-53 times the
+    sum of the magnitudes, far below the rounding of a GPU kernel. ``elementwise`` is applied to the dequantised
+    operands first: torch.abs and torch.square give bounds on errors.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
     with plain_arithmetic(a.device):
@@ -104,7 +104,7 @@ def _product_blocks(
     scaling: Scalings,
     elementwise: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The product, block by block, so that memory stays bounded whatever the sizes: (rows, columns, values)."""
+    """The product block by block, (rows, columns, values), so that memory is bounded for any size."""
 
     def factor(x: Tensor, sf: Tensor, kind: Scaling, rows: slice) -> Tensor:
         values = dequantised(x, sf, kind, dtype, rows)

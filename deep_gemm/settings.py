@@ -109,7 +109,7 @@ def _parse_path(value: object) -> Path | None:
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError
-    # What "~" means can change; the rest can not, and one path that is kept is also hashed and written out once.
+    # The meaning of "~" can change. Other paths are cached, which also saves hashing and formatting them again.
     return _home_path(text) if text.startswith("~") else _plain_path(text)
 
 

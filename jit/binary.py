@@ -1,4 +1,4 @@
-"""What a builder is asked for and what it returns, whichever layer had it; and how that travels to another process."""
+"""A request to the builder, the binary that it returns, and how a binary is sent to another process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 
 @dataclass(frozen=True)
 class PostPass:
-    """What is done to a cubin after it was compiled.
+    """A pass over a compiled cubin.
 
-    `identity` is a short name that is part of the cubin's key: a pass that makes other bytes needs another one. `apply`
+    `identity` is a short name and part of the cubin's key: a pass that gives other bytes needs another name. `apply`
     takes the cubin and the kernel's name and returns the cubin to use; `describe` says in a few words what it did to a
     cubin. Raises InvalidInputError.
     """
@@ -45,8 +45,8 @@ class BuildRequest:
     """One kernel to build.
 
     `name` is its extern "C" symbol and part of a directory's name, `arch` a target such as "sm_90a", `meta` JSON that
-    is stored beside the cubin and is no part of its identity. `render_key` tells what `source` was rendered from, where
-    that is known; it is stored too. Raises InvalidInputError.
+    is stored beside the cubin and is no part of its identity. `render_key` identifies what `source` was rendered from,
+    where that is known; it is stored too. Raises InvalidInputError.
     """
 
     name: str
@@ -62,7 +62,7 @@ class BuildRequest:
         return {**self.meta, **({"post_pass": self.post_pass.identity} if self.post_pass else {})}
 
     def finished(self, cubin: bytes) -> bytes:
-        """What becomes of the compiler's `cubin`."""
+        """The compiler's `cubin` after the post-pass, if there is one."""
         return self.post_pass.apply(cubin, self.name) if self.post_pass else cubin
 
     def __post_init__(self) -> None:
@@ -77,10 +77,10 @@ class Binary:
     """A compiled kernel. `layer` tells where it came from: "memory", "pack", "disk", "compiled", or
     "adopted" from another process.
 
-    `key` is its identity, compiler included, `source_key` that of what was compiled, `cuda` the toolkit's version such
-    as "12.9". `seconds` has "lookup" (of this build call until the binary was found, or found missing) and, from when
-    it was compiled, "compile" and, where known, "ptxas". `source_path` is None where the source could not be stored,
-    and for a kernel of a pack, which keeps it inside.
+    `key` is its identity with the compiler, `source_key` the one without, `cuda` the toolkit's version such as "12.9".
+    `seconds` has "lookup" (the time that this call searched) and, from when it was compiled, "compile" and, where
+    known, "ptxas". `source_path` is None where the source could not be stored, and for a kernel of a pack, which keeps
+    it inside.
     """
 
     name: str
@@ -96,7 +96,8 @@ class Binary:
     cuda: str
 
     def encode(self) -> bytes:
-        """A checksum, JSON and the cubin, for `decode` in another process. The source's path stays behind."""
+        """The binary as bytes for `decode` in another process: a checksum, JSON and the cubin. `source_path` is left
+        out."""
         header = {name: getattr(self, name) for name in (*_TEXTS, "layer")}
         header |= {"resources": self.resources.to_json(), "seconds": dict(self.seconds)}
         content = json.dumps(header, allow_nan=False).encode() + b"\n" + self.cubin
@@ -169,7 +170,7 @@ def of_entry(address: Address, source_key: str, entry: Entry, start: float) -> B
 
 
 def check_same(binary: Binary, request: BuildRequest, identity: Mapping[str, str]) -> None:
-    """Raises InvalidInputError unless `binary` is what `request` would be built as here, with these fields."""
+    """Raises InvalidInputError unless `binary` has the name and arch of `request`, and the fields of `identity`."""
     for what, wanted in {"name": request.name, "arch": request.arch, **identity}.items():
         if getattr(binary, what) != wanted:
             raise InvalidInputError(
@@ -186,7 +187,7 @@ def check_same(binary: Binary, request: BuildRequest, identity: Mapping[str, str
 
 
 def packed(binary: Binary, request: BuildRequest) -> Packable:
-    """What a pack holds of `binary`, which was built of `request`. Raises ValueError as `packable` does."""
+    """`binary`, which was built from `request`, as a pack stores it. Raises ValueError as `packable` does."""
     return packable(
         name=binary.name,
         arch=binary.arch,

@@ -20,7 +20,7 @@ from deep_gemm.jit.cache.memory import MemoryCache
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.base import Compiled, Compiler, common_flags
-from deep_gemm.jit.compilers.find import choose, pass_by
+from deep_gemm.jit.compilers.find import choose, is_broken
 from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
@@ -39,7 +39,7 @@ ERRORS = ("failed", "forbidden", "unstored", "corrupted", "unusable", "lock_time
 
 @dataclass(frozen=True)
 class _Plan:
-    """A request with all that today's settings add to it."""
+    """A request, with what the current settings add to it."""
 
     request: BuildRequest
     compiler: Compiler
@@ -57,12 +57,11 @@ class _Plan:
 
 
 class Builder:
-    """Builds each key once: once a thread asks, the others wait for it; processes wait for each other likewise.
+    """Builds each key once: other threads and processes that ask for the same key wait.
 
     `root`, `compiler` and `include_dir` default to what the settings say at each call. `lock_limit` is how many seconds
-    another process may take for a key before it is compiled here too. `packs` are those of the settings and of
-    installed packages unless given, and none for a builder that is given its compiler. All methods are safe from
-    several threads.
+    another process may take for a key before it is compiled here too. `packs` default to those of the settings and of
+    installed packages; a builder that is given its compiler has none. All methods are safe from several threads.
     """
 
     def __init__(
@@ -86,20 +85,20 @@ class Builder:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counts of this process, and "compile_seconds" of what compiled. A forked child starts from zero, so that
-        the numbers of a service's workers may be added up.
+        """What this process did, as counts, and "compile_seconds", the time spent compiling. A forked child starts from
+        zero, so that the counts of a service's workers can be added up.
 
-        Found in "memory", in a "pack" or on "disk"; "adopted" from another process; "misses", which are "compiled",
-        "failed" or "forbidden"; compiled or adopted but "unstored"; misses for which there was an entry but a
-        "corrupted" one; misses with an "unusable" directory; "lock_timeout": compiled here after waiting in vain for
-        another process. "evictions": entries that this process removed to keep DG_JIT_CACHE_LIMIT.
+        Hits: "memory", "pack", "disk". "adopted" from another process. "misses" = "compiled" + "failed" + "forbidden",
+        some with a reason: "corrupted" (a damaged entry), "unusable" (no usable directory), "lock_timeout" (another
+        process held the lock too long). "unstored": compiled or adopted, but not written to disk. "evictions": entries
+        removed to keep DG_JIT_CACHE_LIMIT.
         """
         with self._lock.lock:
             self._own_counts()
             return dict(self._counts)
 
     def disk(self) -> DiskCache | None:
-        """The disk layer by today's settings, or None where there is no place for one."""
+        """The disk layer of the current settings, or None where no directory can be used."""
         root = self._root or default_root()
         if root is None:
             message = "Kernels are kept in memory only: there is no home directory. Set DG_JIT_CACHE_DIR to keep them."
@@ -113,7 +112,7 @@ class Builder:
         return known
 
     def source(self, render_key: str) -> str | None:
-        """The source that is rendered from what this key stands for, if a pack or the disk has it."""
+        """The rendered source of this render key, if a pack or the disk has it."""
         packed = self.packs.source(render_key)
         if packed is not None:
             return packed
@@ -125,7 +124,7 @@ class Builder:
         return self._plan(request).key
 
     def source_key(self, request: BuildRequest) -> str:
-        """The identity of what would be compiled, whatever the compiler."""
+        """The identity of what would be compiled, without the compiler."""
         return source_key(
             name=request.name,
             source=request.source,
@@ -136,8 +135,8 @@ class Builder:
         )
 
     def lookup(self, request: BuildRequest) -> Binary | None:
-        """The binary if memory, a pack or disk has it; never compiles. Raises CompilerNotFoundError for what is in no
-        pack, since on disk a kernel is of a compiler."""
+        """The binary if memory, a pack or disk has it; never compiles. An entry on disk belongs to one compiler, so
+        this raises CompilerNotFoundError if there is none and no pack has the kernel."""
         start, source = time.perf_counter(), self.source_key(request)
         packed = self._from_packs(request, source, start)
         if packed is not None:
@@ -166,7 +165,8 @@ class Builder:
             try:
                 binary = self._from_memory(plan) or self._build(plan)
             except CompileError:
-                if self._compiler is not None or not pass_by(plan.compiler):  # if passed by, again with the next one
+                # If the compiler is broken, the next one tries.
+                if self._compiler is not None or not is_broken(plan.compiler):
                     raise
         return self._checked(binary)
 
@@ -175,7 +175,7 @@ class Builder:
             return self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
 
     def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
-        """Take over what another process made of `request`, into memory and onto disk. What is there already stays.
+        """Take over another process's binary for `request`, into memory and onto disk. An existing one stays.
 
         Raises InvalidInputError if it is not what `build` would return here, and CompileError for what
         DG_JIT_PTXAS_CHECK refuses. No problem of the cache raises.
@@ -243,12 +243,12 @@ class Builder:
 
     def _compile_once(self, plan: _Plan) -> Binary:
         if settings.forbid_compile:
-            # Before the lock, which would create files, and wait for a process that may never publish.
+            # Before the lock: taking it creates files, and it may wait for a process that never publishes.
             self._missed(plan)
             self._count("forbidden")
             places = [str(plan.disk.directory(at)) for at in plan.addresses] if plan.disk else ["no directory"]
             raise forbidden(plan.request, plan.source_key, self.packs, ", ".join(places), plan.key)
-        allowed = settings.cache_limit  # before the work, which a setting that cannot be read would waste
+        allowed = settings.cache_limit  # read first: an invalid setting must fail before the compilation, not after it
         with self._disk_lock(plan):
             # Another process may have published it while this one waited.
             binary = self._from_disk(plan) or self._compile(plan)
@@ -262,13 +262,13 @@ class Builder:
             return
         start = time.perf_counter()
         with plan.disk.lock(plan.addresses[0], self.lock_limit) as held:
-            # Not held at once, rather than after the limit, means a root or a filesystem without locks.
+            # If it is not held although the limit has not passed, the root or the filesystem has no locks.
             if not held and time.perf_counter() - start >= self.lock_limit:
                 self._count("lock_timeout")
             yield
 
     def _evict(self, plan: _Plan, binary: Binary, allowed: int | None) -> None:
-        """Keep the limit after a new entry. Not under its lock: others may wait for it."""
+        """Keep DG_JIT_CACHE_LIMIT after a new entry. The entry's lock is not held meanwhile: others may wait for it."""
         if allowed is None or plan.disk is None or binary.source_path is None:
             return
         if binary.layer in ("compiled", "adopted"):
@@ -279,7 +279,7 @@ class Builder:
         if plan.disk is None or not plan.disk.usable():
             self._count("unusable")
         elif any(os.path.lexists(plan.disk.directory(address) / META) for address in plan.addresses):
-            # It is there, and yet it was not taken.
+            # The entry exists, but it could not be used.
             self._count("corrupted")
 
     def _compile(self, plan: _Plan) -> Binary:
@@ -337,7 +337,7 @@ class Builder:
             "log": compiled.log,
             "meta": plan.request.stored_meta,
         }
-        # Where even the source could not be stored, there is no use in trying the rest.
+        # If the source could not be stored, the rest cannot be either.
         if stored is None or plan.disk is None:
             self._count("unstored")
             return
@@ -360,7 +360,7 @@ class Builder:
         return binary
 
     def _thread_lock(self, key: tuple[str, str]) -> ForkLock:
-        # It stays in `_busy` (some hundred bytes a key): removing it could let a new thread in beside one that waits.
+        # Never removed (some hundred bytes each): a new thread could enter beside one that waits for the old lock.
         with self._lock.lock:
             return self._busy.setdefault(key, ForkLock())
 

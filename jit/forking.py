@@ -1,4 +1,4 @@
-"""What a forked child finds: locks that are free, and libraries that were at rest."""
+"""Fork safety: locks that a forked child finds free, and forks that wait until no thread is inside a library."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ForkLock:
     """A `threading.Lock` that a forked child finds free: `with fork_lock.lock:`.
 
     The thread of the parent that held it does not exist in the child, so nobody would ever release it: the child gets a
-    new one. The lock itself stands in the `with` statement, since no signal can interrupt what C does there. A method
-    written in Python could be interrupted when the lock was taken and the block had not begun.
+    new one. The `with` statement names the lock itself, which is taken in C, where no signal handler runs. In a method
+    written in Python, a handler could raise after the lock was taken and before the block began.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class ForkLock:
 
 
 class ForkWaits:
-    """A context manager around calls into a library that has locks of its own: a fork waits until no thread is inside.
+    """A context manager around calls into a library with locks of its own: a fork waits until no thread is inside.
 
-    A child would find such a lock taken, by a thread that does not exist there, and wait for it for ever. Any number of
-    threads may be inside at once; one that is inside must not fork.
+    Otherwise a child could find such a lock held by a thread that does not exist there, and wait for ever. Any number
+    of threads may be inside at once; one that is inside must not fork.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ForkWaits:
 
     def _after_fork_in_parent(self) -> None:
         with self._changed:
-            # One that another thread made during the fork was not asked to wait.
+            # A ForkWaits that another thread created during the fork has counted no fork: it stays at 0.
             self._forks = max(self._forks - 1, 0)
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""What a service exports of the cache: where it is, what is in it, and what this process did with it."""
+"""Metrics of the cache for a service: where it is, what it holds, and what this process did with it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from deep_gemm.settings import settings
 def cache_info(builder: Builder | None = None) -> dict[str, Any]:
     """The cache and what this process did with it, as plain JSON. Touches no GPU and creates nothing.
 
-    root (None without a home directory), exists, writable, problem (why it cannot be used, or None), entries, bytes,
-    groups by arch, CUDA and driver; limits (None: none is kept); packs in the order in which they are asked, each with
-    path, by (who names it), kernels, bytes and problem (None: it is used); statistics as of `Builder.stats`. A kernel
-    that is loaded already is not looked up again, so its calls are no hits. limits' "bytes" is DG_JIT_CACHE_LIMIT, and
-    statistics' "evictions" what this process removed to keep it. Raises SettingError for a setting that cannot be read.
+    "root" (None without a home directory), "exists", "writable", "problem" (why it cannot be used, or None), "entries",
+    "bytes", "groups" by arch, CUDA and driver. "limits": "bytes" is DG_JIT_CACHE_LIMIT; None means no limit. "packs" in
+    the order in which they are searched, each with path, by (who names it), kernels, bytes and problem (None if it is
+    used). "statistics" from `Builder.stats`: a kernel that is loaded already is not looked up again, so its calls are
+    no hits. Raises SettingError for an invalid setting.
 
-    `builder` is that of this process unless given.
+    `builder` defaults to the one of this process.
     """
     builder = builder or default_builder()
     disk = builder.disk()

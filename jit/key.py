@@ -1,8 +1,7 @@
-"""What makes two binaries the same.
+"""Cache keys: which inputs decide the bytes of a binary.
 
-The source key covers the rendered source, the content of every header that it reaches, the architecture, the flags that
-all compilers are given, and what is done to the cubin afterwards: what a kernel is, whoever compiled it. Packs are
-looked up by it.
+The source key covers the rendered source, the content of every header that it includes, the architecture, the flags
+that all compilers get, and the post-pass: what the kernel does, whichever compiler built it. Packs are looked up by it.
 
 The key covers the source key, the compiler's full build identity and all its flags. Neither holds a path or a time, so
 two install prefixes agree on both.
@@ -19,12 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Raise it when the meaning of an entry changes, so that two versions of the package can share a root.
+# Raise it when the meaning of an entry changes: two versions of the package can then share a root.
 SCHEMA = 5
 
-# From the "#" on, which is searched for at memory's speed; what stands before it on its line is looked at afterwards.
+# The pattern begins with a fixed character, "#", which is fast to search for. What precedes it on its line is checked
+# afterwards.
 _INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
-# A file that changed this shortly ago may change again without another size or time: clocks of filesystems are coarse.
+# A file that is younger may change again and keep its size and time, since the clocks of filesystems are coarse.
 YOUNG_NS = 3_000_000_000
 _MAX_MEMO = 256
 
@@ -33,8 +33,8 @@ Signature = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class _Reached:
-    """The headers that some includes lead to, and every file that was looked at for it; None for one that is absent.
-    `digest` is of the headers."""
+    """The headers that some includes reach, and the signature of every file that was looked at (None if it is absent).
+    `digest` covers the headers."""
 
     headers: tuple[tuple[str, str], ...]
     files: tuple[tuple[str, Signature | None], ...]
@@ -56,10 +56,10 @@ def build_key(source_key: str, compiler: str, flags: Sequence[str]) -> str:
 def source_key(
     *, name: str, source: str, arch: str, flags: Sequence[str], include_dir: Path | None, post_pass: str = ""
 ) -> str:
-    """A hex digest of everything that decides what a kernel does: of `build_key`, all but the compiler.
+    """A hex digest of everything that decides what a kernel does: `build_key` without the compiler.
 
-    `name` is the kernel's symbol, `flags` are those that every compiler is given, `post_pass` is the identity of what
-    is done to the cubin afterwards.
+    `name` is the kernel's symbol, `flags` are those that every compiler gets, `post_pass` is the identity of the pass
+    over the cubin.
     """
     content = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
     reached = _reached(source, include_dir)
@@ -75,9 +75,9 @@ def headers(source: str, include_dir: Path | None) -> list[tuple[str, str]]:
     """(name, SHA-256 of the content) of each header that `source` reaches, sorted by name.
 
     Conditional compilation is not evaluated: a header that might be included counts. One that is not in `include_dir`
-    belongs to the toolkit, whose identity is in the key already, or does not exist, which the compiler will say.
+    belongs to the toolkit, whose identity is in the key already, or does not exist, and then the compiler fails.
 
-    What was found is remembered, and holds as long as no file that was looked at has changed.
+    The result is remembered until a file that was looked at changes.
     """
     reached = _reached(source, include_dir)
     return list(reached.headers) if reached is not None else []
@@ -100,7 +100,7 @@ def _reached(source: str, include_dir: Path | None) -> _Reached | None:
 
 
 def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached, bool]:
-    """What the includes `first` lead to, and whether that may be remembered."""
+    """The headers that the includes `first` reach, and whether the result may be remembered."""
     found: dict[str, str] = {}
     looked_at: dict[str, Signature | None] = {}
     pending = list(first)
@@ -111,7 +111,7 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             if candidate in found:
                 break
             path = os.path.join(include_dir, candidate)
-            # Before it is read: a change between the two then shows as another signature.
+            # Taken before the file is read: if it changes in between, the signature differs next time.
             looked_at[path] = signature(path)
             try:
                 content = Path(path).read_bytes()
@@ -122,14 +122,15 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             parent = candidate.rpartition("/")[0]
             pending += _includes(content.decode("utf-8", "replace"), f"{parent}/" if parent else "")
             break
-    # A time in the future, by a clock that is not ours, says nothing of how young a file is.
+    # A time in the future comes from another machine's clock and does not tell the file's age.
     settled = all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
     by_name = tuple(sorted(found.items()))
     return _Reached(by_name, tuple(looked_at.items()), digest(by_name)), settled
 
 
 def signature(path: str) -> Signature | None:
-    """What tells whether a file has changed since, if it was older than YOUNG_NS then; None for one that is absent."""
+    """A value that changes whenever the file does, provided that the file was older than YOUNG_NS. None if it is
+    absent."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

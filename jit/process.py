@@ -17,7 +17,7 @@ from pathlib import Path
 from deep_gemm.jit.cache.files import sweep
 from deep_gemm.settings import child_environment
 
-# Both add options to nvcc's behind our back: the key could not know of them.
+# Both add options to nvcc's command line that the key does not cover.
 _HIDDEN_FLAGS = ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS")
 _PREFIX = "deep_gemm-tool-"
 _swept: set[Path] = set()
@@ -30,8 +30,8 @@ def is_plain(path: str) -> bool:
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A new directory with a plain path: tools also hand over the absolute path of the one that they run in. What
-    killed processes left of theirs goes an hour later. Raises OSError."""
+    """A new directory with a plain path, since tools also pass the path of their working directory to a shell.
+    Directories that killed processes left are removed after an hour. Raises OSError."""
     usual = tempfile.gettempdir()
     places = [Path(os.path.realpath(place)) for place in (usual, "/tmp", "/var/tmp")]
     place = next((place for place in places if is_plain(str(place)) and place.is_dir()), None)
@@ -47,8 +47,8 @@ def private_directory() -> Iterator[Path]:
 def run(command: list[str], limit: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command's output and status. `folder` is where it runs and keeps temporary files.
 
-    Raises OSError, and subprocess.TimeoutExpired after `limit` seconds. Then, or if an exception of a signal handler
-    ends the wait, all that the command started is killed.
+    Raises OSError, and subprocess.TimeoutExpired after `limit` seconds. Then, or if a signal handler raises meanwhile,
+    every process that the command started is killed.
     """
     environment = child_environment(*_HIDDEN_FLAGS)
     if folder is not None:

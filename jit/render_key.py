@@ -1,7 +1,7 @@
-"""What makes two rendered sources the same, told without rendering.
+"""The identity of a rendered source, without rendering it.
 
 Importing Jinja and compiling the templates takes some 20 ms of a process's first call. A pack holds sources beside its
-cubins; by this key they are found without either.
+cubins; with this key they are found without either.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def render_key(template: str, fields: Mapping[str, str | int | bool], directory:
 
 @functools.lru_cache(maxsize=1)
 def _renderer() -> str:
-    """Of our module, and of Jinja."""
+    """The identity of the renderer: our module's digest and Jinja's version."""
     return hashlib.sha256(Path(generator.__file__).read_bytes()).hexdigest() + importlib.metadata.version("jinja2")
 
 
 def _templates(directory: str) -> str:
-    """A digest of all templates, remembered as long as none of them, and no name in the directory, has changed."""
+    """A digest of all templates, remembered until one of them changes or a file is added or removed."""
     known = _memo.get(directory)
     if known is not None and all(signature(path) == seen for path, seen in known[0]):
         return known[1]
     now = time.time_ns()
-    # Before they are read: a change between the two then shows as another signature.
+    # Taken before the files are read: if one changes in between, its signature differs next time.
     files = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".jinja")]
     looked_at = tuple((path, signature(path)) for path in (directory, *files))
     contents = [(os.path.basename(path), hashlib.sha256(Path(path).read_bytes()).hexdigest()) for path in files]

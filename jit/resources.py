@@ -19,8 +19,8 @@ _WARNING = re.compile(r"\bwarning\b|Potential Performance Loss|serializ", re.IGN
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers of a thread, barriers of a block, the rest in bytes: static shared memory of a block, and stack
-    (local memory) and spills of a thread. `warnings` are the compiler's lines that tell of lost performance."""
+    """Registers a thread and barriers a block; the rest in bytes: static shared memory a block, stack (local memory)
+    and spills a thread. `warnings` are the compiler's lines about lost performance."""
 
     registers: int
     shared_static: int
@@ -62,7 +62,7 @@ class Resources:
 
 _NUMBERS = ("registers", "shared_static", "stack", "spill_stores", "spill_loads", "barriers")
 _MOST = (1 << 31) - 1
-# Of a stored duration: a century. It is only ever shown or added up.
+# The longest duration that is accepted, a century. Durations are only shown and added up.
 _LONGEST = 100 * 365 * 86400.0
 
 
@@ -87,7 +87,7 @@ def shown(value: object) -> str:
 
 
 def parse_ptxas(log: str, name: str) -> Resources | None:
-    """Resources of the entry function `name`, or None where `log` does not speak of it.
+    """Resources of the entry function `name`, or None if `log` does not mention it.
 
     Stack and spills are the worst over the entry and the functions that it calls: ptxas lists them separately.
     """

@@ -1,4 +1,4 @@
-"""The path under which messages of a compiler name a source."""
+"""The path by which a compiler's messages name a source."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KEPT = 86400.0
 
 @contextlib.contextmanager
 def source_file(stored: Path | None, name: str, source: str) -> Iterator[str]:
-    """The stored source's path, else one in the directory for temporary files. There, a file is written only after a
-    CompileError, for whoever reads its message, and goes after a day."""
+    """The stored source's path, else one in the directory for temporary files. A file is written there only after a
+    CompileError, for the reader of its message, and removed after a day."""
     if stored is not None:
         yield str(stored)
         return

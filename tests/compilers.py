@@ -1,4 +1,4 @@
-"""The real compilers of this machine, and scripts that pass for one."""
+"""The real compilers of this machine, and scripts that act as a compiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deep_gemm.jit.compilers import Compiler, Nvcc, Nvrtc, find, find_all
 
 
 def compiler_of(kind: str) -> Compiler:
-    """One of that kind. A machine without NVCC skips the test; NVRTC is one of our dependencies."""
+    """A usable compiler of that kind. A machine without NVCC skips the test; NVRTC is one of our dependencies."""
     path = next((found.path for found in find_all() if found.kind == kind and found.usable), None)
     if path is None:
         assert kind != "nvrtc"
@@ -20,7 +20,7 @@ def compiler_of(kind: str) -> Compiler:
 
 
 def fake_nvcc(path: Path, version: str = "13.0.88", body: str = "exit 3") -> str:
-    """A script that says it is that version of nvcc. What it does with a kernel is `body`."""
+    """A script that reports that version of nvcc and runs `body` for a kernel."""
     path.parent.mkdir(parents=True, exist_ok=True)
     release = version.rpartition(".")[0]
     path.write_text(
@@ -34,7 +34,7 @@ def fake_nvcc(path: Path, version: str = "13.0.88", body: str = "exit 3") -> str
 
 
 def fake_library(path: Path, build_id: bytes, padding: int = 0) -> str:
-    """A file with an ELF header and one note, which is all that anybody looks at."""
+    """A file with an ELF header and one note: nothing else of a library is read."""
     note = struct.pack("<III", 4, len(build_id), 3) + b"GNU\0" + build_id
     header = b"\x7fELF\x02\x01\x01" + bytes(25) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 1)
     program = struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(note), len(note), 4)

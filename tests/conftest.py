@@ -1,4 +1,4 @@
-"""What all tests share: markers by directory, a private kernel cache, the record of a GPU run."""
+"""Shared by all tests: markers by directory, a private kernel cache, the record of a GPU run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and children inherit that: tests of interrupts would hang.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Settings of the caller's shell must not decide what a test sees, and tests never touch the caller's kernels.
+    # Tests must not depend on the settings of the caller's shell, nor touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
         del os.environ[variable]
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell without job control starts with "&"

@@ -1,4 +1,4 @@
-"""Processes that can write nowhere, as in a container whose root filesystem is read-only."""
+"""Processes that cannot write anywhere, as in a container with a read-only root filesystem."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-# In a namespace of its own a process may remount what it sees: the root, and what is mounted below it but for the
-# kernel's own, which container runtimes leave writable too (a driver cannot be used otherwise).
+# In its own namespace a process may remount the root and all mounts below it. /dev, /proc and /sys stay writable, as in
+# container runtimes, since a driver needs them.
 _REMOUNT = """
 while read -r _ at _; do
   case "$at" in
@@ -23,8 +23,8 @@ _NAMESPACE = ("--mount", "--map-root-user", "sh", "-c", _REMOUNT, "sh")
 
 
 def read_only(writable: Path) -> list[str]:
-    """What to put before a command so that it runs where no file can be written, not by root either. Skips the test
-    where that cannot be had: `writable`, a directory of the test's, is tried, and where programs write by habit."""
+    """The command prefix under which nothing, not even root, can write a file. Tries it in `writable`, a directory of
+    the test, in /, /tmp and the home directory, and skips the test if it does not work."""
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("unshare is not installed")

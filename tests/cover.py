@@ -1,4 +1,4 @@
-"""Few kernels that show what all of them can do."""
+"""A small set of kernels that covers every feature of all kernels."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Item = TypeVar("Item")
 
 
 def everything() -> list[KernelParams]:
-    """Each config of the serving sets, and again with a D that TMA cannot store."""
+    """Each config of the serving sets, with TMA stores and with direct stores."""
     configs = [config for kernel in FAMILIES for config in kernel.configs(SM90)]
     return [make_params(config, store) for store in ("tma", "direct") for config in configs]
 
 
 def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
-    """What a kernel is one of: a tile, a cluster, a way to share K, and so on, each in its family."""
+    """The features of a kernel within its family: its tile, its cluster, its way to split K, and so on."""
     config = params.config
     assert isinstance(config, FP8Config)
     persistent = getattr(config, "persistent", True)
     kinds: dict[str, Hashable] = {
         "tile": (config.block_m, config.block_n),
-        # Sums that consumers of one CTA exchange go other ways than those between CTAs, and where there are both again.
+        # Consumers of one CTA exchange sums by other code than CTAs do; with both there is a third way.
         "split": (config.cluster_m, config.cluster_n, config.cluster_k, getattr(config, "consumers_k", 1)),
         "consumers": config.num_consumers,
         "partials": config.num_partials,
@@ -40,8 +40,8 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
 def cover(
     items: Sequence[Item], features_of: Callable[[Item], frozenset[Hashable]], first: Iterable[Item] = ()
 ) -> list[Item]:
-    """``first``, and as few more of ``items`` as show every feature that any has, in their order: greedily the one that
-    shows most of what is not shown yet, and of equals the first."""
+    """``first`` and enough further ``items``, in their order, to cover every feature: greedily the item with the most
+    features that are not covered yet; of equals, the first."""
     chosen = list(first)
     shown = {feature for item in chosen for feature in features_of(item)}
     left = [(item, features_of(item)) for item in items]

@@ -1,4 +1,4 @@
-"""A driver that is not there: the types of cuda.bindings, and calls that are recorded and answered here."""
+"""A fake driver: the types of cuda.bindings, and calls that are recorded and answered here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One config at work: built, loaded and launched as it is, past validation and the selector."""
+"""One config, built, loaded and launched directly, without validation and the selector."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def nvrtc() -> Compiler:
-    """The NVRTC that suits the driver here."""
+    """An NVRTC that this machine's driver supports."""
     with settings.override(use_nvrtc=True):
         return choose()
 
 
 @contextmanager
 def compiled(jobs: Iterable[tuple[Key, Builder, KernelParams]]) -> Iterator[dict[Key, Future[Binary]]]:
-    """Kernels, compiled several at a time; one that fails raises where it is asked for."""
+    """Kernels, compiled several at a time; the error of one that fails is raised when it is looked up."""
     with ThreadPoolExecutor(COMPILING_THREADS) as pool:
         yield {key: pool.submit(builder.build, engine.build_request(params)) for key, builder, params in jobs}
         pool.shutdown(cancel_futures=True)
@@ -49,7 +49,7 @@ def load(params: KernelParams, binary: Binary, device: int = 0) -> Function:
 
 @dataclass(frozen=True)
 class Forced:
-    """A launch with these operands, to be made any number of times, and what of it must stay alive."""
+    """A launch that can be repeated, with the tensors that it keeps alive."""
 
     launch: Launch
     scales: Tensor
@@ -72,7 +72,7 @@ def force(
     """Make the launch of ``params``' kernel for d (M, N) = a @ b^T on a stream.
 
     a and b are (M, K) and (N, K) E4M3 with scales (M, ceil(K / 128)) and (ceil(N / 128), ceil(K / 128)), all dense.
-    Scales of a are brought into the kernel's layout here, by torch, with NaN where the layout has room to spare.
+    Scales of a are converted to the kernel's layout by torch, with NaN in its padding.
     """
     (x, sfa), (y, sfb) = a, b
     (m, k), n = x.shape, y.shape[0]
@@ -119,7 +119,7 @@ def force_scaled(
 
 
 def laid_out(x: Tensor, major: str) -> Tensor:
-    """x (rows, K) as a letter of `HalfParams.majors` says."""
+    """x (rows, K) in the layout that a letter of `HalfParams.majors` names."""
     return x if major == "k" else x.t().contiguous().t()
 
 
@@ -133,7 +133,7 @@ def force_half(
     constant_b: bool = False,
 ) -> Launch:
     """Make the launch of a 16-bit kernel for d (M, N) = (c +) a @ b^T on a stream. ``tensors`` are a (M, K) and b (N,
-    K), which lie as ``params`` say, d, and c where there is one."""
+    K), in the layouts of ``params``, d, and c if there is one."""
     (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
     op = half_dense.BF16 if params.dtype == "bf16" else half_dense.FP16
     spec = half_dense.spec(

@@ -1,4 +1,4 @@
-"""Which kernels are kept as rendered sources under tests/unit/golden, and how to write them anew:
+"""The kernels whose rendered sources are kept under tests/unit/golden. To write them again:
 
     python tests/golden_renders.py
 
@@ -32,8 +32,8 @@ FAMILIES: tuple[Kernel[Any], ...] = (PLAIN, SWAPPED)
 
 
 def find_config(kernel: Kernel[Any] = PLAIN, **fields: int) -> FP8Config:
-    """The first legal config of ``kernel`` with these fields; fields that are not named are as in a plain one, alone on
-    its SM."""
+    """The first legal config of ``kernel`` with these fields. Other fields default to those of a plain config: no
+    cluster, no split of K, one CTA on an SM."""
     alone = {"cluster_m": 1, "cluster_n": 1, "cluster_k": 1, "consumers_k": 1, "ctas_per_sm": 1, "persistent": True}
     wanted = {**alone, **fields}
     for config in kernel.legal(SM90):
@@ -48,7 +48,7 @@ def make_params(config: FP8Config, store: str = "tma", shape: tuple[int, int, in
 
 
 def golden_params() -> list[KernelParams]:
-    """Two of each family: a plain one, and one with as many branches as go together."""
+    """Two of each family: a plain kernel, and one with as many features as can be combined."""
     return [
         make_params(find_config(block_m=128, block_n=128)),
         make_params(find_config(block_m=128, block_n=192, cluster_m=2), "direct", shape=(0, 2112, 7168)),
@@ -74,7 +74,7 @@ def golden_renders() -> Iterator[tuple[Path, str]]:
 
 
 def write() -> None:
-    """Bring the folder to what is rendered now, dropping files of kernels that are no longer among them."""
+    """Write the folder again, and delete files of kernels that are no longer listed."""
     renders = dict(golden_renders())
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.glob("*.cu"):

@@ -24,8 +24,8 @@ KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "tr
 
 
 class Launched(NamedTuple):
-    """One launch: "gemm", "copy" or "transpose", where its operands were, whether weights were constant in it, what it
-    computes, and the operands' strides."""
+    """One launch: "gemm", "copy" or "transpose", the addresses of its operands, whether its weights were promised
+    constant, its spec, and the operands' strides."""
 
     kernel: str
     at: dict[str, int]
@@ -35,13 +35,13 @@ class Launched(NamedTuple):
 
 
 def calls_behind(entry: Any) -> calls.Calls:
-    """What is remembered of the calls that go through a function of `calls.entry`."""
+    """The remembered calls behind a function that `calls.entry` returned."""
     found: calls.Calls = entry.__globals__["calls"]
     return found
 
 
 class FakeLaunch:
-    """A launch record that notes its launches."""
+    """A launch record that lists its launches."""
 
     def __init__(self, gpu: FakeGpu, spec: Any, strides: Any, at: Mapping[str, int], constant: bool) -> None:
         kernel = KERNELS[type(spec)]
@@ -56,7 +56,7 @@ class FakeLaunch:
 
 
 class FakeGpu:
-    """The path of CUDA tensors, taken by tensors on the CPU."""
+    """The code path of CUDA tensors, run with tensors on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[Launched] = []
@@ -67,7 +67,7 @@ class FakeGpu:
         self.calls: calls.Calls = calls_behind(fp8_dense.without_c)
         calls.forget_all()
         self.checks: dict[type, Any] = {}
-        """What calls are checked by, by operation."""
+        """The original check of each operation."""
         for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
@@ -83,7 +83,7 @@ class FakeGpu:
         monkeypatch.setattr(engine, "launch", self.launch)
 
     def checked(self, operation: type) -> Any:
-        """Its check, after which the operands are on a GPU."""
+        """The operation's check, whose result claims to be on a GPU."""
 
         def checked(*args: Any) -> Any:
             x = self.checks[operation](*args)
@@ -108,7 +108,7 @@ class FakeGpu:
 
     @property
     def constants(self) -> list[bool]:
-        """Of each GEMM that was launched, whether weights were constant."""
+        """Whether weights were constant, for each GEMM that was launched."""
         return [launched.constant for launched in self.launched if launched.kernel == "gemm"]
 
 

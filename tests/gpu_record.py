@@ -14,10 +14,10 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 class GpuRecord:
-    """A pytest plugin: writes `last_run.json` into `directory` as its test files end, each run whole, on a GPU.
+    """A pytest plugin: writes `last_run.json` into `directory` after each test file that ran completely on a GPU.
 
-    A file's counts are kept beside those of others that ran in the same place, by the same sources and tests: the suite
-    may be run file by file, where the time for one command is short. What has not been run yet is named as missing.
+    Counts of files add up over runs on the same machine with the same sources and tests, so that the suite can be run
+    file by file. Files that have not run yet are listed as missing.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +42,7 @@ class GpuRecord:
         if name not in self.left:
             return
         self.left[name] -= 1
-        # Neither a pass nor a failure: everything was skipped, so there is no GPU to report about.
+        # Neither a pass nor a failure: everything was skipped, so there is no GPU.
         if not self.left[name] and any(counts["passed"] + counts["failed"] for counts in self.outcomes.values()):
             self._write()
 
@@ -63,7 +63,7 @@ class GpuRecord:
         self.path.write_text(json.dumps(record, indent=2) + "\n")
 
     def _known(self, place: dict[str, str]) -> dict[str, dict[str, int]]:
-        """What an earlier run recorded of other files, if only the date has changed since."""
+        """The record of an earlier run, if nothing but the date has changed since."""
         try:
             written: dict[str, Any] = json.loads(self.path.read_text())
         except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Device code of the 16-bit kernels broken on purpose, as in `mutations.py`: each edit makes a wrong result, and no
-wait for something that never comes."""
+"""Mutations of the device code of the 16-bit kernels, as in `mutations.py`: each edit gives a wrong result and no
+hang."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KERNELS: dict[str, HalfParams] = {
     "swapped": swapped.make_params(swapped.make_config(32)),
     "swapped split": swapped.make_params(swapped.make_config(16, 2, 2), output="f32"),
 }
-"""All layouts of operands, all ways out, split K."""
+"""All layouts of operands, all ways to store D, split K."""
 
 _UPRIGHT = ("late", "float", "turned", "split", "direct")
 
 MUTATIONS = [
-    # Not where consumers share K: they load a block past the last one too, and here that is the one that was dropped.
+    # Not where consumers split K: they also load a block past the last one, which here is the dropped one.
     Mutation(
         "drop the last block of K",
         "gemm_kernel.cuh",

@@ -1,4 +1,4 @@
-"""Device headers with something changed."""
+"""Edited copies of the device headers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from deep_gemm.jit.generator import include_dir
 
 
 def edited_headers(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
-    """A copy of the device headers in `folder`, which must not exist; of each edit the one `old` in `file` is `new`."""
+    """A copy of the device headers in `folder`, which must not exist, with each edit (old, new) applied to `file`."""
     shutil.copytree(include_dir(), folder)
     edit(folder / file, *edits)
     return folder
 
 
 def edit(path: Path, *edits: tuple[str, str]) -> None:
-    """Change a file: of each edit, `old` must be there once."""
+    """Apply edits (old, new) to a file; each `old` must be there exactly once."""
     text = path.read_text()
     for old, new in edits:
         if text.count(old) != 1:

@@ -1,4 +1,4 @@
-"""A compiler that needs none, for tests of what surrounds compilers."""
+"""A fake compiler, for tests of the code around compilers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FakeCompiler(Compiler):
 
 
 def cubin_of(source: str) -> bytes:
-    """What FakeCompiler makes of `source`: some kilobytes, none of them alike."""
+    """The cubin that FakeCompiler makes of `source`: some kilobytes without repetition."""
     seed = source.encode()
     return b"\x7fELF" + b"".join(hashlib.sha256(seed + bytes([i])).digest() for i in range(64))
 

@@ -1,4 +1,4 @@
-"""A process of its own that builds kernels with the fake compiler: `python jit_worker.py '{"root": ..., ...}'`.
+"""A worker process that builds kernels with the fake compiler: `python jit_worker.py '{"root": ..., ...}'`.
 
 It prints one JSON line, and `ready` before it waits for the file `gate` to appear.
 """
@@ -31,7 +31,7 @@ def without_torch() -> None:
 
 
 def stall_before_rename(name: str) -> None:
-    """Never get past publishing the file `name`: somebody kills us there."""
+    """Stop just before the file `name` is published, to be killed there."""
     real = os.rename
 
     def rename(source: Any, target: Any, **options: Any) -> None:
@@ -44,15 +44,15 @@ def stall_before_rename(name: str) -> None:
 
 
 def restrict(job: dict[str, Any]) -> None:
-    """Take away what the job says that this process is not to have."""
+    """Take away from this process what the job says."""
     if "file_limit" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit"],) * 2)
     if "uid" in job:
-        # Now, since another user may not be allowed to read where Python is installed.
+        # Imported now: another user may not be allowed to read Python's directory.
         import filelock
         import platformdirs
 
-        filelock.FileLock, platformdirs.user_cache_dir  # noqa: B018  # some are loaded when they are first named
+        filelock.FileLock, platformdirs.user_cache_dir  # noqa: B018 # some are loaded at first use
         os.setgid(job["uid"])
         os.setuid(job["uid"])
     if job.get("homeless"):
@@ -64,7 +64,7 @@ def restrict(job: dict[str, Any]) -> None:
 
 
 def open_compiler(job: dict[str, Any]) -> Any:
-    """The fake, or a real one that says when it begins."""
+    """The fake compiler, or a real one that prints a line when it begins."""
     import jit_fakes
 
     if "real" not in job:
@@ -88,8 +88,8 @@ def open_compiler(job: dict[str, Any]) -> Any:
 
 
 def fork_while_locked(build: Any, request: Any, other: Any = None) -> int:
-    """The exit status of a child that wants the key which a thread of ours was compiling at the moment of the fork,
-    or `other`, which it then has to compile by itself."""
+    """The exit status of a forked child that builds the key that a thread of the parent was compiling during the fork,
+    or `other`, which it has to compile itself."""
     thread = threading.Thread(target=build.build, args=(request,))
     thread.start()
     while not build._compiler.calls:
@@ -99,7 +99,7 @@ def fork_while_locked(build: Any, request: Any, other: Any = None) -> int:
     assert thread.is_alive()
     child = os.fork()
     if child == 0:
-        # That thread does not exist here: without a new lock this would wait for it forever.
+        # That thread does not exist here: without a new lock this would wait for ever.
         signal.alarm(20)
         wanted, layer = (request, "disk") if other is None else (other, "compiled")
         os._exit(0 if build.build(wanted).layer == layer else 1)
@@ -109,7 +109,7 @@ def fork_while_locked(build: Any, request: Any, other: Any = None) -> int:
 
 
 def leave_a_child_behind(build: Any, request: Any) -> None:
-    """Compile for ever in a thread, fork a child that lives on, tell its process id, and wait to be killed."""
+    """Compile for ever in a thread, fork a child that lives on, print its process id, and wait to be killed."""
     threading.Thread(target=build.build, args=(request,), daemon=True).start()
     while not build._compiler.calls:
         time.sleep(0.005)
@@ -136,7 +136,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         from deep_gemm.jit import key
 
         key.SCHEMA = job["schema"]
-    # Without a root it is the one that the settings give.
+    # Without a root, the one of the settings.
     root = Path(job["root"]) if job["root"] else None
     include = Path(job.get("include", "/no-headers"))
     compiler = open_compiler(job)
@@ -144,7 +144,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     random.Random(job.get("seed", 0)).shuffle(sources)
     print("ready", flush=True)
     while "gate" in job and not Path(job["gate"]).exists():
-        time.sleep(0.01)  # dozens wait here while others start, who need the processor
+        time.sleep(0.01)  # dozens of processes wait here, while others need the CPU to start
     if job.get("fork"):
         build = Builder(root, compiler, include)
         return {"child": fork_while_locked(build, *(jit_fakes.request(source=source) for source in sources))}

@@ -1,4 +1,4 @@
-"""Launches of the FP8 GEMMs for any geometry, without a driver: what would be passed to it."""
+"""Launches of the FP8 GEMMs for any geometry, without a driver: the arguments that it would get."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Geometry:
 
     @property
     def strides(self) -> Strides:
-        """As a launch takes them."""
+        """The strides in the form of a launch."""
         return {
             "a": (self.stride_a or self.k, 1),
             "sfa": (1, self.stride_sfa or align(self.m, 4)),
@@ -50,7 +50,7 @@ class Geometry:
         }
 
     def spec(self, params: KernelParams, num_sms: int = 132) -> GemmSpec:
-        """What is asked for where ``params`` compute it."""
+        """The spec that ``params`` compute for this geometry."""
         made = ops.spec(self.m, self.n, self.k, num_sms)
         return replace(made, d=replace(made.d, aligned=params.store == "tma"))
 
@@ -81,12 +81,12 @@ def is_persistent(config: FP8Config) -> bool:
 
 
 def suited(g: Geometry, params: KernelParams) -> Geometry:
-    """``g``, with whole pieces of eight columns where CTAs of one tile copy them."""
+    """``g``, with N rounded to a multiple of eight where CTAs of one tile copy D in such pieces."""
     return g if is_persistent(fp8(params)) or params.store == "direct" else replace(g, n=align(g.n, 8))
 
 
 def maps_output(params: KernelParams) -> bool:
-    """Whether a launch makes a tensor map of D: where a warp brings tiles there by TMA."""
+    """Whether a launch makes a tensor map of D, that is, whether a warp stores tiles by TMA."""
     config = fp8(params)
     return params.store == "tma" and is_persistent(config) and not isinstance(config, SwappedConfig)
 
@@ -102,7 +102,7 @@ class Recorded:
 
 @contextmanager
 def encoder() -> Iterator[list[tuple[TensorMapSpec, int]]]:
-    """In place of the driver's: each map is its own number."""
+    """A fake encoder: each map is its own number."""
     made: list[tuple[TensorMapSpec, int]] = []
 
     def encode(spec: TensorMapSpec, address: int) -> bytes:

@@ -10,8 +10,8 @@ from headers import edited_headers
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` in the header `file` becomes `new`, which the kernels named in `kernels` do not survive:
-    those whose operands are not swapped, unless it says otherwise. If it shows only from some K on, `k` is one."""
+    """`old` in the header `file` becomes `new`, which breaks the kernels named in `kernels` (by default those with
+    operands that are not swapped). If it shows only for large K, `k` is such a K."""
 
     name: str
     file: str

@@ -1,7 +1,7 @@
-"""Device code broken on purpose, one way at a time: tests that a kernel passes must fail for each of these.
+"""Mutations of the device code, one at a time: tests that a kernel passes must fail for each of these.
 
-Each is one edit of one header. None of them makes a kernel wait for something that never comes, read outside its
-operands, or depend on timing: a wrong result, the same every time, is all that happens.
+Each is one edit of one header. None makes a kernel hang, read outside its operands, or depend on timing: each gives a
+wrong result, the same every time.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ MUTATIONS = [
         EVERY,
     ),
     Mutation(
-        "look ahead to the next tile's scales of B before the last page of this one's is turned to",
+        "fetch the next tile's scales of B before the last page of this tile's is in use",
         "fp8_mainloop.cuh",
         "place % kPage == 0) scaling.weights.turn(place);\n    look_ahead();",
         "place % kPage == 0) look_ahead(), scaling.weights.turn(place);\n    else look_ahead();",
         ("ahead", "segments", "direct"),
-        k=34 * 128 - 16,  # the last but one begins a page
+        k=34 * 128 - 16,  # the last block but one begins a page
     ),
     Mutation(
         "publish each tile for the one after it",
@@ -68,7 +68,7 @@ MUTATIONS = [
         ("ahead", "one by one", "split"),
     ),
     Mutation(
-        "find the second column of a group in the place of the first",
+        "take the second column of a group for the first",
         "raster.cuh",
         "column = first + right;",
         "column = first + right / 2 * 2;",
@@ -76,7 +76,7 @@ MUTATIONS = [
         tuple(kernel for kernel in EVERY if kernel != "one by one"),
     ),
     Mutation(
-        "find the second column of a lone band in the place of the first",
+        "take the second column of a lone band for the first",
         "raster.cuh",
         "column = last_height.quotient(index);",
         "column = last_height.quotient(index) / 2 * 2;",
@@ -168,7 +168,7 @@ MUTATIONS = [
         "fp8_mainloop.cuh",
         "matrix_descriptor(b), opaque_zero);",
         "matrix_descriptor(b), opaque_zero + 1);",
-        # Shares of two blocks use each set of partial sums once, when it is still zero.
+        # With two blocks of K for each split, each set of partial sums is used once, while it is still zero.
         tuple(kernel for kernel in EVERY if kernel != "swapped split"),
     ),
     Mutation(
@@ -179,7 +179,7 @@ MUTATIONS = [
         EVERY,
     ),
     Mutation(
-        "swap rows on their way out",
+        "swap rows in the store",
         "epilogue.cuh",
         "const u32 row = warp * 16 + lane % 16;",
         "const u32 row = warp * 16 + (lane % 16 ^ 1);",
@@ -200,7 +200,7 @@ MUTATIONS = [
         ("direct",),
     ),
     Mutation(
-        "store the first share's columns for all",
+        "store the first split's columns for all",
         "fp8_gemm.cuh",
         "Store::stage_all(area, sum, owner * kColumns / 2, warp, lane);",
         "Store::stage_all(area, sum, 0, warp, lane);",
@@ -263,7 +263,7 @@ MUTATIONS = [
         SWAPPED_STAGED,
     ),
     Mutation(
-        "leave out a share in the exchange",
+        "leave out one part in the split-K exchange",
         "split_k_exchange.cuh",
         "for (u32 other = 0; other < kSplits - 1; ++other)",
         "for (u32 other = 1; other < kSplits - 1; ++other)",
@@ -277,7 +277,7 @@ MUTATIONS = [
         ("split", "swapped split"),
     ),
     Mutation(
-        "swap tokens on their way out",
+        "swap tokens in the store",
         "epilogue.cuh",
         "const u32 token = lane % 8, unit",
         "const u32 token = lane % 8 ^ 1, unit",
@@ -308,7 +308,8 @@ MUTATIONS = [
 
 
 def mutated_kernels() -> dict[str, KernelParams]:
-    """The kernels that are broken, of all families: every schedule of products and promotion, all ways out, split K."""
+    """The kernels that are mutated, of all families: every schedule of products and promotion, all ways to store D,
+    split K."""
     return {
         "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
         "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),

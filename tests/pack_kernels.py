@@ -1,4 +1,4 @@
-"""Packs of kernels that the fake compiler makes, for tests of packs."""
+"""Packs of kernels from the fake compiler, for tests of packs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sources(count: int = 3) -> list[BuildRequest]:
 
 
 def make(path: Path, asked: list[BuildRequest] | None = None, compiler: FakeCompiler | None = None) -> Path:
-    """A pack of what `compiler` makes of `asked`; its cache lies beside it."""
+    """A pack of the kernels of `asked`, built by `compiler`; the cache lies beside it."""
     asked = sources() if asked is None else asked
     build = builder(path.parent / f"{path.name}.cache" / "root", compiler, include_dir=path.parent / "no-headers")
     packs.write(path, [packed(replace(build.build(one), seconds={"compile": 0.25}), one) for one in asked])
@@ -29,7 +29,7 @@ def make(path: Path, asked: list[BuildRequest] | None = None, compiler: FakeComp
 def user(
     root: Path, *paths: Path, compiler: FakeCompiler | None = None, **options: Any
 ) -> tuple[Builder, FakeCompiler]:
-    """A builder that uses just these packs, and the compiler that it falls back on."""
+    """A builder that uses only these packs, and the compiler that it falls back on."""
     compiler = compiler or FakeCompiler()
     options.setdefault("include_dir", root.parent / "no-headers")
     return Builder(root, compiler, packs=Packs(paths), **options), compiler

@@ -30,7 +30,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(prefix: Sequence[str] = (), env: dict[str, str] | None = None, **job: Any) -> subprocess.Popen[str]:
         job = {"root": str(tmp_path / "root"), "journal": str(tmp_path / "journal"), **job}
         command = [*prefix, sys.executable, str(WORKER), json.dumps(job)]
-        # Its messages go to a file, which pytest shows nobody and which cannot fill up like a pipe.
+        # Its messages go to a file, which cannot fill up as a pipe can.
         with (tmp_path / f"stderr-{len(running)}").open("w") as errors:
             worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         running.append(worker)
@@ -54,12 +54,12 @@ def result(worker: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def said(tmp_path: Path, worker: int = 0) -> list[str]:
-    """What the worker of that number logged."""
+    """The log of the worker of that number."""
     return [line for line in (tmp_path / f"stderr-{worker}").read_text().splitlines() if line.startswith("WARNING")]
 
 
 def kill(worker: subprocess.Popen[str]) -> None:
-    """SIGKILL, and nothing of the process is left."""
+    """Send SIGKILL and wait until the process is gone."""
     worker.kill()
     worker.wait()
 

@@ -1,8 +1,8 @@
-"""Device headers for compute-sanitizer's racecheck, and races put into those, to see that it finds them.
+"""Device headers for compute-sanitizer's racecheck, and versions with races, which it must report.
 
-It does not always see that who arrives at an mbarrier has met others at a named barrier before, for whom it arrives
-too: where consumers exchange sums it reported the reads of exactly 127 of 128 threads. See benchmarks/README.md, also
-for what that of CUDA 13.0 reports besides.
+It does not always see that a thread that arrives at an mbarrier also arrives for others, which it has met at a named
+barrier before: in the exchange of sums it reported the reads of exactly 127 of 128 threads. See benchmarks/README.md,
+also for further reports of the version of CUDA 13.0.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from headers import edit, edited_headers
 
 
 def racecheck_headers(folder: Path) -> Path:
-    """The device headers in ``folder``, in which each lane arrives for itself, at its CTA's own ring and where sums are
-    exchanged. In a ring that a cluster fills together one lane still does for a warp; no sums come through those."""
+    """Copy the device headers to ``folder``, changed so that each lane arrives for itself, at the ring of its own CTA
+    and in the exchange of sums. In a ring that a cluster fills together, one lane still arrives for a warp; no sums
+    pass through such a ring."""
     edited_headers(
         folder,
         "split_k_exchange.cuh",
@@ -50,9 +51,9 @@ class Race:
         return folder
 
 
-_TELL = 'if (writes) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8), "r"(0) : "memory");'
+_PUBLISH = 'if (writes) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8), "r"(0) : "memory");'
 RACES = {
-    "told-late": Race(  # a tile's column is told once consumers may ask for it
+    "hint-late": Race(  # publish a tile's column when consumers may read it already
         "128x144_s5_p1_tma",
         "store_warp.cuh",
         (
@@ -60,12 +61,12 @@ RACES = {
             ("    Areas::free_all();\n", "    Areas::free_all();\n    look_ahead();\n"),
         ),
     ),
-    "told-early": Race(  # and where the column of the tile before still is
+    "hint-early": Race(  # publish it in the slot of the tile before, which is still in use
         "128x256_s3_p1_tma",
         "next_tile_hint.cuh",
-        (("    place ^= 8;\n  }\n\n  // Moves `tile`", f"    {_TELL}\n    place ^= 8;\n  }}\n\n  // Moves `tile`"),),
+        (("    place ^= 8;\n  }\n\n  // Moves `tile`", f"    {_PUBLISH}\n    place ^= 8;\n  }}\n\n  // Moves `tile`"),),
     ),
-    "exchange": Race(  # sums are sent to a slot whose last ones may not have been read
+    "exchange": Race(  # send sums to a slot whose last sums may not have been read
         "swapped_16x64_s20_p2_k1x2_tma",
         "split_k_exchange.cuh",
         (("if (receivers(split) > 0) barrier_wait<true>(empty(consumer), parity ^ 1);", ""),),

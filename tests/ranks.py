@@ -1,4 +1,4 @@
-"""Real processes as ranks of a gloo group on this machine, each of which runs what it is told."""
+"""Real processes as ranks of a gloo group on this machine, each of which runs jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Job = dict[str, Any]
 
 
 class Ranks:
-    """`size` processes; `run` gives each a job. The store is held here, so that any of them may die."""
+    """`size` processes; `run` gives each a job. The parent holds the store, so any rank may die."""
 
     def __init__(self, size: int) -> None:
         import torch.distributed as dist
@@ -36,7 +36,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, jobs: list[Job]) -> list[Any]:
-        """What each rank answered; None for one that has died."""
+        """The answer of each rank; None for one that has died."""
         for pipe, job in zip(self.pipes, jobs, strict=True):
             with contextlib.suppress(OSError):
                 pipe.send(job)
@@ -75,7 +75,7 @@ def _precompile(
     sabotage: tuple[str, str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Compile ahead once the file `after` is there. `sabotage` is what to do wrong, and a file to make when done."""
+    """Compile ahead once the file `after` exists. `sabotage` is the fault to cause, and a file to create afterwards."""
     from deep_gemm.aot import distributed
     from deep_gemm.jit import default_builder
     from deep_gemm.jit.cache.disk import DiskCache

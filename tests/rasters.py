@@ -1,4 +1,4 @@
-"""Where kernels find their tiles, in their own arithmetic."""
+"""The raster of the device code, in the same arithmetic."""
 
 from __future__ import annotations
 

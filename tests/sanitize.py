@@ -1,16 +1,16 @@
-"""Kernels of every kind on small operands, to be run under a checker of memory accesses: `make sanitize` does, by
-`sanitizer.py`, with a compute-sanitizer that it installs. Alone:
+"""Runs kernels of every kind on small operands, under a checker of memory accesses. `make sanitize` does so through
+`sanitizer.py`, with a compute-sanitizer that it installs. By hand:
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck
 
-Needs a GPU. The API errors are those of cuda-bindings, which asks the driver for functions that it lacks. Kernels are a
-cover: each tile, cluster, way to share K and so on of each family's serving set is in one of them (see `cover.py`).
-`--every 1` takes every config of these sets, and a larger number one in so many.
-Each runs twice, alone, and then as a programmatic launch with weights promised constant right behind itself.
+Needs a GPU. API errors are not reported, since cuda-bindings asks the driver for functions that it lacks. The kernels
+cover each tile, cluster, way to split K and so on of each family's serving set (see `cover.py`). `--every 1` takes
+every config of these sets, `--every N` one in N. Each kernel runs twice: alone, and then right behind itself as a
+programmatic dependent launch with a weight promise.
 
-`--racecheck` compiles headers that racecheck follows, and `--race NAME` such with a mistake, which it must report, in a
-kernel that shows it: see `racecheck_headers.py`. `--name` runs some alone.
+`--racecheck` compiles headers that racecheck can follow; `--race NAME` adds a mistake that it must report, in a kernel
+that shows it: see `racecheck_headers.py`. `--name` selects kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HALF: list[KernelParams] = [
 
 
 def chosen(every: int) -> list[KernelParams]:
-    """A cover, or with ``every`` one in so many of everything."""
+    """The cover, or with ``every`` one config in so many."""
     known = everything()
     return known[::every] if every else cover(known, features)
 
@@ -61,13 +61,13 @@ def named(found: list[KernelParams], part: str) -> list[KernelParams]:
 
 
 def sizes(config: FP8Config) -> tuple[int, int, int, int]:
-    """M, N, K, and the number of SMs to run on, so few that a CTA that stays does several tiles."""
+    """M, N, K, and the number of SMs: so few that a persistent CTA computes several tiles."""
     m, n, k = config.block_m + 70, 2 * config.block_n + 40, 896
     return m, n, k, ceil_div(2 * config.cluster_size, config.ctas_per_sm)
 
 
 def run_half(params: HalfParams, function: Function, stream: int) -> bool:
-    """Run a 16-bit kernel twice as the others; whether the result is right."""
+    """Run a 16-bit kernel twice, like the others. Returns whether the result is right."""
     config = params.config
     assert isinstance(config, GemmConfig)
     m, n, k = config.block_m + 72, 2 * config.block_n + 40, 448
@@ -94,12 +94,12 @@ def _config(params: KernelParams) -> FP8Config:
 
 
 @click.command()
-@click.option("--every", default=0, help="One in so many of all kernels, in place of a cover.")
-@click.option("--racecheck", is_flag=True, help="With headers that racecheck follows.")
-@click.option("--race", type=click.Choice(list(RACES)), help="With a mistake for racecheck to find.")
-@click.option("--name", default="", help="Of these, those with this in their names alone.")
+@click.option("--every", default=0, help="Run one in so many of all kernels, instead of the cover.")
+@click.option("--racecheck", is_flag=True, help="Compile headers that racecheck can follow.")
+@click.option("--race", type=click.Choice(list(RACES)), help="Add a mistake that racecheck must find.")
+@click.option("--name", default="", help="Only kernels with this in their names.")
 def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
-    """Run them, and compare results while at it."""
+    """Run the kernels and check their results."""
     place = Path(tempfile.mkdtemp())
     include = racecheck_headers(place / "include") if racecheck or race else include_dir()
     if race:

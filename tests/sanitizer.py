@@ -1,5 +1,5 @@
-"""`make sanitize`: `sanitize.py` under compute-sanitizer. memcheck and racecheck must report nothing, and of each race
-that is put in on purpose racecheck must."""
+"""`make sanitize`: `sanitize.py` under compute-sanitizer. memcheck and racecheck must report nothing, and racecheck
+must report each race that is added on purpose."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from racecheck_headers import RACES
 
 PACKAGE = "nvidia-cuda-sanitizer-api"
 REPORTED = 9
-"""What compute-sanitizer ends with if it reported anything."""
+"""The exit status of compute-sanitizer if it reported anything."""
 
 
 def tool() -> Path:
-    """The compute-sanitizer of the package: that of CUDA 13.0 reports races of waits that it does not follow."""
+    """The compute-sanitizer of the installed package: the one of CUDA 13.0 reports false races, since it does not
+    follow some waits."""
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU here, and compute-sanitizer needs one: run `make sanitize` where there is one.")
     try:
@@ -38,19 +39,19 @@ def ends(sanitizer: Path, kind: str, *arguments: str) -> int:
     program = [sys.executable, str(Path(__file__).with_name("sanitize.py")), *arguments]
     command = [str(sanitizer), "--tool", kind, "--report-api-errors", "no", "--error-exitcode", str(REPORTED), *program]
     print(f"{kind}: sanitize.py {' '.join(arguments)}".rstrip(), flush=True)
-    # torch's caching of memory would hide what is out of bounds.
+    # torch's caching allocator would hide accesses out of bounds.
     return subprocess.run(command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}).returncode
 
 
 def failures(sanitizer: Path) -> list[str]:
-    """What was not as it must be, a sentence each."""
+    """What failed, a sentence each."""
     found = []
     for kind, arguments in (("memcheck", ()), ("racecheck", ("--racecheck",))):
         if status := ends(sanitizer, kind, *arguments):
-            found.append(f"{kind} ended with {status}, and should with 0: it is above why.")
+            found.append(f"{kind} ended with {status} instead of 0: see its report above.")
     for race in RACES:
         if (status := ends(sanitizer, "racecheck", "--race", race)) != REPORTED:
-            found.append(f"racecheck ended with {status} on the race {race!r}, and should report it: with {REPORTED}.")
+            found.append(f"racecheck ended with {status} on the race {race!r}: it must report it ({REPORTED}).")
     return found
 
 

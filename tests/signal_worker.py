@@ -48,7 +48,7 @@ def main(job: dict[str, Any]) -> None:
     with settings.override(use_nvrtc=True):
         compiler = choose()
     flags, source = compiler.flags("sm_90a"), slow_source(job["parts"])
-    compiler._open()  # it compiles nothing yet: only the first compilation of a process is the dangerous one
+    compiler._open()  # nothing is compiled before: only the first compilation of a process is dangerous
 
     def compile_for_ever() -> None:
         print("compiling", flush=True)

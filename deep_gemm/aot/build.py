@@ -1,4 +1,4 @@
-"""Compiling ahead: choose the kernels that a workload can ask for, and build each once, in parallel, with or without a
+"""Compiling ahead: choose the kernels that a workload can need, and build each once, in parallel, with or without a
 GPU.
 
 summary = deep_gemm.precompile("config.json", tp=8, max_m=16384, progress=True)
@@ -35,9 +35,9 @@ from deep_gemm.spec import GemmSpec, align
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one kernel: a binary, or the error that stopped it. `shapes` are those that asked for it.
+    """The result for one kernel: a binary, or the error that stopped it. `shapes` are those that need it.
 
-    The layer of a binary that a worker of an executor built is what the worker said of it.
+    If a worker of an executor built the binary, its layer is the one that the worker reported.
     """
 
     name: str
@@ -58,18 +58,18 @@ class Summary:
     seconds: float
 
     def __repr__(self) -> str:
-        # A line: the outcomes of a model are hundreds, and each has a kernel's parameters and resources.
+        # One line: a model has hundreds of outcomes, and each holds a kernel's parameters and resources.
         counts = [f"{count} from {name}" for name in LAYERS[1:] if (count := self.count(name))]
         told = ", ".join([f"{self.count('compiled')} compiled", *counts, f"{len(self.failed)} failed"])
         return f"<Summary: {counted(len(self.outcomes), 'kernel')}, {told}, {self.seconds:.1f} s>"
 
     @property
     def failed(self) -> list[Outcome]:
-        """Those without a binary."""
+        """The outcomes without a binary."""
         return [outcome for outcome in self.outcomes if outcome.binary is None]
 
     def count(self, layer: str) -> int:
-        """How many binaries came from "compiled", "disk", "pack", "memory" or, from another rank, "adopted"."""
+        """How many binaries have this layer: "compiled", "disk", "pack", "memory", or "adopted" (from another rank)."""
         return sum(outcome.binary is not None and outcome.binary.layer == layer for outcome in self.outcomes)
 
 
@@ -78,14 +78,14 @@ Progress = Callable[[Outcome, int, int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """Kernels to build with the shapes that want each, and the shapes for which none could be chosen."""
+    """Kernels to build, each with the shapes that need it, and the shapes without a kernel."""
 
     kernels: dict[KernelParams, tuple[GemmShape, ...]]
     impossible: tuple[Outcome, ...] = ()
 
 
 class Report:
-    """Outcomes as they come: each is given the shapes that asked for it, and told to `progress`; True prints lines."""
+    """Collects outcomes: adds the shapes that need the kernel, and calls `progress`; True prints lines."""
 
     def __init__(self, work: Work, progress: Progress | bool | None = None) -> None:
         self._work = work
@@ -95,7 +95,7 @@ class Report:
             self.add(outcome)
 
     def add(self, outcome: Outcome) -> None:
-        """Take note of what became of one kernel of the work."""
+        """Add the outcome of one kernel."""
         if outcome.params is not None:
             outcome = replace(outcome, shapes=self._work.kernels[outcome.params])
         self._outcomes.append(outcome)
@@ -104,26 +104,26 @@ class Report:
             self._progress(outcome, len(self._outcomes), total)
 
     def missing(self) -> list[KernelParams]:
-        """Kernels of which nothing was heard."""
+        """The kernels without an outcome."""
         heard = {outcome.params for outcome in self._outcomes}
         return [params for params in self._work.kernels if params not in heard]
 
     def summary(self, start: float) -> Summary:
-        """Everything so far; it began at `start` by `time.perf_counter`."""
+        """The outcomes so far; the work began at `start` by `time.perf_counter`."""
         return Summary(tuple(self._outcomes), time.perf_counter() - start)
 
 
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None) -> GemmSpec:
-    """What a call with freshly allocated tensors of this shape asks for, under the options of this process."""
+    """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
     return ops.spec(shape.m, shape.n, shape.k, num_sms or arch.num_sms, shape.op)
 
 
 K_MULTIPLE = 16
-"""Rows of FP8 are read in pieces of 16 bytes."""
+"""TMA reads rows of FP8 in units of 16 bytes."""
 
 
 def refusal(n: int, k: int, op: str = FP8) -> str:
-    """Why a call of such weights is refused whatever M is; "" if it is not."""
+    """Why a call with these weights is refused for every M; "" if it is not."""
     if k % K_MULTIPLE and op in FP8_OPS:
         return (
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
@@ -133,10 +133,9 @@ def refusal(n: int, k: int, op: str = FP8) -> str:
 
 
 def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> list[KernelParams]:
-    """The kernels that such a call runs, by the path that a call takes: spec, ranking, parameters. Which GPU model it
-    will be is not known here, so that there is one for each calibration that chooses another; nor is how the switch for
-    batch invariance will stand, so that there is one for each position. Raises UnsupportedError, and InvalidInputError
-    for a shape that every call refuses."""
+    """The kernels that such a call can run, chosen as a call does: spec, ranking, parameters. The GPU model is not
+    known here, nor the switch for batch invariance, so the choices of every calibration and of both positions are
+    included. Raises UnsupportedError, and InvalidInputError for a shape that every call refuses."""
     if why := refusal(shape.n, shape.k, shape.op):
         raise InvalidInputError(f"{shape} cannot be served: {why}")
     asked = replace(spec_of(shape, spec, num_sms), batch_invariant=False)
@@ -144,7 +143,7 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
     chosen = []
     for known in calibration.every():
         chosen.append(select.rank(asked, spec, known)[0].config)
-        # What is first among all is first among those that are batch invariant, if it is one.
+        # If the best config of all is batch invariant, it is also the best of those.
         if not kernels.of(chosen[-1]).runs(invariant, chosen[-1]):
             chosen.append(select.rank(invariant, spec, known)[0].config)
     return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]
@@ -153,7 +152,7 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
 def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
     """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
 
-    Kernels that calls may launch before the product, such as the transpose of scales, come along.
+    Helpers that any call may need, such as the transpose of scales, are included.
     """
     spec = archs.get(arch)
     wanted: dict[KernelParams, list[GemmShape]] = {}
@@ -186,10 +185,10 @@ def precompile(
     progress: Progress | bool | None = None,
     allow_partial: bool = False,
 ) -> Summary:
-    """Build every kernel that `what` can ask for into the cache: calls of these products compile nothing afterwards.
+    """Build every kernel that `what` can need into the cache: calls of these products compile nothing afterwards.
 
     That holds for calls with the options of this process (`set_num_sms` and the like) whose D has rows that start at
-    multiples of 16 bytes wherever N allows it. A failure is an outcome; the others go on.
+    multiples of 16 bytes wherever N allows it. A kernel that fails is reported as an outcome, and the others are built.
 
     Args:
         what: a model's checkpoint or Hugging Face configuration, a file of it, or shapes in any form that
@@ -197,23 +196,24 @@ def precompile(
         tp: tensor-parallel GPUs of a model.
         ep: expert-parallel GPUs of a model, among which its routed experts are shared.
         max_m: where `what` does not say M, every M from 1 to this.
-        op: what runs shapes, and layers of models that are not quantised: "fp8_gemm_nt" (a model is cast when it is
-            loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", FP8 runs shapes, and a model's dtype decides.
+        op: the operation of shapes, and of the layers of models that are not quantised: "fp8_gemm_nt" (a model is cast
+            when it is loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", shapes run in FP8 and a model's dtype
+            decides.
         arch: the target, such as "sm_90a". No GPU need be present.
         num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
         shard: (i, n) builds part i, counted from 0, of n parts that are the same in every process; everything if None.
         executor: runs the builds: a pool of processes, or one on other machines. What its workers built is adopted into
             this process's cache. Workers need the same version of deep_gemm, compiler and DG_* settings; kernels that
-            cannot be adopted, and those of workers that died, are built here. Threads of this process if None, which
-            serve both compilers: NVRTC lets other threads run, and NVCC is a process of its own for each kernel.
+            cannot be adopted, and those of workers that died, are built here. If None, threads of this process build,
+            which suits both compilers: NVRTC lets other threads run, and NVCC is a process of its own for each kernel.
         jobs: threads that build at once in this process; the CPUs that it may use if None.
         progress: called as `progress(outcome, done, total)` after each kernel, from this thread; True prints a line
             now and then.
-        allow_partial: build what is understood of a workload of which the rest is not, or cannot be served. Else that
-            is an UnsupportedError, and nothing is built: a call would compile while serving.
+        allow_partial: build the layers that have kernels even if others are not understood or have none. Otherwise that
+            is an UnsupportedError and nothing is built, since a call would then compile while serving.
 
-    Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for a workload that is
-    wrong; UnsupportedError for one with groups, or that is not understood as a whole.
+    Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
+    UnsupportedError for a workload with groups, or with a part that is not understood.
     """
     work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op), arch, num_sms)
     return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
@@ -227,7 +227,7 @@ def run(
     jobs: int | None = None,
     progress: Progress | bool | None = None,
 ) -> Summary:
-    """Build what was chosen; arguments and errors are those of `precompile`."""
+    """Build the kernels of `work`; arguments and errors are those of `precompile`."""
     start = time.perf_counter()
     if shard is not None:
         index, count = shard
@@ -239,7 +239,8 @@ def run(
 
 
 def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
-    """The layers of a workload as `workload.plan` finds them, with those that every call refuses among the problems."""
+    """The layers of a workload as `workload.plan` finds them; those that every call refuses are added to the
+    problems."""
     found = workload.plan(what, tp, ep, op)
     layers, problems = [], list(found.problems)
     for layer in found.layers:
@@ -253,8 +254,8 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
 def shapes_for(
     what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M, allow_partial: bool = False, op: str = ""
 ) -> list[GemmShape]:
-    """The shapes of a workload; where it does not say M, one for all numbers of tokens up to `max_m` that are ranked as
-    one. Raises as `precompile` does."""
+    """The shapes of a workload. If it does not give M, there is one shape for each bucket of M up to `max_m`. Raises as
+    `precompile` does."""
     found = plan(what, tp, ep, op)
     if found.problems and not allow_partial:
         raise UnsupportedError(
@@ -264,7 +265,7 @@ def shapes_for(
 
 
 def printed(every: float = 2.0) -> Progress:
-    """A progress that prints a line, at most one in `every` seconds, and the last."""
+    """A progress callback that prints a line every `every` seconds at most, and the last one always."""
     last = 0.0
 
     def progress(outcome: Outcome, done: int, total: int) -> None:
@@ -301,7 +302,7 @@ def pack(summary: Summary, path: Path) -> list[Kernel]:
 
 
 def unstored(summary: Summary) -> list[Outcome]:
-    """Those that no later process will find: neither a pack has them nor the cache directory."""
+    """The outcomes that no later process will find: they are neither in a pack nor in the cache directory."""
     built = [outcome for outcome in summary.outcomes if outcome.binary is not None and outcome.binary.layer != "pack"]
     return [outcome for outcome in built if outcome.binary is not None and not _is_stored(outcome.binary)]
 
@@ -311,7 +312,7 @@ def _is_stored(binary: Binary) -> bool:
 
 
 def build(params: KernelParams) -> Outcome:
-    """Build one kernel, which needs no GPU: what workers run. The outcome can be pickled; `shapes` are left out."""
+    """Build one kernel, in a worker or here; needs no GPU. The outcome can be pickled; its `shapes` are empty."""
     try:
         binary = engine.build(params)
     except DeepGemmError as error:
@@ -325,7 +326,8 @@ def build_all(
     executor: Executor | None = None,
     jobs: int | None = None,
 ) -> None:
-    """`build` each, by `executor` or in `jobs` threads, and `report` each when it is done, from this thread."""
+    """`build` each kernel, by `executor` or in `jobs` threads; call `report` for each that is done, from this
+    thread."""
     if executor is None:
         with ThreadPoolExecutor(max_workers=jobs or cpus()) as pool:
             futures = [pool.submit(build, params) for params in work]
@@ -348,19 +350,19 @@ def build_all(
 def _build_elsewhere(
     work: list[KernelParams], report: Callable[[Outcome], None], executor: Executor
 ) -> dict[KernelParams, Exception]:
-    """What did not come back, or cannot be adopted, and why."""
+    """The kernels that did not come back or cannot be adopted, and why."""
     futures: dict[Future[Outcome], KernelParams] = {}
     lost: dict[KernelParams, Exception] = {}
     for params in work:
         try:
             futures[executor.submit(build, params)] = params
-        except Exception as error:  # a broken pool: each library has its own class for that
+        except Exception as error:  # a broken pool: each library has its own exception for it
             lost[params] = error
     try:
         for future in as_completed(futures):
             try:
                 outcome = _adopted(future.result())
-            except Exception as error:  # a worker that died, or that this version cannot talk to
+            except Exception as error:  # a worker that died, or one of another version
                 lost[futures[future]] = error
             else:
                 report(outcome)
@@ -371,7 +373,7 @@ def _build_elsewhere(
 
 
 def _adopted(outcome: Outcome) -> Outcome:
-    """With the binary as it is kept here; where it came from and how long that took are the worker's words."""
+    """The outcome with the binary as it is kept here; its layer and seconds are those that the worker reported."""
     if outcome.binary is None or outcome.params is None:
         return outcome
     kept = engine.adopt(outcome.params, outcome.binary)

@@ -32,7 +32,7 @@ from deep_gemm.aot.quantization import blocks_not
 from deep_gemm.errors import InvalidInputError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit that the format itself sets."""
+"""The limit of the safetensors format."""
 
 INDEX = ".safetensors.index.json"
 WIDE = frozenset(("F16", "BF16", "F32", "F64"))
@@ -63,9 +63,9 @@ def is_checkpoint(path: Path) -> bool:
 def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The linear layers of a checkpoint on one GPU of `tp`. Its config.json, if there is one, says how heads are split.
 
-    An index whose files are not there has names and no sizes: these come from config.json then, and what it does not
-    explain is a problem. Layers of a checkpoint without FP8 run `op`, or what their dtype says if it is "". Raises
-    InvalidInputError for files that are damaged or missing.
+    An index whose files are missing gives names without sizes: these then come from config.json, and a weight that it
+    does not explain is a problem. Layers of a checkpoint without FP8 run `op`, or the operation of their dtype if it is
+    "". Raises InvalidInputError for files that are damaged or missing.
     """
     model.degrees(tp, ep)
     check_op(op)
@@ -90,7 +90,7 @@ def header(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 2 <= length <= MAX_HEADER_BYTES else b""
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+    except (OSError, ValueError) as error:  # a path with a zero byte raises ValueError
         raise InvalidInputError(f"{path} cannot be read: {error}.") from error
     if len(text) < 2 or len(text) != length:
         raise InvalidInputError(f"{path} is no safetensors file, or is cut: its header should have {length} bytes.")
@@ -120,7 +120,7 @@ def _config(path: Path) -> Mapping[str, Any] | None:
 
 
 def _listed(path: Path) -> tuple[list[str], list[str]]:
-    """Names of tensors, where an index has them, and of files."""
+    """The names of the tensors, if there is an index, and of the files."""
     indices = sorted(path.glob("*" + INDEX)) if path.is_dir() else [path] if path.name.endswith(INDEX) else []
     if not indices:
         return [], sorted(found.name for found in path.glob("*.safetensors")) if path.is_dir() else [path.name]
@@ -137,7 +137,7 @@ def _listed(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, op: str) -> Plan:
-    """The config's layers, and as problems the quantised weights of the index that are none of them."""
+    """The layers of the config. Quantised weights of the index that it does not explain are problems."""
     found = model.plan(config, tp, ep, op)
     quantised = {name.removesuffix("." + scale) for name in names for scale in SCALES if name.endswith("." + scale)}
     has = {part for layer in found.layers for part in _parts_of(layer.name)}
@@ -181,7 +181,7 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
             weight = replace(weight, why_not=why_not)
         elif stored.dtype in WIDE and own not in KNOWN:
             strange[_general(base)] = None
-            weight = replace(weight, why_not="it is not known for a linear layer.")
+            weight = replace(weight, why_not="its name is not known as that of a linear layer.")
         modules.setdefault(module, {})[own] = _with_heads(own, replace(weight, op=runs), known)
     found = layers_of(((_short(module), weights) for module, weights in modules.items()), tp, quantised)
     routed = [
@@ -195,11 +195,11 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
     return Plan(tuple(dict.fromkeys((*found.layers, *routed))), (*problems, *found.problems))
 
 
-_UNKNOWN = "not FP8, and not known for a linear layer that is cast when it is loaded."
+_UNKNOWN = "not FP8, and not known as a linear layer that engines cast when they load it."
 
 
 def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored]) -> Weight | None:
-    """What a tensor is as a linear layer's weight; None if it is none."""
+    """A tensor as a linear layer's weight, or None if it is none."""
     if last in ("qweight", "weight_packed") and len(stored.shape) == 2:
         rows, columns = stored.shape
         scales = tensors.get(f"{base}.scales")
@@ -215,7 +215,7 @@ def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored])
 
 
 def _why_not(base: str, stored: Stored, tensors: Mapping[str, Stored]) -> str:
-    """Why a weight of these scales cannot be served; "" if it can."""
+    """Why no kernel serves a weight with these scales; "" if one does."""
     if stored.dtype != "F8_E4M3":
         return f"its weights are {stored.dtype}, not E4M3."
     scale = next((tensors[f"{base}.{name}"] for name in SCALES if f"{base}.{name}" in tensors), None)
@@ -228,7 +228,7 @@ def _why_not(base: str, stored: Stored, tensors: Mapping[str, Stored]) -> str:
     for size in scale.shape:
         count *= size
     if count == 1:
-        # One block of 128 x 128 and one scale of all are the same tensor; of larger weights they are not.
+        # For a weight of one 128 x 128 block, a scale per block and a scale per tensor are the same.
         return "" if len(scale.shape) == 2 and max(n, k) <= 128 else "it has one scale per tensor."
     if count == n:
         return "it has one scale per row, not per 128 x 128 block."
@@ -250,7 +250,7 @@ def _read_config(config: Mapping[str, Any] | None) -> model.ModelConfig | None:
 
 
 def _with_heads(name: str, weight: Weight, config: model.ModelConfig | None) -> Weight:
-    """With how tensor parallelism splits it, which is by heads, where the config says how many there are."""
+    """The weight with its heads, by which tensor parallelism splits it, if the config gives their number."""
     if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj"}:
         return weight
     heads, linear = config.num_attention_heads, config.linear_num_value_heads or 0

@@ -1,4 +1,4 @@
-"""Compiling ahead on all ranks of a torch.distributed job: each kernel once in all, and in the end it is everywhere.
+"""Compiling ahead on all ranks of a torch.distributed job: each kernel is compiled once and sent to all ranks.
 
 from deep_gemm.aot import distributed
 summary = distributed.precompile("config.json", tp=8)  # on every rank, after torch.distributed.init_process_group
@@ -40,21 +40,21 @@ def precompile(
     progress: Progress | bool | None = None,
     allow_partial: bool = False,
 ) -> Summary:
-    """Build every kernel that `what` can ask for, shared out over the ranks of the default process group.
+    """Build every kernel that `what` can need, divided among the ranks of the default process group.
 
-    Every rank calls it. Each builds what it draws from a common queue and gives the bytes to the others through the
-    store: that takes no collective, no NCCL and no common disk, and ranks with a common cache directory find them
-    there. In the summary "compiled" is what this rank compiled, and "adopted" what it took from others. Without a
+    Every rank calls it. Each draws kernels from a common queue, builds them, and sends the bytes to the others through
+    the store. No collective, no NCCL and no common disk is needed; ranks with a common cache directory use that
+    instead. In the summary, "compiled" counts what this rank compiled, and "adopted" what it got from others. Without a
     process group, or in one of a single rank, it is `deep_gemm.precompile`.
 
-    Nothing depends on another rank: what has not come within `timeout`, arrives damaged or does not fit is compiled
-    here, and a warning says so. Ranks that list other kernels than the rank that came first warn, and share with their
-    likes. Bytes are checked, not signed: who can write to the store can give kernels to the ranks.
+    No rank depends on another: a kernel that does not come within `timeout`, is damaged or does not fit is compiled
+    here, with a warning. Ranks whose list of kernels differs from the first rank's warn, and share only with ranks that
+    have the same list. Bytes are checked, not signed: whoever can write to the store can give kernels to the ranks.
 
     Args:
         what, tp, ep, max_m, arch, num_sms, progress, allow_partial: as for `deep_gemm.precompile`.
         store: where kernels are exchanged; that of the default process group if None.
-        timeout: seconds from now that this rank waits for others, in all. The process that holds the store must answer.
+        timeout: how many seconds this rank waits for others in all. The process that holds the store must answer.
         jobs: threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
 
     Raises InvalidInputError for a `timeout` below 0 and for a `store` without a process group, and UnsupportedError if
@@ -108,7 +108,7 @@ def precompile(
 
 
 def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report: Report) -> set[int]:
-    """Build what this rank draws, until nothing is left to draw; the places of what it was."""
+    """Build the kernels that this rank draws until none is left. Returns their places in the list."""
     mine: set[int] = set()
     running: dict[Future[Outcome], int] = {}
     with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -132,7 +132,7 @@ def _take_rest(
     deadline: float,
     report: Report,
 ) -> None:
-    """Adopt what others built. Each rank begins at another place, so that they do not all ask for the same at once."""
+    """Adopt what others built. Each rank begins at another place, so that not all ask for the same kernel at once."""
     late = []
     places = [(first + step) % len(requests) for step in range(len(requests))]
     items = list(requests.items())
@@ -143,10 +143,10 @@ def _take_rest(
         try:
             binary = default_builder().lookup(request)
             if binary is None:
-                if not exchange.come(place, deadline):
+                if not exchange.wait(place, deadline):
                     late.append(request.name)
                     continue
-                # On a common disk it is there by now, and need not be sent.
+                # On a common disk it is there by now, and is not fetched.
                 binary = default_builder().lookup(request)
             if binary is None:
                 sent = exchange.fetch(place)

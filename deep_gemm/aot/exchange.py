@@ -1,7 +1,7 @@
-"""Kernels on their way between the ranks of a job, through a `torch.distributed.Store` and nothing else.
+"""Exchanging kernels between the ranks of a job, through a `torch.distributed.Store` and nothing else.
 
-Ranks that list the same kernels share a queue: each draws a place in the list, builds what stands there, and publishes
-the bytes, which the others wait for. Nobody waits for a rank that has drawn nothing.
+Ranks with the same list of kernels share a queue: each draws a place in the list, builds that kernel and publishes the
+bytes, for which the others wait. Nobody waits for a rank that has drawn nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StoreError(Exception):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    # What stores raise derives from RuntimeError in all versions of torch.
+def _store_errors() -> Iterator[None]:
+    # In all versions of torch, the exceptions of stores derive from RuntimeError.
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -38,8 +38,8 @@ def _told() -> Iterator[None]:
 
 
 @contextmanager
-def _understood() -> Iterator[None]:
-    """Around taking apart what another rank has written: text of this module's form, or it is as good as no store."""
+def _parsing() -> Iterator[None]:
+    """Around parsing what another rank wrote: a value of another form counts as a failure of the store."""
     try:
         yield
     except ValueError as error:
@@ -57,21 +57,21 @@ class Exchange:
         self._size = size
         self._length = len(keys)
         digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
-        with _told():
+        with _store_errors():
             call = store.add(f"deep_gemm/ahead/calls/{rank}", 1)
             self._call = dist.PrefixStore(f"deep_gemm/ahead/{call}", store)
             self._set: Any = dist.PrefixStore(digest, self._call)
             came = self._call.compare_set("first", "", f"{rank} {digest}")
         self._digest = digest
-        with _understood():
+        with _parsing():
             first, _, theirs = came.decode().partition(" ")
             self.first_rank = int(first)
         self.agreed = theirs == digest
         """Whether the rank that came first lists the same kernels."""
 
     def draw(self) -> int | None:
-        """The place of a kernel that is ours to build, or None if all are taken."""
-        with _told():
+        """The place of a kernel that this rank is to build, or None if all are taken."""
+        with _store_errors():
             place: int = self._set.add("next", 1) - 1
             if place == 0:
                 number = self._call.add("sets", 1)
@@ -79,53 +79,53 @@ class Exchange:
         return place if place < self._length else None
 
     def publish(self, place: int, binary: Binary | None) -> None:
-        """Give the kernel to the others; None tells them not to wait."""
+        """Send the kernel to the others; None tells them not to wait."""
         data = binary.encode() if binary is not None else b""
         parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-        with _told():
+        with _store_errors():
             for number, part in enumerate(parts):
                 self._set.set(f"{place}/{number}", part)
-            # Last: whoever sees it finds all parts.
+            # Written last: a rank that sees it finds all parts.
             self._set.set(str(place), str(len(parts)))
 
-    def come(self, place: int, deadline: float) -> bool:
-        """Wait until the kernel was published, or until `deadline` by `time.monotonic`. Whether it was."""
-        with _told():
-            # A wait of no milliseconds means one without end to some stores.
+    def wait(self, place: int, deadline: float) -> bool:
+        """Wait until the kernel is published, or until `deadline` by `time.monotonic`. Returns whether it is."""
+        with _store_errors():
+            # Some stores take a wait of 0 ms as one without end.
             while (now := time.monotonic()) < deadline - _SHORTEST_WAIT:
-                # Nothing else in this process gets at the store meanwhile, not even an interrupt, so not all at once.
+                # In short steps: a wait blocks the store for this process, and interrupts as well.
                 until = min(deadline, now + _LONGEST_WAIT)
                 try:
                     self._set.wait([str(place)], timedelta(seconds=until - now))
                     return True
                 except RuntimeError:
-                    # The end of the time and the end of the store are told apart by the clock: neither class nor words
-                    # of the error are the same for all stores.
+                    # The clock tells a timeout from a failure of the store: neither the class nor the text of the error
+                    # is the same for all stores.
                     if until - time.monotonic() > _SHORTEST_WAIT:
                         raise
             return bool(self._set.check([str(place)]))
 
     def fetch(self, place: int) -> Binary | None:
-        """What was published, or None if that rank could not build it. Raises ValueError, saying why, if it is not
-        whole."""
-        with _told():
+        """The published kernel, or None if that rank could not build it. Raises ValueError, saying why, if it is
+        damaged."""
+        with _store_errors():
             count = _number(self._set.get(str(place)))
             names = [f"{place}/{number}" for number in range(count)]
-            # To get a key that is not there would wait for it.
+            # get() would wait for a key that does not exist.
             if not self._set.check(names):
                 raise ValueError("parts of it are missing")
             data = b"".join(self._set.get(name) for name in names)
         return decode(data) if count else None
 
     def close(self) -> None:
-        """This rank needs nothing more. The last to say so deletes what all have left; if one never does, because it
-        died, it stays until the store ends. A FileStore keeps everything."""
-        with _told():
+        """This rank needs nothing more. The last rank that says so deletes all keys; if one has died, they stay until
+        the store ends. A FileStore keeps everything."""
+        with _store_errors():
             if self._call.add("done", 1) < self._size:
                 return
             for number in range(1, self._call.add("sets", 0) + 1):
                 value = self._call.get(f"sets/{number}")
-                with _understood():
+                with _parsing():
                     digest, length = value.decode().split()
                     places = int(length)
                 self._clear(dist.PrefixStore(digest, self._call), places)
@@ -146,5 +146,5 @@ class Exchange:
 def _number(text: bytes) -> int:
     count = int(text)
     if not 0 <= count <= _MAX_CHUNKS:
-        raise ValueError(f"it is said to have {count} parts")
+        raise ValueError(f"it claims to have {count} parts")
     return count

@@ -1,6 +1,6 @@
-"""Numbers, sizes and files from outside, described once: each is checked here, and refused in one sentence.
+"""Checks of numbers, sizes and files from outside. A refusal is one sentence.
 
-Everything raises InvalidInputError. A message shows at most a line of the value, however large it is.
+All functions raise InvalidInputError. A message shows at most one line of the value, however large it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_SIZES = 1 << 16
 """How many sizes of M a list may name: more would rank for minutes, and neighbouring M share a kernel."""
 
 MAX_FILE_BYTES = 256 << 20
-"""The index of the largest published checkpoints has 10 MB."""
+"""Far above the 10 MB of the largest published index."""
 
 _RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?(?::([0-9]{1,20}))?")
 
@@ -32,7 +32,7 @@ _short.maxlong = 40
 
 
 def shown(value: Any) -> str:
-    """The value as a message shows it: one line, cut in the middle where it is long."""
+    """The value for a message: one line, cut in the middle if it is long."""
     try:
         text = _short.repr(value)
     except ValueError:  # Python refuses to print integers of more than 4300 digits
@@ -50,14 +50,14 @@ def whole(value: Any, where: str, least: int = 1, most: int = MAX_SIZE) -> int:
 def number(text: str, where: str, least: int = 1, most: int = MAX_SIZE) -> int:
     """The same from text, in decimal digits."""
     digits = text.strip()
-    # Twenty digits are more than any limit has, and Python takes quadratic time for thousands.
+    # No limit has twenty digits, and for thousands of them Python takes quadratic time.
     if not re.fullmatch(r"[0-9]{1,20}", digits):
         raise InvalidInputError(f"{where} must be a whole number from {least} to {most}, but it is {shown(text)}.")
     return whole(int(digits), where, least, most)
 
 
 def sizes(value: Any, where: str) -> list[int]:
-    """One size or a list of them, or text as `parse_sizes` takes it."""
+    """Sizes from a number, a list of numbers, or text as `parse_sizes` takes it."""
     if isinstance(value, str):
         return parse_sizes(value, where)
     values = list(value) if isinstance(value, list | tuple) else [value]
@@ -115,7 +115,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
-    """What JSON text holds. NaN and Infinity, which JSON does not have, are refused."""
+    """The value of JSON text. NaN and Infinity, which JSON does not have, are refused."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -123,7 +123,7 @@ def parse_json(text: str | bytes, where: object) -> Any:
 
 
 def read_file(path: Path) -> Any:
-    """What a JSON file holds, or a YAML file, which is known by its name."""
+    """The value of a JSON file, or of a YAML file, which is recognised by its name."""
     text = read_text(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
         return parse_json(text, path)
@@ -135,7 +135,7 @@ def read_file(path: Path) -> Any:
         ) from error
     try:
         return yaml.safe_load(text)
-    except Exception as error:  # what its constructors of dates, numbers and flags raise is not always a YAMLError
+    except Exception as error:  # its constructors of dates, numbers and flags do not always raise a YAMLError
         raise InvalidInputError(f"{path} is not YAML: {_first_line(error)}.") from error
 
 

@@ -1,7 +1,7 @@
-"""A model's weights become the layers that one GPU multiplies: weights that are joined, and what tensor parallelism
-leaves of each.
+"""From a model's weights to the layers that one GPU multiplies: which weights are joined, and which part of each
+remains under tensor parallelism.
 
-A weight is what a checkpoint holds (q_proj); a layer is what an engine calls (qkv_proj), on one GPU.
+A weight is what a checkpoint holds (q_proj); a layer is what an engine multiplies on one GPU (qkv_proj).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FP8 = "fp8_gemm_nt"
 FP8_OPS = (FP8, "fp8_gemm_nt_1d1d", "fp8_gemm_nt_rowwise")
 """With scales of blocks; with those of weight gradients, added to float32; with one scale for each row."""
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
-"""What layers run, by the dtype of their weights as a config and a checkpoint name it; FP8 for all others."""
+"""The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""
 
 
 def check_op(op: str) -> None:
-    """Raises InvalidInputError unless it is one that layers can run, or "", which leaves it to their dtype."""
+    """Raises InvalidInputError unless `op` is an operation of layers, or "", which leaves it to their dtype."""
     known = dict.fromkeys((*FP8_OPS, *OPS.values()))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
@@ -33,8 +33,8 @@ GROUPED = "grouped products have no kernels yet."
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer's weight, n x k, on one GPU. `why_not` says why no kernel serves it, "" if one does. `ms` are the
-    sizes of M that it is asked for; all that the caller names if empty. `op` is what it runs."""
+    """A linear layer's weight, n x k, on one GPU. `why_not` says why no kernel serves it, "" if one does. `ms` are its
+    sizes of M; if empty, those that the caller names. `op` is its operation."""
 
     name: str
     n: int
@@ -46,15 +46,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The layers of a workload, each once. `problems` are sentences: what of it is not understood, or was asked for and
-    cannot be served. What another library computes, as it does an embedding, is no problem."""
+    """The layers of a workload, each once. `problems` are sentences: what was not understood, or has no kernel. Layers
+    that other libraries compute, such as an embedding, are no problem."""
 
     layers: tuple[Layer, ...]
     problems: tuple[str, ...] = ()
 
     @classmethod
     def join(cls, plans: Iterable[Plan]) -> Plan:
-        """All of them as one."""
+        """All plans as one."""
         found = list(plans)
         layers = dict.fromkeys(layer for one in found for layer in one.layers)
         return cls(tuple(layers), tuple(dict.fromkeys(text for one in found for text in one.problems)))
@@ -67,9 +67,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a checkpoint, whole: `rows` are the parts of its n that are split one by one (q, k and v in one
-    matrix are three). `heads` is what a part is split by, where that is not its rows; a part that `repeats` is copied
-    once there are more GPUs than heads. `why_not` says why its format cannot be served; `op` is what it runs."""
+    """One weight of a checkpoint, whole: `rows` are the parts of its n that are split one by one (three for q, k and v
+    in one matrix). `heads` is the number by which a part is split, if it is not split by rows; a part that `repeats` is
+    copied once there are more GPUs than heads. `why_not` says why its format has no kernel; `op` is its operation."""
 
     rows: tuple[int, ...]
     k: int
@@ -92,10 +92,10 @@ JOINED: dict[str, tuple[str, ...]] = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "w13": ("w1", "w3"),
 }
-"""What serving engines multiply at once, and the weights that it is made of."""
+"""Layers that serving engines multiply at once, and the weights that each is made of."""
 
 ALSO_ALONE = {"kv_a_proj_with_mqa": "kv_a_proj"}
-"""Multiplied by itself too: engines differ, and on decode it is a call of its own."""
+"""Also multiplied alone: engines differ, and in decoding it is a call of its own."""
 
 COLUMN = frozenset(
     [
@@ -136,7 +136,7 @@ WHOLE = frozenset(
         "gate",
     ]
 )
-"""What every GPU has whole."""
+"""Layers that every GPU holds whole."""
 
 KNOWN = COLUMN | ROW | WHOLE
 
@@ -156,10 +156,10 @@ class _Piece:
 
 
 def layers_of(modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool) -> Plan:
-    """The layers of modules (a name, and its weights by theirs) on one of `tp` GPUs.
+    """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs.
 
-    `blocks_fixed` says that weights come with their scales: then a part that another follows must end where a block of
-    128 does, or it cannot be joined. Raises InvalidInputError where `tp` does not divide heads or sizes.
+    `blocks_fixed` says that weights come with their scales: then a part can be joined with the next only if it ends
+    where a block of 128 ends. Raises InvalidInputError where `tp` does not divide heads or sizes.
     """
     layers: dict[Layer, None] = {}
     problems: dict[str, None] = {}
@@ -182,7 +182,7 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
             continue
         rows = tuple(row for member in members for row in member.rows)
         fits = not blocks_fixed or all(row % BLOCK == 0 for row in rows[:-1]) or any(m.broken for m in members)
-        # Of two formats, or with blocks that two parts would share, no engine can make one matrix.
+        # Weights of two formats, or with a block across two parts, cannot become one matrix.
         if len({(member.k, member.why_not, member.op) for member in members}) > 1 or not fits:
             continue
         broken = next((member.broken for member in members if member.broken), "")

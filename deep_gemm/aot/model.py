@@ -1,7 +1,7 @@
 """The linear layers of a model from its Hugging Face `config.json`: sizes by family, formats by quantization_config.
 
-A config tells sizes and not weights, so that only families whose layers are known are taken; of others nothing is
-guessed. A checkpoint says more (`deep_gemm.aot.checkpoint`).
+A config gives sizes, not weights, so only families with known layers are accepted; nothing is guessed. A checkpoint
+says more (`deep_gemm.aot.checkpoint`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ FAMILIES = frozenset(
         "smollm3",
     ]
 )
-"""Values of model_type whose layers are: attention by q, k, v and o, latent attention or gated delta nets; and a gated
-MLP, dense or of experts. Encoders, state-space models and MLPs of two matrices are others."""
+"""Values of model_type with these layers: attention with q, k, v and o, latent attention or gated delta nets; and a
+gated MLP, dense or of experts. Encoders, state-space models and MLPs of two matrices are not among them."""
 
 GATED_QUERIES = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"])
 """Their q_proj has a gate for each query, so that it is twice as high, unless attn_output_gate says otherwise."""
@@ -68,13 +68,13 @@ OTHER_PARTS = {
     "thinker_config": ("thinker",),
     "talker_config": ("talker",),
 }
-"""Descriptions of other parts than the language model, and the modules that these are."""
+"""The config's descriptions of parts other than the language model, and their modules."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields of a config.json that sizes of layers come from. Whole numbers, each within limits or not there; None
-    where the model has no such thing. `read` is how one is made."""
+    """The fields of a config.json that give sizes of layers: whole numbers within limits, or None where the model has
+    no such thing. Made by `read`."""
 
     hidden_size: int
     num_attention_heads: int
@@ -106,12 +106,12 @@ class ModelConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """From what config.json holds. Raises InvalidInputError, which names the field."""
+        """From the content of config.json. Raises InvalidInputError, which names the field."""
         found: dict[str, int | None] = {}
         for field in fields(cls):
             value = config.get(field.name)
             needed = field.name in ("hidden_size", "num_attention_heads")
-            # 0 experts, ranks or layers is how some configs say that there are none.
+            # Some configs write 0 experts, ranks or layers where there are none.
             if value is not None or needed:
                 number = inputs.whole(value, f"{field.name} of the model's config", 1 if needed else 0)
                 found[field.name] = number or None
@@ -159,11 +159,11 @@ def is_config(data: Mapping[str, Any]) -> bool:
 def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The linear layers of a model on one of its GPUs, from its Hugging Face configuration.
 
-    `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and what every GPU needs
-    whole stays whole. Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts,
-    which must divide evenly. Without a quantization_config layers run `op`; if it is "", their dtype (torch_dtype)
-    decides: bfloat16 and float16 stay as they are, others are cast to FP8 when they are loaded. Raises
-    InvalidInputError for a field that is wrong, and for a `tp` or `ep` that does not divide what it must.
+    `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and the rest stays whole.
+    Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts, which must divide
+    evenly. Without a quantization_config layers run `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and
+    float16 stay as they are, others are cast to FP8 when they are loaded. Raises InvalidInputError for a wrong field,
+    and for a `tp` or `ep` that does not divide sizes evenly.
     """
     degrees(tp, ep)
     check_op(op)
@@ -180,7 +180,9 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
     form = format_of(text.get("quantization_config") or config.get("quantization_config"))
     problems = list(form.problems)
     problems += [
-        f"{name} of the model's config is not looked at." for name in outside if not form.names_any(OTHER_PARTS[name])
+        f"{name} of the model's config is not read: no kernel is prepared for its layers."
+        for name in outside
+        if not form.names_any(OTHER_PARTS[name])
     ]
     kinds, strange = _attention_kinds(text, known)
     problems += [f"Layers of the type {shown(word)} are not known: no kernel is prepared for them." for word in strange]
@@ -215,7 +217,7 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _attention_kinds(text: Mapping[str, Any], config: ModelConfig) -> tuple[dict[str, list[int]], list[Any]]:
-    """Which layers have "full" attention, and which "linear"; and types that are not known."""
+    """Which layers have "full" attention and which "linear", and the types that are not known."""
     types = text.get("layer_types")
     count = config.num_hidden_layers or 1
     if types is not None and not isinstance(types, list):
@@ -223,7 +225,7 @@ def _attention_kinds(text: Mapping[str, Any], config: ModelConfig) -> tuple[dict
     if not types:
         linear = config.linear_num_value_heads is not None
         every = (config.full_attention_interval or 4) if linear else 1
-        # A model of so many layers is not one; a few stand for all.
+        # No model has so many layers; a few of them stand for all.
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 4096))]
         if linear and count < every:
             types += ["full_attention"]
@@ -238,7 +240,7 @@ def _attention_kinds(text: Mapping[str, Any], config: ModelConfig) -> tuple[dict
 
 
 Module = tuple[str, str, dict[str, Weight], list[int]]
-"""How it is shown, its name within a layer of the model, its weights, and the layers that have one."""
+"""A module: its name in the table, its name within a layer of the model, its weights, and the layers that have one."""
 
 
 def _modules(text: Mapping[str, Any], x: ModelConfig, kinds: dict[str, list[int]], kind: str) -> list[Module]:
@@ -347,15 +349,15 @@ def _routed(x: ModelConfig, tp: int, ep: int) -> Layer:
 
 
 def _op_of(*configs: Mapping[str, Any]) -> str:
-    """What layers run by the dtype that a config names, whose field transformers has renamed."""
+    """The operation of layers by the config's dtype, a field that transformers has renamed."""
     words = (config.get(field) for config in configs for field in ("torch_dtype", "dtype"))
     word = next((word for word in words if isinstance(word, str)), "")
     return OPS.get(word.removeprefix("torch."), FP8)
 
 
 def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int], op: str) -> dict[str, Weight]:
-    """The weights with what their format says; they run ``op`` if it says nothing. One is left out of quantisation
-    where all of its layers are."""
+    """The weights with their format; they run ``op`` if there is none. A weight counts as left out of quantisation if
+    all of its layers are."""
     if not form.given:
         return {name: replace(weight, op=op) for name, weight in weights.items()}
     found = {}

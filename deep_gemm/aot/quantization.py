@@ -1,5 +1,4 @@
-"""What a quantization_config says of a model's weights: whether they are FP8 in blocks of 128 x 128, and which are left
-out."""
+"""The quantization_config of a model: whether its weights are FP8 in blocks of 128 x 128, and which are left out."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ OTHERS = {
     "gguf": "GGUF's own format",
     "compressed_int8": "8-bit integers",
 }
-"""Methods that are known, and what weights are then."""
+"""The known methods, and the weights that each means."""
 
 MAX_NAMES = 1 << 17
 MAX_PATTERNS = 64
@@ -31,8 +30,9 @@ MAX_PATTERNS = 64
 
 @dataclass(frozen=True)
 class Format:
-    """`why_not` says why weights cannot be served, "" if they can, or if nothing is said of them (`given`). `names` and
-    `patterns` are of modules that stay as they are. `fixed` says that weights come with scales of blocks."""
+    """`why_not` says why no kernel serves the weights; "" if one does, or if there is no quantization_config (`given`).
+    `names` and `patterns` are those of modules that are not quantised. `fixed` says that weights come with scales of
+    blocks."""
 
     given: bool = False
     why_not: str = ""
@@ -45,7 +45,7 @@ class Format:
         return self.given and not self.why_not
 
     def leaves_out(self, name: str) -> bool:
-        """Whether the module of this dotted name stays as it is: an entry names it, or a module that it is in."""
+        """Whether this module is not quantised: an entry names it, or a module that holds it."""
         parts = name.split(".")
         spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
         return any(span in self.names for span in spans) or any(found.match(name) for found in self.patterns)
@@ -56,7 +56,7 @@ class Format:
 
 
 def format_of(config: Any) -> Format:
-    """What `quantization_config` says; nothing if it is None. Raises InvalidInputError for a wrong type."""
+    """The format of `quantization_config`, which may be None. Raises InvalidInputError for a wrong type."""
     if config is None:
         return Format()
     if not isinstance(config, Mapping):
@@ -79,7 +79,7 @@ def format_of(config: Any) -> Format:
 
 
 def blocks_not(rows: Any, columns: Any) -> str:
-    """Why blocks of this size cannot be served; "" if they can."""
+    """Why no kernel serves blocks of this size; "" if one does."""
     if (rows, columns) == (128, 128):
         return ""
     return f"its scales are of {shown(rows)} x {shown(columns)} blocks, not of 128 x 128."
@@ -99,7 +99,7 @@ def _fp8(config: Mapping[str, Any]) -> str:
 
 
 def _compressed(config: Mapping[str, Any]) -> str:
-    """Weights in compressed-tensors' terms: of the groups, all must be FP8 in blocks."""
+    """The format of compressed-tensors: all groups must be FP8 in blocks."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise InvalidInputError(f"config_groups of quantization_config must be an object, but it is {shown(groups)}.")
@@ -132,7 +132,7 @@ def _left_out(config: Mapping[str, Any]) -> tuple[frozenset[str], tuple[re.Patte
         if len(entries) > MAX_NAMES:
             raise InvalidInputError(f"{key} of quantization_config has {len(entries)} names: {MAX_NAMES} at most.")
         for entry in entries:
-            # "model.layers.3.mlp.gate." is a name with a dot too many; "re:" begins a regular expression.
+            # Some configs end a name with a dot; "re:" begins a regular expression.
             if not entry.startswith("re:"):
                 names.add(entry.strip(".").removesuffix(".weight"))
                 continue

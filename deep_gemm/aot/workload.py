@@ -1,4 +1,4 @@
-"""Which GEMMs somebody is going to run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint.
+"""Which GEMMs will run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint.
 
 Pure functions of plain data: no torch, no GPU.
 """
@@ -33,10 +33,10 @@ __all__ = [
 ]
 
 DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Sizes of M from decode to prefill that meet the selector's choices; M itself is no part of a kernel's identity."""
+"""Sizes of M from decode to prefill that reach the selector's choices; M itself is no part of a kernel's identity."""
 
 MAX_M = 16384
-"""Up to this M kernels are prepared where nothing else is said."""
+"""The default of the largest M for which kernels are prepared."""
 
 
 @dataclass(frozen=True, order=True)
@@ -66,7 +66,7 @@ class GemmShape:
 
 
 def shapes(layers: Iterable[Layer], ms: Sequence[int]) -> list[GemmShape]:
-    """Every layer that can be served, at its own sizes of M where it has some, else at every M of `ms`."""
+    """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`."""
     return [GemmShape(m, x.n, x.k, x.name, x.op) for x in layers if not x.why_not for m in (x.ms or ms)]
 
 
@@ -77,38 +77,38 @@ def parse(text: str) -> Layer:
 
 
 def parse_shape(text: str, ms: Sequence[int] = DEFAULT_M) -> list[GemmShape]:
-    """The same as shapes, N x K at every M of `ms`."""
+    """The shapes of this text; N x K means every M of `ms`."""
     return shapes([parse(text)], ms)
 
 
 def load(path: Path, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
-    """The shapes that a file asks for, as `plan` reads it."""
+    """The shapes of a file, as `plan` reads it."""
     return shapes(plan(path, tp, ep).layers, ms)
 
 
 def shapes_of(what: Any, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
-    """The shapes of a workload however it is given, as `plan` takes it; where M is not said, each of `ms`."""
+    """The shapes of a workload in any form that `plan` takes; where M is not given, each of `ms`."""
     return shapes(plan(what, tp, ep).layers, ms)
 
 
 def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[Layer]:
-    """The layers of a model's Hugging Face configuration that can be served. Raises InvalidInputError."""
+    """The layers of a model's Hugging Face configuration that have kernels. Raises InvalidInputError."""
     return [layer for layer in model.plan(config, tp, ep).layers if not layer.why_not]
 
 
 def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
-    """The layers of a workload however it is given, and what of it is not understood.
+    """The layers of a workload, and what of it was not understood.
 
     `what` is one of these, or a list of them:
     - a shape: a `GemmShape`, a `Layer`, "64x7168x2048" (M x N x K), "7168x2048" (N x K), (n, k), or (n, k, groups);
     - a model's Hugging Face configuration, or the path of its `config.json`;
     - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
       formats and scales are then those of its tensors; only headers are read;
-    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ..., "op": ...}`, of which n and k must be
-      there, or `{"m": [...], "shapes": [entries]}`, or the path of a JSON or YAML file that holds one.
+    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ..., "op": ...}`, with n and k required, or
+      `{"m": [...], "shapes": [entries]}`, or the path of a JSON or YAML file that holds one.
 
-    `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. `op` is what runs
-    where nothing else is said of it: of shapes that is "fp8_gemm_nt" if it is "", and of models their dtype's. Raises
+    `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. `op` is the
+    operation where none is given: if it is "", shapes run "fp8_gemm_nt" and models the operation of their dtype. Raises
     InvalidInputError for anything else, and UnsupportedError for a shape of more than one group.
     """
     check_op(op)

@@ -22,5 +22,5 @@ def main() -> None:
     from deep_gemm.cli.app import app
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text in the encoding of the output
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths may hold bytes that it cannot show
     app(prog_name="deep-gemm")

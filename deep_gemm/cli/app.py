@@ -12,16 +12,40 @@ import click
 from deep_gemm.errors import DeepGemmError
 
 COMMANDS = {
-    "bench": "Time kernels side by side with cuBLASLt; host cost; compile and load times.",
-    "cache": "Show, check, prune or clear the cache of compiled kernels; make packs of it, and merge.",
+    "bench": "Time kernels beside cuBLASLt; also host time and compiling.",
+    "cache": "Show, check, prune or clear stored kernels; make packs.",
     "calibrate": "Measure a GPU and fit the model that chooses configs to it.",
-    "compare": "Run an operation's implementations side by side: checked, timed and ranked.",
-    "demo": "Run the main job once: compile, check, time, and run again warm.",
-    "doctor": "Say what was found: GPU, driver, compilers, cache, and what is used and why.",
-    "inspect": "Show what would run for a shape: configs, estimates, source, registers, SASS.",
+    "compare": "Run an operation's implementations side by side: checked, timed, ranked.",
+    "demo": "Compile, check and time one GEMM of DeepSeek-V3.",
+    "doctor": "Show what was found and what is used, and say what to do.",
+    "inspect": "Show what would run for a shape: configs, source, SASS.",
     "new-kernel": "Write the files of a kernel of your own, with a test.",
-    "precompile": "Compile the kernels of a model or of given shapes ahead of time.",
+    "precompile": "Compile the kernels of a model or of shapes ahead of time.",
 }
+GROUPS = {
+    "Setup": ("doctor", "demo"),
+    "Deployment": ("precompile", "cache"),
+    "Speed": ("bench", "compare", "inspect", "calibrate"),
+    "Kernels": ("new-kernel",),
+}
+"""How help groups the commands. One that is in no group comes under "More"."""
+
+FIRST = (
+    ("doctor", "what works here, and what to do"),
+    ("demo", "compile, check and time one GEMM"),
+    ("precompile --model DIR --dry-run", "which layers have kernels"),
+    ("precompile --model DIR --tp 8", "compile them before serving"),
+    ("bench --shape 64x7168x2048", "time a shape beside cuBLASLt"),
+)
+"""What a new user types, in order: arguments, and what they are for."""
+
+
+def groups() -> dict[str, list[tuple[str, str]]]:
+    """Every command, padded to one width, with its line of help, by group."""
+    grouped = {name for names in GROUPS.values() for name in names}
+    every = {**GROUPS, "More": tuple(sorted(set(COMMANDS) - grouped))}
+    width = max(map(len, COMMANDS))
+    return {title: [(name.ljust(width), COMMANDS[name]) for name in names] for title, names in every.items() if names}
 
 
 class LazyGroup(click.Group):
@@ -37,26 +61,43 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(COMMANDS.items()))
+        for title, commands in groups().items():
+            with formatter.section(title):
+                formatter.write_dl(commands)
 
     def invoke(self, ctx: click.Context) -> object:
-        # An error of ours, or of the system about a file, is a sentence for the caller; a traceback would hide it.
+        # An error of this package, or one about a file, is a sentence for the user; a traceback would hide it.
         try:
             return super().invoke(ctx)
         except DeepGemmError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whom the output went to has read enough: click ends quietly
+            if error.errno == errno.EPIPE:  # the reader of the pipe has stopped: click ends quietly
                 raise
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="deep-gemm-jit", prog_name="deep-gemm")
-def app() -> None:
-    """deep_gemm: FP8 GEMM kernels that are compiled when they are first called."""
+@click.pass_context
+def app(ctx: click.Context) -> None:
+    """FP8, BF16 and FP16 GEMM kernels for NVIDIA GPUs, compiled when first called."""
     for stream in (sys.stdout, sys.stderr):
-        # The name of a file need not be text that the terminal can show.
+        # A file's name may hold bytes that the terminal cannot show.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if ctx.invoked_subcommand is None:
+        click.echo(overview(), nl=False)
+
+
+def overview() -> str:
+    """What `deep-gemm` shows without arguments."""
+    formatter = click.HelpFormatter(width=80)
+    formatter.write(f"{(app.help or '').strip()}\n\nStart here:\n")
+    with formatter.indentation():
+        formatter.write_dl([(f"deep-gemm {arguments}", text) for arguments, text in FIRST], col_max=50)
+    for title, commands in groups().items():
+        with formatter.section(title):
+            formatter.write_dl(commands)
+    formatter.write("\nOptions of a command: deep-gemm COMMAND --help\n")
+    return formatter.getvalue()

@@ -1,4 +1,4 @@
-"""`deep-gemm bench`: the front door of the benchmarks."""
+"""`deep-gemm bench`: the benchmarks' command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ops = click.Choice(shapes.TIMED_OPS)
     for option in (
         click.option("--accumulate", is_flag=True, help="Add the product to D, in place."),
-        click.option("--output-dtype", "dtype", type=click.Choice(shapes.OUTPUTS), help="Of D. [as A's]"),
+        click.option("--output-dtype", "dtype", type=click.Choice(shapes.OUTPUTS), help="dtype of D. [that of A]"),
         click.option("--op", type=ops, default=FP8, show_default=True, metavar="NAME", help="The operation."),
     ):
         command = option(command)
@@ -33,7 +33,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("bench")
-@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="How to time; repeatable. [flush]")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="What to time; repeatable. [flush]")
 @click.option("--set", "set_name", type=click.Choice(sorted(shapes.SETS)), help="A named list of shapes. [reference]")
 @click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
 @click.option("--m", "m_text", metavar="SIZES", help="M for NxK shapes, or to choose from a set: 1,64-256:64.")
@@ -41,14 +41,21 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--random", "random_count", type=click.IntRange(1, 100_000), metavar="COUNT", help="Random shapes, log-uniform."
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of --random.")
-@click.option("--against", multiple=True, type=click.Choice(AGAINST), help="cuBLASLt. [all ways]")
-@click.option("--deepgemm", type=click.Path(path_type=Path), help="Time DeepGEMM of this directory too.")
+@click.option(
+    "--against",
+    multiple=True,
+    type=click.Choice(AGAINST),
+    help="What to compare with: a way to call cuBLASLt; repeatable. [all]",
+)
+@click.option("--deepgemm", type=click.Path(path_type=Path), help="Also time the DeepGEMM in this directory.")
 @operation_options
 @click.option("--seconds", type=Number(), default=math.inf, help="Begin no new measurement after this long.")
-@click.option("--output", type=click.Path(path_type=Path), help="Append JSON rows to this file, each once measured.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Append each row to this file, as JSON, once it is measured."
+)
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
 @click.option(
-    "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing; use a file's rows."
+    "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing: use the rows of this file."
 )
 def command(
     modes: tuple[str, ...],
@@ -67,22 +74,36 @@ def command(
     chart: Path | None,
     source: Path | None,
 ) -> None:
-    """Time kernels side by side with cuBLASLt, in one process.
+    """Time kernels side by side with cuBLASLt, in one process. Rows appear as they are measured.
 
-    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt: for flush, graph and steady.
+    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt, for the first three modes.
 
-    flush: cold L2, launch hidden. graph: many weights in one CUDA graph (M <= 128), with and without the promise that
-    they are constant. steady: power-limited, seconds a shape. host: what a warm call costs the CPU, part by part.
-    dims: single calls with N and K given at run time, and compiled in.
-    These need no GPU: cold: import, compile and load times. compile: the phases of four builds. kernels: how many
-    distinct kernels serve every M.
+    \b
+    Modes that need a GPU:
+      flush    single calls, cold L2, launch hidden
+      graph    many weights in one CUDA graph (M <= 128), with and without
+               the promise that they are constant
+      steady   back to back for seconds, limited by power
+      host     CPU time of a warm call, part by part
+      dims     N and K given at run time against compiled in
+    \b
+    Modes that need none:
+      cold     import, compile and load times
+      compile  the phases of four builds
+      kernels  how many kernels serve every M
+    \b
+    Sets of shapes:
+      public     those of the published results: DeepSeek-V3's N x K,
+                 12 sizes of M
+      reference  the same with 4 sizes of M
+      models     layers of public models
+      steady     large products
+      demo       the shapes of `deep-gemm demo`
 
-    Sets: public is the list that results are published for (DeepSeek-V3's N x K, 12 sizes of M), reference a quick look
-    at the same (4 sizes), models the layers of public models, steady large products, demo what `demo` runs. --random
-    draws M, N and K log-uniform, N and K multiples of 16, 64 or 128.
+    --random draws M, N and K log-uniform; N and K are multiples of 16, 64 or 128.
     """
     from deep_gemm.backends import deepgemm as theirs
-    from deep_gemm.benchmarks import backends, costs, run
+    from deep_gemm.benchmarks import backends, costs, live, run
 
     modes = modes or ("flush",)
     out = console()
@@ -102,17 +123,18 @@ def command(
             plan = run.Run(chosen, gemm_modes, seconds, output, names, lambda text: out.print(text), known)
             rows += plan.execute()
             left_out = plan.left_out
+        growing = live.LiveTable()
         for mode in modes:
             if mode not in GEMM_MODES:
                 for row in costs.MODES[mode]():
                     rows.append(row)
-                    out.print(costs.line(row))
+                    out.print(growing.add(row))
                     if output is not None:
                         run.append(output, row)
     entries = summary(rows)
     if entries:
         columns = list(entries[0])
-        out.print(table("Geometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
+        out.print(table("\nGeometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
     if chart is not None:
         from deep_gemm.benchmarks.chart import draw
 
@@ -146,7 +168,7 @@ def _need_gpu(modes: tuple[str, ...]) -> None:
 
     if not torch.cuda.is_available():
         raise click.ClickException(
-            f"the modes {', '.join(modes)} time kernels on a GPU, and torch sees none here. "
+            f"{', '.join(modes)}: to time kernels on a GPU, torch must see one, and it sees none here. "
             "The modes cold, compile and kernels need none."
         )
     from deep_gemm import arch

@@ -102,8 +102,8 @@ def _progress(what: str) -> Iterator[maintenance.Progress]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--delete", is_flag=True, help="Remove corrupted entries and leftovers, if nobody is using them.")
 def verify(paths: tuple[Path, ...], as_json: bool, delete: bool) -> None:
-    """Check all entries as loading them would, or every byte of the packs named. Exits with 1 if some are corrupted,
-    deleted or not."""
+    """Check all entries as loading does, or every byte of the packs named. Exits with 1 if one was corrupted, even if
+    it was deleted."""
     if paths:
         if delete:
             raise click.UsageError("--delete is for the cache directory; remove or build a bad pack again")
@@ -217,27 +217,30 @@ def _tell_transfer(report: list[transfer.Item], target: Path, as_json: bool) -> 
         told = [f"{count} {state}" for state, count in counts.items() if count or state == "taken"]
         click.echo(f"{target}: {', '.join(told)}")
         if not counts["taken"] + counts["same"]:
-            click.echo("nothing to take was found, so that nothing was written")
+            click.echo("no kernel was found, so nothing was written")
     if counts["unsound"] or counts["failed"] or not counts["taken"] + counts["same"]:
         raise SystemExit(1)
 
 
 @command.command("prune")
-@click.option("--max-bytes", type=Size(), help="Remove until no more than this is stored: 2GiB, 500M, 0.")
-@click.option("--older-than", type=Number(), metavar="DAYS", help="Remove what was not used for so long.")
-@click.option("--unused-versions", is_flag=True, help="Remove what no compiler or driver of this machine can use.")
+@click.option("--max-bytes", type=Size(), help="Remove until at most this much is stored: 2GiB, 500M, 0.")
+@click.option("--older-than", type=Number(), metavar="DAYS", help="Remove entries that were not used for so many days.")
+@click.option("--unused-versions", is_flag=True, help="Remove entries that no compiler or driver here can use.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune(max_bytes: int | None, older_than: float | None, unused_versions: bool, dry_run: bool) -> None:
-    """Remove entries, least recently used first. What is being compiled stays.
+    """Remove entries, least recently used first. Entries that are being compiled stay.
 
-    Use is known to the hour: when a process first loaded a kernel. DG_JIT_CACHE_LIMIT bounds the size without this.
+    The time of last use is when a process last loaded the kernel, to the hour. DG_JIT_CACHE_LIMIT limits the size
+    without this command.
     """
     if max_bytes is None and older_than is None and not unused_versions:
         raise click.UsageError("say what to remove: --max-bytes, --older-than or --unused-versions")
     disk = _usable_disk()
     here = maintenance.selectable() if unused_versions else None
     if unused_versions and here is None:
-        raise click.ClickException("no usable compiler is found here, so nothing is known to be unused: see `doctor`")
+        raise click.ClickException(
+            "no usable compiler is here, so no entry is known to be unused: run `deep-gemm doctor`"
+        )
     seconds = None if older_than is None else older_than * 86400
     with _progress("pruning") as progress:
         removed = maintenance.prune(disk, max_bytes, seconds, here, dry_run, progress)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 COUNT, TOKENS, SECONDS = click.IntRange(0, 10_000), click.IntRange(1, 1 << 20), Number()
 RANGES = (64, 128, 512)
-"""Up to so many tokens, and above: surveys have as many rows of each range, and fits are judged by range."""
+"""Upper ends of the ranges of tokens, and one range above. A survey has as many rows in each, and fits are judged by
+range."""
 CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
 
@@ -33,7 +34,8 @@ CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 102
 @click.option("--seconds", type=SECONDS, default=900.0, show_default=True, help="Time for the survey.")
 @click.pass_context
 def command(context: click.Context, seconds: float) -> None:
-    """Measure this GPU, fit the model's constants, and write its calibration file; or do one of these.
+    """Measure this GPU, fit the model's constants, and write its calibration file. The commands below are the single
+    steps.
 
     GPU models without a file start from their spec sheet and from the file of the nearest model.
     """
@@ -73,7 +75,7 @@ def command(context: click.Context, seconds: float) -> None:
     type=Number(),
     default=WITHIN,
     show_default=True,
-    help="Time configs that the model takes for at most so many times as long as the best; 0: all.",
+    help="Time configs whose predicted time is at most so many times the best one's; 0: all.",
 )
 @click.option(
     "--seconds",
@@ -96,7 +98,7 @@ def survey_command(
     within: float,
     seconds: float,
 ) -> None:
-    """Time many configs on many shapes, in random order, so that a survey cut short is a smaller one of all of them."""
+    """Time many configs on many shapes. The order is random, so a survey that is cut short still covers all kinds."""
     import torch
 
     from deep_gemm.benchmarks import survey
@@ -122,10 +124,10 @@ def survey_command(
 def surveyed(
     count: int, seed: int, public: bool, min_m: int, max_m: int, op: str = FP8, output: str = "", added: bool = False
 ) -> list[GemmShape]:
-    """What a survey times: `count` random shapes, and with `public` DeepSeek-V3's N x K at many M, of `min_m` to
-    `max_m` tokens; in an order that `seed` gives. Random ones are log-uniform, and so many of each range of tokens that
-    all get as many rows: graphs, which double and triple them, are of few tokens. Fewer
-    where not one in 100 has so many tokens."""
+    """The shapes of a survey, of `min_m` to `max_m` tokens, in an order that `seed` gives: `count` random ones, and
+    with `public` DeepSeek-V3's N x K at many M. Random shapes are log-uniform. Each range of tokens gets so many that
+    all ranges have as many rows: small M is timed in graphs too, which makes two or three rows of a shape. There are
+    fewer than `count` if less than one draw in 100 has so many tokens."""
     from deep_gemm.benchmarks import survey
 
     found = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
@@ -147,7 +149,7 @@ def range_of(m: int) -> str:
 
 
 def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
-    """How many of ``count`` shapes each range of tokens gets, so that their rows are as many."""
+    """How many of ``count`` shapes each range of tokens gets, so that all ranges have as many rows."""
     from deep_gemm.benchmarks import survey
 
     least = {range_of(m): m for m in range(max_m, min_m - 1, -1)}
@@ -169,10 +171,11 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
     type=click.IntRange(1),
     default=80,
     show_default=True,
-    help="Keep known constants if fewer rows can be fitted to.",
+    help="Keep the present constants if there are fewer rows.",
 )
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
-    """Fit the model's constants to surveys. Needs no GPU, and a minute. A quarter of the shapes is kept for judging."""
+    """Fit the model's constants to surveys. Takes a minute and needs no GPU. A quarter of the shapes is held out to
+    judge the fit."""
     from deep_gemm.benchmarks import fit, survey
 
     rows = survey.load(sources)
@@ -185,7 +188,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     speed, power = known.speed, known.power
     seen, held_out = (fit.Data.of(part, spec) if part else None for part in parts)
     if seen is None or held_out is None or len(seen.rows) < least:
-        out.print(f"speed: constants are as they were, since {len(launches)} rows are too few.")
+        out.print(f"speed: the constants stay, since {len(launches)} rows are too few.")
     else:
         speed = fit.fit(seen, known.speed)
         summary["speed"] = {"fitted": _summary(seen, speed), "held_out": _summary(held_out, speed)}
@@ -193,7 +196,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
             for text, numbers in ranges.items():
                 out.print(f"{name}, {text}: {numbers}")
     if (fitted := fit.fit_power(rows, spec)) is None:
-        out.print("power: constants are as they were, since times back to back are too few, or do not tell.")
+        out.print("power: the constants stay, since times back to back are too few, or do not determine them.")
     else:
         power, summary["power"] = fitted
         out.print(f"power: {summary['power']}")
@@ -201,7 +204,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
     about: dict[str, Any] = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch") if key in rows[0]}
     about["files"] = [path.name for path in sources]
-    for key in ("date", "source_digest"):  # surveys may be of several days and trees
+    for key in ("date", "source_digest"):  # surveys may come from several days and source trees
         about[f"{key}s"] = sorted({row[key] for row in rows if key in row})
     constants = calibration.Calibration(speed, power).to_json()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +213,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
 
 
 def _summary(data: Data, speed: calibration.Speed) -> dict[str, dict[str, float]]:
-    """How good choices are, in each range of tokens: single calls, and graphs of launches."""
+    """The quality of choices in each range of tokens, for single calls and for graphs."""
     found: dict[str, list[float]] = {}
     for row, quality in zip(data.rows, data.selected(speed).tolist(), strict=True):
         mode = "flush" if row["mode"] == "flush" else "graph"
@@ -228,7 +231,7 @@ def _summary(data: Data, speed: calibration.Speed) -> dict[str, dict[str, float]
 @command.command("check")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 def check_command(sources: tuple[Path, ...]) -> None:
-    """Say how good the selected configs of surveys were: best time over theirs."""
+    """Show how good the selected configs of surveys were: the best time over theirs."""
     from deep_gemm.benchmarks import survey
 
     _report(survey.load(sources))

@@ -1,4 +1,4 @@
-"""How the commands print and what they take: one console, tables without frames, units for people."""
+"""Output and option types of the commands: one console, tables without frames, readable units."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -19,10 +20,27 @@ __all__ = ["Number", "Size", "console", "duration", "size", "table"]
 
 
 def console() -> Console:
-    """A console that neither wraps nor cuts lines where the output is a file or a log. Brackets in a path or a message
-    are text: it knows no markup."""
+    """A console without markup, since brackets in a path or a message are text. It neither wraps nor cuts lines if the
+    output is a file or a pipe."""
     found = Console(highlight=False, soft_wrap=True, markup=False)
     return found if found.is_terminal else Console(highlight=False, soft_wrap=True, markup=False, width=200)
+
+
+def busy(text: str) -> Status:
+    """Show `text` and a spinner on standard error while a block runs, if that is a terminal."""
+    return Console(stderr=True).status(text)
+
+
+def fact(out: Console, label: str, text: str, width: int = 11) -> None:
+    """A label and a text, which on a terminal is wrapped beside the label, at spaces."""
+    if not out.is_terminal:
+        out.print(f"{label:{width}}{text}")
+        return
+    grid = Table.grid()
+    grid.add_column(width=width)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(label), Text(text))
+    out.print(grid, soft_wrap=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], gap: int = 2) -> Table:
@@ -52,7 +70,7 @@ class Size(click.ParamType):
 
 
 class Number(click.FloatRange):
-    """A number from 0; nan, which compares with nothing, is none."""
+    """A number from 0. nan is refused: it compares with nothing."""
 
     name = "NUMBER"
 

@@ -1,4 +1,4 @@
-"""`deep-gemm demo`: the main job once, on whatever this machine has."""
+"""`deep-gemm demo`: compile, run and check one GEMM, on the GPU or the CPU of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 CPU_M = (512, 1)
-"""What the reference on the CPU runs: 4096 rows and their exact product would take a minute."""
+"""M of the reference on the CPU: 4096 rows and their exact product would take a minute."""
 
 
 @click.command("demo")
@@ -119,7 +119,7 @@ def _print_check(out: Console, share: float, difference: float) -> None:
 
 
 def _print_kernels(out: Console) -> None:
-    """Build the kernels of the demo's shapes, which after a run are there already, and show what they use."""
+    """Build the kernels of the demo's shapes (after a run they are cached already), and show their resources."""
     from deep_gemm import engine, kernels
     from deep_gemm.aot.build import choose
 
@@ -139,7 +139,7 @@ def _print_kernels(out: Console) -> None:
     for params, _ in built:
         engine.build(params)
     again = (time.perf_counter() - start) / len(built) * 1e6
-    out.print(f"asked for again, each is there in {duration(again)}: nothing is compiled twice")
+    out.print(f"looked up again in {duration(again)} each: nothing is compiled twice")
 
 
 def _kernel_row(params: KernelParams, binary: Binary, shapes: tuple[GemmShape, ...], shared: int) -> list[Any]:

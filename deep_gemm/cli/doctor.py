@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 from dataclasses import asdict
@@ -14,7 +15,8 @@ from typing import Any
 import click
 
 from deep_gemm import arch, backends, kernels
-from deep_gemm.cli.console import console, size, table
+from deep_gemm.cli.console import busy, console, fact, size, table
+from deep_gemm.cli.findings import NVRTC, judge
 from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.builder import default_builder
 from deep_gemm.jit.cache.disk import DiskCache
@@ -26,9 +28,6 @@ from deep_gemm.log import counted
 from deep_gemm.settings import settings
 
 DISTRIBUTION = "deep-gemm-jit"
-NVRTC = "nvidia-cuda-nvrtc-cu12"
-NVRTC_WHEEL = "/nvidia/cuda_nvrtc/lib/"
-"""Where it installs; those of CUDA 13 are under nvidia/cu13."""
 
 
 @click.command("doctor")
@@ -36,11 +35,12 @@ NVRTC_WHEEL = "/nvidia/cuda_nvrtc/lib/"
 def command(as_json: bool) -> None:
     """Say what was found: GPU, driver, compilers, cache, and what is used and why.
 
-    Each compiler compiles a one-line kernel; one that cannot is not used.
-    Ends with status 1 if there are no kernels here: none can be compiled, and no pack holds any. A missing GPU is no
-    problem for that.
+    Each compiler compiles a one-line kernel; one that cannot is not used. The last lines say what to do. Exits with 1
+    if kernels can be neither compiled nor taken from a pack, or if something dangerous was found. A missing GPU is no
+    problem.
     """
-    report = examine()
+    with busy("trying each compiler"):
+        report = examine()
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
     else:
@@ -50,7 +50,10 @@ def command(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Everything that doctor says, as plain data. `problems` are sentences: what stops compilation, or is dangerous."""
+    """Everything that doctor says, as plain data.
+
+    `problems`, `notes` and `to_do` are sentences. A problem stops compilation, or is dangerous.
+    """
     report: dict[str, Any] = {
         "package": _package(),
         "gpus": _gpus(),
@@ -64,7 +67,10 @@ def examine() -> dict[str, Any]:
         "settings": _settings(),
         "absent_backends": backends.absent(),
     }
-    report["problems"], report["notes"] = _judge(report)
+    findings = judge(report)
+    report["problems"] = [found.text for found in findings if found.problem]
+    report["notes"] = [found.text for found in findings if not found.problem]
+    report["to_do"] = [found.action for found in findings if found.action]
     return report
 
 
@@ -114,7 +120,7 @@ def _compilers() -> list[dict[str, Any]]:
 
 
 def _post_passes() -> dict[str, str | None]:
-    """What each kernel family does to its cubins after compiling; None for one that takes them as they are."""
+    """The post-pass over the cubins of each kernel family, or None for a family without one."""
     try:
         done = {name: kernel.post_pass() for name, kernel in kernels.registry().items()}
     except SettingError:  # named among the problems
@@ -162,83 +168,53 @@ def _settings() -> list[dict[str, Any]]:
     return [{key: getattr(info, key) for key in keys} for info in settings.describe() if info.source != "default"]
 
 
-def _judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
-    problems: list[str] = []
-    notes: list[str] = []
-    packed = sum(pack["kernels"] for pack in report["packs"])
-    if packed:
-        notes.append(
-            f"No compiler is needed, and none is looked for, for the {counted(packed, 'kernel')} that packs hold."
-        )
-    notes += [f"The pack {pack['path']} is not used: {pack['problem']}." for pack in report["packs"] if pack["problem"]]
-    chosen = [compiler for compiler in report["compilers"] if compiler["chosen"]]
-    if chosen and report["package"]["versions"][NVRTC] == "not installed":
-        notes.append(f"{NVRTC} is not installed, nor needed: {chosen[0]['kind']} {chosen[0]['version']} compiles.")
-    if not chosen:
-        (notes if packed else problems).append(
-            "No compiler can be used: see the reasons above." + (" Other kernels cannot be built." if packed else "")
-        )
-    notes += _unneeded(report["compilers"])
-    if not report["headers"]["files"]:
-        problems.append(f"The device headers are missing from {report['headers']['path']}: install the package again.")
-    if report["other_packages"]:
-        problems.append(f"Another deep_gemm is on the path: {'; '.join(report['other_packages'])}. Keep one of them.")
-    problems += [str(entry["value"]) for entry in report["settings"] if "invalid" in entry["source"]]
-    if not report["gpus"]:
-        notes.append("There is no GPU: kernels can be compiled ahead, and CPU tensors run the reference.")
-    notes += [f"GPU {gpu['index']}: {gpu['why']}" for gpu in report["gpus"] if gpu["why"]]
-    if report["cache"]["problem"] or not report["cache"]["writable"]:
-        why = report["cache"]["problem"] or f"{report['cache']['root']} cannot be written to"
-        notes.append(f"Kernels are kept in memory only, and compiled anew by each process: {why}.")
-    return problems, notes
-
-
-def _unneeded(compilers: list[dict[str, Any]]) -> list[str]:
-    """That another NVRTC, such as that of a torch of CUDA 13, makes the one that we depend on superfluous."""
-    used = next((one for one in compilers if one["chosen"] and one["kind"] == "nvrtc"), None)
-    wheels = [one for one in compilers if one["kind"] == "nvrtc" and NVRTC_WHEEL in one["path"]]
-    if used is None or not wheels or used in wheels:
-        return []
-    wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB)"
-    return [f"NVRTC {used['version']} is used: the wheel {wheel} is not needed here, and may be uninstalled."]
-
-
 def _print(report: dict[str, Any]) -> None:
     out = console()
     package = report["package"]
-    versions = ", ".join(f"{name} {version}" for name, version in package["versions"].items())
-    out.print(f"package    {package['path']} ({versions})")
-    out.print(f"driver     {'CUDA ' + report['driver_cuda'] if report['driver_cuda'] else 'none'}")
+    fact(out, "package", package["path"])
+    fact(out, "versions", ", ".join(f"{name} {version}" for name, version in package["versions"].items()))
+    fact(out, "driver", f"CUDA {report['driver_cuda']}" if report["driver_cuda"] else "none")
     for gpu in report["gpus"]:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
-        out.print(f"GPU {gpu['index']}      {text}: {gpu['arch'] or 'no kernels'}")
+        fact(out, f"GPU {gpu['index']}", f"{text}: {gpu['arch'] or 'no kernels'}")
         if gpu["calibration"]:
-            out.print(f"           configs are chosen by {gpu['calibration']}")
-    out.print(f"headers    {report['headers']['path']} ({report['headers']['files']} files)")
+            fact(out, "", f"configs are chosen by {gpu['calibration']}")
+    fact(out, "headers", f"{report['headers']['path']} ({report['headers']['files']} files)")
     for name, edit in report["post_passes"].items():
         how = f"edited after compiling by {edit}" if edit else "as the compiler made them"
-        out.print(f"kernel     {name}: cubins {how}")
+        fact(out, "kernel", f"{name}: cubins {how}")
     cache = report["cache"]
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"
-        out.print(f"cache      {cache['root']}: {state}, {counted(cache.get('entries', 0), 'kernel')}")
+        fact(out, "cache", f"{cache['root']}: {state}, {counted(cache.get('entries', 0), 'kernel')}")
     for pack in report["packs"]:
         state = pack["problem"] or f"{counted(pack['kernels'], 'kernel')}, {size(pack['bytes'])}"
-        out.print(f"pack       {pack['path']} (named by {pack['by']}): {state}")
+        fact(out, "pack", f"{pack['path']} (named by {pack['by']}): {state}")
     for name, why in report["absent_backends"].items():
-        out.print(f"backend    {name} is absent: {why}")
+        fact(out, "backend", f"{name} is absent: {why}")
     for entry in report["settings"]:
-        out.print(f"setting    {entry['variable']} = {entry['value']} (from {entry['source']})")
+        value = os.pathsep.join(map(str, entry["value"])) if isinstance(entry["value"], tuple) else entry["value"]
+        origin = "" if entry["source"] == entry["variable"] else f" (from {entry['source']})"
+        fact(out, "setting", f"{entry['variable']} = {value}{origin}")
     rows = [
         ["->" if c["chosen"] else "", c["kind"], c["version"], "yes" if c["usable"] else "no", c["path"], c["why"]]
         for c in report["compilers"]
     ]
     out.print(table("\ncompilers", ["", "kind", "version", "usable", "path", "why"], rows))
     for note in report["notes"]:
-        out.print(f"note: {note}")
+        fact(out, "note", note)
     for problem in report["problems"]:
-        out.print(f"problem: {problem}")
-    if not report["problems"]:
-        compiles = any(compiler["chosen"] for compiler in report["compilers"])
-        runs = " And run." if any(gpu["arch"] for gpu in report["gpus"]) else ""
-        out.print(f"Kernels can be {'compiled' if compiles else 'taken from packs'} here.{runs}")
+        fact(out, "problem", problem)
+    out.print(f"\n{_verdict(report)}")
+    for number, action in enumerate(report["to_do"], 1):
+        fact(out, f"{number:3}.", action, width=5)
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """What works here, and whether anything is to be done."""
+    if report["problems"]:
+        return "To do:"
+    compiles = any(compiler["chosen"] for compiler in report["compilers"])
+    runs = any(gpu["arch"] for gpu in report["gpus"])
+    works = f"Kernels can be {'compiled' if compiles else 'taken from packs'}{' and run' if runs else ''} here."
+    return f"{works} To do:" if report["to_do"] else f"{works} Nothing to do."

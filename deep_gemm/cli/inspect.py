@@ -1,4 +1,4 @@
-"""`deep-gemm inspect`: what would run for a shape, and why."""
+"""`deep-gemm inspect`: what would run for a shape, and why; or why every call with it is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import click
 
 from deep_gemm.aot import layers
 from deep_gemm.aot.workload import GemmShape, parse_shape
-from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.cli.console import console, duration, fact, size, table
+from deep_gemm.errors import InvalidInputError
 
 
 @click.command("inspect")
@@ -38,12 +39,14 @@ def command(shape: str, arch: str, op: str, num_sms: int | None, top: int, with_
 
 
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
-    """All that inspect says, as plain data."""
+    """What inspect shows, as plain data."""
     from deep_gemm import arch as archs
     from deep_gemm import engine, kernels, select
     from deep_gemm.aot import build
 
     spec = archs.get(arch)
+    if why := build.refusal(shape.n, shape.k, shape.op):
+        raise InvalidInputError(f"Every call with {shape} is refused: {why}")
     asked = build.spec_of(shape, spec, num_sms)
     ranked = select.rank(asked, spec)
     params = engine.kernel_params(asked, ranked[0].config, spec)
@@ -84,32 +87,31 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
 
 def _print(report: dict[str, Any]) -> None:
     out = console()
-    out.print("asked      " + ", ".join(f"{k} {_word(v)}" for k, v in report["spec"].items() if v != ""))
+    fact(out, "asked", ", ".join(f"{k} {_word(v)}" for k, v in report["spec"].items() if v != ""))
     terms = [name for name in report["configs"][0]["estimate"] if name not in ("total_us", "bound")]
     rows = []
     for entry in report["configs"]:
         estimate = entry["estimate"]
         cells = [_cell(estimate[name]) for name in terms]
         rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
-    out.print(f"ranked     by {report['calibration']}")
-    title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: by what power limits alone)"
+    fact(out, "ranked", f"by {report['calibration']}")
+    title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: at the power limit)"
     headers = [name.removesuffix("_us") for name in terms]
     # One space between columns: a row of large times must fit into 120 columns.
     out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound", *headers], rows, gap=1))
     resources = report["resources"]
-    out.print(f"kernel     {report['kernel']} (key {report['key'][:16]}), from: {report['from']}")
+    fact(out, "kernel", f"{report['kernel']} (key {report['key'][:16]}), from: {report['from']}")
     took = duration(report["seconds"]["compile"] * 1e6)
-    out.print(f"compiler   {report['compiler']}, {took}, cubin {size(report['cubin_bytes'])}")
+    fact(out, "compiler", f"{report['compiler']}, {took}, cubin {size(report['cubin_bytes'])}")
     elsewhere = "in the pack" if report["from"] == "pack" else "not stored: the cache cannot be written"
-    out.print(f"source     {report['source'] or elsewhere}")
-    out.print(
-        f"resources  {resources['registers']} registers a thread, {size(report['shared_bytes'])} shared memory, spills "
-        f"{resources['spill_stores']} + {resources['spill_loads']} bytes, stack {resources['stack']} bytes"
-    )
+    fact(out, "source", report["source"] or elsewhere)
+    used = f"{resources['registers']} registers a thread, {size(report['shared_bytes'])} shared memory, spills "
+    used += f"{resources['spill_stores']} + {resources['spill_loads']} bytes, stack {resources['stack']} bytes"
+    fact(out, "resources", used)
     edit = report["post_pass"]
-    out.print(f"edited     {edit['identity']}: {edit['did']}" if edit else "edited     no: as the compiler made it")
+    fact(out, "edited", f"{edit['identity']}: {edit['did']}" if edit else "no: as the compiler made it")
     for warning in resources["warnings"]:
-        out.print(f"warning    {warning}")
+        fact(out, "warning", warning)
     if "sass" in report:
         out.print(report["sass"])
 

@@ -12,7 +12,7 @@ import click
 
 from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.layers import Layer
-from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.cli.console import busy, console, duration, fact, size, table
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
@@ -33,25 +33,30 @@ FAILED, PARTIAL = 1, 3
 )
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel GPUs of a model.")
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Expert-parallel GPUs of a model.")
-@click.option("--m", "m_text", metavar="SIZES", help="M where none is given: 1,2,64-4096:64. [all up to --max-m]")
+@click.option("--m", "m_text", metavar="SIZES", help="M of shapes without one: 1,2,64-4096:64. [all up to --max-m]")
 @click.option(
     "--max-m",
     type=click.IntRange(1, inputs.MAX_SIZE),
     default=workload.MAX_M,
     show_default=True,
-    help="Every M up to this.",
+    help="The largest M to serve.",
 )
 @click.option(
-    "--op", default="", metavar="NAME", help="Run shapes and unquantised models by this. [FP8; a model's dtype]"
+    "--op", default="", metavar="NAME", help="Operation of shapes and of unquantised models. [FP8; the model's dtype]"
 )
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
-@click.option("--shard", "shard_text", metavar="I/N", help="Part I of N, from 0: each task of a Slurm array one. [all]")
+@click.option(
+    "--shard",
+    "shard_text",
+    metavar="I/N",
+    help="Build part I of N, counted from 0: one for each task of a Slurm array. [all]",
+)
 @click.option("--jobs", type=click.IntRange(1, 4096), help="Kernels compiled at once. [CPUs]")
 @click.option(
-    "--pack", "pack", type=click.Path(path_type=Path, dir_okay=False), help="Write them all to this pack too."
+    "--pack", "pack", type=click.Path(path_type=Path, dir_okay=False), help="Also write all kernels to this pack."
 )
-@click.option("--allow-partial", is_flag=True, help="Compile what is understood, though the rest is not.")
+@click.option("--allow-partial", is_flag=True, help="Compile the layers that have kernels, even if others have none.")
 @click.option("--dry-run", is_flag=True, help="Compile nothing: list the layers and the kernels.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -73,11 +78,17 @@ def command(
 ) -> None:
     """Compile the kernels that a model or given shapes will use, into the cache.
 
-    Each layer is listed, with its N x K on one GPU, and whether kernels serve it. A later process finds the kernels on
-    disk, and a machine without a compiler in a pack that DG_JIT_PRECOMPILED names.
+    \b
+    List the layers, and why some have no kernel:
+      deep-gemm precompile --model DIR --tp 8 --dry-run
+    Compile into the cache, and write a pack for other machines:
+      deep-gemm precompile --model DIR --tp 8 --pack model.dgpack
 
-    Ends with status 3, and compiles nothing, if some of it is not understood or cannot be served (--allow-partial: goes
-    on with the rest); with status 1 if a kernel failed, or could be stored nowhere. No pack is written then.
+    Each layer is listed with its N x K on one GPU, and with the reason if it has no kernel. Later processes find the
+    kernels on disk. Machines without a compiler find them in a pack that DG_JIT_PRECOMPILED names.
+
+    Exits with 3 and compiles nothing if a layer is not understood or has no kernel; --allow-partial goes on with the
+    rest. Exits with 1 and writes no pack if a kernel failed or could not be stored.
     """
     from deep_gemm import select
     from deep_gemm.aot import build, shard
@@ -86,18 +97,13 @@ def command(
         raise click.UsageError("nothing to compile: give --shape or --model")
     ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else select.representatives(max_m)
     part = shard.parse(shard_text) if shard_text is not None else None
-    # A shape is text here even where a file of that name exists.
+    # --shape takes shapes only, even if a file of that name exists.
     layers.check_op(op)
-    found = build.plan(
-        [
-            *(replace(workload.parse(text), op=op or layers.FP8) for text in texts),
-            *([path] if path is not None else []),
-        ],
-        tp,
-        ep,
-        op,
-    )
-    work = build.choose(workload.shapes(found.layers, ms), arch, num_sms)
+    asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8) for text in texts]
+    asked += [path] if path is not None else []
+    with busy("choosing kernels for every M"):  # a second a layer
+        found = build.plan(asked, tp, ep, op)
+        work = build.choose(workload.shapes(found.layers, ms), arch, num_sms)
     every = f"every M to {max_m}" if m_text is None else _span(ms)
     report: dict[str, Any] = {
         "arch": arch,
@@ -113,12 +119,12 @@ def command(
         if as_json:
             click.echo(json.dumps(report, indent=2))
         elif stops:
-            click.echo("Nothing was compiled. --allow-partial compiles what is served.")
+            click.echo("Nothing was compiled. --allow-partial compiles the layers that have kernels.")
         else:
             click.echo(f"{counted(len(work.kernels), 'kernel')} would be compiled, or found ready, for {arch}.")
         raise SystemExit(PARTIAL if stops else 0)
     if not work.kernels and not work.impossible:
-        raise click.ClickException("no layer can be served, so there is nothing to compile.")
+        raise click.ClickException("no layer has a kernel, so there is nothing to compile.")
     if pack is None and (why := _nowhere(work)):
         raise click.ClickException(
             f"kernels would be compiled and stored nowhere: {why}. Set DG_JIT_CACHE_DIR, or give --pack."
@@ -149,7 +155,7 @@ def _build(work: Work, part: tuple[int, int] | None, jobs: int | None, quiet: bo
 
 
 def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | None, as_json: bool) -> None:
-    """Say what was built, write the pack, and end with status 1 if something is missing."""
+    """Report what was built, write the pack, and exit with 1 if something is missing."""
     from deep_gemm.aot import build
 
     lost, failed = build.unstored(summary), len(summary.failed)
@@ -204,8 +210,10 @@ def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
     }
 
 
-def _served(op: str) -> str:
-    return "yes" if op == layers.FP8 else f"yes, by {op}"
+def _served(one: dict[str, Any]) -> str:
+    if one["why_not"]:
+        return f"no: {one['why_not']}"
+    return "yes" if one["op"] == layers.FP8 else f"yes, by {one['op']}"
 
 
 def _span(ms: Sequence[int]) -> str:
@@ -214,14 +222,16 @@ def _span(ms: Sequence[int]) -> str:
 
 def _print_plan(report: dict[str, Any]) -> None:
     rows = [
-        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], one["why_not"] or _served(one["op"])]
+        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], _served(one)]
         for one in report["layers"]
     ]
     out = console()
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
+    told = tuple(one["why_not"] for one in report["layers"] if one["why_not"])
     for problem in report["problems"]:
-        out.print(f"problem: {problem}")
+        if not problem.endswith(told):  # the table says so already
+            fact(out, "problem", problem)
 
 
 def _print_kernels(summary: Summary) -> None:
@@ -240,7 +250,7 @@ def _print_kernels(summary: Summary) -> None:
 
 
 def _nowhere(work: Work) -> str:
-    """Why what is missing would be stored nowhere; "" if nothing is missing, or there is a place for it."""
+    """Why missing kernels could not be stored; "" if none is missing or they can be."""
     from deep_gemm import engine
     from deep_gemm.errors import CompilerNotFoundError
     from deep_gemm.jit.builder import default_builder

@@ -1,4 +1,4 @@
-"""The constants of one GPU model, and where they are kept."""
+"""The constants of one GPU model, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -19,55 +19,54 @@ FOLDER = Path(__file__).parent / "calibrations"
 
 @dataclass(frozen=True)
 class Speed(Constants):
-    """How fast one GPU model is, made by `deep-gemm calibrate`. Times in us, cycles of the SM clock."""
+    """The speed of one GPU model, fitted by `deep-gemm calibrate`. Times in us; cycles are those of the SM clock."""
 
     WHAT: ClassVar[str] = "A calibration's part about speed"
 
     clock_ghz: float
-    """Boost clock, from the spec sheet: cycles are counted in it."""
+    """The boost clock, from the spec sheet. Cycles are counted at this clock."""
     launch_us: float
-    """An empty launch as timed, and the way to the first load."""
+    """An empty launch as it is timed, plus the time to the first load."""
     consumer_us: float
-    """What a launch takes more for each consumer warpgroup."""
+    """Extra launch time for each consumer warpgroup."""
     store_warp_us: float
     """Extra microseconds when the store warp writes the last tile."""
     cluster_us: float
-    """What launching and ending CTAs of a cluster together costs."""
+    """Extra launch time of a cluster, whose CTAs start and end together."""
     exchange_us: float
-    """Exchanging shares of K between CTAs, for each tile."""
+    """Fixed time of a split-K exchange between CTAs, for each tile."""
     handed_per_us: float
-    """Elements that a CTA hands to others in a microsecond."""
+    """Partial sums that a CTA sends to others in a split-K exchange, in elements a microsecond."""
     epilogue_us: float
-    """A tile's fixed cost: drain, staging, barriers."""
+    """Fixed time of a tile's epilogue: drain, staging, barriers."""
     elements_per_us: float
-    """Output elements that a CTA converts and stores in a microsecond."""
+    """Output elements that a CTA converts and stores a microsecond."""
     epilogue_hidden: float
-    """Part of the epilogue that the work on the next tile hides."""
+    """Fraction of the epilogue that overlaps with the next tile."""
     tensor: float
-    """Cycles of the tensor cores for one of their nominal cycles: at work they draw the power that lowers the clock."""
+    """Tensor-core cycles for each nominal cycle: above 1, since their power lowers the clock."""
     chain_cycles: float
     """Latency of one block of K in a consumer: wait, issue, drain."""
     load_cycles: float
-    """From asking for a stage to having it."""
+    """Latency of loading a stage."""
     fill_bytes_per_cycle: float
-    """From L2 into one SM."""
+    """Bandwidth from L2 into one SM."""
     crowded_cycles: float
-    """What a crowded row of 128 bytes costs in addition, for one SM."""
+    """Extra cycles of one SM for a crowded row of 128 bytes."""
     unaligned: float
-    """What a row of 128 bytes that begins inside a line costs the L2 in addition, as a part of a row."""
+    """Extra L2 traffic of a row of 128 bytes that begins inside a cache line, as a fraction of the row."""
     start_gb_per_s: float
-    """From HBM, of the first stages of all CTAs."""
+    """Bandwidth from HBM for the first stages of all CTAs."""
     hbm_gb_per_s: float
     l2_gb_per_s: float
-    """From L2 into all SMs together."""
+    """Bandwidth from L2 into all SMs together."""
     overlap: float
-    """The power of the norm that joins the times of resources: the larger, the better they overlap."""
+    """The exponent of the p-norm that joins the times of the resources: the larger, the better they overlap."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known of a GPU model: its speed, what draws power, and ``origin``, which says whose constants these
-    are."""
+    """The constants of a GPU model: its speed, its power, and ``origin``, which says where they come from."""
 
     speed: Speed
     power: Power
@@ -79,7 +78,7 @@ class Calibration:
         if sorted(data) != ["power", "speed"]:
             raise InvalidInputError(
                 f"A calibration file holds constants of speed and power, but this one of {', '.join(data)}. "
-                "Make it anew with `deep-gemm calibrate fit`."
+                "Make a new one with `deep-gemm calibrate fit`."
             )
         return cls(Speed.from_json(data["speed"]), Power.from_json(data["power"]), origin)
 
@@ -88,7 +87,7 @@ class Calibration:
         return {"speed": asdict(self.speed), "power": asdict(self.power)}
 
     def scaled(self, known: Sheet, to: Sheet) -> Calibration:
-        """What these constants, of the card ``known``, are on the card ``to`` by both spec sheets."""
+        """These constants of the card ``known``, scaled to the card ``to`` by the two spec sheets."""
         hbm, tensor = to.hbm_gb_per_s / known.hbm_gb_per_s, to.tensor_tflops / known.tensor_tflops
         cycles = to.sms * to.clock_ghz / (known.sms * known.clock_ghz)
         speed = replace(
@@ -108,7 +107,7 @@ class Calibration:
 
 
 def file_of(device_name: str) -> Path:
-    """The file for a GPU model, such as "NVIDIA H200", which need not exist."""
+    """The path of the file for a GPU model, such as "NVIDIA H200"; it need not exist."""
     stem = "".join(c if c.isalnum() else "_" for c in device_name.lower()).strip("_")
     return FOLDER / f"{stem}.json"
 
@@ -122,8 +121,8 @@ def load(path: Path) -> Calibration:
 
 @functools.cache
 def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
-    """The calibration of a GPU model; where it has none, what its spec sheet makes of that of the nearest card. SMs and
-    bandwidth find the sheet of a card that has none; 0 says that they are not known."""
+    """The calibration of a GPU model. If there is none, the nearest card's, scaled by the spec sheets. The sheet of an
+    unknown card is found by SMs and bandwidth; 0 means unknown."""
     path = file_of(device_name)
     if path.is_file():
         return load(path)
@@ -135,10 +134,10 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
 
 
 def every() -> list[Calibration]:
-    """Those of all GPU models that have one, the default first."""
+    """The calibrations of all GPU models that have one, the default first."""
     return [default(), *(load(path) for path in sorted(FOLDER.glob("*.json")) if load(path) != default())]
 
 
 def default() -> Calibration:
-    """Those used where no GPU is named: an H200's."""
+    """The calibration that is used if no GPU is named: an H200's."""
     return load(file_of("NVIDIA H200"))

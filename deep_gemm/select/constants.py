@@ -1,4 +1,4 @@
-"""Positive numbers by name, as a calibration file holds them."""
+"""The base class of calibration constants: positive numbers by name."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Kind = TypeVar("Kind", bound="Constants")
 
 @dataclass(frozen=True)
 class Constants:
-    """What all kinds of them have in common."""
+    """Base class of calibration constants."""
 
     WHAT: ClassVar[str]
-    """What an error calls them."""
+    """Their name in an error message."""
 
     @classmethod
     def from_json(cls: type[Kind], data: dict[str, Any]) -> Kind:
-        """The constants in ``data``, which must be all and no others. Raises InvalidInputError."""
+        """The constants in ``data``, which must name each of them and nothing else. Raises InvalidInputError."""
         names = [field.name for field in fields(cls)]
         if sorted(data) != sorted(names) or not all(
             isinstance(value, (int, float)) and value > 0 for value in data.values()
         ):
             raise InvalidInputError(
                 f"{cls.WHAT} holds positive numbers named {', '.join(names)}, but this one holds {data}. "
-                "Make it anew with `deep-gemm calibrate fit`."
+                "Make a new one with `deep-gemm calibrate fit`."
             )
         return cls(**{name: float(data[name]) for name in names})
 

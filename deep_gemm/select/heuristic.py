@@ -1,7 +1,7 @@
-"""The selector: every config that families offer for a spec, ranked by the model.
+"""The selector: ranks every config that the families offer for a spec by the model.
 
-Neighbouring numbers of tokens share a choice (`representative`), so that all kernels which any number can ask for are
-known, and so that serving with ever new numbers of tokens ranks little.
+Neighbouring M share a choice (`representative`): so all kernels that any M can need are known, and serving, where M
+keeps changing, ranks rarely.
 """
 
 from __future__ import annotations
@@ -29,40 +29,39 @@ class Choice:
 
     @functools.cached_property
     def estimate(self) -> Estimate:
-        """What the model expects of it: worked out when asked for, since ranking needs one number of each."""
+        """The model's estimate. Computed when asked for, since ranking needs only one number of each config."""
         return estimate(self.spec, self.config, self.calibration.speed)
 
     @functools.cached_property
     def sustained_us(self) -> float:
-        """How long it takes among many launches back to back, if power is what limits them (see `power`)."""
+        """The time of one launch among many back to back, if power is the limit (see `power`)."""
         return sustained_us(self.spec, self.config, features(self.spec, self.config), self.calibration.power)
 
 
 SOME_TOKENS = 512
-"""More are prefill or training, which make many launches in a row."""
+"""M above this is prefill or training, where many launches follow one another."""
 
 EXACT_TOKENS = 16
 """M up to 16 is not bucketed."""
 
 
 SUSTAINED_FLOPS, PREFILL_FLOPS = 1e10, 2e9
-"""FLOPs from which power is the limit of launches one after the other: 1000 x 2112 x 7168 took 29.8 us alone and 31.8
-back to back in one config, 28.8 and 30.8 in another (H200). With more tokens than `SOME_TOKENS`, of which prefill and
-training make thousands in a row, fewer count: 1000 x 576 x 7168 took 12.9 us back to back with 64x80 tiles and 11.4
-with 64x96, which draw less."""
+"""FLOPs from which power limits launches that follow one another. On an H200, 1000 x 2112 x 7168 took 29.8 us alone and
+31.8 us back to back in one config, 28.8 and 30.8 in another. For M above `SOME_TOKENS` the limit is lower, since
+prefill and training launch thousands in a row: 1000 x 576 x 7168 took 12.9 us back to back with 64x80 tiles, and 11.4
+with 64x96 tiles, which draw less."""
 SUSTAINED_PART = 0.9
-"""Of these, configs are ranked by a smooth maximum of their time alone, but for the launch, which others hide, and of
-this part of what they take where power is the limit. Of shapes timed back to back in up to ten configs, choices are
-0.991 of the best for 29 of 15 GFLOP and more (0.980 without regard to power), 0.983 for 15 smaller ones (0.970), and
-0.994 for 22 others in up to five configs (0.981). Timed alone, over 200 surveyed shapes of 10 GFLOP and more, 0.975
-with and 0.977 without."""
+"""Where power is the limit, configs are ranked by a smooth maximum of two times: that of a single call without its
+launch, which overlaps with other launches, and this fraction of the time limited by power. Quality of the choices (best
+time over theirs) back to back: 0.991 for 29 shapes of 15 GFLOP and more, up to ten configs each (0.980 if power is
+ignored); 0.983 for 15 smaller ones (0.970); 0.994 for 22 others, up to five configs each (0.981). For single calls,
+over 200 surveyed shapes of 10 GFLOP and more: 0.975, and 0.977 if power is ignored."""
 SHARPNESS = 6
 
 
 def representative(m: int) -> int:
-    """The number of tokens as which ``m`` are ranked: ``m`` rounded up to a multiple of 8, and past 512 of the power of
-    two that makes 32 steps to the next power of two. Rounding changes few counts of tiles, and none for multiples of
-    256 up to 16384."""
+    """The M that ``m`` is ranked as: rounded up to a multiple of 8 and, above 512, to one of 32 steps between two
+    powers of two. Rounding rarely changes the number of tiles, and never for multiples of 256 up to 16384."""
     if m <= EXACT_TOKENS:
         return m
     step = max(8, 1 << (m - 1).bit_length() >> 6)
@@ -70,7 +69,7 @@ def representative(m: int) -> int:
 
 
 def representatives(max_m: int) -> list[int]:
-    """What 1..``max_m`` tokens are ranked as, in rising order: the last may be above ``max_m``."""
+    """All M that 1..``max_m`` are ranked as, in rising order; the last may be above ``max_m``."""
     found = [0]
     while found[-1] < max_m:
         found.append(representative(found[-1] + 1))
@@ -78,17 +77,17 @@ def representatives(max_m: int) -> list[int]:
 
 
 def sustains(spec: GemmSpec) -> bool:
-    """Whether power can be the limit of such launches, one after the other."""
+    """Whether power can limit such launches if they follow one another."""
     return spec.flops >= (PREFILL_FLOPS if spec.m > SOME_TOKENS else SUSTAINED_FLOPS)
 
 
 def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> list[Choice]:
-    """Every config that `candidates` names for ``spec``, the fastest by the model first; ties go to the smaller tile.
-    Where power can be the limit, what they take back to back counts too (`SUSTAINED_PART`). ``calibration`` is an
-    H200's if it is None. Estimates are of the `representative` number of tokens.
+    """The `candidates` for ``spec``, the fastest by the model first; ties go to the smaller tile. If power can be the
+    limit, the time back to back counts too (`SUSTAINED_PART`). ``calibration`` defaults to an H200's. Estimates are for
+    the `representative` of M.
 
     Raises:
-        UnsupportedError: no family can do it, or none within ``block_multiple`` and the number of SMs.
+        UnsupportedError: no family supports ``spec``, or none within ``block_multiple`` and the number of SMs.
     """
     return list(_rank(replace(spec, m=representative(spec.m)), arch, calibration or default()))
 
@@ -99,7 +98,7 @@ def _rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> tuple[Cho
 
 
 def order(spec: GemmSpec, configs: list[GemmConfig], calibration: Calibration) -> list[Choice]:
-    """``configs``, all of which can run ``spec``, the fastest by the model first."""
+    """``configs``, each of which must be able to run ``spec``, the fastest by the model first."""
     speed, sustained = calibration.speed, sustains(spec)
 
     def key(config: GemmConfig) -> tuple[float, int]:
@@ -140,5 +139,5 @@ def _serving(kernel: str, arch: ArchSpec) -> tuple[GemmConfig, ...]:
 
 
 def legal(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
-    """Every legal config that can run ``spec``, however slowly: for surveys and tuners."""
+    """Every legal config that can run ``spec``, fast or slow: for surveys and tuners."""
     return [config for kernel in kernels.for_spec(spec) for config in kernel.legal(arch) if kernel.runs(spec, config)]

@@ -1,9 +1,9 @@
-"""How long a config takes: a roofline of one persistent GEMM.
+"""The time of a GEMM with a config, by a roofline model.
 
-Every resource has a time of its own: the tensor cores of the SM, which co-resident CTAs share; a consumer's chain of
-multiply and promote; the latency of loads, which stages hide; the way from L2 into an SM; the L2 as a whole; and HBM.
-They overlap, but not perfectly: together they take a smooth maximum (a p-norm) of all. Before them come the launch and
-the first stage, after them the epilogue of the last tile. `Features` are counts, and `Speed` has the rates.
+Each resource has its time: the tensor cores of an SM, which co-resident CTAs share; a consumer's chain of multiply and
+promote; the latency of loads, which stages hide; the path from L2 into an SM; the whole L2; and HBM. They overlap, but
+not perfectly: together they take a smooth maximum (a p-norm) of their times. The launch and the first stage come
+before, the epilogue of the last tile after them. `Features` holds counts, `Speed` the rates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .calibration import Speed
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted time of a launch and what it is made of, in us. ``bound`` names the largest part."""
+    """The predicted time of a launch and its parts, in us. ``bound`` names the largest part."""
 
     total_us: float
     launch_us: float
@@ -36,14 +36,14 @@ class Estimate:
 
 
 def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> dict[str, Any]:
-    """The times of what a launch is made of, in us, and their ``total``. Of one pair, or of many: then ``x`` holds
-    arrays or tensors, and ``maximum`` is theirs."""
-    us = x.steps * (1e-3 / c.clock_ghz)  # of a cycle of each block
+    """The times of the parts of a launch, in us, and their ``total``: for one spec and config, or for many at once, if
+    ``x`` holds arrays or tensors and ``maximum`` is their elementwise maximum."""
+    us = x.steps * (1e-3 / c.clock_ghz)  # us of one cycle in each block of K
     tensor = x.tensor * c.tensor
     own = tensor * x.consumers_k / x.consumers
     hidden = maximum(own, x.promotion + c.chain_cycles)
     chain = (hidden + (1 - x.ahead) * (own + x.promotion + c.chain_cycles - hidden)) / x.consumers_k
-    # A row of a block that begins inside a line of 128 bytes takes more of them.
+    # A row that begins inside a line of 128 bytes touches one line more.
     lines = 1 + c.unaligned * x.unaligned
     loads = maximum(
         c.load_cycles / x.stages, x.resident * (x.filled / c.fill_bytes_per_cycle + x.crowded * c.crowded_cycles)
@@ -60,10 +60,10 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
         found["tensor"], maximum(found["chain"], maximum(found["loads"], maximum(found["l2"], found["hbm"])))
     )
     body = largest * sum((time / largest) ** c.overlap for time in found.values()) ** (1 / c.overlap)
-    # The next tile is multiplied while one is stored, but for the last; CTAs that share an SM share its way out.
+    # Each tile but the last is stored while the next is multiplied. CTAs on one SM share its path out.
     seen = x.waves - (x.waves - 1) * c.epilogue_hidden
     epilogue = seen * (c.epilogue_us + x.resident * x.elements / c.elements_per_us)
-    # Nothing hides an exchange: all shares of a tile wait for the last.
+    # Nothing hides a split-K exchange: all parts of a tile wait for the last one.
     epilogue = epilogue + x.waves * (x.shares * c.exchange_us + x.handed / c.handed_per_us)
     launch = c.launch_us + x.prologue_us + x.consumers * c.consumer_us + x.store_warp * c.store_warp_us
     launch = launch + x.cluster * c.cluster_us
@@ -72,12 +72,12 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
 
 
 def features(spec: Spec, config: KernelConfig) -> Features:
-    """What ``config``'s family counts."""
+    """The counts of ``config``, by its family."""
     return kernels.of(config).features(spec, config)
 
 
 def estimate(spec: Spec, config: KernelConfig, speed: Speed) -> Estimate:
-    """The time of ``spec`` with ``config``, including the launch."""
+    """The predicted time of ``spec`` with ``config``, launch included."""
     x = features(spec, config)
     times = parts(x, speed)
     total = times.pop("total")

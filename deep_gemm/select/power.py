@@ -1,13 +1,13 @@
-"""How long a config takes where power is the limit.
+"""The time of a GEMM with a config, where power is the limit.
 
-With its tensor cores at work an H200 lowers its clock until it draws 700 W. Which SM idles when no longer matters
-then, only what all of the work draws: products, what they read from shared memory, what is written there, and what L2
-is asked for; and what none of it hides: D, a launch, and sums that CTAs give each other. Timed back to back, 53 pairs
-of a config and a shape of 30 GFLOP and more took what a sum of these says within 1.5% (standard deviation, K from 512
-to 16384), and five random shapes that it was not fitted to within 2.5%. It says 8% too little of one whose rows begin
-inside sectors, and 17% of one whose tiles have tokens past their slices. Of twelve random shapes of 20 to 90 GFLOP it
-says 7% too little, more or less by 5.5%. With what HBM moves, rows that begin inside lines, SMs that wait for the last
-tiles of others, and a part more for products that are dealt out, a sum fits these within 2%, and chose no better.
+When its tensor cores are busy, an H200 lowers its clock until it draws 700 W. Then it no longer matters which SM idles
+when, only how much energy the work takes: products, their reads from shared memory, writes into it, and requests to L2.
+Not hidden by these are D, the launch, and the sums of a split-K exchange. The model is a sum of these terms. Measured
+back to back: for 53 pairs of a config and a shape of 30 GFLOP and more (K from 512 to 16384) its standard error is
+1.5%, and 2.5% for five random shapes that it was not fitted to. It is 8% too low for a shape whose rows begin inside
+sectors, and 17% for one whose tiles have an M tail. For twelve random shapes of 20 to 90 GFLOP it is 7% too low on
+average (standard deviation 5.5%). A sum with four more terms (HBM traffic, rows that begin inside lines, SMs that wait
+for the last tiles of others, Stream-K) fits these within 2%, but its choices were no better.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from .constants import Constants
 
 ROW_BYTES = 128
 BLOCK_K = 128
-"""What is counted is counted for a block of so much of K."""
+"""Counts are for a block of this much of K."""
 
 
 @dataclass(frozen=True)
 class Power(Constants):
-    """Constants of one GPU model, fitted to launches timed back to back. What is moved counts as the products that draw
-    as much."""
+    """Constants of one GPU model, fitted to launches timed back to back. Moving a row is counted in products that draw
+    as much power."""
 
     WHAT: ClassVar[str] = "A calibration's part about power"
 
     products_per_us: float
-    """Multiplications of two elements, each with its addition, if nothing else drew power."""
+    """Multiply-adds of two elements a microsecond, if nothing else drew power."""
     read_row: float
-    """Reading a row of 128 bytes from shared memory, in blocks of 128 products."""
+    """Reading a row of 128 bytes from shared memory, in units of 128 products."""
     filled_row: float
-    """Writing one there that comes from L2."""
+    """Writing a row from L2 into shared memory."""
     asked_row: float
-    """Asking L2 for one, which CTAs of a cluster may share."""
+    """Requesting a row from L2, which CTAs of a cluster may share."""
     stored_per_us: float
-    """Elements of D."""
+    """Elements of D that are stored a microsecond."""
     launch_us: float
 
 
 def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
-    """What each constant of `Power` is multiplied with, or divides: products, rows read, filled and asked for, in
-    blocks of 128 products; elements of D; and a launch."""
+    """The factor of each constant of `Power`: products; rows read, filled and requested, in units of 128 products;
+    elements of D; and the launch."""
     tiles = ceil_div(spec.m, config.block_m * config.cluster_m) * config.cluster_m
     tiles *= ceil_div(spec.n, config.block_n * config.cluster_n) * config.cluster_n
     blocks = tiles * ceil_div(spec.k, BLOCK_K)
@@ -62,7 +62,7 @@ def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
 
 
 def sustained_us(spec: GemmSpec, config: GemmConfig, x: Features, power: Power) -> float:
-    """The time of a launch among many back to back, if power is what limits them. ``x`` are the pair's features."""
+    """The time of one launch among many back to back, if power is the limit. ``x`` are the features of the pair."""
     products, read, filled, asked, stored, launches = draws(spec, config, x)
     moved = power.read_row * read + power.filled_row * filled + power.asked_row * asked
     drawn = (products + moved) * BLOCK_K / power.products_per_us

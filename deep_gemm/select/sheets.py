@@ -18,7 +18,7 @@ class Sheet:
 
     name: str
     device: str
-    """How the driver calls it."""
+    """The name that the driver gives it."""
     sms: int
     clock_ghz: float
     """Boost clock."""
@@ -28,7 +28,7 @@ class Sheet:
     power_w: int
 
     def distance(self, other: Sheet) -> float:
-        """How different two cards are, by what bounds a GEMM."""
+        """How different two cards are in what limits a GEMM."""
         rates = ("sms", "tensor_tflops", "hbm_gb_per_s")
         return math.hypot(*(math.log(getattr(self, rate) / getattr(other, rate)) for rate in rates))
 
@@ -43,8 +43,8 @@ SHEETS = (
 
 
 def of(device: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Sheet:
-    """The sheet of the GPU model that the driver calls ``device``, else the one nearest by SMs and bandwidth, of which
-    0 says that it is not known. Of a model with a variant, such as the H100 for PCIe, the SMs tell which it is."""
+    """The sheet of the GPU model with the driver's name ``device``, else the nearest one by SMs and bandwidth (0 if
+    unknown). Among variants of a model, such as the H100 PCIe, the number of SMs decides."""
     model = [sheet for sheet in SHEETS if sheet.name.split()[0] in device.split() and num_sms in (0, sheet.sms)]
 
     def distance(sheet: Sheet) -> tuple[bool, float]:

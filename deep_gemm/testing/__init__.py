@@ -1,4 +1,4 @@
-"""What tests and benchmarks of GEMMs need: comparing, timing, making operands, guarding memory."""
+"""For tests and benchmarks of GEMMs: comparing results, timing, making operands, guarding memory."""
 
 from deep_gemm.testing.accuracy import accumulation_bound, assert_close_to_exact, assert_half_close_to_exact
 from deep_gemm.testing.bench import bench, bench_flushed, bench_kineto, get_arch_major

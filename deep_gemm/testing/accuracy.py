@@ -17,15 +17,15 @@ In the worst case every cut errs the same way, and the largest addend is the sum
 
     E = (132 * 2^-13 + (K / 128 + 3) * 2^-24) S
 
-That is sound for any data, and too wide to notice a missing K block among many. When the products have random signs,
-cuts are of either sign, so that 132 of them add up like the square root of 132, and sums of products grow like
-R = sqrt(A^2 @ (B^2)^T) (squares of elements), of which no product is larger. The default is four times that::
+That holds for any data, and is too wide to notice one missing K block among many. If the products have random signs, so
+have the errors: 132 of them add up like the square root of 132, and sums of products grow like R = sqrt(A^2 @ (B^2)^T)
+(squares of elements). No product is larger than R. The default is four times that::
 
     E = 4 (sqrt(132) * 2^-13 + (K / 128 + 3) * 2^-24) R
 
 A simulation of such a tensor core (tests/unit/test_testing.py) stays below a fifth of it on quantised normal data, and
-below a half when every block holds a pair of outliers that pushes all other products to the edge of what is kept. A
-block of K that is left out errs by R / sqrt(K / 128) or so: for K = 7168, twenty times E. Data whose products mostly
+below a half if every block holds a pair of outliers that pushes all other products to the last bits that are kept. A
+missing block of K causes an error of about R / sqrt(K / 128): for K = 7168, twenty times E. Data whose products mostly
 have one sign needs ``worst_case=True``.
 """
 
@@ -75,10 +75,10 @@ def assert_close_to_exact(
     """Raise AssertionError unless every element of d (M, N) is within the bound of the exact product, and of c added to
     it where there is one.
 
-    Elements whose exact value is NaN or infinite must be the same in d.
+    Where the exact value is NaN or infinite, d must be the same.
 
     Returns:
-        The largest error as a fraction of what was allowed, at most 1, for the record.
+        The largest error as a fraction of its bound, at most 1.
     """
     expected_shape = (a.shape[0], b.shape[0])
     if tuple(d.shape) != expected_shape:
@@ -103,7 +103,7 @@ def assert_half_close_to_exact(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None
 
     An instruction adds 16 products, which are exact, and the accumulator, and cuts each 23 bits or more below the
     largest. No product is larger than R = sqrt(A^2 @ (B^2)^T), and the accumulator is rarely larger than a few R. So E
-    is twice what all cuts come to if each is of R: a k16 step that is left out errs by R / sqrt(K / 16) or so.
+    is twice the sum of all cuts, each taken as one of R. A missing k16 step causes an error of about R / sqrt(K / 16).
     """
     exact = a.double() @ b.double().t() + (0.0 if c is None else c.double())
     return _compare(d, exact, half_accumulation_bound(a, b, c), 0)

@@ -14,7 +14,7 @@ import torch
 from deep_gemm.errors import InvalidInputError
 
 FLUSH_BYTES = 512 << 20
-"""Written before a timed call: more than any L2, and long enough to hide the cost of launching."""
+"""Bytes that are written before a timed call: more than any L2 holds, and long enough to hide the launch."""
 
 
 def get_arch_major() -> int:
@@ -46,7 +46,7 @@ def bench(fn: Callable[[], Any], num_warmups: int = 5, num_tests: int = 10, high
 def bench_flushed(fn: Callable[[], Any], num_tests: int = 20, num_warmups: int = 3) -> float:
     """The median time of single calls of ``fn`` with a cold L2: 512 MiB are written before each.
 
-    An empty kernel reads some 4 microseconds this way.
+    An empty kernel takes some 4 us by this method.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for _ in range(num_warmups):
@@ -151,9 +151,9 @@ def _time_of(name: str, seen: list[tuple[str, float]], num_tests: int, several: 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Send what is written to stdout and stderr, by C++ code too, nowhere."""
+    """Discard what is written to stdout and stderr, by C++ code too."""
     for text in (sys.stdout, sys.stderr):
-        text.flush()  # what was printed before must not go out late, and so nowhere
+        text.flush()  # flush first: what was printed before must not be discarded
     saved = [os.dup(stream) for stream in (1, 2)]
     try:
         with open(os.devnull, "wb") as nowhere:

@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Guarded:
-    """``tensor`` is a view into ``memory`` (bytes), everything else of which is filler."""
+    """``tensor`` is a view into ``memory`` (bytes); all other bytes are filler."""
 
     tensor: Tensor
     memory: Tensor

@@ -1,4 +1,4 @@
-"""One number for how far two tensors are apart, and one for how much memory they hold."""
+"""How far two tensors are apart, and how many bytes tensors hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
     """``1 - 2 x.y / (x.x + y.y)`` over all elements, as a float64 scalar tensor: 0 for equal tensors, 2 for opposite.
 
     For small relative errors e it is about half of the mean of e squared, so 1e-3 allows some 4.5%. Tensors of zeros,
-    or without elements, are equal. NaN anywhere gives NaN, which no comparison calls small.
+    or without elements, are equal. NaN anywhere gives NaN, so that `diff < bound` is false.
     """
     if x.shape != y.shape:
         raise InvalidInputError(

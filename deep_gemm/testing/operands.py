@@ -1,4 +1,4 @@
-"""Operands whose product is known: random ones, ones with an exact product, and ones that show a wrong index."""
+"""Operands for tests: random ones, ones with an exact product, and ones that reveal a wrong index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_operands(
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(m, k, device=device, generator=generator).bfloat16()
     y = torch.randn(n, k, device=device, generator=generator).bfloat16()
-    # Rows and blocks of different size, so that no scale can be taken for another.
+    # Rows and blocks of different magnitude, so that a wrong scale shows.
     x *= torch.rand(m, 1, device=device, generator=generator).bfloat16() * 4 + 0.25
     return per_token_cast_to_fp8(x, use_ue8m0=False), per_block_cast_to_fp8(y, use_ue8m0=False), x, y
 

@@ -1,11 +1,11 @@
-"""Three ways to time a kernel on the GPU, each for what it is like to run it in earnest.
+"""Three ways to time a kernel on the GPU, each for one way of using it.
 
 - flush: one call between two events with a cold L2 and the launch hidden. An empty kernel reads about 2.8 us this way.
 - graph: many calls in one CUDA graph, each with weights of its own, as a decoder runs. Overlap of kernels counts.
-- steady: back to back for seconds, at the clocks that the power limit leaves; in graphs, so that no host is waited for.
+- steady: back to back for seconds, at the clocks that the power limit allows; in graphs, so that the host is no limit.
 
-All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks meets all.
-`flush`, `graph` and `steady` give medians; `SAMPLERS` gives the samples that these are of.
+All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks affects all
+alike. `flush`, `graph` and `steady` give medians; `SAMPLERS` gives the samples that these are of.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 Call = Callable[[], Any]
 
 GRAPH_WEIGHT_BYTES = 256 << 20
-"""Weights that one graph goes through before it meets the same one again: several times the L2."""
+"""Bytes of weights that one graph reads before it reads the same ones again: several times the L2."""
 
 
 SHORT_US = 100.0
-"""Single calls that all take less are timed in three times as many turns: those of 5 us scatter by a tenth of that."""
+"""If all single calls take less, they are timed in three times as many turns: calls of 5 us vary by a tenth."""
 
 REST_SECONDS = 0.2
-"""Of longer ones each turn begins on a GPU that has rested: else it has the clocks that the limit of power left to what
-ran before. On an H200 8192 x 7168 x 16384 took ours 1391 us and cuBLASLt 1389 in turns without a rest, 1313 and 1228
+"""Each turn of longer calls begins after a rest of the GPU: otherwise its clocks are those that the power limit left to
+the turn before. On an H200, 8192 x 7168 x 16384 took 1391 us (cuBLASLt 1389) in turns without a rest, 1313 us (1228)
 with."""
 
 
@@ -97,13 +97,13 @@ def graph_samples(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64,
 
 def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
     """One CUDA graph of `count` calls, which go through the sets in turn; on a stream of its own, or on ``stream`` if
-    the calls know no other."""
+    the calls are bound to it."""
     import torch
 
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in sets:  # compiles, loads and sizes workspaces, none of which a capture allows
+        for call in sets:  # compile, load and size workspaces, which a capture does not allow
             call()
     torch.cuda.current_stream().wait_stream(stream)
     captured = torch.cuda.CUDAGraph()
@@ -114,8 +114,8 @@ def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
 
 
 def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[str, float]:
-    """The times of `back_to_back` of each. The first of several runs twice, and the second time counts: it would be the
-    only one to begin on a GPU that has rested."""
+    """The time of `back_to_back` for each callable. The first of several runs twice and its second time counts, since
+    it alone would begin on a rested GPU."""
     return medians(steady_samples(calls, seconds))
 
 
@@ -128,14 +128,13 @@ def steady_samples(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) ->
 
 
 GRAPH_US, BATCH_US = 2_000, 20_000
-"""How long a graph of calls back to back takes, and what lies between two events: replays of it one after the other."""
+"""Microseconds of calls in one graph, and microseconds between two events, between which the graph is replayed."""
 
 
 def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> float:
     """Median of the second half of at least `seconds` of back-to-back calls, which go through the sets in turn.
 
-    In graphs of many (see `capture`): small calls, launched one by one, would wait for the host, whose time is no
-    kernel's.
+    Calls run in graphs (see `capture`): small calls that are launched one by one would wait for the host.
     """
     return statistics.median(back_to_back_samples(sets, seconds, stream))
 
@@ -160,7 +159,7 @@ def back_to_back_samples(sets: Sequence[Call], seconds: float, stream: Any = Non
 
 
 def elapsed_us(work: Call) -> float:
-    """From before `work` begins on the GPU to when it has ended."""
+    """The time of `work` on the GPU, from start to end."""
     import torch
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -188,7 +187,7 @@ def host_samples(calls: Mapping[str, Call], seconds: float = 1.0, repeats: int =
 def host(call: Call, calls: int = 200, rounds: int = 60) -> float:
     """Host time of one call: the least of `rounds` means, with the queue emptied between rounds.
 
-    The least, because anything that another process takes away only adds.
+    The least, since other processes can only add time.
     """
     import torch
 
@@ -206,12 +205,12 @@ def host(call: Call, calls: int = 200, rounds: int = 60) -> float:
 
 
 def host_in_turns(calls: Mapping[str, Call], passes: int = 6, rounds: int = 20) -> dict[str, float]:
-    """Host time of one call of each: the least of what `host` finds in several passes through all."""
+    """Host time of one call of each: the least result of `host` over several passes through all."""
     return least_of_passes(lambda: {name: host(call, rounds=rounds) for name, call in calls.items()}, passes)
 
 
 def least_of_passes(measure: Callable[[], dict[str, float]], passes: int = 6) -> dict[str, float]:
-    """The least of each reading over several calls of `measure`, so that no short time in which the host is slower is
-    all that one of them has."""
+    """The least of each reading over several calls of `measure`, so that a short slowdown of the host cannot spoil a
+    reading."""
     found = [measure() for _ in range(passes)]
     return {name: min(times[name] for times in found) for name in found[0]}

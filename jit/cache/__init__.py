@@ -1,1 +1,1 @@
-"""The cache layers: get and put bytes; a bad entry is a miss, and no cache problem ever fails a build."""
+"""The cache layers: get and put bytes. A bad entry is a miss, and no problem of the cache fails a build."""

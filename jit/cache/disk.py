@@ -1,4 +1,4 @@
-"""The layer that outlives the process: one directory an entry, under arch, CUDA version and driver version."""
+"""The layer on disk: a directory for each entry, under arch, CUDA version and driver version."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TALLY = "limit.tally"
 class DiskCache:
     """Entries under `root`. No method raises for a problem of the filesystem: it warns once and goes on without.
 
-    Every directory, the root first, is opened and checked at each use, and all that follows goes through what was
-    opened. `trust` accepts a root that is a symbolic link, and directories and files that others own or can write to.
+    Every directory, the root first, is opened and checked at each use; what is in it is reached through its descriptor.
+    `trust` accepts a root that is a symbolic link, and directories and files that others own or can write to.
     """
 
     def __init__(self, root: Path, trust: bool = False) -> None:
@@ -40,11 +40,11 @@ class DiskCache:
         self._text = str(root)
         self._swept = False
         self._locking: bool | None = None
-        # Render keys whose sources are known to be stored, so that they are looked at once in a process.
+        # Render keys whose sources are stored, so that a process looks at each once.
         self.rendered: set[str] = set()
 
     def usable(self) -> bool:
-        """Whether the root may be used; if not, says why, once."""
+        """Whether the root may be used. If not, one warning says why."""
         problem = root_problem(self._text, self.trust)
         if problem is not None:
             self._refuse(problem)
@@ -54,7 +54,7 @@ class DiskCache:
         warn_once(f"cache-root:{self.root}", f"Kernels are kept in memory only: {problem}.")
 
     def open(self, create: bool = False) -> Folder:
-        """The root. Raises FileNotFoundError if there is none, and UnsafeError, which is warned of, if it must not be
+        """The root. Raises FileNotFoundError if there is none, and UnsafeError, after a warning, if it must not be
         used."""
         try:
             return open_root(self._text, self.trust)
@@ -71,26 +71,27 @@ class DiskCache:
         return self.root.joinpath(*address.parts())
 
     def path(self, *parts: str) -> str:
-        """Of what lies under the root, as text: joining a Path takes ten times as long, which a start has to pay for
-        each kernel."""
+        """A path under the root, as text: joining Path objects takes ten times as long, for each kernel that a process
+        loads."""
         return "/".join((self._text, *parts))
 
     def get(self, address: Address) -> Entry | None:
-        """The entry, verified, or None. One that is there but bad is warned of, once."""
+        """The verified entry, or None. A damaged one causes one warning."""
         for attempt in (1, 2):
             try:
                 return self._read(address, used=True)
             except FileNotFoundError:
                 return None
             except (OSError, ValueError) as error:
-                # Seen between two renames of a writer, an entry can look wrong once; a bad one stays wrong.
+                # Between two renames of a writer, a good entry can look wrong once. A bad one stays wrong.
                 if attempt == 2:
                     self._warn(address, error)
         return None
 
     def _warn(self, address: Address, error: Exception) -> None:
         if isinstance(error, UnsafeError):
-            # Often the same for many entries: what is wrong is a directory above them. Of the root it was said.
+            # An unsafe directory often holds many entries, so it is named once. Of the root, a warning was given
+            # already.
             if root_problem(self._text, self.trust) is None:
                 warn_once(f"cache-unsafe:{error}", f"Cached kernels are not used: {error}.")
             return
@@ -107,7 +108,8 @@ class DiskCache:
             return found
 
     def reserve(self, address: Address, source: str) -> Path | None:
-        """Store the source and return its path, before there is an entry: compilers and their messages refer to it."""
+        """Store the source before there is an entry, and return its path: compilers read it, and their messages name
+        it."""
         stored = self._write(address, {entries.SOURCE: source.encode()})
         return stored / entries.SOURCE if stored else None
 
@@ -123,7 +125,7 @@ class DiskCache:
 
         `meta` must be plain JSON (TypeError, ValueError). `extras` are further files, PTX for one.
         """
-        # The description goes last: it is what makes the files an entry.
+        # The description is written last: with it, the files become an entry.
         meta_bytes = entries.encode(address, source, cubin, meta)
         contents = {entries.SOURCE: source, **(extras or {}), entries.CUBIN: cubin, entries.META: meta_bytes}
         return self._write(address, contents)
@@ -162,10 +164,10 @@ class DiskCache:
                 temporary.sweep()
             with root.made_below(address.parts()) as folder:
                 if entries.CUBIN in contents:
-                    # Never an old description beside a new cubin.
+                    # An old description must never stand beside a new cubin.
                     folder.unlink(entries.META)
                 for name, content in contents.items():
-                    # The source is there already, as a rule: a compiler had to read it.
+                    # The source is usually there already: a compiler had to read it.
                     if name != entries.SOURCE or not _holds(folder, name, content):
                         folder.publish(name, content, temporary)
                 folder.sync()
@@ -178,8 +180,8 @@ class DiskCache:
 
     @contextlib.contextmanager
     def lock(self, address: Address, limit: float) -> Iterator[bool]:
-        """Hold the lock of one key between processes. Yields whether it is held: after `limit` seconds, or where the
-        filesystem has no locks, the caller goes on without, which costs a second compilation and nothing else.
+        """Hold the lock of one key between processes. Yields whether it is held. After `limit` seconds, or where the
+        filesystem has no locks, the caller goes on without it; at worst a kernel is compiled twice.
 
         The operating system drops the lock of a process that dies.
         """
@@ -197,8 +199,8 @@ class DiskCache:
             yield taken
 
     def lock_path(self, name: str) -> Path | None:
-        """Where a lock of this name is, its directory opened and checked; None where the filesystem has no locks.
-        Raises OSError. From here on it is a path: a lock holds nothing that is read, and links are not followed."""
+        """The path of a lock, after its directory was opened and checked; None where the filesystem has no locks.
+        Raises OSError. A plain path will do: nothing is read from a lock, and filelock follows no link."""
         with self.open(create=True) as root, root.made(LOCKS) as folder:
             if self._locking is None:
                 self._locking = locking_works(folder)
@@ -207,7 +209,7 @@ class DiskCache:
         return self.root / LOCKS / name if self._locking else None
 
     def walk(self) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-        """(directory, (arch, cuda, driver)) of whatever has the shape of an entry."""
+        """(directory, (arch, cuda, driver)) of every directory that lies where an entry would."""
         for arch in _directories(self.root, "sm_"):
             for cuda in _directories(arch, "cuda-"):
                 for driver in _directories(cuda, "driver-"):
@@ -235,7 +237,7 @@ class DiskCache:
         }
 
     def clear(self) -> dict[str, int]:
-        """Delete all entries, and only what is ours; returns how many entries and bytes went, and what failed."""
+        """Delete all entries and nothing else; returns how many entries and bytes were deleted, and how many failed."""
         counts = {"entries": 0, "bytes": 0, "failed": 0}
         try:
             with self.open() as root:
@@ -265,14 +267,14 @@ class DiskCache:
             temporary.sweep()
 
     def forget_rendered(self, root: Folder) -> None:
-        """Delete the rendered sources. They come back with the next kernel from disk."""
+        """Delete the rendered sources. They are stored again with the next kernel that is loaded from disk."""
         root.remove(RENDERED)
         self.rendered.clear()
 
 
 def move_aside(root: Folder, folder: Folder, name: str) -> None:
-    """Delete the directory `name` of `folder`, moved away by one rename first, so that readers see all or nothing of
-    it. Raises OSError if it cannot be moved."""
+    """Delete the directory `name` of `folder`. One rename moves it away first, so that readers see all of it or
+    nothing. Raises OSError if it cannot be moved."""
     aside = f"old-{os.getpid()}-{secrets.token_hex(8)}"
     with root.made(TEMPORARY) as temporary:
         os.rename(name, aside, src_dir_fd=folder.fd, dst_dir_fd=temporary.fd)

@@ -1,7 +1,7 @@
-"""One kernel on disk: kernel.cu, kernel.cubin and kernel.json, and how they prove that they belong together.
+"""One kernel on disk: kernel.cu, kernel.cubin and kernel.json, and the checksum that ties them together.
 
-kernel.json is written last. It begins with a checksum over the rest of its bytes, which hold the key, over the source
-and over the cubin. Without kernel.json there is no entry, and with it the entry is whole.
+kernel.json is written last. It begins with a checksum over the source, the cubin and its own other bytes, which hold
+the key. Without kernel.json there is no entry; with it, the entry is complete.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Address:
 
 
 class Entry(NamedTuple):
-    """A kernel whose files were found whole. `meta` is all of kernel.json but the checksum; of its fields, those that
-    a build uses are checked and given with their types. `described` is the status of kernel.json from just before it
+    """A kernel whose files match their checksum. `meta` is kernel.json without the checksum; the fields that a build
+    uses are checked, and repeated here with their types. `described` is the status of kernel.json from just before it
     was read."""
 
     source: bytes
@@ -92,7 +92,7 @@ def _verified(address: Address, folder: Folder) -> Entry:
     for field, value in expected.items():
         if body.get(field) != value:
             raise ValueError(f"its {field} is {shown(body.get(field))}, not {value!r}")
-    # Last, since what is of another key or format is better said so than as a checksum.
+    # Last: for an entry of another key or format, the messages above say more.
     if not sound:
         raise ValueError("its checksum does not match")
     del body["checksum"]
@@ -111,8 +111,8 @@ def _part(folder: Folder, name: str, limit: int) -> bytes:
 
 
 def _checksum(rest: bytes, source: bytes, cubin: bytes) -> str:
-    # The cubin last and by itself: it is ten times as long as the others. Each part's length before it, so that no
-    # byte can move from one part to the next.
+    # The cubin is hashed last and by itself: it is ten times as long as the others. Each part's length precedes it, so
+    # that no byte can move from one part to the next.
     digest = hashlib.sha256(b"%d %d\0" % (len(rest), len(source)) + rest + source)
     digest.update(cubin)
     return digest.hexdigest()

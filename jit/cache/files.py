@@ -1,7 +1,7 @@
-"""Files and directories as the cache needs them: private, opened once, never through a link, published by one rename.
+"""Files and directories of the cache: private, opened once, never through a link, published by one rename.
 
-A path can lead elsewhere from one call to the next, where others can write to a directory on the way. So a directory is
-opened once, what was opened is checked, and all that is done in it goes through that descriptor.
+Where others can write to a directory on the way, a path can lead elsewhere at the next call. So a directory is opened
+once and checked, and everything in it is reached through its descriptor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 class UnsafeError(OSError):
-    """What was opened could hold code of somebody else. The text is a sentence: why, and what to do."""
+    """Somebody else could have put code there. The text is a sentence: why, and what to do."""
 
 
 class LinkError(UnsafeError):
@@ -37,8 +37,8 @@ class Content(NamedTuple):
 
 
 def danger(status: os.stat_result, path: str | Path) -> str | None:
-    """Why somebody else could have written what has this status: a sentence that says what to do. None if only its
-    owner can write to it, and the owner is this user or root."""
+    """Why somebody else could have written the file or directory of this status: a sentence that says what to do. None
+    if only its owner can write to it, and the owner is this user or root."""
     if status.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to user {status.st_uid}, not to you (user {os.geteuid()}) or root; use another"
     if status.st_mode & 0o022:
@@ -48,7 +48,8 @@ def danger(status: os.stat_result, path: str | Path) -> str | None:
 
 
 def absolute(path: Path) -> Path:
-    """`path` made absolute; as it is where the working directory was deleted: nothing is found there, as it should."""
+    """`path` made absolute, or unchanged if the working directory was deleted: then nothing is found there, as it
+    should be."""
     try:
         return path.absolute()
     except OSError:
@@ -56,7 +57,7 @@ def absolute(path: Path) -> Path:
 
 
 def resolved(path: Path) -> str:
-    """Where `path` leads, links followed, to tell whether two are the same; as it is where that cannot be told."""
+    """`path` with links resolved, to compare it with others; unchanged if it cannot be resolved."""
     try:
         return os.path.realpath(path)
     except OSError:
@@ -64,8 +65,8 @@ def resolved(path: Path) -> str:
 
 
 def make_directories(path: Path, mode: int = 0o700) -> None:
-    """Create a directory and its missing parents, all of exactly this mode whatever the umask. Those that are there
-    stay as they are."""
+    """Create a directory and its missing parents, all of exactly this mode, whatever the umask. Existing ones keep
+    theirs."""
     try:
         _make_directory(path, mode)
     except FileExistsError:
@@ -83,8 +84,8 @@ def _make_directory(path: str | Path, mode: int, directory: int | None = None) -
     os.mkdir(path, mode, dir_fd=directory)
     made = os.stat(path, dir_fd=directory, follow_symlinks=False).st_mode
     if made & 0o777 != mode and stat.S_ISDIR(made):
-        # The set-group-ID bit comes from the parent and is its owner's wish. Where a filesystem has fixed modes, what
-        # they are decides later whether the directory is used.
+        # The set-group-ID bit comes from the parent and is kept. On a filesystem with fixed modes this fails, and the
+        # mode decides later whether the directory is used.
         with contextlib.suppress(OSError):
             os.chmod(path, (made & 0o7000) | mode, dir_fd=directory)
 
@@ -100,8 +101,8 @@ def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
             raise ValueError(f"{name} is not a regular file")
         if status.st_size > limit:
             raise ValueError(f"{name} has {status.st_size} bytes, more than {limit}")
-        # One byte more than there should be, so that one call both reads all and sees the end. Not `limit`: memory is
-        # taken for as much as is asked for.
+        # One byte more than the size: one call then reads all and sees the end. Not `limit` bytes, which read() would
+        # allocate.
         data = os.read(descriptor, status.st_size + 1)
         while len(data) != status.st_size and len(data) <= limit and (more := os.read(descriptor, _CHUNK)):
             data += more
@@ -122,7 +123,7 @@ def open_file(path: Path) -> int:
 def _open_directory(name: str | Path, above: int | None, path: str | Path, trust: bool, flags: int = _DIRECTORY) -> int:
     try:
         descriptor = os.open(name, flags, dir_fd=above)
-    except NotADirectoryError as error:  # so says Linux of a link, too
+    except NotADirectoryError as error:  # Linux says so of a link, too
         raise LinkError(f"{path} is a link or a file, where a directory of the cache belongs") from error
     if not trust and (problem := danger(os.fstat(descriptor), path)) is not None:
         os.close(descriptor)
@@ -133,8 +134,8 @@ def _open_directory(name: str | Path, above: int | None, path: str | Path, trust
 class Folder:
     """An open directory, to be used in a `with` block. Names are of what lies directly in it.
 
-    Unless `trust`, it and all that is read from it must belong to this user or root, and nobody else may be able to
-    write to it: UnsafeError. `path` is for messages.
+    Unless `trust`, it and the files read from it must belong to this user or root, and nobody else may be able to write
+    to them; otherwise UnsafeError is raised. `path` is for messages.
     """
 
     __slots__ = ("fd", "path", "trust")
@@ -220,13 +221,13 @@ class Folder:
             os.fsync(self.fd)
 
     def unlink(self, name: str) -> bool:
-        """Delete a file or a link, if it can be; whether nothing of that name is there now."""
+        """Delete a file or a link, if possible. Returns whether the name is free now."""
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self.fd)
         return not self.has(name)
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of that name, a link that leads nowhere included."""
+        """Whether the name exists; a link that leads nowhere counts."""
         try:
             os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except OSError:
@@ -234,8 +235,8 @@ class Folder:
         return True
 
     def remove(self, name: str) -> bool:
-        """Delete a file, or a directory with all that is in it, as far as that can be done; nothing that a link leads
-        to. Whether nothing of that name is there now."""
+        """Delete a file, or a directory with its contents, as far as possible; links are not followed. Returns whether
+        the name is free now."""
         with contextlib.suppress(OSError, RecursionError):
             try:
                 os.unlink(name, dir_fd=self.fd)
@@ -247,16 +248,16 @@ class Folder:
         return not self.has(name)
 
     def note_use(self, name: str, status: os.stat_result) -> None:
-        """Set the access time of a file, if it is older than an hour in `status`. Reading alone sets it once a day
-        where the filesystem is mounted with relatime, and never with noatime: what is used daily would look unused."""
+        """Set the access time of a file, if it is older than an hour in `status`. Reading alone sets it once a day on a
+        filesystem mounted with relatime, and never with noatime: entries in daily use would look unused."""
         now = time.time_ns()
         if now - status.st_atime_ns > _STALE_SECONDS * 1e9:
             with contextlib.suppress(OSError):
                 os.utime(name, ns=(now, status.st_mtime_ns), dir_fd=self.fd, follow_symlinks=False)
 
     def sweep(self, older_than: float = _STALE_SECONDS, prefix: str = "") -> int:
-        """Delete what killed processes of this user left here: files, and directories with all that is in them.
-        What is of the future (the clock went back) is left alone."""
+        """Delete what killed processes of this user left here: files, and directories with their contents. Those with a
+        time in the future (the clock went back) are left alone."""
         removed, now = 0, time.time()
         with contextlib.suppress(OSError), os.scandir(self.fd) as entries:
             for entry in entries:

@@ -12,9 +12,9 @@ from deep_gemm.jit.cache.files import Folder, UnsafeError
 from deep_gemm.jit.cache.maintenance import prune
 from deep_gemm.log import log, warn_once
 
-# A scan looks at every entry, some 40 us each, so it is made once in (entries / 50) publications, whoever makes them:
-# 2 ms for each, where compiling takes hundreds. Until the next scan the cache then grows by a fiftieth, and since a
-# scan evicts down to 19/20 of the limit, the limit holds all the time.
+# A scan takes some 40 us for each entry, so there is one scan in (entries / 50) publications of all processes: 2 ms a
+# publication, where compiling takes hundreds. Between two scans the cache grows by a fiftieth. A scan evicts down to
+# 19/20 of the limit, so the limit holds at any time.
 _SCANS = 50
 _MOST_BETWEEN = 1000
 _TARGET = 0.95
@@ -24,9 +24,9 @@ _DOT = b"."
 def keep(disk: DiskCache, limit: int, written: Path) -> int:
     """Evict entries, least recently used first, until a little less than `limit` bytes are stored.
 
-    To be called after each publication. `written`, the directory of the entry just published, stays, and so does
-    whatever is locked or being written. Returns how many entries were evicted. Raises nothing for a problem of the
-    filesystem: it warns once.
+    To be called after each publication. `written`, the directory of the entry just published, stays, and so do entries
+    that are locked or being written. Returns how many entries were evicted. A problem of the filesystem raises nothing;
+    one warning says so.
     """
     try:
         with disk.open() as root:
@@ -34,7 +34,7 @@ def keep(disk: DiskCache, limit: int, written: Path) -> int:
                 return 0
             removed = prune(disk, max_bytes=int(limit * _TARGET), spare=written)
             _start_again(root, sum(1 for _ in disk.walk()))
-    except (FileNotFoundError, UnsafeError):  # there is nothing, or it was said why it is not used
+    except (FileNotFoundError, UnsafeError):  # there is no cache, or a warning said why it is not used
         return 0
     except (OSError, RuntimeError, ValueError) as error:
         message = f"The cache {disk.root} cannot be kept within its limit of {limit} bytes: {error}."
@@ -47,16 +47,16 @@ def keep(disk: DiskCache, limit: int, written: Path) -> int:
 
 
 def _due(root: Folder) -> bool:
-    """Whether enough was published for another scan. Counts this publication."""
+    """Whether a scan is due. Counts this publication."""
     entries = 0
-    # Without a tally it is due: a full disk has no place for one, and needs the scan most.
+    # Without a tally a scan is due: a full disk, which needs it most, has no room for the tally.
     with contextlib.suppress(OSError), _tally(root) as tally:
         first, newline, dots = (tally.read(2 * _MOST_BETWEEN) or b"").partition(b"\n")
         entries = int(first) if newline and first.isdigit() else 0
         if len(dots) + 1 < min(entries // _SCANS, _MOST_BETWEEN):
             tally.write(_DOT)
             return False
-    # Before the scan, so that others that publish now leave it to us; if we are killed, they count on.
+    # Before the scan, so that others that publish now do not scan as well. If this process is killed, they count on.
     if entries:
         _start_again(root, entries)
     return True

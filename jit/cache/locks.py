@@ -19,8 +19,8 @@ _taken: list[str] = []
 def locking_works(folder: Folder) -> bool:
     """Whether the filesystem has locks that die with their process. Raises OSError where no file can be created.
 
-    Asked before filelock is: where flock fails, some of its versions wait as if somebody held the lock, and others
-    create a file that a killed process leaves behind.
+    This is tried before filelock is used: where flock fails, some versions of filelock wait as if the lock were held,
+    and others create a file that a killed process leaves behind.
     """
     name = f"probe-{os.getpid()}-{secrets.token_hex(8)}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -60,12 +60,12 @@ def held(path: Path, limit: float) -> Iterator[bool]:
 def not_inherited(path: Path) -> Iterator[None]:
     """While the block runs, a forked child closes its copies of descriptors of the lock file `path`.
 
-    The system drops a lock when its last descriptor is closed: if we are killed, a child that lives on would keep it.
-    filelock does so itself from 3.32 on; older ones come with many an installation.
+    The system drops a lock when its last descriptor is closed: if this process were killed, a child that lives on would
+    keep the lock. filelock does the same from 3.32 on, but many installations have an older one.
     """
     _register()
     name = os.path.realpath(path)
-    # Before the lock is taken, so that no fork falls in between. Both are atomic.
+    # Before the lock is taken, so that no fork comes in between. Both steps are atomic.
     _taken.append(name)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Care for a disk cache that others use meanwhile: checking its entries, and removing those that are not needed."""
+"""Maintenance of a disk cache while others use it: checking its entries, and removing those that are not needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deep_gemm.jit.cache.disk import LOCKS, TEMPORARY, DiskCache, move_aside, si
 from deep_gemm.jit.cache.entry import Address
 from deep_gemm.jit.cache.locks import held
 
-# Nothing younger is a leftover: a compiler may still be at work on it. Writers sweep after the same time.
+# Anything younger may still be in use by a compiler, so it is no leftover. Writers sweep after the same time.
 LEFTOVER_SECONDS = 3600.0
 
 Progress = Callable[[int, int], None]
@@ -31,7 +31,7 @@ class Selectable:
     drivers: frozenset[str] | None
 
     def problem(self, cuda: str, driver: str) -> str | None:
-        """Why nothing here would look at an entry of these versions, or None."""
+        """Why this machine cannot use an entry of these versions, or None if it can."""
         if cuda not in self.cuda:
             return f"no compiler of CUDA {cuda} is here"
         if self.drivers is not None and driver not in self.drivers:
@@ -41,8 +41,8 @@ class Selectable:
 
 @dataclass(frozen=True)
 class Checked:
-    """`state` is "sound", "corrupted", "foreign", "leftover" or "in use" (being written: too young to be judged).
-    `path` is relative to the root, `size` in bytes, `last_use` in seconds since 1970."""
+    """`state` is "sound", "corrupted", "foreign", "leftover" or "in use" (being written, or too young to tell). `path`
+    is relative to the root, `size` in bytes, `last_use` in seconds since 1970."""
 
     path: str
     state: str
@@ -75,16 +75,16 @@ def selectable() -> Selectable | None:
 
 
 def verify(disk: DiskCache, here: Selectable | None = None, progress: Progress | None = None) -> list[Checked]:
-    """Check every entry as loading would, and find leftovers. Writes nothing; times of last use are put back.
+    """Check every entry as loading does, and find leftovers. Writes nothing, and keeps the times of last use.
 
-    A sound entry that `here` cannot use counts as foreign. Raises nothing for what lies in the cache.
+    A sound entry that `here` cannot use counts as foreign. Nothing in the cache makes it raise.
     """
     found = [_check(disk, path, where, here) for path, where in _counted(list(disk.walk()), progress)]
     return found + list(_leftovers(disk.root))
 
 
 def delete_bad(disk: DiskCache, checked: list[Checked]) -> list[Removal]:
-    """Delete what `verify` called corrupted or a leftover, each looked at once more under its lock."""
+    """Delete what `verify` found corrupted or left over, after checking each again under its lock."""
     removed = []
     walked = {str(path.relative_to(disk.root)): (path, where) for path, where in disk.walk()}
     for item in checked:
@@ -110,9 +110,9 @@ def prune(
 ) -> list[Removal]:
     """Remove entries, least recently used first, and return them.
 
-    `older_than` is in seconds since the last use. `unused_versions` removes what it cannot use. `max_bytes` bounds what
-    stays, after the others have removed theirs. What is being written or locked is left alone, and so is `spare`, the
-    directory of one entry.
+    `older_than` is in seconds since the last use. `unused_versions` removes what it cannot use. `max_bytes` limits what
+    remains after the other two. Entries that are locked or being written stay, and so does `spare`, the directory of
+    one entry.
     """
     now = time.time()
     found = [(path, where, _glance(disk, path, where)) for path, where in disk.walk()]
@@ -137,7 +137,7 @@ def prune(
     chosen = [(path, where, item) for path, where, item in found if item.path in reasons]
     removed = []
     for path, where, item in _counted(chosen, progress):
-        # Used or rewritten since it was chosen: no longer what was to go.
+        # An entry that was used or rewritten since it was chosen stays.
         done = not dry_run and _delete_entry(disk, path, where, _unused_since(item.last_use), _glance)
         removed.append(Removal(item.path, reasons[item.path], item.size, done))
     if any(removal.done for removal in removed):
@@ -163,7 +163,7 @@ def _counted(items: list[Any], progress: Progress | None) -> Iterator[Any]:
 
 
 def _glance(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selectable | None = None) -> Checked:
-    """What can be said without reading: "in use", "leftover", or "sound" for what has a description."""
+    """The state without reading the files: "in use", "leftover", or "sound" if there is a description."""
     size, used = size_of(path), _last_use(path)
     state, reason = "sound", ""
     if not os.path.lexists(path / entries.META):
@@ -186,7 +186,7 @@ def _check(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selec
 def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selectable | None) -> tuple[str, str]:
     address = _address(path, where)
     if address is None:
-        return "foreign", "its name is none that this version gives"
+        return "foreign", "this version gives no entry such a name"
     for attempt in (1, 2):
         try:
             disk._read(address)
@@ -194,7 +194,7 @@ def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selec
         except FileNotFoundError:
             return "in use", "it was replaced or removed meanwhile"
         except (OSError, ValueError, RecursionError) as error:
-            # As for loading: between two renames of a writer, an entry can look wrong once.
+            # As in loading: between two renames of a writer, a good entry can look wrong once.
             if attempt == 2:
                 other = _other_format(disk, path)
                 if other is not None:
@@ -224,7 +224,7 @@ def _address(path: Path, where: tuple[str, str, str]) -> Address | None:
 
 
 def _last_use(path: Path) -> float:
-    """Seconds since 1970: loading notes itself in the access time of kernel.json, to the hour."""
+    """Seconds since 1970. Loading an entry sets the access time of its kernel.json, at most once an hour."""
     times = [0.0]
     names = [path / entries.META] if os.path.lexists(path / entries.META) else [path, *_children(path)]
     for name in names:
@@ -237,7 +237,7 @@ def _last_use(path: Path) -> float:
 
 @contextlib.contextmanager
 def _times_kept(path: Path) -> Iterator[None]:
-    """Checking is no use of an entry: without this, verifying would make all entries equally recent."""
+    """Restore the access time: checking must not count as a use, or verifying would make all entries equally recent."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -255,11 +255,14 @@ def _times_kept(path: Path) -> Iterator[None]:
 
 def _leftovers(root: Path) -> Iterator[Checked]:
     """Temporary files of killed writers, and locks that nobody has taken for long."""
-    for folder, reason in ((TEMPORARY, "a temporary file of a killed writer"), (LOCKS, "a lock not taken for long")):
+    for folder, reason in (
+        (TEMPORARY, "a temporary file of a killed writer"),
+        (LOCKS, "a lock that nobody has taken for an hour"),
+    ):
         for path in _children(root / folder):
             with contextlib.suppress(OSError):
                 status = path.lstat()
-                # A time in the future (the clock went back) makes it young, not old.
+                # A time in the future (the clock went back) counts as young, not old.
                 if time.time() - status.st_mtime > LEFTOVER_SECONDS:
                     size = size_of(path) if path.is_dir() and not path.is_symlink() else status.st_size
                     yield Checked(f"{folder}/{path.name}", "leftover", reason, size, status.st_mtime)
@@ -267,7 +270,7 @@ def _leftovers(root: Path) -> Iterator[Checked]:
 
 def _children(folder: Path) -> list[Path]:
     try:
-        # Not through a link in place of the folder: what it points to is not ours.
+        # A link in place of the folder is not followed: its target does not belong to the cache.
         return [] if folder.is_symlink() else sorted(folder.iterdir())
     except OSError:
         return []
@@ -289,7 +292,8 @@ def _delete_entry(
     still: Callable[[Checked], bool],
     look: Callable[[DiskCache, Path, tuple[str, str, str], Selectable | None], Checked] = _check,
 ) -> bool:
-    """Under the entry's lock, and if `still` agrees: moved aside by one rename, so that readers see all or nothing."""
+    """Delete an entry under its lock, if `still` agrees. One rename moves it away first, so that readers see all or
+    nothing."""
     *above, name = path.relative_to(disk.root).parts
     lock = f"{where[0]}-{name.rpartition('-')[2]}.lock"
     with contextlib.suppress(OSError), disk.open() as root, _held(disk, lock):
@@ -302,10 +306,10 @@ def _delete_entry(
         except OSError:
             if os.path.lexists(path):
                 return False
-            # Somebody else removed it, and counts it.
+            # Another process removed it, and counts it.
             done = False
-        # A lock without an entry is of no use. Whoever waits for it goes on with a file that has no name any more: at
-        # worst two compile.
+        # A lock without an entry is of no use. A process that waits for it then locks a file without a name: at worst
+        # two processes compile.
         with contextlib.suppress(OSError), root.child(LOCKS) as locks:
             locks.unlink(lock)
         return done
@@ -314,8 +318,9 @@ def _delete_entry(
 
 @contextlib.contextmanager
 def _held(disk: DiskCache, name: str) -> Iterator[None]:
-    """The lock that compiling takes, held while the block runs. Raises OSError at once where another process holds it.
-    Where the filesystem has no locks nothing is held: a removal by one rename harms nobody who reads or compiles."""
+    """Hold the lock that compiling takes while the block runs. Raises OSError at once if another process holds it.
+    Where the filesystem has no locks, nothing is held: a removal by one rename does no harm to readers and
+    compilers."""
     path = disk.lock_path(name)
     if path is None:
         yield

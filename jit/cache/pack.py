@@ -1,12 +1,12 @@
-"""A pack: many compiled kernels in one file that can be shipped, an uncompressed tar of exactly one shape.
+"""A pack: many compiled kernels in one file to ship, an uncompressed tar of a fixed layout.
 
-    manifest.json           what is in it, and of each kernel what it is and the SHA-256 of its files
+    manifest.json           the list of kernels, with the SHA-256 of their files
     manifest.json.sha256    as `sha256sum` writes it
-    <source key>.cubin, <source key>.cu       of each kernel, in the manifest's order
+    <source key>.cubin, <source key>.cu       for each kernel, in the manifest's order
 
-The manifest and the shape say where each byte lies, so that reading needs no walk over the members; and every header
-must be what this module would write. A link, a path, or a member more than those is therefore no pack. Nothing is ever
-unpacked: a cubin is read, checked, and used from memory.
+The manifest and the layout give the place of each byte, so that no member has to be walked over. Every header must be
+the one that this module writes: a file with a link, a path or a further member is refused. Nothing is unpacked: a cubin
+is read, checked, and used from memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.archive import BLOCK, ended, header, padded
+from deep_gemm.jit.cache.archive import BLOCK, archive_size, header, padded
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 
@@ -46,8 +46,8 @@ _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 @dataclass(frozen=True)
 class Kernel:
     """One kernel as a manifest describes it. `cuda` is the toolkit's version such as "12.9", `key` the one with the
-    compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON. `render_key` tells what its
-    source was rendered from; it is empty where that is not known."""
+    compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON. `render_key` identifies what
+    its source was rendered from; it is empty if that is not known."""
 
     name: str
     arch: str
@@ -134,7 +134,8 @@ def packable(
     meta: Mapping[str, Any],
     render_key: str = "",
 ) -> Packable:
-    """What a pack can hold. Raises ValueError for a field that no manifest may have, and for what is not plain JSON."""
+    """A kernel for a pack. Raises ValueError for a field that a manifest cannot have, and for what is not plain
+    JSON."""
     kernel = Kernel(
         name=name,
         arch=arch,
@@ -162,7 +163,7 @@ def packable(
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack whose manifest was read and found whole. Its cubins are checked when they are read.
+    """A pack whose manifest was read and checked. Its cubins are checked when they are read.
 
     `version` is of the package that wrote it; `kernels` are by source key.
     """
@@ -174,7 +175,7 @@ class Pack:
 
     @property
     def cubin_bytes(self) -> int:
-        """Of all cubins together."""
+        """The size of all cubins together."""
         return sum(kernel.cubin_bytes for kernel in self.kernels.values())
 
     def cubin(self, source_key: str) -> bytes:
@@ -193,8 +194,8 @@ class Pack:
         return Packable(self.kernels[source_key], self.cubin(source_key), self.source(source_key))
 
     def _member(self, name: str, offset: int, size: int, sha256: str) -> bytes:
-        # Opened anew each time: a descriptor that is kept may be another file's, in a child that closed all it had.
-        # Of whom it is does not matter here: the SHA-256 is of a manifest that was.
+        # Opened each time: in a child that closed all descriptors, a kept one could be another file's. The owner is not
+        # checked again: the SHA-256 comes from the manifest, whose owner was checked.
         descriptor = files.open_file(self.path)
         try:
             first, content = os.pread(descriptor, BLOCK, offset), os.pread(descriptor, size, offset + BLOCK)
@@ -208,10 +209,11 @@ class Pack:
 
 
 def read(path: Path, trust: bool = False) -> Pack:
-    """The pack at `path`. Raises OSError or ValueError, whose text is the reason, if there is none or it is not whole;
-    and, unless `trust`, if somebody other than this user and root could have written it, since a cubin is code.
+    """The pack at `path`. Raises OSError or ValueError, whose text is the reason, if there is none or it is damaged;
+    and, unless `trust`, if somebody other than this user or root could have written it, since a cubin is code.
 
-    Of the kernels, where they lie is known then, and that none is missing; their bytes are read when they are used.
+    Only the manifest is read. It gives the place of each kernel, and the file's size tells that none is missing; a
+    kernel's bytes are read when it is used.
     """
     descriptor = files.open_file(path)
     try:
@@ -245,13 +247,13 @@ def read(path: Path, trust: bool = False) -> Pack:
     for kernel in listed:
         offsets[kernel.source_key] = start
         start += 2 * BLOCK + padded(kernel.cubin_bytes) + padded(kernel.source_bytes)
-    if ended(start) != total:
-        raise ValueError(f"it has {total} bytes, and {MANIFEST} describes {ended(start)}")
+    if archive_size(start) != total:
+        raise ValueError(f"it has {total} bytes, and {MANIFEST} describes {archive_size(start)}")
     return Pack(path, version, kernels, offsets)
 
 
 def problems(path: Path) -> list[str]:
-    """What is wrong with any byte of the pack at `path`, as sentences; empty if it is whole."""
+    """What is wrong with the pack at `path`, every byte checked, as sentences; empty if it is sound."""
     try:
         pack = read(path, trust=True)
         descriptor = files.open_file(path)
@@ -263,7 +265,7 @@ def problems(path: Path) -> list[str]:
             pack.packable(source_key)
         except (OSError, ValueError) as error:
             found.append(f"{kernel.name}: {error}")
-    # What lies between is zero; a bit set there is a sign that others are, too.
+    # The padding is zero. A bit that is set there is a sign of more damage.
     end = BLOCK
     with os.fdopen(descriptor, "rb") as file:
         try:
@@ -272,10 +274,10 @@ def problems(path: Path) -> list[str]:
                 gap = file.read(padded(size) - size)
                 end += padded(size) + BLOCK
                 if any(gap):
-                    found.append(f"there is something after byte {end - BLOCK - len(gap)}, where nothing belongs")
+                    found.append(f"the padding after byte {end - BLOCK - len(gap)} is not zero")
             file.seek(end - BLOCK)
             if any(file.read()):
-                found.append("there is something after its last member")
+                found.append("the end after its last member is not zero")
         except OSError as error:
             found.append(str(error))
     return found
@@ -308,7 +310,7 @@ def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
             for name, content in members:
                 file.write(header(name, len(content)))
                 file.write(content + bytes(padded(len(content)) - len(content)))
-            file.write(bytes(ended(file.tell()) - file.tell()))
+            file.write(bytes(archive_size(file.tell()) - file.tell()))
             file.flush()
             # A pack is made to be read by others, unlike an entry of the cache.
             os.fchmod(descriptor, 0o644)
@@ -335,7 +337,7 @@ def _encode(listed: list[Kernel]) -> bytes:
 
 
 def _version() -> str:
-    """Of this package, for people to read: what a pack can serve, its keys decide."""
+    """The version of this package, for people to read. Which kernels a pack can serve is decided by its keys."""
     try:
         return importlib.metadata.version(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:  # a copy of the sources that nobody installed
@@ -346,7 +348,7 @@ def _manifest(descriptor: int, total: int) -> tuple[bytes, int]:
     """The manifest's bytes, checked, and where the first kernel begins."""
     size = _size(os.pread(descriptor, BLOCK, 0))
     if size > min(_MAX_MANIFEST, total):
-        raise ValueError(f"{MANIFEST} is said to have {size} bytes, of {total} in all and {_MAX_MANIFEST} at most")
+        raise ValueError(f"{MANIFEST} claims {size} bytes, but the file has {total}, and {_MAX_MANIFEST} is the limit")
     text = os.pread(descriptor, size, BLOCK)
     expected = _sums(hashlib.sha256(text).hexdigest())
     at = BLOCK + padded(size)
@@ -356,7 +358,7 @@ def _manifest(descriptor: int, total: int) -> tuple[bytes, int]:
 
 
 def _size(block: bytes) -> int:
-    """The manifest's size, from the first header of a file, which must be that of a pack."""
+    """The manifest's size, from the first header of a file. Raises ValueError if it is not that of a pack."""
     try:
         size = tarfile.TarInfo.frombuf(block, "ascii", "strict").size
         if size >= 0 and block == header(MANIFEST, size):
@@ -380,7 +382,7 @@ def _sums(digest: str) -> bytes:
 def _danger(status: os.stat_result, path: Path) -> str | None:
     """Why the pack that has this status must not be used, or None."""
     problem = files.danger(status, path)
-    # Where it is a link, both the link and the file could be put elsewhere.
+    # Of a link, both the link and its target could be replaced.
     for folder in dict.fromkeys((os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path)))):
         mode = os.stat(folder).st_mode
         if problem is None and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:

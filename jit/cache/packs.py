@@ -1,4 +1,4 @@
-"""The read-only layer before the disk: packs that a setting names, and those that installed packages announce."""
+"""The read-only layer before the disk: packs named by a setting, and packs announced by installed packages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Setting = tuple[tuple[Path, ...], bool]
 
 @dataclass(frozen=True)
 class Found:
-    """A pack that somebody names: `by` a setting's variable or "package X". One that is not used has no `pack`, and a
-    `problem`, which is the reason."""
+    """A pack that is named `by` a setting's variable or "package X". If it is not used, `pack` is None and `problem` is
+    the reason."""
 
     path: Path
     by: str
@@ -43,7 +43,7 @@ class Found:
 @dataclass(frozen=True)
 class _Index:
     found: tuple[Found, ...]
-    # In the order of the packs: the first that can serve does.
+    # In the order of the packs: the first kernel that can be loaded is used.
     kernels: dict[str, list[tuple[Found, Kernel]]]
     rendered: dict[str, list[tuple[Found, Kernel]]]
 
@@ -51,9 +51,9 @@ class _Index:
 class Packs:
     """The packs of this process, or just those in `paths` (files, or directories of *.dgpack).
 
-    They are looked for at the first need, and again when the setting has changed; those of installed packages only for
-    what the others lack, since asking every distribution takes longer than reading a pack. No method raises for a pack:
-    one that cannot be used is warned of, once. All methods are safe from several threads.
+    They are opened at the first look-up, and again when the setting changes. Those of installed packages are opened
+    only if the others lack a kernel, since asking every distribution takes longer than reading a pack. A pack that
+    cannot be used raises nothing and causes one warning. All methods are safe from several threads.
     """
 
     def __init__(self, paths: Sequence[Path] | None = None) -> None:
@@ -63,12 +63,12 @@ class Packs:
 
     @property
     def setting(self) -> Setting:
-        """What decides, today, which packs there are."""
+        """The current setting, which decides which packs are used."""
         paths = self._paths if self._paths is not None else settings.precompiled
         return (paths, settings.trust_cache_dir)
 
     def found(self) -> tuple[Found, ...]:
-        """Every pack that is named, whether it is used or not, in the order in which they are asked."""
+        """Every pack that is named, whether it is used or not, in the order in which they are searched."""
         found: dict[str, Found] = {}
         for index in self._asked(self.setting):
             for one in index.found:
@@ -77,7 +77,7 @@ class Packs:
 
     def get(self, source_key: str, name: str, arch: str, setting: Setting | None = None) -> tuple[Kernel, bytes] | None:
         """The first kernel of this key that the driver here can load, with its verified cubin, or None. `setting` is
-        today's where the caller has asked already."""
+        the current one, if the caller has it already."""
         asked = self._asked(setting or self.setting)
         for found, kernel in (item for index in asked for item in index.kernels.get(source_key, ())):
             if found.pack is None or (kernel.name, kernel.arch) != (name, arch):
@@ -97,7 +97,7 @@ class Packs:
         return None
 
     def source(self, render_key: str) -> str | None:
-        """The verified source of the first kernel that was rendered from what `render_key` stands for, or None."""
+        """The verified source of the first kernel with this render key, or None."""
         asked = self._asked(self.setting)
         for found, kernel in (item for index in asked for item in index.rendered.get(render_key, ())):
             try:
@@ -108,7 +108,7 @@ class Packs:
         return None
 
     def _asked(self, setting: Setting) -> Iterator[_Index]:
-        """Of the packs that are named; then, for who goes on, of those that are announced."""
+        """The index of the named packs and then, if the caller goes on, of the announced ones."""
         paths, trust = setting
         by = "its caller" if self._paths is not None else "DG_JIT_PRECOMPILED"
         yield self._index(setting, lambda: ((path, by) for path in paths))
@@ -167,7 +167,7 @@ def _open_all(path: Path, by: str) -> Iterator[Found]:
 def _announced() -> Iterator[tuple[Path, str]]:
     """The directories of the packages that installed distributions announce, in the order of their names."""
     try:
-        # Taking all their entry points apart costs more than reading them, and as a rule none is ours.
+        # Parsing all entry points costs more than reading their files, and usually none is ours.
         if not any(GROUP in (one.read_text("entry_points.txt") or "") for one in importlib.metadata.distributions()):
             return
         points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))

@@ -1,7 +1,7 @@
-"""Rendered sources on disk, by what they are rendered from: they save a process Jinja and its templates.
+"""Rendered sources on disk, by render key: a process that finds one needs neither Jinja nor the templates.
 
-Nothing depends on them: whatever is wrong with one, the source is rendered, and then stored anew. Each file is a line
-with a SHA-256 over its key and its source, and the source.
+Nothing depends on them: if one is damaged, the source is rendered and stored again. A file holds a line with the
+SHA-256 over its key and its source, then the source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGEST = 1 << 24
 
 
 def get(disk: DiskCache, render_key: str) -> str | None:
-    """The source that is rendered from what `render_key` stands for, verified, or None."""
+    """The verified source of this render key, or None."""
     if not _KEY.fullmatch(render_key):
         return None
     with contextlib.suppress(OSError, ValueError), disk.open() as root, root.child(RENDERED) as folder:
@@ -33,7 +33,7 @@ def put(disk: DiskCache, render_key: str, source: str) -> None:
     """Keep a source. A sound one stays; anything else of its name is replaced."""
     if render_key in disk.rendered or not _KEY.fullmatch(render_key):
         return
-    # Once in a process, whether it succeeds or not: it costs less to render a source than to try again and again.
+    # Once in a process, even if it fails: rendering a source costs less than trying again and again.
     disk.rendered.add(render_key)
     with contextlib.suppress(OSError, ValueError), disk.open(create=True) as root, root.made(RENDERED) as folder:
         with contextlib.suppress(OSError, ValueError):
@@ -55,5 +55,5 @@ def _read(folder: Folder, render_key: str) -> bytes | None:
 
 
 def _digest(render_key: str, content: bytes) -> bytes:
-    # With the key: a file that was copied over another is no source of that key.
+    # The key is part of it, so that a file that was copied over another does not match.
     return hashlib.sha256(f"{render_key}\n".encode() + content).hexdigest().encode()

@@ -1,4 +1,4 @@
-"""Kernels on their way between cache directories and packs, each verified before it is taken."""
+"""Copying kernels between cache directories and packs; each is verified first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATES = ("taken", "same", "older", "conflict", "left", "unsound", "failed")
 
 @dataclass(frozen=True)
 class Item:
-    """What became of one kernel of a source, or of a whole source. `state` is
+    """The result for one kernel of a source, or for a whole source. `state` is
 
     "taken"; "same" (it was there already, bit for bit); "older" (another compiler's is newer and was taken); "conflict"
     (the same key with other bytes: what was there is kept); "left" (sound, but it cannot be packed); "unsound"; or
@@ -66,12 +66,12 @@ def pack_disk(
 
 
 def join(sources: Sequence[Path], out: Path, trust: bool, progress: Progress | None = None) -> list[Item]:
-    """Write what cache directories and packs hold to one pack. As `pack_disk`."""
+    """Write the kernels of cache directories and packs to one pack. Otherwise as `pack_disk`."""
     return _write(_all(sources, trust, progress), out)
 
 
 def merge(sources: Sequence[Path], disk: DiskCache, trust: bool, progress: Progress | None = None) -> list[Item]:
-    """Copy what cache directories and packs hold into `disk`. Sound entries that it has already are kept."""
+    """Copy the kernels of cache directories and packs into `disk`. Sound entries that it has already are kept."""
     others = [path for path in sources if resolved(path) != resolved(disk.root)]
     report = [one if isinstance(one, Item) else _copy(one, disk) for one in _all(others, trust, progress)]
     return report + [Item(str(disk.root), "", "same", "it is the target itself")] * (len(others) < len(sources))
@@ -98,7 +98,7 @@ def _entries(disk: DiskCache, progress: Progress | None) -> Iterator[_Stored | I
     for done, (path, where) in enumerate(walked, 1):
         address = _address(path, where)
         if address is not None and os.path.lexists(path / entries.META):
-            # Copying is no use of an entry.
+            # Copying must not count as a use of the entry.
             with _times_kept(path / entries.META):
                 yield _read(disk, address, path)
         if progress is not None:
@@ -177,7 +177,7 @@ def _write(found: Iterator[_Stored | Item], out: Path) -> list[Item]:
             if _age(new[0]) > _age(old[0]):
                 chosen[source_key] = new
                 new, old = old, new
-            report.append(_beside(new, old))
+            report.append(_superseded(new, old))
     if chosen:
         packs.write(out, [item for item, _ in chosen.values()])
     return report + [Item(origin, item.kernel.name, "taken") for item, origin in chosen.values()]
@@ -187,8 +187,8 @@ def _age(item: Packable) -> tuple[tuple[int, int], str]:
     return item.kernel.toolkit, item.kernel.compiler
 
 
-def _beside(other: tuple[Packable, str], taken: tuple[Packable, str]) -> Item:
-    """What to say of a kernel whose source key another one has taken."""
+def _superseded(other: tuple[Packable, str], taken: tuple[Packable, str]) -> Item:
+    """The result for a kernel that was not taken, since another one has its source key."""
     kernel, winner = other[0].kernel, taken[0].kernel
     if kernel.key != winner.key:
         state, reason = "older", f"compiled by {kernel.compiler}; that by {winner.compiler} ({taken[1]}) was taken"

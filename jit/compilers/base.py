@@ -13,7 +13,7 @@ from deep_gemm.settings import settings
 
 _TRIAL = 'extern "C" __global__ void trial(int* out) { *out = 1; }\n'
 
-# The first toolkit whose wgmma code for sm_90a is worth having.
+# The first toolkit that compiles wgmma for sm_90a well.
 MIN_VERSION = (12, 3)
 
 
@@ -33,8 +33,8 @@ class Compiled:
 
 
 def common_flags() -> tuple[str, ...]:
-    """The options that all compilers are given alike, by today's settings: what a kernel means, and how it may be
-    debugged, whoever compiles it."""
+    """The options that every compiler gets under the current settings: they decide what a kernel means and how it can
+    be debugged."""
     flags = ["-std=c++17"]
     if settings.lineinfo:
         flags.append("-lineinfo")
@@ -61,7 +61,7 @@ class Compiler(ABC):
         return self.version
 
     def flags(self, arch: str) -> tuple[str, ...]:
-        """The options that decide the binary, by today's settings, without paths: they enter the key."""
+        """The options that decide the binary under the current settings, without paths: they are part of the key."""
         return (*self.arch_flags(arch), *common_flags())
 
     @abstractmethod
@@ -84,7 +84,8 @@ class Compiler(ABC):
         """
 
     def problem(self) -> str | None:
-        """What keeps this compiler from compiling a one-line kernel, such as a broken host compiler, or None."""
+        """Why this compiler cannot compile a one-line kernel (a broken host compiler, for example), or None if it
+        can."""
         try:
             self.compile("trial", _TRIAL, "trial.cu", self.flags("sm_90a"), None)
         except CompileError as error:

@@ -51,14 +51,14 @@ class _Candidate:
 
 _chosen: dict[tuple[object, ...], Compiler] = {}
 _nvccs: dict[tuple[str, int, int], Nvcc] = {}
-# By identity, what `problem` said of the compilers that were tried.
+# What `problem` said of each compiler that was tried, by identity.
 _tried: dict[tuple[str, str], str | None] = {}
 _lock = ForkLock()
 _trial = ForkLock()  # taken inside the other or alone
 
 
 def choose() -> Compiler:
-    """The compiler to use by today's settings. Raises CompilerNotFoundError, naming what was looked at.
+    """The compiler to use under the current settings. Raises CompilerNotFoundError, naming what was looked at.
 
     NVCC where a usable one is found, NVRTC otherwise or with DG_JIT_USE_NVRTC. An NVCC that a setting names is used or
     is an error.
@@ -81,8 +81,8 @@ def choose() -> Compiler:
 
 
 def find_all(tried: bool = False) -> list[Found]:
-    """Every compiler on this machine, NVCC first. Never raises. With `tried`, each one has compiled a one-line kernel,
-    or is not usable: that takes a second or two."""
+    """Every compiler on this machine, NVCC first. Never raises. With `tried`, each one compiles a one-line kernel
+    first, which takes a second or two; one that cannot is not usable."""
     with _lock.lock:
         candidates = _search(stop_early=False)
     if tried:
@@ -94,9 +94,8 @@ def find_all(tried: bool = False) -> list[Found]:
     return [candidate.found for candidate in candidates]
 
 
-def pass_by(compiler: Compiler) -> bool:
-    """Whether it was the fault of `compiler` that it failed: it cannot compile a one-line kernel either. Then `choose`
-    gives another one from now on, or says that there is none."""
+def is_broken(compiler: Compiler) -> bool:
+    """Whether `compiler` is broken: it cannot compile a one-line kernel either. `choose` then no longer gives it."""
     problem = _try(compiler)
     if problem is None:
         return False
@@ -139,7 +138,7 @@ def _nothing(candidates: list[_Candidate]) -> str:
 
 
 def _search(stop_early: bool) -> list[_Candidate]:
-    """All candidates, with at most one marked as chosen. `stop_early` leaves out NVRTC where NVCC decides."""
+    """All candidates, at most one of them marked as chosen. `stop_early` leaves NVRTC out if an NVCC is chosen."""
     nvccs = [] if stop_early and settings.use_nvrtc else [_judge_nvcc(path) for path in _nvcc_paths()]
     pick = None if settings.use_nvrtc else _best(nvccs)
     required = settings.nvcc is not None and not settings.use_nvrtc
@@ -171,7 +170,7 @@ def _judge_nvcc(path: str) -> _Candidate:
         why = f"it is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}, the first version that serves sm_90a well"
     elif driver is not None and compiler.version[0] > driver[0]:
         why = f"the driver supports CUDA {driver[0]}.{driver[1]} and cannot load what CUDA {version} compiles"
-    # A missing gcc is worth a trial at once: nvcc may have been told of another host compiler in ways we cannot see.
+    # Without g++ it is tried at once: nvcc's own configuration may name another host compiler.
     elif problem := _try(compiler) if shutil.which("gcc") is None else _known_problem(compiler):
         needs = "; it needs a host C++ compiler such as g++" if shutil.which("gcc") is None else ""
         why = f"it cannot compile a one-line kernel ({problem}){needs}"
@@ -218,7 +217,7 @@ def _judge_nvrtc(path: str, loaded: bool) -> _Candidate:
 
 
 def _nvrtc_version(path: str) -> tuple[int, int]:
-    # The library of builtins beside it carries the version in its name, which saves loading 100 MB to ask for it.
+    # The library of builtins beside it has the version in its name, which saves loading 100 MB to ask for it.
     major = re.search(r"\.so\.(\d+)", Path(path).name)
     names = _listed(os.path.dirname(os.path.realpath(path)))
     versions = {m.groups() for name in names if (m := _BUILTINS.match(name))}
@@ -259,7 +258,8 @@ def _nvrtc_paths() -> list[tuple[str, bool]]:
 
 
 def _listed(folder: str) -> list[str]:
-    """The names in a directory; none where there is none. A start looks through ten, with thousands of names."""
+    """The names in a directory, or none if it does not exist. A process reads ten directories with thousands of
+    names."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -285,7 +285,7 @@ def _loaded() -> list[str]:
 
 
 def _distinct(paths: list[str]) -> list[str]:
-    """Without the files that came up before under another name."""
+    """Each file once: a path that leads to the same file as an earlier one is left out."""
     kept: dict[str, str] = {}
     for path in paths:
         kept.setdefault(os.path.realpath(path), path)

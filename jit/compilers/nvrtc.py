@@ -42,13 +42,13 @@ _SIGNATURES = {
 }
 
 _OWN_HANDLERS = (13, 0)
-"""The last version that puts signal handlers of its own in place."""
+"""The last version that installs signal handlers of its own."""
 
 _CACHES = (12, 9)
-"""The first version that keeps binaries in the driver's compute cache. From there they come without ptxas' report, so
-that a kernel could not be built again where it had been built before, as after clearing our own cache."""
+"""The first version that keeps binaries in the driver's compute cache. A binary from there comes without ptxas' report,
+which a build needs: after our own cache was cleared, a kernel could not be built again."""
 
-# It keeps locks while it compiles: one in ten children that were forked meanwhile never came back from compiling.
+# NVRTC holds locks while it compiles: of children that were forked meanwhile, one in ten hung when it compiled.
 _at_work = ForkWaits()
 
 
@@ -87,7 +87,7 @@ class Nvrtc(Compiler):
             options.append(f"--include-path={include_dir}")
         if settings.print_compiler_command:
             say(f"{self.path} {' '.join(options)} {source_path}")
-        # A number as text, and C's atoi as the callback that reads it: NVRTC asks 10,000 times, so without the GIL.
+        # NVRTC calls back 10,000 times. C's atoi, which reads a number from text, answers without the GIL.
         cancelled = ctypes.create_string_buffer(b"0", 2)
 
         def work() -> Compiled:

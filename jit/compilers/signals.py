@@ -20,7 +20,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Of <dlfcn.h> and <elf.h>: the same on all 64-bit Linux.
+# From <dlfcn.h> and <elf.h>: the same on all 64-bit Linux.
 _RTLD_DI_LINKMAP = 2
 _DT_NULL, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_JMPREL = 0, 2, 5, 6, 23
 _RELOCATION_SIZE = _SYMBOL_SIZE = 24
@@ -31,10 +31,11 @@ class _LinkMap(ctypes.Structure):
 
 
 def keep_handlers(library: ctypes.CDLL) -> None:
-    """From now on, calls of `signal` inside `library` do nothing. Raises OSError or ValueError where that cannot be."""
+    """From now on, calls of `signal` inside `library` do nothing. Raises OSError or ValueError if that is
+    impossible."""
     libc = ctypes.CDLL(None, use_errno=True)
     slot = _import_slot(libc, library, b"signal")
-    # With lazy binding it can be written to anyway.
+    # With lazy binding the table is writable already.
     page = slot & -mmap.PAGESIZE
     if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE):
         raise OSError(ctypes.get_errno(), "mprotect failed")
@@ -65,10 +66,10 @@ def _import_slot(libc: ctypes.CDLL, library: ctypes.CDLL, name: bytes) -> int:
 
 
 def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
-    """`work()`, which spends seconds in C. Where the main thread calls, another thread does it: Python runs handlers of
-    signals in the main thread only, and only between its own instructions.
+    """Run `work()`, which spends seconds in C. For the main thread, another thread runs it: Python runs signal handlers
+    in the main thread only, and only between Python instructions.
 
-    If a handler raises, as for KeyboardInterrupt, the exception comes at once. `cancel` then asks the work to end.
+    If a handler raises, such as KeyboardInterrupt, the exception comes at once, and `cancel` asks the work to end.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -80,12 +81,12 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    # No daemon: at exit Python waits for it, since NVRTC would go on while its memory is taken away.
+    # Not a daemon: at exit Python must wait for it, or NVRTC would run on while its memory is freed.
     thread = threading.Thread(target=run, name="deep_gemm-nvrtc")
     try:
         try:
             thread.start()
-        except RuntimeError:  # no more threads: a limit, or the interpreter is ending
+        except RuntimeError:  # no thread can be started: a limit is reached, or the interpreter is shutting down
             return work()
         result = future.result()
         thread.join()

@@ -1,4 +1,4 @@
-"""A launch, prepared once and called many times: at the addresses it was made for, or at others."""
+"""Launch records: packed once, launched many times, at the same addresses or (a patched launch) at others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Map(NamedTuple):
 # An encoded tensor map, ("ptr" | "i32" | "u32" | "i64" | "f32", value), or ("u32s", values) for a struct of such.
 Arg: TypeAlias = bytes | tuple[str, int | float | tuple[int, ...]]
 
-# The same before it is known where the operands are.
+# A parameter whose operand addresses are not filled in yet.
 Parameter: TypeAlias = Arg | Pointer | Map
 
 _CODES = {"ptr": "=Q", "i32": "=i", "u32": "=I", "i64": "=q", "f32": "=f"}
@@ -40,7 +40,7 @@ NUMBERS = ("i32", "u32", "i64", "f32")
 """Of these the types of numbers, by the names that device code has for them (``types.cuh`` and ``custom.cuh``)."""
 _FORMATS = {name: struct.Struct(code) for name, code in _CODES.items()}
 CONTEXT_ERRORS = (201, 400)
-"""What a launch reports on a thread that has no context yet, or the context of another device."""
+"""The status of a launch on a thread without a context, or with the context of another device."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Launch:
         # An integer is taken as the address of the array of parameter pointers; `self` keeps all of it alive.
         pointers = ctypes.addressof(self._pointers)
         self.call = functools.partial(api.cuda().cuLaunchKernelEx, self._config, function.handle, pointers, 0)
-        """The launch without our error handling; it returns a tuple whose first item is the CUresult."""
-        # Not a ForkLock: there are thousands of these, and an interrupt inside its Python would leave it locked.
+        """Launches without error handling; returns a tuple whose first item is the CUresult."""
+        # Not a ForkLock: there are thousands of records, and an interrupt in its Python code would leave it locked.
         self._lock = threading.Lock()
         self._places: list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]] | None = None
         self._parameters = parameters
@@ -128,7 +128,7 @@ class Launch:
             at = self._at
             for index, address in enumerate(addresses):
                 if at[index] != address:
-                    self._move(index, address)
+                    self._patch(index, address)
             status = self.call()[0]
             if status:
                 self._recover(int(status))
@@ -139,7 +139,7 @@ class Launch:
                 status = int(self.call()[0])
         api.check(status, "cuLaunchKernelEx", f"{self.function.symbol} with {self.shape}")
 
-    def _move(self, index: int, address: int) -> None:
+    def _patch(self, index: int, address: int) -> None:
         if self._places is None:
             self._places = self._find_places()
         pointers, maps = self._places[index]
@@ -148,7 +148,7 @@ class Launch:
                 f"Tensor map of {self.operands[index]}: the address must be a multiple of {ADDRESS_ALIGNMENT} bytes, "
                 f"but it is {address:#x}."
             )
-        self._at[index] = 0  # unknown, should the driver refuse half way
+        self._at[index] = 0  # unknown if the driver fails half way
         for pointer in pointers:
             pointer.value = address
         there, replace = ctypes.c_void_p(address), api.library_function("cuTensorMapReplaceAddress")
@@ -162,7 +162,7 @@ class Launch:
         self._at[index] = address
 
     def _find_places(self) -> list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]]:
-        """Of each operand, the pointers and the tensor maps in the record that hold its address."""
+        """For each operand, the pointers and the tensor maps in the record that hold its address."""
         found: list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]] = [([], []) for _ in self.operands]
         for parameter, place in zip(self._parameters, self._pointers, strict=False):
             if isinstance(parameter, Pointer):
@@ -175,7 +175,8 @@ class Launch:
 
 
 def placed(parameters: Sequence[Parameter], addresses: Mapping[str, int]) -> list[Arg]:
-    """The parameters with `addresses` in them, by operand. Raises InvalidInputError for an operand that has none."""
+    """The parameters with `addresses`, given by operand, filled in. Raises InvalidInputError for an operand that has
+    none."""
     try:
         return [
             ("ptr", addresses[parameter.operand])
@@ -238,7 +239,7 @@ def _format(argument: tuple[str, int | float | tuple[int, ...]]) -> struct.Struc
 
 @functools.lru_cache(maxsize=4096)
 def _config(shape: LaunchShape, stream: int) -> Any:
-    # Shared by the records of one shape and stream, which differ in their pointers: nobody changes it, and building it
+    # Records of one shape and stream share it: they differ only in their pointers, nobody changes it, and building it
     # takes most of the time of a new record.
     driver = api.cuda()
     config = driver.CUlaunchConfig()

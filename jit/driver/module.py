@@ -1,4 +1,4 @@
-"""Loading a cubin and what the driver says of its kernel."""
+"""Loading a cubin, and what the driver reports about its kernel."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class Function:
 def load_function(cubin: bytes, symbol: str, device: int, dynamic_shared: int) -> Function:
     """Load `cubin` into the primary context of `device` and allow its kernel `symbol` `dynamic_shared` bytes.
 
-    A thread that had a context current has it afterwards. Raises NotWarmError inside CUDA-graph capture, and
-    DriverError.
+    The thread's current context is the same afterwards. Raises NotWarmError inside CUDA-graph capture, and DriverError.
     """
     if not cubin:
         raise InvalidInputError(f"The cubin of {symbol} is empty.")
@@ -91,7 +90,7 @@ def primary_context(device: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """Let this thread do what a CUDA-graph capture of another thread, in torch's global mode, would forbid."""
+    """Allow calls in this thread that another thread's CUDA-graph capture, in torch's global mode, would forbid."""
     relaxed = api.cuda().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = api.call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:

@@ -1,4 +1,4 @@
-"""TMA descriptors: what a tensor is to the copy engine, in 128 opaque bytes."""
+"""TMA descriptors: 128 opaque bytes that describe a tensor to the copy engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADDRESS_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tiled tensor map, all but its address.
+    """A tiled tensor map without its address.
 
     `dims` (elements), innermost first; `strides` (bytes) of all dimensions but the innermost; `box` (elements), the
     tile that one copy moves; `swizzle` and `l2_promotion` in bytes. Elements outside of the tensor read as zero and are

@@ -21,5 +21,5 @@ def _warnings_are_new() -> Iterator[None]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Where a test's cache is, or will be."""
+    """The cache directory of a test; it need not exist yet."""
     return tmp_path / "root"

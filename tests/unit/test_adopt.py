@@ -1,4 +1,4 @@
-"""Binaries that another process made: sent whole or not at all, taken over only where they fit."""
+"""Binaries from another process: damage is detected, and only binaries that fit are adopted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BINARY = Binary(
 
 @pytest.fixture
 def made(tmp_path: Path) -> Binary:
-    """What a process with a cache of its own compiled."""
+    """A binary that a process with its own cache compiled."""
     reset_warnings()
     return builder(tmp_path / "theirs").build(request())
 

@@ -1,4 +1,4 @@
-"""The switch for batch invariance: two pairs of names, what it changes, and that setting it costs nothing."""
+"""The switch for batch invariance: its two pairs of names, its effect, and that setting it drops no call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_only_a_bool_is_taken(write: Any, value: Any) -> None:
 
 
 def test_no_kernel_splits_k_while_it_is_on() -> None:
-    """At any M; and without it, small products do."""
+    """For any M. With the switch off, small products do split K."""
     split = {}
     for value in (False, True):
         deep_gemm.set_batch_invariant(value)
@@ -56,17 +56,17 @@ def test_no_kernel_splits_k_while_it_is_on() -> None:
 
 
 class Calls:
-    """One call again and again, by the fake GPU."""
+    """Repeats one call on the fake GPU."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu
         (a, sfa), self.b, _, _ = random_operands(24, 136, 272, "cpu")
         self.a = (a, sfa.t().contiguous().t())
         self.d = torch.empty(24, 136, dtype=torch.bfloat16)
-        self.kept: list[torch.Tensor] = []  # so that no fresh operand comes to an earlier one's address
+        self.kept: list[torch.Tensor] = []  # kept, so that no fresh operand gets an earlier one's address
 
     def __call__(self, fresh: bool = False) -> int:
-        """Launch records that were made for it."""
+        """Make the call; returns how many launch records it made."""
         before = self.gpu.prepared
         a, sfa = self.a
         operand = (a.clone(), sfa.t().clone().t()) if fresh else self.a
@@ -76,7 +76,7 @@ class Calls:
 
 
 def test_flipping_keeps_both_positions_warm(gpu: FakeGpu) -> None:
-    """As SGLang does, around each call."""
+    """SGLang flips it around each call."""
     call = Calls(gpu)
     for value in (False, True):
         deep_gemm.set_batch_invariant(value)
@@ -90,7 +90,7 @@ def test_flipping_keeps_both_positions_warm(gpu: FakeGpu) -> None:
 def test_a_flip_during_a_first_call_is_not_remembered_for_the_wrong_position(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread may flip it when the operands were looked up and the kernel is not chosen yet."""
+    """Another thread may flip it after the operands were looked up and before the kernel is chosen."""
     call = Calls(gpu)
     check = gpu.checks[FP8GemmNT]
     deep_gemm.set_batch_invariant(True)
@@ -110,5 +110,5 @@ def test_a_flip_during_a_first_call_is_not_remembered_for_the_wrong_position(
         call()
     assert gpu.launched[-1].spec.batch_invariant is False
     assert deep_gemm.get_batch_invariant() is True
-    assert call() == 1  # the record of the call before was lost
+    assert call() == 1  # the record of the call before is gone
     assert gpu.launched[-1].spec.batch_invariant is True

@@ -1,4 +1,4 @@
-"""What the boxes of a tile bring, where it hangs over an edge and where it does not."""
+"""The TMA boxes of a tile, inside the matrix and at its edges."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deep_gemm.spec import align, ceil_div
 
 
 def rows_loaded(first: int, edge: int, block: int, last: int) -> int:
-    """Of a tile's rows of an operand, as the device code counts them."""
+    """How many of a tile's rows are loaded, as the device code counts them."""
     return block if first + block <= edge else last if first < edge else 0
 
 
 def boxes_of(rows: int, parts: int, block: int, whole: TensorMapSpec, last: TensorMapSpec) -> list[tuple[int, int]]:
-    """(first row, rows) of the boxes that a cluster's CTAs bring of a tile of which ``rows`` are loaded."""
+    """(first row, rows) of the boxes that a cluster's CTAs load for a tile of which ``rows`` are loaded."""
     box, found = block // parts, []
     for first in range(0, block, box):
         if first + box <= rows:
@@ -36,14 +36,14 @@ def boxes_of(rows: int, parts: int, block: int, whole: TensorMapSpec, last: Tens
 def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     params: KernelParams, g: Geometry, data: st.DataObject
 ) -> None:
-    """The producer of scales announces for each stage what all three bring; one byte off, and the kernel hangs. Boxes
-    end at the edge, or just behind it: those that hang over it arrive late."""
+    """The producer of scales announces the bytes of all three loads of a stage; one byte off, and the kernel hangs.
+    Boxes end at the edge or just behind it: boxes that reach beyond it arrive late."""
     c = fp8(params)
     g = suited(g, params)
     recorded = record(params, g)
     maps = {name: spec for name, (spec, _) in recorded.maps.items()}
     last_rows, last_columns = (int(recorded.args[name][1]) for name in ("last_rows", "last_columns"))  # type: ignore[arg-type]
-    # A tile of these, the last two among them, and with clusters what lies past the edge.
+    # Some tiles, among them the last two and, with clusters, tiles past the edge.
     row = c.block_m * data.draw(st.integers(0, align(ceil_div(g.m, c.block_m), c.cluster_m) - 1))
     tiles = align(ceil_div(g.n, c.block_n), c.cluster_n)
     index = data.draw(st.integers(0, tiles - 1))
@@ -66,7 +66,7 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     brought = 0
     for first, edge, boxes in checked:
         for begin, size in boxes:
-            assert begin % 8 == 0  # on a swizzle atom of eight rows; else later rows would be permuted differently
+            assert begin % 8 == 0  # a swizzle atom has eight rows
             assert first + begin + size < edge + 4
         brought += sum(size for _, size in boxes) * 128
     if tokens:
@@ -77,7 +77,7 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
 
 
 def test_one_map_is_made_where_no_tile_is_whole() -> None:
-    """Each costs the host a microsecond, and a call with few tokens has no other."""
+    """Each map takes the host a microsecond, and a call with few tokens needs only one."""
     for config in CONFIGS:
         maps = record(make_params(config), Geometry(config.block_m // config.cluster_n - 1, 1024, 896)).maps
         assert maps["map_a"] == maps["map_a_last"]

@@ -1,4 +1,4 @@
-"""What a deployment may cost: how many kernels it needs, compiling them, and importing (`benchmarks/budgets.json`)."""
+"""The budgets of a deployment (`benchmarks/budgets.json`): number of kernels, compile time, imports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def nvrtc() -> Compiler:
 
 
 def in_trials(compiler: Compiler, params: KernelParams, turns: int) -> float:
-    """CPU time of compiling a kernel, in that of one that never changes: machines differ, and others work on them."""
+    """CPU time of compiling a kernel, relative to the trial kernel: machines differ, and other work runs on them."""
     took, trial = compile_cost.cpu_seconds(compiler, [engine.build_request(params), compile_cost.trial()], turns)
     return took / trial
 
@@ -51,7 +51,7 @@ def test_a_first_build_is_short(kernels: list[KernelParams], nvrtc: Compiler) ->
 
 @pytest.mark.compile
 def test_kernels_compile_fast(kernels: list[KernelParams], nvrtc: Compiler) -> None:
-    """By three of them. `python -m deep_gemm.benchmarks.compile_cost` measures all."""
+    """Measured with three of them. `python -m deep_gemm.benchmarks.compile_cost` measures all."""
     each = [in_trials(nvrtc, params, turns=2) for params in compile_cost.sample(kernels)]
     assert statistics.mean(each) <= BUDGETS["sample_in_trials"]
 
@@ -59,7 +59,7 @@ def test_kernels_compile_fast(kernels: list[KernelParams], nvrtc: Compiler) -> N
 @pytest.mark.parametrize("tp", [1, 8])
 @pytest.mark.parametrize("model", LLAMA_3)
 def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
-    """Of every fourth number of tokens that is ranked for itself, which ask for at most five kernels fewer than all."""
+    """For every fourth bucket of M. All buckets need at most five kernels more."""
     layers = model_layers(LLAMA_3[model], tp)
     work = choose(shapes(layers, representatives(16384)[::4]))
     assert {layer.op for layer in layers} == {"bf16_gemm_nt"}

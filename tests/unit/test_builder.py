@@ -55,7 +55,8 @@ def editing(identity: str) -> PostPass:
 
 
 def test_a_post_pass_makes_another_kernel(tmp_path: Path) -> None:
-    """Each is compiled, kept and found again under a key of its own, and the plain one is as the compiler made it."""
+    """Each has its own key, under which it is compiled, stored and found; without a pass the cubin is the
+    compiler's."""
     asked = [request(), request(post_pass=editing("a-1")), request(post_pass=editing("a-2"))]
     plain = cubin_of(request().source)
     for layer in ("compiled", "disk"):

@@ -59,7 +59,7 @@ def duplicate(draw: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def digits(draw: random.Random, data: bytes, other: bytes) -> bytes:
-    """Wrong lengths, versions and numbers in the description; in the cubin, bytes that happen to be digits."""
+    """Wrong digits: lengths, versions and numbers in the description; in the cubin, bytes that happen to be digits."""
     places = [i for i, byte in enumerate(data) if chr(byte).isdigit() and byte < 128]
     out = bytearray(data)
     out[draw.choice(places)] = ord(draw.choice("0123456789-.e"))
@@ -67,7 +67,7 @@ def digits(draw: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def foreign(draw: random.Random, data: bytes, other: bytes) -> bytes:
-    """The head of one file and the tail of another entry's."""
+    """The head of one file and the tail of another entry's file."""
     at = draw.randrange(len(data))
     return data[:at] + other[at:]
 
@@ -85,7 +85,7 @@ CHANGES = (flip, flip, truncate, insert, zero, cut_out, duplicate, digits, forei
 
 @pytest.fixture
 def stored(tmp_path: Path) -> tuple[DiskCache, dict[str, bytes], dict[str, bytes]]:
-    """A cache with one entry; the files of this entry, and those of another with other bytes."""
+    """A cache with one entry, the files of this entry, and the files of another entry."""
     disk = DiskCache(tmp_path / "root")
     found = []
     for address, content in ((ADDRESS, CONTENT), (OTHER, CONTENT[::-1])):
@@ -97,7 +97,7 @@ def stored(tmp_path: Path) -> tuple[DiskCache, dict[str, bytes], dict[str, bytes
 
 
 def variant(draw: random.Random, good: dict[str, bytes], other: dict[str, bytes]) -> dict[str, bytes]:
-    """The files of a corrupted entry; one that is left out is missing."""
+    """The files of a corrupted entry; a name that is left out is a missing file."""
     if draw.random() < 0.03:
         return draw.choice(
             (
@@ -133,20 +133,20 @@ def test_no_corrupted_variant_is_loaded_or_raises(
             continue
         corrupted += 1
         for name in NAMES:
-            # A new file: some filesystems write to the medium at once when one is cut to nothing and written again.
+            # A new file: some filesystems write through to the disk when a file is truncated and written again.
             (folder / name).unlink(missing_ok=True)
             if name in files:
                 (folder / name).write_bytes(files[name])
         loaded = disk.get(ADDRESS)
         if loaded is not None:
-            # White space between tokens of the description, or a number written otherwise, says the same. Nothing
-            # else may be accepted, and of the cubin not one bit.
+            # White space between tokens of the description, or another spelling of a number, means the same. Nothing
+            # else may be accepted, and in the cubin not one bit.
             assert (loaded.cubin, loaded.meta) == (CONTENT, whole.meta), files
             assert (files[CUBIN], files[SOURCE]) == (good[CUBIN], good[SOURCE]), files
 
 
 def test_no_depth_of_nesting_raises(stored: tuple[DiskCache, dict[str, bytes], dict[str, bytes]]) -> None:
-    """Reading may stand what writing for the checksum does not: the depths around the interpreter's limit."""
+    """Depths around the interpreter's limit: reading may succeed where writing for the checksum fails."""
     disk, good, _ = stored
     path = disk.directory(ADDRESS) / META
     for depth in range(900, 1020):

@@ -1,4 +1,4 @@
-"""`deep_gemm.cache_info` and the statistics of a builder: every number counted by what causes it."""
+"""`deep_gemm.cache_info` and the statistics of a builder: each number is caused and counted."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_it_says_why_the_cache_cannot_be_used(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").write_text("")
     with settings.override(cache_dir=tmp_path / "file"):
         assert "is not a directory" in cache_info()["problem"]
-    # Tests may run as root, who can write anywhere.
+    # Faked, since root, which may run the tests, can write anywhere.
     monkeypatch.setattr("deep_gemm.jit.cache.disk._writable", lambda root: False)
     with settings.override(cache_dir=tmp_path):
         assert "cannot write to" in cache_info()["problem"]

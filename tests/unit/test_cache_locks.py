@@ -1,4 +1,5 @@
-"""Locks of the cache: none on a filesystem that has none, never through a link, and none left taken by an interrupt."""
+"""Locks of the cache: filesystems without locks, links in place of locks, and interrupts, which must leave no lock
+held."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from deep_gemm.jit.cache import maintenance
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.forking import ForkLock
 
-# Of another machine, so that nobody here can tell that its process is dead.
+# A lock of another machine, whose process cannot be seen from here.
 LEFT_BY_A_KILLED_HOLDER = "4194304\nanother-machine\n"
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL], ids=errno.errorcode.get)
 def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a network filesystem without a lock server."""
+    """A filesystem without locks, such as a network filesystem without a lock server."""
 
     def fail(*_: Any) -> None:
         raise OSError(request.param, os.strerror(request.param))
@@ -45,7 +46,7 @@ def lock_of(build: Builder, source: str) -> Path:
 
 @pytest.mark.filterwarnings("error:.*falling back to SoftFileLock.*")
 def test_a_filesystem_without_locks_costs_nothing(root: Path, no_flock: None) -> None:
-    """A killed holder has left its lock files: nobody waits for them, and none is made anew."""
+    """A killed holder has left its lock files: nobody waits for them, and no new ones are made."""
     build = builder(root, lock_limit=60.0)
     bodies = [f"int body{i};\n" for i in range(3)]
     (root / "locks").mkdir(parents=True)
@@ -58,7 +59,7 @@ def test_a_filesystem_without_locks_costs_nothing(root: Path, no_flock: None) ->
     assert build.stats["lock_timeout"] == 0
     assert builder(root).build(request(source=bodies[0])).layer == "disk"
     assert len(list((root / "locks").iterdir())) == 3
-    # Eviction and repair work there, too.
+    # Eviction and repair work without locks, too.
     disk = DiskCache(root)
     (disk.directory(build._plan(request(source=bodies[0])).addresses[0]) / "kernel.cubin").write_bytes(b"")
     assert [item.done for item in maintenance.delete_bad(disk, maintenance.verify(disk))] == [True]
@@ -78,7 +79,7 @@ def test_a_filesystem_is_asked_once_for_locks(root: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "fifo"])
 def test_whatever_is_in_place_of_a_lock_harms_nothing(root: Path, tmp_path: Path, kind: str) -> None:
-    """An old filelock followed a link and cut off what it led to."""
+    """An old filelock followed the link and truncated its target."""
     build = builder(root, lock_limit=0.2)
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -97,7 +98,7 @@ def test_whatever_is_in_place_of_a_lock_harms_nothing(root: Path, tmp_path: Path
 
 
 def test_the_filelock_that_is_installed_follows_no_link(tmp_path: Path) -> None:
-    """What pyproject.toml asks for is what this needs: 3.20.0 fails here, 3.20.1 does not."""
+    """This is why pyproject.toml requires 3.20.1: with 3.20.0 this test fails."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to(tmp_path / "precious")
     with contextlib.suppress(OSError, filelock.Timeout):
@@ -122,13 +123,13 @@ def storm() -> Iterator[None]:
 
 
 def under_interrupts(action: Any, seconds: float) -> int:
-    """Call `action` again and again while interrupts come; how many it took."""
+    """Call `action` repeatedly under interrupts. Returns how many interrupts there were."""
     interrupts, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            # Another moment each time: a little longer than the call takes, or a little shorter.
+            # At another moment each time: a little longer than the call takes, or a little shorter.
             signal.setitimer(signal.ITIMER_REAL, 20e-6 + (interrupts % 97) * 1e-6)
-            for _ in range(50):  # one that comes where Python ignores it, as in __del__, ends nothing
+            for _ in range(50):  # where Python ignores exceptions, as in __del__, an interrupt does not end the loop
                 action()
         except KeyboardInterrupt:
             interrupts += 1

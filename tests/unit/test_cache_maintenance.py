@@ -1,4 +1,4 @@
-"""`cache verify` and `cache prune`: what they call bad, what they remove, and what they leave to others."""
+"""`cache verify` and `cache prune`: which entries they report, which they remove, and which they leave alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskCache:
 
 
 def add(disk: DiskCache, digit: int, days: float = 0.0, cuda: str = "12.9", driver: str = "any") -> Path:
-    """One entry of 1000 bytes and some, last used `days` ago."""
+    """An entry of a little over 1000 bytes, last used `days` ago."""
     address = Address("sm_90a", cuda, driver, "k", str(digit) * 40)
     disk.reserve(address, "source")
     disk.put(address, b"source", bytes([digit]) * 1000, DESCRIBED)
@@ -183,7 +183,7 @@ def test_prune_by_versions(disk: DiskCache) -> None:
     gone = [add(disk, 3, cuda="13.0"), add(disk, 4, driver="12.8")]
     assert len(prune(disk, unused_versions=HERE)) == 2
     assert [path.exists() for path in kept + gone] == [True, True, False, False]
-    # Without a driver nothing is known of drivers.
+    # Without a driver, entries are not judged by their driver's version.
     assert prune(disk, unused_versions=Selectable(HERE.cuda, None)) == []
 
 
@@ -219,7 +219,7 @@ def test_readers_and_writers_during_prune_and_verify(disk: DiskCache) -> None:
             while not stop.is_set():
                 entry = DiskCache(disk.root).get(address)
                 if entry is None:
-                    # Without the lock, a write may meet two removals and give up (None): a miss, and no fault.
+                    # Without the lock, a write may meet two removals and give up (None): that is a miss, not a fault.
                     DiskCache(disk.root).reserve(address, "source")
                     DiskCache(disk.root).put(address, b"source", bytes([1]) * 1000, DESCRIBED)
                 elif entry.cubin != bytes([1]) * 1000:
@@ -255,7 +255,7 @@ def test_the_commands(disk: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads(run("verify", "--json").stdout)
     assert {item["state"] for item in report["found"]} == {"sound", "corrupted"}
     assert report["removed"] == []
-    # What was found decides the status, deleted or not.
+    # The status depends on what was found, even if it was deleted.
     result = run("verify", "--delete")
     assert result.exit_code == 1
     assert "1 removed" in result.output

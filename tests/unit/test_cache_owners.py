@@ -1,5 +1,5 @@
-"""Whose directories and files the cache uses: those that nobody but this user or root can write to, at every level, and
-what is checked is what is read."""
+"""Owners and modes: the cache uses only directories and files that nobody but this user or root can write to, at every
+level, and it reads exactly the files that it checked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_directory_that_others_can_write_is_not_used(
     (warning,) = [record.message for record in caplog.records]
     assert f"other users can write to {path} (mode {mode:04o}); run `chmod go-w` on it" in warning
     if name == "entry":
-        # It alone is replaced; what lies above is shared with others, and its owner's to mend.
+        # Only the entry's own directory is replaced; those above are shared, and their owner has to repair them.
         assert builder(root).build(request()).layer == "disk"
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         return
@@ -129,7 +129,7 @@ def test_no_folder_beside_the_entries_is_trusted_more(
     other = request(source="int other;\n", render_key="1" * 40)
     build = builder(root)
     assert build.build(other).cubin == cubin_of(other.source)
-    # Without a safe place for temporary files nothing can be stored.
+    # Without a safe directory for temporary files nothing can be stored.
     assert build.stats["unstored"] == ((name, kind) == ("tmp", "open to all"))
     assert not aside.exists() or [found.name for found in aside.iterdir()] == ["stale"]
     assert DiskCache(root).clear()["failed"] == 0
@@ -144,12 +144,12 @@ def test_clearing_follows_no_link(root: Path, entry: Path, tmp_path: Path) -> No
     assert (aside / entry.relative_to(entry.parents[2]) / "kernel.json").exists()
 
 
-# ---- what was opened is what is read
+# ---- the file that was checked is the one that is read
 
 
 @pytest.fixture
 def evil(tmp_path: Path, entry: Path) -> Path:
-    """A root like ours, sound in itself, with other bytes under the same key."""
+    """Another root, sound in itself, with other bytes under the same key."""
     path = tmp_path / "evil"
     builder(path, FakeCompiler(tag="evil"), include_dir=tmp_path / "no-headers").build(request())
     return path
@@ -204,7 +204,7 @@ while time.monotonic() < end:
 def test_another_user_who_exchanges_the_root_gets_nothing_loaded(
     root: Path, entry: Path, evil: Path, tmp_path: Path, theirs: str
 ) -> None:
-    """Where anybody can write to the directory around the root: it took 0.6 s to get other bytes loaded."""
+    """The directory around the root is writable to all. Before the fix, other bytes were loaded after 0.6 s."""
     for path in [evil, *evil.rglob("*")]:
         given_away(path)
     if theirs == "their link to it":
@@ -229,7 +229,7 @@ def test_another_user_who_exchanges_the_root_gets_nothing_loaded(
     finally:
         os.close(parent)
     assert found <= {cubin_of(BODY), None}
-    # Both were met, so that the attack was one.
+    # Both roots were seen, so the attack was real.
     assert len(found) == 2
     assert asked > 100
 
@@ -256,13 +256,13 @@ def test_a_parent_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "theirs").chmod(0o2755)
     builder(tmp_path / "theirs" / "new" / "root", include_dir=tmp_path / "no-headers").build(request())
     assert stat.S_IMODE((tmp_path / "theirs").stat().st_mode) == 0o2755
-    # The group that a directory hands down is kept.
+    # The set-group-ID bit of a directory is kept.
     assert stat.S_IMODE((tmp_path / "theirs" / "new").stat().st_mode) == 0o2700
 
 
 @pytest.mark.parametrize(("fixed", "stored"), [(0o755, 1), (0o777, 0)])
 def test_a_filesystem_with_fixed_modes(root: Path, fixed: int, stored: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of another system's: mkdir cannot set a mode, and chmod fails. It is used where its modes are safe."""
+    """A filesystem with fixed modes: mkdir ignores the mode, and chmod fails. It is used if its modes are safe."""
     mkdir, chmod = os.mkdir, os.chmod
 
     def unlike(path: Any, mode: int = 0, *, dir_fd: int | None = None) -> None:
@@ -361,7 +361,7 @@ def test_a_pack_that_is_exchanged_after_its_check_is_not_read(tmp_path: Path, mo
 
     monkeypatch.setattr(packs, "_danger", exchanged_afterwards)
     build, compiler = user(tmp_path / "root", pack, include_dir=tmp_path / "no-headers")
-    # The manifest that was checked vouches for every byte: those of the other file are refused.
+    # The checked manifest has the SHA-256 of every kernel: the bytes of the other file are refused.
     assert build.build(sources()[0]).cubin == cubin_of(sources()[0].source)
     assert len(compiler.calls) == 1
 

@@ -1,4 +1,4 @@
-"""How an entry appears: synced before it has its name, private, its description last; and who may use which entry."""
+"""Publishing an entry: synced before it is renamed, private, its description last; and which versions may use it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_each_file_is_whole_and_synced_before_it_has_its_name(root: Path, monkey
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "rename", note_rename)
     built = builder(root).build(request())
-    # The source for the compiler; and last the description, which makes the rest an entry.
+    # First the source for the compiler; last the description, which completes the entry.
     assert named == ["kernel.cu", "kernel.cubin", "kernel.json"]
-    # And the directory that holds the names.
+    # Then the directory is synced.
     assert os.stat(Path(built.source_path or "").parent).st_ino in synced
 
 
@@ -55,7 +55,8 @@ def test_everything_is_private_whatever_the_umask(root: Path, mask: int) -> None
 
 
 def test_the_loser_of_a_race_uses_its_own_bytes(root: Path) -> None:
-    """A winner appears while we compile. On a network filesystem we might not even see it."""
+    """Another process publishes the entry while this one compiles. On a network filesystem it may not even be
+    visible."""
     other = FakeCompiler(tag="theirs")
 
     def overtake(source: str) -> None:
@@ -65,7 +66,7 @@ def test_the_loser_of_a_race_uses_its_own_bytes(root: Path) -> None:
 
 
 def test_nobody_waits_to_see_what_a_winner_published(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock was waited for, its holder has published, and the filesystem does not show it yet."""
+    """The holder of the lock has published, but the filesystem does not show the entry yet."""
     builder(root).build(request())
 
     def lagging(self: DiskCache, address: object, used: bool = False) -> None:
@@ -77,7 +78,7 @@ def test_nobody_waits_to_see_what_a_winner_published(root: Path, monkeypatch: py
     monkeypatch.setattr(DiskCache, "get", lambda self, address: looked.append(address) or real(self, address))
     built = builder(root).build(request())
     assert (built.layer, built.cubin) == ("compiled", CUBIN)
-    # Before the lock and once more inside it, for each driver's directory; not in a loop.
+    # Looked up before the lock and once inside it, for each driver's directory; not in a loop.
     assert len(looked) <= 4
 
 
@@ -96,7 +97,7 @@ def test_an_entry_in_another_versions_place_is_never_used(root: Path, level: str
 
 
 def test_a_killed_evictions_directory_is_swept(root: Path) -> None:
-    """It moves an entry aside by one rename, and may be killed before it has deleted it."""
+    """An eviction moves an entry away by one rename, and may be killed before it has deleted it."""
     entry = Path(builder(root).build(request()).source_path or "").parent
     for name in ("old-1-stale", "old-1-young"):
         shutil.copytree(entry, root / "tmp" / name)

@@ -1,4 +1,4 @@
-"""Source, key and cubin of a stored kernel vouch for each other, and no stored number fails a build."""
+"""Source, key and cubin of a stored kernel are checked together, and no stored number fails a build."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RENDER_KEY = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture
 def entry(cache_dir: Path) -> Path:
-    """The directory of a good entry in the cache that the settings name."""
+    """The directory of a good entry in the settings' cache."""
     return Path(builder(cache_dir).build(request(render_key=RENDER_KEY)).source_path or "").parent
 
 
@@ -47,7 +47,7 @@ def cache(*arguments: object) -> tuple[int, str]:
 
 
 def resign(path: Path, body: str) -> None:
-    """Write a description whose checksum is right, so that nothing but its fields is wrong."""
+    """Write a description with a right checksum, so that only its fields are wrong."""
     rest = body.encode().removeprefix(b"{\n")
     source, cubin = (path.parent / "kernel.cu").read_bytes(), (path.parent / "kernel.cubin").read_bytes()
     digest = hashlib.sha256(b"%d %d\0" % (len(rest), len(source)) + rest + source + cubin).hexdigest()
@@ -62,7 +62,8 @@ def unsigned(path: Path) -> str:
 
 
 def test_a_damaged_source_is_no_part_of_anything(entry: Path, cache_dir: Path, tmp_path: Path) -> None:
-    """One bit of a stored kernel.cu: not verified, not packed, not merged, not loaded; and healed by the next build."""
+    """With one flipped bit in kernel.cu, an entry is not verified, packed, merged or loaded; the next build repairs
+    it."""
     good = (entry / "kernel.cu").read_bytes()
     (entry / "kernel.cu").write_bytes(bytes([good[0] ^ 1]) + good[1:])
     status, said = cache("verify")
@@ -89,7 +90,7 @@ def test_the_source_of_another_entry_is_not_taken(cache_dir: Path, entry: Path) 
 
 
 def test_bytes_cannot_move_between_the_parts(cache_dir: Path, entry: Path) -> None:
-    """What leaves the end of the source and joins the start of the cubin changes the checksum."""
+    """Moving a byte from the end of the source to the start of the cubin changes the checksum."""
     source = (entry / "kernel.cu").read_bytes()
     (entry / "kernel.cu").write_bytes(source[:-1])
     (entry / "kernel.cubin").write_bytes(source[-1:] + (entry / "kernel.cubin").read_bytes())
@@ -97,7 +98,7 @@ def test_bytes_cannot_move_between_the_parts(cache_dir: Path, entry: Path) -> No
 
 
 def test_what_is_published_holds_the_source_it_was_compiled_from(root: Path) -> None:
-    """Somebody removes or changes the stored source while it is compiled."""
+    """Another process removes or changes the stored source during the compilation."""
 
     def meddle(_: str) -> None:
         for path in root.rglob("kernel.cu"):
@@ -163,7 +164,7 @@ def with_field(text: str, field: str, value: str) -> str:
 @pytest.mark.parametrize("field", ["registers", "spill_loads", "compile"])
 def test_no_stored_number_fails_a_build(cache_dir: Path, entry: Path, tmp_path: Path, field: str, value: str) -> None:
     if field == "compile" and value == "1.5":
-        value = "1e17"  # a duration may be a fraction, but not of an age of the world
+        value = "1e17"  # a duration may be a fraction, but not absurdly long
     resign(entry / META, with_field(unsigned(entry / META), field, value))
     assert cache("verify")[0] == 1
     assert cache("pack", tmp_path / "a.dgpack")[0] == 1
@@ -214,7 +215,7 @@ def test_resources_and_seconds_are_of_their_kind_or_refused(resources: Any, seco
 
 @pytest.mark.parametrize("value", WRONG_NUMBERS)
 def test_a_packs_manifest_is_checked_too(tmp_path: Path, value: str) -> None:
-    """Its SHA-256 made right again: nothing but a number is wrong."""
+    """The manifest's SHA-256 is right: only a number in it is wrong."""
     one = sources(1)[0]
     pack = make(tmp_path / "a.dgpack", [one])
     (kernel,) = packs.read(pack).kernels.values()
@@ -229,12 +230,12 @@ def test_a_packs_manifest_is_checked_too(tmp_path: Path, value: str) -> None:
 
 
 def repacked(pack: Path, manifest: bytes) -> Path:
-    """A pack with another manifest and nothing else, whose shape and SHA-256 are right."""
+    """A pack with another manifest, whose layout and SHA-256 are right."""
     path = pack.with_name("b.dgpack")
     out = b""
     for name, data in ((packs.MANIFEST, manifest), (packs._SUMS, packs._sums(hashlib.sha256(manifest).hexdigest()))):
         out += packs.header(name, len(data)) + data + bytes(packs.padded(len(data)) - len(data))
-    path.write_bytes(out + bytes(packs.ended(len(out)) - len(out)))
+    path.write_bytes(out + bytes(packs.archive_size(len(out)) - len(out)))
     return path
 
 
@@ -247,7 +248,7 @@ def peer(tmp_path: Path) -> Binary:
 
 
 def sent(binary: Binary, **fields: str) -> bytes:
-    """As a peer would send it, its checksum right, with fields of raw JSON."""
+    """The bytes that a peer would send, with a right checksum and some fields of raw JSON."""
     head, _, cubin = binary.encode().partition(b"\n")[2].partition(b"\n")
     body = {name: json.dumps(value) for name, value in json.loads(head).items()}
     text = "{" + ", ".join(f'"{name}": {value}' for name, value in {**body, **fields}.items()) + "}"
@@ -324,11 +325,11 @@ def test_a_relative_root_in_a_deleted_directory_means_memory_only(
     assert cache("pack", "/nonexistent/a.dgpack", "--from", "relative")[0] in (0, 1)
 
 
-# ---- many kinds of one fault
+# ---- verify and build agree
 
 
 def test_verify_says_what_a_build_would(cache_dir: Path, entry: Path) -> None:
-    """Whatever a build refuses, `verify` calls corrupted, and the other way round: they read with the same function."""
+    """`verify` reports an entry as corrupted exactly if a build refuses it: both read with the same function."""
     disk = DiskCache(cache_dir)
     for name in ("kernel.cu", "kernel.cubin", "kernel.json"):
         good = (entry / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Calibrations: their files, what an unknown card starts from, the fit, and how well the committed ones select."""
+"""Calibrations: their files, the start of an unknown card, the fit, and how well the committed ones choose."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPES = [
 
 
 def rows(known: Calibration) -> list[dict[str, Any]]:
-    """What a survey would find on a GPU that does as the model says."""
+    """The rows of a survey on a GPU that behaves as the model predicts."""
     out = []
     for shape in SHAPES:
         asked = survey.spec_of(shape, 132)
@@ -111,7 +111,7 @@ def test_a_card_without_a_calibration_starts_from_its_spec_sheet() -> None:
     for found, name in ((pcie, "H100 PCIe"), (h20, "H20")):
         assert f"spec sheet of {name}, scaled from the calibration nvidia_h" in found.origin
     assert pcie.speed.hbm_gb_per_s < h100.speed.hbm_gb_per_s
-    # An H20 has a fourth of the tensor rate of an SM, so that large products take some seven times as long.
+    # An H20 has a quarter of the tensor rate of an SM, so large products take some seven times as long.
     asked = survey.spec_of(GemmShape(8192, 7168, 7168, "test"), 132)
     small = replace(asked, num_sms=78)
     for m, least, most in ((8192, 5.0, 8.0), (1, 0.7, 1.6)):
@@ -130,12 +130,12 @@ def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
 
 
 def middle(clock_ghz: float = 1.98) -> Speed:
-    """Constants of which nothing is known."""
+    """Constants in the middle of their bounds."""
     return Speed(clock_ghz=clock_ghz, **{name: (low * high) ** 0.5 for name, (low, high) in fit.BOUNDS.items()})
 
 
 def test_the_fit_finds_constants_that_select_well() -> None:
-    """Of a GPU that does as the model says; and the same each time."""
+    """For a GPU that behaves as the model predicts. The fit is deterministic."""
     data = fit.Data.of(rows(default()), arch.SM90)
     assert data.selected(default().speed).min() > 0.9999
     threads = torch.get_num_threads()
@@ -159,8 +159,9 @@ def test_launches_that_overlap_are_shorter_and_no_less_right() -> None:
 
 
 HICCUPS = {(64, 7168, 16384), (1000, 24576, 1536)}
-"""Shapes of which an H100 took half as long again in one single-call row as in those beside it. 64 tokens of the first
-took 67.7 us by 64x64 tiles, where 32 tokens took 51.0 and 96 took 52.8, and the graph's best is of the same config."""
+"""Outliers: shapes whose single calls took an H100 half as long again in one row as in neighbouring rows. For the
+first, 64 tokens took 67.7 us with 64x64 tiles, while 32 took 51.0 and 96 took 52.8, and the graph's best has the same
+config."""
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ took 67.7 us by 64x64 tiles, where 32 tokens took 51.0 and 96 took 52.8, and the
 def test_held_out_shapes_are_selected_for(
     file: str, device: str, mode: str, least_m: int, most_m: int, rows: int, mean: float, worst: float
 ) -> None:
-    """Selected over best of shapes that no constant was fitted to: the geometric mean, and the worst."""
+    """Quality of the choices for held-out shapes: the geometric mean, and the worst."""
     data = held_out(file)
     found = [
         quality
@@ -197,7 +198,7 @@ def test_held_out_shapes_are_selected_for(
 
 @functools.cache
 def held_out(file: str) -> fit.Data:
-    """The rows that fits do not see."""
+    """The held-out rows."""
     return fit.Data.of([row for row in survey.load([RESULTS / file]) if fit.is_held_out(row)], arch.SM90)
 
 

@@ -1,4 +1,4 @@
-"""What is remembered of calls: warm ones, and replays, which differ from one before in nothing but addresses."""
+"""Remembered calls: warm calls, and call replays, which differ from an earlier call only in addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("a", "sfa", "b", "sfb", "d")
 
 
 def operands(ready: bool = True) -> tuple[Operand, Operand]:
-    """``ready``: TMA can read the scales of a as they lie."""
+    """``ready``: TMA can read the scales of a without a transpose."""
     (a, sfa), b, _, _ = random_operands(M, N, K, "cpu")
     return (a, sfa.t().contiguous().t() if ready else sfa.contiguous()), b
 
@@ -49,7 +49,7 @@ def named_operands() -> dict[str, torch.Tensor]:
 def test_a_call_launches_one_kernel_more_where_scales_must_be_transposed(
     gpu: FakeGpu, ready: bool, launches: list[str]
 ) -> None:
-    """And nothing else: the first time, warm, or as a replay."""
+    """In the first call, in a warm call and in a replay."""
     a, b = operands(ready)
     d = output()
     for call in (lambda: run(a, b, d), lambda: run(a, b, d), lambda: run(*operands(ready)), lambda: run(a, b, d)):
@@ -72,18 +72,18 @@ def test_warm_calls_are_prepared_once_and_again_after_a_change(gpu: FakeGpu) -> 
 
 @pytest.mark.parametrize(("ready", "records"), [(True, [2, 6, 6]), (False, [2, 10, 10])])
 def test_a_replay_is_not_prepared_anew(gpu: FakeGpu, ready: bool, records: list[int]) -> None:
-    """But for the records that all replays share; a call whose addresses come again gets its own."""
+    """Only the records that all replays share are made; a call whose addresses repeat gets its own record."""
     cases = [(*operands(ready), output()) for _ in range(5)]
     for prepared in records:
         for case in cases:
             run(*case)
         assert gpu.prepared == prepared
     run(*operands(ready), output())
-    assert gpu.prepared == records[-1]  # those of their own took nothing from the ones that are shared
+    assert gpu.prepared == records[-1]  # the calls' own records left the shared ones as they were
 
 
 def test_the_last_alignment_is_the_one_that_is_replayed(gpu: FakeGpu) -> None:
-    """Not the first, for good: all calls aligned otherwise would be made ready from nothing."""
+    """Not the first one for ever: then every call with another alignment would be prepared from scratch."""
 
     def shifted(elements: int) -> torch.Tensor:
         return torch.empty(M * N + 8, dtype=torch.bfloat16)[elements:][: M * N].view(M, N)
@@ -95,7 +95,7 @@ def test_the_last_alignment_is_the_one_that_is_replayed(gpu: FakeGpu) -> None:
         before = gpu.prepared
         run(a, b, d)
         prepared.append(gpu.prepared - before)
-    # A record for the first of a kind, and one that is patched for those after it.
+    # One record for the first call of a kind, and one that is patched for those after it.
     assert prepared == [1, 1, 1, 0, 0, 1, 1]
 
 
@@ -121,7 +121,7 @@ def test_an_operand_on_another_device_is_no_replay(gpu: FakeGpu) -> None:
     a, b = operands()
     first = (*operands(), output())
     run(*first)
-    run(a, b)  # makes the record of replays
+    run(a, b)  # makes the record for replays
 
     class Elsewhere(torch.Tensor):
         def get_device(self) -> int:
@@ -129,7 +129,7 @@ def test_an_operand_on_another_device_is_no_replay(gpu: FakeGpu) -> None:
 
     before = gpu.prepared
     run(a, (b[0].clone().as_subclass(Elsewhere), b[1]))
-    assert gpu.prepared == before + 1  # checked and prepared, where devices are compared
+    assert gpu.prepared == before + 1  # checked and prepared; the check compares devices
 
 
 def test_an_iterator_is_no_pair(gpu: FakeGpu) -> None:
@@ -139,7 +139,7 @@ def test_an_iterator_is_no_pair(gpu: FakeGpu) -> None:
 
 
 def test_a_forked_child_has_no_record_of_its_parent(gpu: FakeGpu) -> None:
-    """A thread of the parent, which does not exist there, may have held the lock of one."""
+    """A thread of the parent, which does not exist in the child, may have held a record's lock."""
     run(*operands())
     assert gpu.calls.replays
     pid = os.fork()
@@ -150,7 +150,7 @@ def test_a_forked_child_has_no_record_of_its_parent(gpu: FakeGpu) -> None:
 
 
 def test_a_change_of_options_makes_records_anew(gpu: FakeGpu) -> None:
-    cases = [(*operands(), output()) for _ in range(4)]  # all alive: a freed one's addresses would be a warm call's
+    cases = [(*operands(), output()) for _ in range(4)]  # kept alive: addresses of a freed one would be warm
     for case in cases[:2]:
         run(*case)
     before = gpu.prepared
@@ -176,8 +176,8 @@ BASES = st.integers(0, SPAN // 4).map(lambda n: n * 4)
 @settings(max_examples=100, deadline=None)
 @given(st.tuples(BASES, BASES, BASES, BASES, BASES.map(lambda n: n // 2)), st.booleans())
 def test_what_a_replay_takes_is_what_the_check_takes(starts: tuple[int, ...], aligned: bool) -> None:
-    """Of operands anywhere in one piece of memory, a replay takes none that the check refuses, and all that are aligned
-    as the first were."""
+    """For operands anywhere in one buffer: a replay accepts none that the check refuses, and all with the alignment of
+    the first."""
     memory = torch.zeros(2 * SPAN + 64, dtype=torch.uint8)
     base = -memory.data_ptr() % 16
     if aligned:
@@ -224,7 +224,7 @@ LABELS = {"a": "a", "sfa": "the scales of a", "b": "b", "sfb": "the scales of b"
 def test_memory_that_is_gone_is_refused_whichever_way_a_call_takes(
     gpu: FakeGpu, name: str, lose: Callable[[torch.Tensor], None], way: str
 ) -> None:
-    """A kernel would read or write address 0, or what is no longer the tensor's, and the CUDA context with it."""
+    """Otherwise a kernel would use address 0, or memory that the tensor no longer owns, and break the CUDA context."""
     x = named_operands()
     if way == "warm":
         call_with(x)
@@ -243,7 +243,7 @@ def test_memory_that_is_gone_is_refused_whichever_way_a_call_takes(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_replay_launches_at_address_zero(name: str) -> None:
-    """Whatever the first addresses were."""
+    """For any first addresses."""
     x = named_operands()
     ranges = [calls.byte_range(tensor) for tensor in x.values()]
     first, sizes = tuple(start for start, _ in ranges), tuple(end - start for start, end in ranges)
@@ -282,7 +282,7 @@ def test_promises_are_of_the_weights_at_hand(gpu: FakeGpu) -> None:
     cases = [operands() for _ in range(6)]
     for _, b in cases[:4]:
         deep_gemm.declare_constant(*b)
-    deep_gemm.declare_constant(cases[4][1][0])  # not its scales
+    deep_gemm.declare_constant(cases[4][1][0])  # the weights without their scales
     order = [0, 5, 1, 4, 2, 5, 3, 0]
     for i in order:
         run(*cases[i])
@@ -297,12 +297,12 @@ def test_promises_are_of_the_weights_at_hand(gpu: FakeGpu) -> None:
 def test_a_warm_call_at_a_reused_address_inherits_no_promise(
     gpu: FakeGpu, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm dictionary goes by addresses: it is what tells of a storage's end that keeps it true."""
+    """Warm calls are keyed by addresses, so they rely on the weakref callback at a storage's end."""
 
     def weights() -> torch.Tensor:
         return torch.frombuffer(buffer, dtype=torch.float8_e4m3fn).view(N, K)
 
-    if not told:  # broken on purpose
+    if not told:  # broken on purpose, to show that the test can fail
         monkeypatch.setattr(constant, "_freed", lambda promise: None)
     a, (_, sfb) = operands()
     d = output()
@@ -331,7 +331,7 @@ def test_a_promise_that_ends_during_a_first_call_is_not_remembered(
     launch = gpu.launch
 
     def interrupted(*args: Any) -> Any:
-        deep_gemm.retract_constant(*b)  # as another thread might, after the call has looked
+        deep_gemm.retract_constant(*b)  # as another thread might do after the call has looked
         return launch(*args)
 
     monkeypatch.setattr(engine, "launch", interrupted)

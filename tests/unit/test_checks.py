@@ -1,4 +1,4 @@
-"""Checks that operations share: what TMA can address, and what shares memory."""
+"""Checks that operations share: whether TMA can address a tensor, and whether tensors overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deep_gemm.testing import guarded
         (200, 204, 0, False),
         (200, 200, 2, False),
         (200, 200, 16, True),
-        (156, 160, 0, False),  # TMA does not write rows that end inside a 16-byte unit
+        (156, 160, 0, False),  # TMA does not write rows that end inside a unit of 16 bytes
     ],
 )
 def test_whether_tma_can_write(columns: int, stride: int, offset: int, ready: bool) -> None:
@@ -62,7 +62,7 @@ BUFFER = torch.zeros(BYTES, dtype=torch.uint8)
 
 
 def addresses(x: torch.Tensor) -> set[int]:
-    """Of every byte of every element, one by one."""
+    """The addresses of all bytes of all elements."""
     size = x.element_size()
     found = set()
     for index in itertools.product(*map(range, x.shape)):
@@ -73,7 +73,7 @@ def addresses(x: torch.Tensor) -> set[int]:
 
 @st.composite
 def strided(draw: st.DrawFn, dtypes: list[torch.dtype], row_major: bool) -> torch.Tensor:
-    """A tensor of two dimensions anywhere in the buffer."""
+    """A two-dimensional tensor anywhere in the buffer."""
     memory = BUFFER.view(draw(st.sampled_from(dtypes)))
     rows, columns = draw(st.integers(0, 6)), draw(st.integers(0, 6))
     if row_major:
@@ -90,7 +90,7 @@ def strided(draw: st.DrawFn, dtypes: list[torch.dtype], row_major: bool) -> torc
     strided([torch.uint8, torch.bfloat16, torch.float32], row_major=False),
 )
 def test_an_output_overlaps_an_input_where_a_byte_of_an_element_is_both(d: torch.Tensor, x: torch.Tensor) -> None:
-    """Columns of one buffer that lie between each other's share none."""
+    """Interleaved columns of one buffer do not overlap."""
     if addresses(d) & addresses(x):
         with pytest.raises(InvalidInputError, match=r"d and x share memory.*pass a d of its own"):
             checks.check_no_overlap("d", d, {"other": torch.zeros(3), "x": x})
@@ -99,6 +99,6 @@ def test_an_output_overlaps_an_input_where_a_byte_of_an_element_is_both(d: torch
 
 
 def test_looking_for_an_overlap_takes_no_time_that_is_felt() -> None:
-    """Rows of many tokens, their scales beside them: one step a row, not one an element."""
+    """Many rows with their scales beside them: the check takes one step a row, not one an element."""
     buffer = torch.zeros(20000, 256, dtype=torch.float32)
     checks.check_no_overlap("d", buffer.view(torch.bfloat16)[:, :400], {"x": buffer[:, 200:]})

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from jit_fakes import DESCRIBED
 
 from deep_gemm import cli, engine
+from deep_gemm.cli import app as app_module
 from deep_gemm.cli.app import COMMANDS, app
 from deep_gemm.errors import CompileError, DeepGemmError
 from deep_gemm.settings import settings
@@ -31,6 +32,25 @@ def test_help_lists_every_command_and_each_has_its_own() -> None:
         result = run(name, "--help")
         assert result.exit_code == 0, result.output
         assert "Usage:" in result.output
+
+
+def test_without_arguments_an_overview_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(app_module.COMMANDS, "newcomer", "A command that is in no group.")
+    result = run()
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    for name, text in COMMANDS.items():
+        assert sum(line.split() == [name, *text.split()] for line in lines) == 1, name
+    assert len(lines) <= 28
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_what_the_overview_says_to_type_is_a_command_with_these_options() -> None:
+    for arguments, _ in app_module.FIRST:
+        name, *rest = arguments.split()
+        command = app.get_command(click.Context(app), name)
+        assert command is not None
+        command.make_context(name, [word.replace("DIR", "/") for word in rest])
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
@@ -78,7 +98,9 @@ def test_doctor() -> None:
     assert report["headers"]["path"] in text
     edited = {name for name, post_pass in report["post_passes"].items() if post_pass == "ffma-bursts-8"}
     assert edited == {"sm90_fp8_gemm", "sm90_fp8_swapped"}
-    assert all(f"{name}: cubins edited after compiling by ffma-bursts-8" in text for name in edited)
+    lines = [line for line in text.splitlines() if "ffma-bursts-8" in line]
+    assert {name for name in edited for line in lines if name in line.replace(":", "").split()} == edited
+    assert len(lines) == len(edited)
     with settings.override(ffma_bursts=False):
         assert set(json.loads(run("doctor", "--json").output)["post_passes"].values()) == {None}
     assert report["cache"]["root"] in text
@@ -91,7 +113,7 @@ def test_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "perhaps")
     result = run("doctor")
     assert result.exit_code == 1
-    assert f"Another deep_gemm is on the path: {(tmp_path / 'deep_gemm').resolve()}" in result.output
+    assert str((tmp_path / "deep_gemm").resolve()) in result.output
     assert "DG_JIT_USE_NVRTC" in result.output
 
 
@@ -145,7 +167,8 @@ def test_bench_without_a_gpu_says_so(mode: str) -> None:
         pytest.skip("this machine has a GPU")
     result = run("bench", "--mode", mode)
     assert result.exit_code == 1
-    assert "time kernels on a GPU" in result.output
+    assert mode in result.output
+    assert "GPU" in result.output
 
 
 def rows(path: Path) -> Path:
@@ -193,6 +216,19 @@ def test_inspect(cache_dir: Path) -> None:
     assert run("inspect", "576x7168").exit_code == 2
 
 
+def test_inspect_says_why_every_call_with_a_shape_is_refused() -> None:
+    result = run("inspect", "8x512x7000")
+    assert result.exit_code == 1
+    assert "K = 7008" in result.output
+
+
+def test_a_layer_without_kernels_is_told_from_one_with() -> None:
+    lines = run("precompile", "--shape", "8x512x7000", "--shape", "8x512x7168", "--dry-run").output.splitlines()
+    served = {line.split(" x ")[1].split()[0]: line for line in lines if line.startswith("-")}
+    assert " no: K must be" in served["7000"]
+    assert served["7168"].split()[-1] == "yes"
+
+
 @pytest.mark.compile
 def test_precompile_then_ready(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deep_gemm.jit import builder
@@ -236,23 +272,8 @@ def test_demo_runs_and_says_what_it_did(cache_dir: Path, monkeypatch: pytest.Mon
     result = run("demo")
     assert result.exit_code == 0, result.output
     assert str(cache_dir) in result.output
-    assert "every element within bounds" in result.output
-    assert ("This was the GPU" if torch.cuda.is_available() else "This was the CPU") in result.output
-
-
-@pytest.mark.parametrize("used", ["/lib/python3/site-packages/nvidia/cu13/lib/libnvrtc.so.13", None])
-def test_doctor_says_when_the_nvrtc_that_we_depend_on_is_not_needed(used: str | None) -> None:
-    from deep_gemm.cli import doctor
-
-    ours = {
-        "kind": "nvrtc",
-        "path": "/x/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
-        "version": "12.9",
-        "chosen": used is None,
-    }
-    found = [ours] + ([{"kind": "nvrtc", "path": used, "version": "13.0", "chosen": True}] if used else [])
-    notes = " ".join(doctor._unneeded(found))
-    assert ("NVRTC 13.0 is used" in notes and "217 MB" in notes) == bool(used)
+    assert ("TFLOP/s" in result.output) == torch.cuda.is_available(), "without a GPU nothing is timed"
+    assert "calc_diff" in result.output
 
 
 @pytest.mark.compile

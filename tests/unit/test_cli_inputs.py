@@ -1,4 +1,4 @@
-"""Whatever is given to the command line, it ends with a status of its own and a sentence: no traceback, no hang."""
+"""Any input to the command line ends with an exit status and a sentence: no traceback, no hang."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(*arguments: str | Path) -> Result:
 def refused(*arguments: str | Path) -> str:
     result = run(*arguments)
     assert result.exit_code in (1, 2, 3), result.output
-    # Click shows the word that it refuses, whole.
+    # Click shows the whole word that it refuses.
     assert len(result.output) < 1500 + sum(len(str(word)) for word in arguments), result.output[:3000]
     return result.output
 
@@ -273,7 +273,7 @@ finally:
 
 WORDS = ["-", "--", "0", "-1", "1", "8", "16", "128", "1e9", "nan", "x", "[/b]", "../x", "/", "~", "*", "%s", "{}"]
 WORDS += ["64x128x256", "128x256", "1-9:2", "0/1", "1M", "sm_90a"]
-# No argument of a process can hold a zero byte, or half of a pair of surrogates.
+# An argument of a process cannot hold a zero byte or a lone surrogate.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6)
 NASTY = TEXT | st.sampled_from([*WORDS, "", LONG, "a\udcff"])
 OPTIONS = {
@@ -311,7 +311,7 @@ def test_any_words_end_in_a_status(data: Any, tmp_path: Path, monkeypatch: pytes
     for option in data.draw(st.lists(st.sampled_from(OPTIONS[command]), max_size=4)):
         words += [word for word in (option, data.draw(NASTY)) if word != "" or option == ""]
     if command == ("precompile",):
-        words += ["--m", "8"]  # all M up to a limit take long to rank
+        words += ["--m", "8"]  # ranking all M up to a limit takes long
     run(*command, *words)
 
 

@@ -1,4 +1,5 @@
-"""Finding compilers, and reading what they say. No compiler runs here: nvcc is a shell script, NVRTC stays closed."""
+"""Finding compilers and parsing their output. No compiler runs here: nvcc is a shell script, and NVRTC is not
+opened."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_resources_survive_json() -> None:
 
 def test_a_library_is_known_by_its_build_id(tmp_path: Path) -> None:
     assert elf.identity(library(tmp_path / "a.so", b"\x01" * 20)) == "01" * 20
-    # Elsewhere, and padded differently: the same build.
+    # Another path and padding, but the same build.
     assert elf.identity(library(tmp_path / "x" / "b.so", b"\x01" * 20, padding=9)) == "01" * 20
     assert elf.identity(library(tmp_path / "c.so", b"\x02" * 20)) == "02" * 20
     # Replaced in place.
@@ -230,7 +231,7 @@ cat >&2 <<'EOF'
 def test_nvrtc_is_found_wherever_a_wheel_or_conda_puts_it(
     machine: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """As by torch for CUDA 13, without the wheel that this package asks for."""
+    """torch for CUDA 13 brings one, without the wheel that this package requires."""
     path = library(machine / folder / "libnvrtc.so.13", b"\x0c" * 20)
     (machine / folder / "libnvrtc-builtins.so.13.0").touch()
     found = SimpleNamespace(submodule_search_locations=[str(machine / "nvidia")])
@@ -274,7 +275,7 @@ def test_a_failing_nvcc_tells_log_source_and_options(machine: Path) -> None:
 
 
 def test_nvrtc_keeps_no_cache_of_its_own(machine: Path) -> None:
-    """What comes from there comes without ptxas' report. Versions that have none do not know the option."""
+    """Binaries from that cache come without ptxas' report. Versions without the cache do not know the option."""
     library = nvrtc(machine, "12.9")
     for version, told in (((12, 3), False), ((12, 8), False), ((12, 9), True), ((13, 0), True)):
         assert ("--no-cache" in Nvrtc(library, version).flags("sm_90a")) == told

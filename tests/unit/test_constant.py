@@ -1,4 +1,4 @@
-"""Promises that weights are constant: what they cover, when they end, and what the ends of storages cannot break."""
+"""Weight promises: what they cover, when they end, and that the end of a storage at any moment breaks nothing."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ENDS_ARE_TOLD = constant._ends_are_told()
 @pytest.fixture(autouse=True)
 def no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constant, "_promises", {})
-    # An old torch tells of nearly all ends: enough to test all but one thing.
+    # An old torch reports nearly all ends: enough for all tests but one.
     monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
 
 
 @pytest.fixture
 def changes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
-    """One item for each change that listeners were told of."""
+    """One item for each call of the listeners."""
     told: list[None] = []
     monkeypatch.setattr(constant, "_listeners", [*constant._listeners, lambda: told.append(None)])
     return told
@@ -112,7 +112,7 @@ def test_an_address_that_is_used_again_is_not_constant() -> None:
 
 
 def test_an_address_is_not_enough_even_if_nobody_told_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the callback the record stays, under a key that Python may give another storage."""
+    """Without the callback the record stays, under a key that Python may reuse for another storage."""
     monkeypatch.setattr(constant, "_freed", lambda promise: None)
     memory = Memory()
     w = memory.tensor()
@@ -129,7 +129,7 @@ def test_an_address_is_not_enough_even_if_nobody_told_of_the_end(monkeypatch: py
 def test_the_promise_ends_before_the_memory_is_given_back(
     owned_by_torch: bool, watched_by_another: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So there is no moment at which another tensor has the address and the promise still stands."""
+    """So there is no moment at which another tensor has the address while the promise still stands."""
     if not ENDS_ARE_TOLD and owned_by_torch and watched_by_another:
         pytest.skip("this torch does not tell, and promises have no effect")
     memory = Memory()
@@ -163,7 +163,7 @@ def test_a_storage_that_is_resized_is_not_constant_and_may_be_declared_again() -
     w = torch.zeros(1000)
     deep_gemm.declare_constant(w)
     w.untyped_storage().resize_(0)
-    w.untyped_storage().resize_(64 << 20)  # too large for the place that it left
+    w.untyped_storage().resize_(64 << 20)  # too large for the place that was freed
     assert not constant.is_constant(w)
     deep_gemm.declare_constant(w)
     assert constant.is_constant(w)
@@ -255,7 +255,7 @@ def test_torch_2_10_and_newer_tell() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_promises_after_a_fork_and_at_exit() -> None:
-    """A child has its own copy of the promises, and a process that ends with promises ends in silence."""
+    """A child has its own copy of the promises, and a process with promises ends without a message."""
     code = """
 import os, torch, deep_gemm
 from deep_gemm import constant

@@ -35,12 +35,12 @@ def test_each_call_elsewhere_has_new_places(operands: backends.FP8Operands, monk
         seen.append((a[0].data_ptr(), a[1].data_ptr(), d.data_ptr()))
 
     monkeypatch.setattr("deep_gemm.fp8_gemm_nt", note)
-    call = costs.elsewhere(operands, places=5)
+    call = costs.at_new_addresses(operands, places=5)
     for _ in range(6):
         call()
     for places in zip(*seen, strict=True):
         assert [place - places[0] for place in places] == [0, 16, 32, 48, 64, 0]
-    # More than are timed: the warm-up and the rounds of every pass through all calls.
+    # More than the calls that are timed: warm-up, and the rounds of every pass.
     assert costs.PLACES > 6 * (20 + 200 * 20)
 
 
@@ -64,7 +64,7 @@ def test_the_tables_of_both_compilers_are_read() -> None:
 
 
 class FakeCompiler:
-    """Writes `table` where it is told to, or refuses to know the option."""
+    """Writes `table` to the file that -time names, or does not know the option."""
 
     kind, identity = "nvrtc", "fake 1"
 
@@ -100,7 +100,6 @@ def test_a_build_is_broken_down() -> None:
     assert (row["frontend_ms"], row["optimiser_ms"], row["ptxas_ms"], row["load_ms"]) == (37.0, 173.5, 101.0, 2.0)
     assert row["other_ms"] == pytest.approx(400 - 311.5)
     assert row["us"] == pytest.approx(1e3 * sum(row[name] for name in phases.COLUMNS if name in row), abs=1.0)
-    assert "ptxas 101.0" in costs.line(row)
 
 
 def test_a_compiler_that_tells_only_of_ptxas() -> None:
@@ -134,11 +133,10 @@ def test_counting_kernels_with_sizes_at_run_time_and_compiled_in() -> None:
     assert [row["kernels_nk"] for row in rows[:7]] == [2] * 7
     assert rows[7]["kernels"] == 2
     assert rows[7]["kernels_nk"] == 2 * 9
-    assert "2 with N and K compiled in" in costs.line(rows[0])
 
 
 def test_kernel_counts_of_the_selector() -> None:
-    """It asks the selector as a call does."""
+    """The census asks the selector as a call does."""
     wanted = [p for p in build.choose([GemmShape(48, 576, 7168)]).kernels if registry()[p.kernel].mma_instruction]
     assert census.kernel_at(576, 7168)(48) == wanted
     assert census.specialised(wanted[0], 576, 7168).shape == (0, 576, 7168)
@@ -168,4 +166,3 @@ def test_sizes_compiled_in_are_timed_beside_those_at_run_time(monkeypatch: pytes
         >= {"mode": "dims", "what": "16 x 2112 x 7168", "us": 5.0, "us_nk": 4.0, "ratio_nk": 0.8}.items()
     )
     assert asked[:2] == [((16, 2112, 7168), ""), ((16, 2112, 7168), "nk")]
-    assert "4.00 with N and K compiled in  16 x 2112 x 7168" in costs.line(rows[0])

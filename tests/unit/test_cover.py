@@ -1,4 +1,4 @@
-"""What runs under a checker of memory accesses shows all that kernels can do."""
+"""The kernels that run under compute-sanitizer cover every feature of all kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_few_kernels_do(taken: list[KernelParams]) -> None:
 
 
 def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> None:
-    """Said once more, not by what `features` says: CTAs along m, n and k, and consumers along K."""
+    """Checked without `features`: CTAs along m, n and k, and consumers along K."""
 
     def split(config: Any) -> tuple[int, ...]:
         return config.cluster_m, config.cluster_n, config.cluster_k, getattr(config, "consumers_k", 1)
@@ -48,7 +48,7 @@ def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> Non
 
 
 def test_sizes_suit_the_kernels_and_ctas_that_stay_do_several_tiles(taken: list[KernelParams]) -> None:
-    """So that what one tile leaves in shared memory meets the next one's writes."""
+    """So that the next tile's writes meet what the one before left in shared memory."""
     for params in taken:
         config, kernel = _config(params), kernels.get(params.kernel)
         m, n, k, num_sms = sizes(config)

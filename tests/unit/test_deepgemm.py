@@ -1,4 +1,5 @@
-"""DeepGEMM is imported under the name of this package, which must be whole afterwards; packages stand in for it."""
+"""DeepGEMM is imported under the name of this package, which must be intact afterwards. Fake packages stand in for
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public functions on CPU tensors: what surrounds a kernel, with the reference in its place."""
+"""The public functions on CPU tensors, where the reference takes the kernel's place."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_every_form_knows_constant_weights(gpu: FakeGpu, operands: tuple[Operand
 
 
 def test_weights_of_a_module_are_multiplied_inside_of_an_autograd_function(operands: tuple[Operand, Operand]) -> None:
-    """As torch calls it: in forward without grad mode, and in code around it with."""
+    """torch calls forward without grad mode, and the code around it with grad mode."""
     a, (b, sfb) = operands
     weights = torch.nn.Parameter(b), torch.nn.Parameter(sfb)
 

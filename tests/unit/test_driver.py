@@ -1,4 +1,4 @@
-"""The driver layer without a driver: what is called, with what, and every message."""
+"""The driver layer without a driver: its calls, their arguments, and every message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     api.cuda.cache_clear()
 
 
-# Calls that this layer makes, with the number of arguments it gives.
+# The calls that this layer makes, with their number of arguments.
 CALLS = {
     "cuInit": 1,
     "cuDeviceGet": 1,

@@ -1,4 +1,4 @@
-"""Launch records, as they are packed and patched, by reading the memory that the driver would read."""
+"""Launch records, packed and patched: the tests read the memory that the driver would read."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_launch_without_its_context_binds_it_and_retries_once(
     driver.answers["cuLaunchKernelEx"] = lambda *_: (OK if driver.current == 1000 else error,)
     Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, [])()
     assert driver.names().count("cuLaunchKernelEx") == 2
-    # A thread that was on another device stays there; one without a context keeps this one.
+    # A thread of another device stays on that device; one without a context keeps this one.
     assert driver.current == (before or 1000)
 
 
@@ -148,7 +148,7 @@ def test_a_launch_that_goes_on_failing_names_the_kernel(
 
 
 def test_several_numbers_are_one_argument(driver: FakeDriver, function: Function) -> None:
-    """A struct of 32-bit numbers, which needs no more than their alignment: right behind the number before it."""
+    """A struct of 32-bit numbers has their alignment, so it follows the number before it directly."""
     numbers = (1, 0xFFFF_FFFF, 3)
     launch = Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, [("u32", 7), ("u32s", numbers), ("u32", 9)])
     launch()
@@ -186,7 +186,7 @@ def test_bad_shapes_are_refused(fields: dict[str, Any]) -> None:
 
 
 class Maps:
-    """Descriptors that anybody can read: the address, and a digest of all the rest."""
+    """Fake descriptors that can be read: the address, and a digest of the rest."""
 
     def __init__(self) -> None:
         self.replaced: list[int] = []

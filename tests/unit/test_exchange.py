@@ -1,4 +1,4 @@
-"""Kernels on their way between ranks, through each kind of store that torch has."""
+"""Exchanging kernels between ranks, through each kind of store that torch has."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def binary(size: int = 1000) -> Binary:
 
 @pytest.fixture(scope="module")
 def connections() -> list[dist.Store]:
-    """Two of one server for all tests: where names resolve slowly, connecting may take torch seconds."""
+    """Two connections to one server, shared by all tests: where names resolve slowly, connecting can take torch
+    seconds."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return [server, dist.TCPStore("127.0.0.1", server.port, is_master=False)]
 
 
 @pytest.fixture(params=["tcp", "hash", "file"])
 def client(request: pytest.FixtureRequest, tmp_path: Path, connections: list[dist.Store]) -> Client:
-    """What gives the ranks, in turn, their connections to one empty store."""
+    """A function that gives the ranks, in turn, their connections to one empty store."""
     if request.param == "tcp":
         turns = itertools.cycle(connections)
         return lambda: dist.PrefixStore(str(tmp_path), next(turns))
@@ -67,26 +68,26 @@ def test_each_place_is_drawn_once(client: Client) -> None:
 def test_bytes_of_any_size_arrive(client: Client, size: int) -> None:
     first, second = two(client)
     first.publish(1, binary(size))
-    assert second.come(1, soon())
+    assert second.wait(1, soon())
     assert second.fetch(1) == binary(size)
 
 
 def test_what_does_not_come_is_waited_for_until_the_deadline(client: Client) -> None:
     first, second = two(client)
     start = time.monotonic()
-    assert not second.come(0, start + 0.3)
-    assert not second.come(1, start + 0.3)
+    assert not second.wait(0, start + 0.3)
+    assert not second.wait(1, start + 0.3)
     # A FileStore counts in whole seconds.
     assert 0.2 < time.monotonic() - start < 9.0
     first.publish(1, binary())
-    assert first.come(1, start)  # a TCPStore does not acknowledge what is set: only now it is there for others too
-    assert second.come(1, start), "after the deadline, what is there already is taken"
+    assert first.wait(1, start)  # a TCPStore does not acknowledge set(): only after this is the value there for others
+    assert second.wait(1, start), "after the deadline, what is there already is taken"
 
 
 def test_a_kernel_that_could_not_be_built_is_not_waited_for(client: Client) -> None:
     first, second = two(client)
     first.publish(2, None)
-    assert second.come(2, soon())
+    assert second.wait(2, soon())
     assert second.fetch(2) is None
 
 
@@ -95,7 +96,7 @@ def test_other_lists_are_noticed_and_kept_apart(client: Client) -> None:
     assert (first.agreed, second.agreed, second.first_rank) == (True, False, 0)
     assert [first.draw(), second.draw()] == [0, 0]
     first.publish(0, binary())
-    assert not second.come(0, time.monotonic())
+    assert not second.wait(0, time.monotonic())
 
 
 def test_calls_are_kept_apart(client: Client) -> None:
@@ -103,7 +104,7 @@ def test_calls_are_kept_apart(client: Client) -> None:
     first.publish(first.draw() or 0, binary())
     again, _ = two(client)
     assert again.draw() == 0
-    assert not again.come(0, time.monotonic())
+    assert not again.wait(0, time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_damage_is_refused_in_words(client: Client, key: str, value: bytes, word
 
 @pytest.mark.parametrize("value", [b"\xff\xfe", b"one abc", b"1" * 5000 + b" abc"])
 def test_what_no_rank_writes_is_as_good_as_no_store(value: bytes) -> None:
-    """It is no reason to end a precompilation: StoreError means that this rank builds by itself."""
+    """Such a value must not end a precompilation: after a StoreError, this rank builds by itself."""
     store = dist.HashStore()
     store.set("deep_gemm/ahead/1/first", value)
     with pytest.raises(StoreError, match="no rank of this version writes"):
@@ -168,7 +169,7 @@ input()
     server.communicate()
     start = time.monotonic()
     actions: list[Callable[[], Any]] = [
-        lambda: exchange.come(0, start + 60),
+        lambda: exchange.wait(0, start + 60),
         exchange.draw,
         lambda: exchange.publish(0, binary()),
         lambda: exchange.fetch(0),

@@ -1,4 +1,4 @@
-"""FFMA in bursts: which control bits of a cubin's code are changed, and which code is left alone."""
+"""FFMA bursts: which control bits of a cubin's code are changed, and which code is left alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GEMMS = [kernel for kernel in kernels.registry().values() if kernel.mma_instruct
 
 
 def ffma(factor: int, *, to: int = 100, predicate: int = 7, hints: int = NO_YIELD) -> Word:
-    # Stall counts and the scoreboards that it waits for lie around the hints.
+    # The stall count and the scoreboards to wait for surround the hints.
     return FFMA | predicate << 12 | to << 16 | factor << 32, 1 << 41 | 0b101 << 52 | hints
 
 
@@ -35,7 +35,7 @@ def sync_point(index: int, to: int) -> Word:
 
 
 def elf(*kernels: list[Word]) -> bytes:
-    """A file with a section of code for each kernel, and one of data between them that looks like code."""
+    """An ELF file with a code section for each kernel, and between them a data section that looks like code."""
     data = [ffma(3), ffma(3)]
     sections = [(b".text.first", kernels[0]), (b".nv.info", data), *((b".text.more", code) for code in kernels[1:])]
     names, body, table = b"\0", b"", [struct.pack("<IIQQQQQQQ", 0, 0, 0, 0, 0, 0, 0, 0, 0)]
@@ -57,7 +57,7 @@ def edited(*code: Word) -> list[Word]:
 
 
 def hints(words: list[Word]) -> list[str]:
-    """Of each instruction: "r" for one whose second operand is kept, "y" for one after which warps may change."""
+    """One letter for each instruction: "r" if its second operand is reused, "y" if warps may change after it."""
     return [("r" if high & SECOND else "") + ("" if high & NO_YIELD else "y") for _, high in words]
 
 
@@ -208,5 +208,5 @@ def test_only_hints_change_and_what_is_kept_is_used(code: list[Word], jumps: lis
             assert follower[0] & 0xFFF == FFMA
             assert second_operand(follower[0]) == second_operand(new[0]) != new[0] >> 16 & 0xFF
             assert index + 1 not in targets
-            assert new[1] & NO_YIELD, "what is kept is lost with a change of warps"
+            assert new[1] & NO_YIELD, "a reused operand is lost if warps change"
     assert edited(*after) == after

@@ -1,4 +1,4 @@
-"""The helper that GPU tests force configs with, as far as it goes without a GPU."""
+"""The helper with which GPU tests force configs, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_launch_has_the_operands(
     assert ctypes.c_uint64.from_address(at["scale_b"]).value == sfb.data_ptr()
     assert ctypes.c_uint64.from_address(at["d"]).value == d.data_ptr()
     assert [ctypes.c_uint32.from_address(at[name]).value for name in ("m", "n", "k")] == [37, 200, 272]
-    one_row = int(params.config.block_m >= 37)  # of tiles, so that B leaves L2 first
+    one_row = int(params.config.block_m >= 37)  # columns of tiles, so that B is loaded with evict-first
     assert [ctypes.c_uint32.from_address(at[name]).value for name in ("early_stages", "evict_first")] == [0, one_row]
 
 

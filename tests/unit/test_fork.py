@@ -1,4 +1,5 @@
-"""Real children: one forked after CUDA was initialised is told so, and none is forked inside a library with locks."""
+"""Forked children: one that is forked after CUDA was initialised gets an error that says so, and no fork happens while
+a thread is inside a library with locks."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SHAPE = LaunchShape((1, 1, 1), 128, 0)
 
 
 def in_child(action: Callable[[], object]) -> str:
-    """What a forked child raises for `action`, as "Class: message", or "nothing"."""
+    """The exception that `action` raises in a forked child, as "Class: message", or "nothing"."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -49,7 +50,8 @@ def in_child(action: Callable[[], object]) -> str:
 
 @pytest.fixture
 def inherited(driver: FakeDriver) -> FakeDriver:
-    """As the real driver, it answers every call with CUDA_ERROR_NOT_INITIALIZED in a child of who initialised it."""
+    """Like the real driver, it answers every call with CUDA_ERROR_NOT_INITIALIZED in a child of the process that
+    initialised it."""
     parent = os.getpid()
 
     def only_here(answer: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -85,7 +87,7 @@ def test_a_launch_that_was_prepared_before_the_fork_says_so_too(inherited: FakeD
 
 
 def test_a_context_that_somebody_else_initialised_says_so_too(inherited: FakeDriver) -> None:
-    """torch used CUDA in the parent, and we did not: only the driver knows."""
+    """torch used CUDA in the parent and this package did not: only the driver knows."""
     said = in_child(lambda: load_function(b"cubin", "k", 0, 0))
     assert "cuInit failed with CUDA_ERROR_NOT_INITIALIZED" in said
     assert 'start workers with the "spawn" method' in said
@@ -116,7 +118,7 @@ def test_a_fork_waits_until_nobody_is_inside() -> None:
 
     def work(number: int) -> None:
         with waits:
-            # Together: they do not keep each other out.
+            # At the same time: threads inside do not exclude each other.
             entered.wait(timeout=60)
             time.sleep(0.1 * number)
             inside[number] = False
@@ -132,7 +134,7 @@ def test_a_fork_waits_until_nobody_is_inside() -> None:
     assert in_child(enter) == "DriverError: False False"
     for thread in threads:
         thread.join()
-    # And the parent may enter again.
+    # Afterwards the parent can enter again.
     with waits:
         pass
 
@@ -164,7 +166,7 @@ def test_one_that_was_made_during_a_fork_is_free() -> None:
 
 @pytest.mark.parametrize("unlinked", [False, True])
 def test_a_child_keeps_no_lock_of_its_parents(tmp_path: Path, unlinked: bool) -> None:
-    """Older versions of filelock leave the descriptor open in the child: here the lock is taken without filelock."""
+    """Older versions of filelock leave the descriptor open in the child. Here the lock is taken without filelock."""
     path, other = tmp_path / "lock", tmp_path / "other"
     descriptor, kept = (os.open(name, os.O_RDWR | os.O_CREAT) for name in (path, other))
     again = os.open(path, os.O_RDWR)
@@ -187,7 +189,7 @@ def test_a_child_keeps_no_lock_of_its_parents(tmp_path: Path, unlinked: bool) ->
         if child == 0:
             time.sleep(120)
             os._exit(0)
-        os.close(descriptor)  # as if we were killed
+        os.close(descriptor)  # as if this process were killed
         try:
             deadline = time.monotonic() + 60
             while True:

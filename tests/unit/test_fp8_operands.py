@@ -1,4 +1,4 @@
-"""Every way of getting a call wrong has a sentence of its own, and everything that is right goes through."""
+"""Every mistake in a call has its own sentence, and every right call is accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(a: Any, b: Any, d: Any, c: Any = None, **options: Any) -> Any:
 
 
 def arguments(m: int = M, n: int = N, k: int = K) -> dict[str, Any]:
-    """The arguments of a call that is right."""
+    """The arguments of a right call."""
     return {
         "a": (torch.zeros(m, k).to(E4M3), torch.ones(m, ceil_div(k, 128))),
         "b": (torch.zeros(n, k).to(E4M3), torch.ones(ceil_div(n, 128), ceil_div(k, 128))),
@@ -208,7 +208,7 @@ def test_unusual_but_right(case: str) -> None:
 @pytest.mark.parametrize("name", ["a", "sfa", "b", "sfb"])
 @pytest.mark.parametrize("leaf", [True, False])
 def test_inputs_may_require_grad(name: str, leaf: bool) -> None:
-    """As weights of a module do inside of an autograd.Function. Nothing is recorded of them."""
+    """As weights of a module do inside an autograd.Function. Nothing is recorded for backward."""
     args = arguments()
     pair = list(args[name[-1]])
     at = int(name.startswith("sf"))
@@ -321,7 +321,7 @@ def test_what_the_caller_can_put_right(case: str) -> None:
     make, words = INVALID[case]
     with pytest.raises(InvalidInputError, match=words) as caught:
         check(**make())
-    # Clients of libraries like this one catch either.
+    # Clients catch either.
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, RuntimeError)
     check(**arguments())
@@ -345,7 +345,7 @@ def test_what_this_version_cannot_do(case: str) -> None:
 
 
 def test_mixed_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a second device, a tensor that claims to be elsewhere has to do.
+    # There may be no second device, so a tensor claims to be on one.
     class Elsewhere(torch.Tensor):
         @property
         def device(self) -> torch.device:  # type: ignore[override]

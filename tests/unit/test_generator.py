@@ -1,4 +1,4 @@
-"""The Jinja environment: C++ survives it, and whatever is unclear is an error."""
+"""The Jinja environment: C++ stays as it is, and anything ambiguous is an error."""
 
 from __future__ import annotations
 

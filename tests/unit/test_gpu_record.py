@@ -1,4 +1,4 @@
-"""When tests/gpu/last_run.json is written, and what it says."""
+"""When tests/gpu/last_run.json is written, and its content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tests = list[tuple[str, str]]  # file and outcome of each
 
 
 def play(directory: Path, tests: Tests, stop: int | None = None, **options: Any) -> dict[str, Any] | None:
-    """What is on record after a run of ``tests``, of which only the first ``stop`` come to their end."""
+    """The record after a run of ``tests``, of which only the first ``stop`` finish."""
     record = GpuRecord(directory)
     option = SimpleNamespace(**({"keyword": "", "markexpr": "", "lf": False} | options))
     config = SimpleNamespace(args=["gpu"], option=option)
@@ -75,7 +75,7 @@ def test_files_add_up_over_runs(directory: Path) -> None:
     assert both is not None
     assert set(both["files"]) == {"test_a.py", "test_b.py"}
     assert both["missing"] == []
-    again = play(directory, A[:1])  # after the failure was mended: the file has one test now
+    again = play(directory, A[:1])  # after the failure was fixed: the file has one test now
     assert again is not None
     assert again["files"]["test_a.py"] == counts(1, 0, 0)
     assert again["failed"] == 0

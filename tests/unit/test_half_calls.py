@@ -1,4 +1,4 @@
-"""The path of CUDA tensors of bf16_gemm and fp16_gemm: specs, strides, copies, warm calls and replays."""
+"""The CUDA path of bf16_gemm and fp16_gemm: specs, strides, copies, warm calls and call replays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Whose rows are padded to 16 bytes, so that TMA can address them."""
+    """A matrix with rows padded to 16 bytes, so that TMA can address them."""
     return torch.zeros(rows, -(-columns // 8) * 8, dtype=dtype)[:, :columns]
 
 
@@ -32,7 +32,7 @@ def function(form: str, kind: str = "bf16") -> Any:
 
 
 def stored(form: str, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
-    """a and b as a form takes them, contiguous as they are given."""
+    """Contiguous a and b in the layout of a form."""
     return matrix(*((K, M) if form[0] == "t" else (M, K)), dtype), matrix(
         *((K, N) if form[1] == "n" else (N, K)), dtype
     )
@@ -98,9 +98,9 @@ def at(rows: int, columns: int, strides: tuple[int, int], offset: int = 0) -> to
         (at(8, 20, (24, 1)), (24, 1)),
         (at(8, 24, (1, 8)), (1, 8)),
         (at(7, 24, (1, 16)), (1, 16)),
-        (at(1, 21, (3, 1)), (24, 1)),  # one row: its stride does not count
+        (at(1, 21, (3, 1)), (24, 1)),  # one row: its stride is ignored
         (at(1, 21, (1, 8)), (1, 8)),
-        (at(8, 1, (8, 5)), (8, 1)),  # one column: K-major where both fit
+        (at(8, 1, (8, 5)), (8, 1)),  # one column fits both: it counts as K-major
         (at(9, 1, (1, 5)), (1, 16)),
         (at(1, 1, (3, 5)), (8, 1)),
         (at(8, 24, (24, 1), offset=2), None),
@@ -120,7 +120,7 @@ def test_what_tma_can_address(x: torch.Tensor, way: tuple[int, int] | None) -> N
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("which", ["a", "b", "ab"])
 def test_what_tma_cannot_address_is_copied_first(gpu: FakeGpu, form: str, which: str) -> None:
-    """Into memory of its own for each call, where the kernel reads it, K-major."""
+    """Each call copies it to memory of its own, K-major, from which the kernel reads."""
 
     def off(x: torch.Tensor) -> torch.Tensor:
         return at(*x.shape, (x.shape[1], 1), offset=2)
@@ -175,7 +175,7 @@ def test_whether_tma_can_write_d(gpu: FakeGpu, n: int, stride: int, offset: int,
     d = guarded((M, n), out, "cpu", (stride, 1), 2 * offset).tensor
     deep_gemm.bf16_gemm_nt(matrix(M, K), matrix(n, K), d)
     assert gpu.launched[-1].spec.d.aligned is aligned
-    # c counts too.
+    # c must be aligned, too.
     deep_gemm.bf16_gemm_nt(matrix(M, K), matrix(n, K), torch.empty(M, n, dtype=out), c=d)
     fresh = n % (4 if wide else 8) == 0
     assert gpu.launched[-1].spec.d.aligned is (aligned and fresh)
@@ -194,7 +194,7 @@ def test_what_is_added_is_in_the_spec_and_an_operand(gpu: FakeGpu) -> None:
 
 
 def test_replays_know_whether_c_is_d(gpu: FakeGpu) -> None:
-    """A call that differs in addresses is replayed; one that adds to another tensor is no such call."""
+    """A call that differs in addresses is replayed, unless it adds to another tensor than before."""
 
     def call(in_place: bool) -> str:
         a, b = stored("nt")
@@ -281,7 +281,7 @@ def test_flipping_the_switch_keeps_both_positions_warm(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_constant_weights_are_told_to_the_kernel_unless_they_are_copied(gpu: FakeGpu, form: str) -> None:
-    """The GEMM would read the copy before it is made."""
+    """Otherwise the GEMM would read the copy before it is made."""
     a, b = stored(form)
     d = torch.empty(M, N, dtype=BF16)
     function(form)(a, b, d)
@@ -293,7 +293,7 @@ def test_constant_weights_are_told_to_the_kernel_unless_they_are_copied(gpu: Fak
         function(form)(a, off, d)
         function(form)(a, off, torch.empty(M, N, dtype=BF16))
     assert gpu.constants == [False, True, False, False, False, False]
-    # A copy of a does not matter.
+    # A copy of a does not matter: only weights are read early.
     function(form)(at(*a.shape, (a.shape[1], 1), offset=2), b, d)
     assert gpu.constants[-1] is True
 

@@ -1,4 +1,4 @@
-"""bf16_gemm, fp16_gemm and cublaslt_gemm on the CPU: every layout, accumulation, strides, and words for mistakes."""
+"""bf16_gemm, fp16_gemm and cublaslt_gemm on the CPU: layouts, accumulation, strides, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def function(kind: str, form: str) -> Callable[..., None]:
 
 
 def given_as(form: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a (M, K) and b (N, K) as a form takes them."""
+    """a (M, K) and b (N, K) in the layout of a form."""
     return (a.t() if form[0] == "t" else a), (b.t() if form[1] == "n" else b)
 
 
@@ -94,7 +94,7 @@ def test_strides_are_read_and_not_names(
     accumulate: str,
     wide: bool,
 ) -> None:
-    """Whatever they are, the product is that of the elements; and d's neighbours are left alone."""
+    """For any strides the product is right, and the memory between rows of d is not written."""
     m, n, k = sizes
     out = torch.float32 if wide else torch.bfloat16
 
@@ -183,7 +183,7 @@ def halves(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def overlapping(name: str) -> dict[str, Any]:
-    """d begins in the memory of another operand."""
+    """A d that begins in the memory of another operand."""
     memory = torch.zeros(8 * M * K, dtype=torch.bfloat16)
     made = arguments() | ({"c": halves((M, N))} if name == "c" else {})
     shape = made[name].shape
@@ -287,7 +287,7 @@ def test_what_torch_cannot_do_is_refused_in_words(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_given_to_torch(monkeypatch: pytest.MonkeyPatch, form: str, accumulate: bool) -> None:
-    """The path of a GPU, which torch can take on the CPU too where no other dtype comes out."""
+    """The code path of a GPU, which torch can also run on the CPU if the output's dtype is the inputs'."""
     a, b, d = (random(*shape, torch.bfloat16) for shape in ((M, K), (N, K), (M, N)))
     expected = (a.double() @ b.double().t() + (d.double() if accumulate else 0.0)).bfloat16()
     monkeypatch.setattr(cublaslt, "plain_arithmetic", lambda device: torch.inference_mode())

@@ -32,7 +32,7 @@ SIZES = {
 
 
 def runs(plan: Plan) -> set[str]:
-    """What the layers that are served run."""
+    """The operations of the layers that have kernels."""
     return {layer.op for layer in plan.served}
 
 
@@ -60,7 +60,7 @@ def test_a_config_says_what_its_layers_run(fields: dict[str, Any], op: str) -> N
     assert {layer.name: (layer.n, layer.k) for layer in found.served} == SIZES
     assert runs(found) == {op}
     assert found.problems == ()
-    # Whoever casts a model when it is loaded says so; a quantised one is what it is.
+    # A caller that casts the model when loading it says so; a quantised model keeps its format.
     assert runs(model.plan(LLAMA_8B | fields, op=FP8)) == {FP8}
     assert runs(model.plan(LLAMA_8B | fields, op=BF16)) == {FP8 if "quantization_config" in fields else BF16}
 
@@ -71,7 +71,7 @@ def test_the_dtype_may_be_outside_of_the_language_model() -> None:
 
 
 def test_no_block_of_scales_limits_tensor_parallelism() -> None:
-    """N of 14336 / 32 = 448 a GPU is no multiple of 128."""
+    """N = 14336 / 32 = 448 on each GPU is not a multiple of 128."""
     assert model.plan(LLAMA_8B, 32).problems
     found = model.plan(LLAMA_8B | {"torch_dtype": "bfloat16"}, 32)
     assert found.problems == ()
@@ -191,7 +191,7 @@ def off() -> Iterator[None]:
 
 @pytest.mark.usefixtures("off")
 def test_kernels_of_both_positions_of_the_switch_are_compiled_ahead() -> None:
-    """Whatever position it is in then."""
+    """So calls compile nothing in either position."""
     shapes = [GemmShape(m, n, k) for m in (1, 16, 64, 300) for n, k in ((576, 7168), (7168, 2048))]
     found = {}
     for value in (False, True):

@@ -1,4 +1,4 @@
-"""Importing is light, complete, and leaves the machine alone."""
+"""Importing is light and complete, and touches neither files, environment nor GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import deep_gemm
 from deep_gemm import UnsupportedError
 from deep_gemm.settings import child_environment
 
-# What callers written for this interface import on Hopper, for what this version has.
+# The names that callers written for this interface import on Hopper, as far as this version has them.
 NAMES = [
     *("fp8_gemm_nt", "fp8_gemm_nn", "fp8_gemm_tn", "fp8_gemm_tt"),
     *("fp8_fp4_gemm_nt", "fp8_fp4_gemm_nn", "fp8_fp4_gemm_tn", "fp8_fp4_gemm_tt"),
@@ -127,7 +127,7 @@ new = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not new & heavy, new & heavy
 assert not torch.cuda.is_initialized()
 """
-    child(code)  # how much it imports is a budget: see test_budgets.py
+    child(code)  # for the number of modules see test_budgets.py
 
 
 def test_importing_touches_no_environment_disk_or_process(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Identity: everything that decides the bytes changes the key, and nothing else does."""
+"""Cache keys: everything that decides the bytes of a cubin changes the key, and nothing else does."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_header_that_is_reached_counts(include: Path, name: str) -> None:
     before = key(include)
     path = include / name
     original = path.read_text()
-    # The same length, at once: nothing may rely on size or time.
+    # The same length, immediately afterwards: size and time may be the same.
     path.write_text(original.replace("int", "inT").replace("near.cuh", "nEar.cuh"))
     assert key(include) != before
     path.write_text(original)
@@ -91,14 +91,14 @@ def test_a_header_of_the_toolkit_is_covered_by_the_compiler(include: Path) -> No
 
 
 def test_the_key_of_a_fixed_request_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A change here makes every cache in the world cold: raise key.SCHEMA with it and know why.
+    # A change here invalidates every cache: raise key.SCHEMA with it, and have a reason.
     assert key(None) == "16933db6cc24a5ffca8d280de884fb9b6d8a9950"
     monkeypatch.setattr(key_module, "SCHEMA", key_module.SCHEMA + 1)
     assert key(None) != "16933db6cc24a5ffca8d280de884fb9b6d8a9950"
 
 
 def later(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Ten seconds on, when what the tests wrote is old; returns the list of what is read from then on."""
+    """Ten seconds later, when the files of the test are old. Gives the list of files that are read from then on."""
     real, read = time.time_ns, Path.read_bytes
     reads: list[Path] = []
     monkeypatch.setattr(time, "time_ns", lambda: real() + 10_000_000_000)
@@ -117,7 +117,7 @@ def test_old_headers_are_read_once_until_one_changes(include: Path, monkeypatch:
         seen = key(include)
         (include / path).write_text((include / path).read_text() + "// more\n")
         assert key(include) != seen
-    # A header that was looked for beside another, and was not there, comes before the one that was found instead.
+    # A new header beside the including file takes precedence over the one that was found before.
     seen = key(include)
     (include / "near.cuh").write_text("int not_this;\n")
     assert key(include) == seen
@@ -134,7 +134,7 @@ def test_a_header_that_comes_to_lie_nearer_is_seen(include: Path, monkeypatch: p
 
 
 def test_a_coarse_clock_hides_no_change(include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filesystem whose times have two seconds: size, inode and time of a changed file are as they were."""
+    """On a filesystem with times of two seconds, a changed file can keep its size, inode and time."""
     fine = key_module.signature
 
     def coarse(path: str) -> Any:
@@ -157,12 +157,12 @@ def test_a_source_key_knows_no_compiler(include: Path) -> None:
         assert source_key(**{**fields, **change}, include_dir=include) != before
     (include / "a.cuh").write_text("int other;\n")
     assert source_key(**fields, include_dir=include) != before
-    # Never mistaken for a key with a compiler.
+    # It never equals a key with a compiler.
     assert before not in (build_key(before, "", []), build_key(before, "", fields["flags"]), build_key("", "", []))
 
 
 def test_the_source_key_of_a_fixed_request_is_fixed() -> None:
-    # A change here means that no pack in the world serves any more: raise key.SCHEMA with it and know why.
+    # A change here invalidates every pack: raise key.SCHEMA with it, and have a reason.
     fields: dict[str, Any] = {"name": "k", "source": SOURCE, "arch": "sm_90a", "flags": ["-O3"]}
     assert source_key(**fields, include_dir=None) == "fc859b93f05b40860d87c9d8cf3ae796b934948a"
 

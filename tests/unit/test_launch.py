@@ -1,4 +1,4 @@
-"""What a launch of the FP8 GEMMs and of the transposing kernel passes to the driver, for random geometries."""
+"""The arguments of launches of the FP8 GEMMs and of the transposing kernel, for random geometries."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tensor_maps_are_of_the_right_tensors_and_within_the_limits_of_the_hardw
         assert (spec.dtype, spec.dims, spec.strides, address) == of
         if spec.dtype == "u8":
             assert spec.swizzle == 128  # wgmma reads rows of 128 swizzled bytes
-            # Two blocks of K come into L2 together where D is larger than B and sectors are whole.
+            # Where D is larger than B and sectors are whole, L2 promotion loads two blocks of K together.
             promoted = 256 if 2 * g.m * g.n > g.n * g.k and spec.strides[0] % 32 == 0 else 128
             assert spec.l2_promotion == promoted
 
@@ -82,7 +82,8 @@ def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: UprightConfi
 
 
 def test_what_a_cta_begins_with_shares_a_line_of_constants() -> None:
-    """Lines have 64 bytes. Parameters begin at 0x210 of sm_90's bank: the first line has room for twelve numbers."""
+    """Lines of constant memory have 64 bytes. Parameters begin at 0x210 of sm_90's bank, so the first line has room for
+    twelve numbers."""
     for config in (UPRIGHT[0], CONFIGS[-1]):
         names = parameter_names(make_params(config))
         assert names[:7] == ["m", "n", "k", "last_rows", "last_columns", "early_stages", "raster"]
@@ -127,11 +128,11 @@ def test_every_tile_is_walked_once(params: KernelParams, m: int, n: int, num_sms
 
 
 def test_bands_are_equally_wide() -> None:
-    """A last band of one column would read all of A for little."""
+    """A last band of one column would read all of A for little work."""
     for config in CONFIGS:
         for n in (576, 2112, 7168, 24576):
             tiles = ceil_div(n, config.block_n * config.cluster_n)
-            band = raster(config, 200_000, n, 16384, 132).band  # too many waves to count what each reads
+            band = raster(config, 200_000, n, 16384, 132).band  # too many waves to count the reads of each
             assert tiles - (ceil_div(tiles, band) - 1) * band >= band - ceil_div(tiles, band), (config, n)
 
 
@@ -181,7 +182,7 @@ def test_no_ring_is_longer_than_what_means_all_of_it() -> None:
     [
         (64, 1024, (64, 128), 2),  # D has an eighth of B's bytes
         (64, 1040, (64, 128), _ALL_EARLY),
-        (65, 1024, (64, 128), _ALL_EARLY),  # two rows of tiles
+        (65, 1024, (64, 128), _ALL_EARLY),  # there are two rows of tiles
         (8, 7168, (8, 64), _ALL_EARLY),
         (64, 7168, (64, 64), _ALL_EARLY),
         (64, 7168, (64, 32), 2),  # a stage has more bytes of tokens than of weights
@@ -195,7 +196,7 @@ def test_few_stages_come_early_where_the_previous_kernel_has_more_to_do_than_loa
 
 
 def evict_first(params: KernelParams, g: Geometry) -> object:
-    """Bits: 1 for B, 2 for D."""
+    """Which operands are evict-first, as bits: 1 for B, 2 for D."""
     kind, bits = record(params, g).args["evict_first"]
     assert kind == "u32"
     return bits
@@ -203,8 +204,8 @@ def evict_first(params: KernelParams, g: Geometry) -> object:
 
 def test_weights_leave_l2_first_where_all_that_read_them_do_so_at_one_time() -> None:
     for config in CONFIGS:
-        rows, most = config.block_m * config.cluster_m, 6 // config.cluster_m  # of cluster tiles that are one group
-        # With up to eight blocks of K, readers are not in step.
+        rows, most = config.block_m * config.cluster_m, 6 // config.cluster_m  # cluster tiles in one group
+        # With up to eight blocks of K, CTAs do not read in step.
         for m, k, once in (
             (1, 896, 1),
             (rows * most, 1152, 1),
@@ -215,7 +216,7 @@ def test_weights_leave_l2_first_where_all_that_read_them_do_so_at_one_time() -> 
 
 
 TMA = 2
-"""D, by kernels that leave it to TMA."""
+"""Evict-first for D, by kernels that store it with TMA."""
 WIDE = find_config(block_m=256, block_n=128)
 
 
@@ -223,11 +224,11 @@ WIDE = find_config(block_m=256, block_n=128)
     ("config", "shape", "leaves"),
     [
         (WIDE, (8192, 7168, 16384), TMA),  # neither operand stays
-        (WIDE, (1893, 30176, 12800), TMA | 1),  # 24 MB of A stay if B goes by
+        (WIDE, (1893, 30176, 12800), TMA | 1),  # 24 MB of A stay in L2 if B is evict-first
         (WIDE, (30176, 1896, 12800), TMA),
         (WIDE, (4096, 4096, 7168), 0),  # a wave reads little
         (WIDE, (3921, 26816, 2176), TMA),  # what a wave reads stays
-        (WIDE, (4096, 12200, 1024), 0),  # some of D is there when it is read
+        (WIDE, (4096, 12200, 1024), 0),  # part of D is still in L2 when it is read
         (WIDE, (4096, 12208, 1024), TMA),
         (replace(WIDE, persistent=False), (4096, 12208, 1024), 0),  # type: ignore[call-arg]
     ],
@@ -250,7 +251,7 @@ def test_the_shape_of_a_launch(pdl: bool) -> None:
 
 
 def test_small_products_leave_sms_alone() -> None:
-    """One tile is one cluster, however many SMs there are."""
+    """One tile launches one cluster, however many SMs there are."""
     for config in CONFIGS:
         assert record(make_params(config), Geometry(1, 16, 128)).shape.grid[0] == config.cluster_size
 
@@ -304,7 +305,7 @@ ALL = [*FAMILIES, transpose_scales.KERNEL, copy_rows.KERNEL]
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.name)
 def test_a_spec_of_another_kind_is_refused(kernel: object) -> None:
-    """Each family says why, and does not launch it if asked all the same."""
+    """Each family gives a reason, and raises if it is asked to launch all the same."""
     params = kernel.cases()[0]  # type: ignore[attr-defined]
     other = Geometry(8, 8, 128).spec(params) if kernel is transpose_scales.KERNEL else TransposeSpec(8, 8)
     assert kernel.refuses(other)  # type: ignore[attr-defined]

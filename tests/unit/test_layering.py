@@ -1,4 +1,4 @@
-"""The shape of the package: imports point one way, one module reads the environment, files stay small."""
+"""The structure of the package: imports point one way, one module reads the environment, files stay small."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deep_gemm import kernels
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 400
 
-# Every module belongs to the first layer whose prefix fits; it may import its own layer and those before it. The device
-# code is data, which belongs to nobody.
+# Every module belongs to the first layer with a matching prefix; it may import its own layer and those before it. The
+# device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings", "deep_gemm.templates"),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec"),
@@ -38,7 +38,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
     ("deep_gemm.aot.build",),
-    # `from deep_gemm import X` of a public name.
+    # For `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
     ("deep_gemm.backends",),
     ("deep_gemm.aot",),
@@ -124,7 +124,7 @@ CORE = (
     *("deep_gemm.record", "deep_gemm.select", "deep_gemm.jit", "deep_gemm.kernels.__init__", "deep_gemm.kernels.base"),
     *("deep_gemm.kernels.features", "deep_gemm.kernels.raster", "deep_gemm.kernels.tiles"),
 )
-"""What serves every GEMM, of any dtype and family."""
+"""Modules that serve every GEMM, of any dtype and family."""
 FAMILY = re.compile(r"fp\d|e\dm\d|float8|swapped|upright_?(config|by|gemm)|(bf|f|bfloat|float)(16|32)|sm\d+_\w")
 DTYPES_OF = {
     "deep_gemm.jit.driver.tensor_map": {"f32", "f16", "bf16"},  # the driver's own names
@@ -133,7 +133,7 @@ DTYPES_OF = {
 
 
 def particulars(module: str, tree: ast.AST) -> set[str]:
-    """Families and dtypes that a module names in its code: identifiers and strings, but for what people read."""
+    """Families and dtypes that a module names in identifiers and strings, docstrings excluded."""
     read = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -155,7 +155,7 @@ def particulars(module: str, tree: ast.AST) -> set[str]:
     "module", sorted(m for m in FILES if any(m == prefix or m.startswith(prefix + ".") for prefix in CORE))
 )
 def test_the_core_names_no_family_and_no_dtype(module: str) -> None:
-    """Another kernel, another operation or another dtype is a file of its own, and changes none of these."""
+    """Another kernel, operation or dtype is a file of its own, and changes none of these modules."""
     assert particulars(module, parse(FILES[module])) == set()
 
 
@@ -229,7 +229,7 @@ def test_a_read_of_the_environment_is_found() -> None:
 
 
 def runs_data(tree: ast.AST) -> bool:
-    """Whether bytes that are read could become code: only cubins may, and their checksum is verified before."""
+    """Whether data that is read could run as code. Only cubins may, after their checksum was verified."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -1,4 +1,4 @@
-"""Operands that have a shape and no memory of their own: freed, cut, wrapped, fake."""
+"""Operands that have a shape but no memory of their own: freed, truncated, wrapped, fake."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ M, N, K = 20, 200, 272
 
 
 def tensors(m: int = M, n: int = N, k: int = K) -> dict[str, torch.Tensor]:
-    """Those of a call that is right."""
+    """The tensors of a right call."""
     (a, sfa), (b, sfb) = integer_operands(m, n, k, "cpu")
     return {"a": a, "sfa": sfa, "b": b, "sfb": sfb, "d": torch.zeros(m, n, dtype=torch.bfloat16)}
 
 
 class Wrapper(torch.Tensor):
-    """A tensor with a shape that only wraps another, as a DTensor does."""
+    """A tensor that only wraps another, as a DTensor does."""
 
     inner: torch.Tensor
 
@@ -56,7 +56,7 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 
 def short_view(x: torch.Tensor) -> torch.Tensor:
-    """The end of a storage that was cut behind its first byte."""
+    """A view of the end of a storage that was truncated after its first byte."""
     whole = torch.cat([x.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)])
     part = whole[x.numel() * x.element_size() :].view(x.dtype).view(x.shape)
     whole.untyped_storage().resize_(whole.numel() - 1)
@@ -68,7 +68,7 @@ def short_view(x: torch.Tensor) -> torch.Tensor:
 def test_a_tensor_without_memory_is_named_and_the_next_call_works(
     name: str, without: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """On a GPU the kernel would read or write address 0, and every later CUDA call of the process fail."""
+    """On a GPU the kernel would use address 0, and every later CUDA call of the process would fail."""
     x = tensors()
     x[name] = without(x[name])
     with pytest.raises(InvalidInputError, match=rf"^{LABELS[name]} has no memory: it needs \d+ bytes"):
@@ -78,7 +78,7 @@ def test_a_tensor_without_memory_is_named_and_the_next_call_works(
 
 @pytest.mark.parametrize("name", LABELS)
 def test_a_transform_is_refused_in_words(name: str) -> None:
-    """vmap's tensors have a shape without its batch, and no address."""
+    """vmap's tensors have a shape without the batch dimension, and no address."""
     x = tensors()
     stacked = torch.stack([x[name].view(torch.uint8)] * 2).view(x[name].dtype)
 
@@ -104,7 +104,7 @@ def test_the_gradient_transform_is_refused_in_words() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fake_tensors_are_checked_and_not_touched(device: str) -> None:
-    """torch.compile traces with them, all at once or weights of a module only."""
+    """torch.compile traces with fake tensors: all operands, or only the weights of a module."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""The file of a pack: reproducible, readable by tar, and never believed where one bit of it is wrong."""
+"""The file of a pack: reproducible, readable by tar, and refused if one bit of it is wrong."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def flip(draw: random.Random, data: bytes, at: int) -> bytes:
 
 
 def test_every_flipped_region_is_found_and_never_served(pack: Path, tmp_path: Path, caplog: Any) -> None:
-    """Each block of 64 bytes once, wherever it lies: manifest, header, cubin, source, padding, end."""
+    """Each block of 64 bytes once: manifest, header, cubin, source, padding, end."""
     good, draw = pack.read_bytes(), random.Random(0)
     used = dict.fromkeys(("pack", "compiled"), 0)
     for start in range(0, len(good), 64):
@@ -140,7 +140,7 @@ def test_no_truncation_is_believed(pack: Path, tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], Any], text: bytes | None = None) -> Path:
-    """A pack whose manifest says something else, with a right digest: made on purpose, not by accident."""
+    """A pack with another manifest and a right digest: such a file is made on purpose."""
     with tarfile.open(path, "r:") as archive:
         contents = {member.name: archive.extractfile(member).read() for member in archive.getmembers()}  # type: ignore[union-attr]
     if text is None:
@@ -203,7 +203,7 @@ def test_an_absurd_size_allocates_nothing(pack: Path) -> None:
         info.size = size
         data[:512] = info.tobuf(tarfile.GNU_FORMAT)
         pack.write_bytes(data)
-        with pytest.raises(ValueError, match=r"begin with|is said to have"):
+        with pytest.raises(ValueError, match=r"begin with|claims"):
             packs.read(pack)
 
 
@@ -234,7 +234,7 @@ def test_a_member_that_does_not_belong_is_never_served(pack: Path, extra: tarfil
     with tarfile.open(out, "w:", format=tarfile.USTAR_FORMAT) as archive:
         for index, (info, content) in enumerate(contents):
             if index == 2:
-                # The first kernel's cubin, whose bytes stay where they are.
+                # The bytes of the first kernel's cubin stay where they are.
                 names[info.name] = content
                 if place == "instead":
                     extra.size = info.size

@@ -1,4 +1,4 @@
-"""Packs as a layer: asked after memory and before disk, without a compiler, and never a reason to fail."""
+"""Packs as a layer: searched after memory and before disk, without a compiler; a bad pack never fails a build."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY_POINTS = layer.importlib.metadata.entry_points
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     reset_warnings()
-    # Whatever this environment has installed.
+    # Independent of the packs that this environment has installed.
     monkeypatch.setattr(layer.importlib.metadata, "entry_points", lambda group: [])
 
 
@@ -56,7 +56,7 @@ def test_a_pack_is_asked_before_the_disk_and_after_memory(tmp_path: Path) -> Non
     assert first.seconds.keys() == {"compile", "lookup"}
     assert build.lookup(one) is not None
     assert [build.stats[name] for name in ("memory", "pack", "disk", "misses")] == [2, 1, 0, 0]
-    # What the pack lacks comes from the disk.
+    # A kernel that the pack lacks comes from disk.
     absent = request(name="absent", source="int absent;\n")
     builder(tmp_path / "root", other).build(absent)
     assert build.build(absent).layer == "disk"
@@ -143,7 +143,7 @@ def test_the_first_pack_that_can_serve_does(tmp_path: Path, caplog: pytest.LogCa
     one = sources()[0]
     for order, identity in (((first, second), "fake 1.0 build 7"), ((second, first), "fake 2.0 build 1")):
         assert user(tmp_path / "root", *order)[0].build(one).compiler == identity
-    # Where the first one's cubin is bad, the second's serves.
+    # If the first pack's cubin is bad, the second's is used.
     data = first.read_bytes()
     first.write_bytes(data.replace(cubin_of(one.source), bytes(len(cubin_of(one.source)))))
     build, compiler = user(tmp_path / "root", first, second)
@@ -244,14 +244,14 @@ def test_a_forked_child_reads_its_packs(tmp_path: Path) -> None:
     build.build(sources()[0])
     child = os.fork()
     if child == 0:
-        # As a daemon does: whatever number a descriptor had is another file's now.
+        # As a daemon does: a descriptor's number can belong to another file now.
         os.closerange(3, 256)
         os._exit(0 if build.build(sources()[1]).layer == "pack" else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def install(site: Path, name: str, entry_points: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution in a directory of its own on the path; what this environment has installed is there too."""
+    """Install a distribution in its own directory on the path, beside this environment's packages."""
     (site / f"{name}-1.0.dist-info").mkdir(parents=True)
     (site / f"{name}-1.0.dist-info" / "entry_points.txt").write_bytes(entry_points)
     monkeypatch.setattr(layer.importlib.metadata, "entry_points", ENTRY_POINTS)
@@ -300,7 +300,7 @@ def test_metadata_that_cannot_be_read_is_no_reason_to_fail(
 def test_distributions_are_asked_once_and_only_for_what_no_named_pack_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asking two hundred takes 20 ms and more, of the 50 that a start may take."""
+    """Asking two hundred distributions takes 20 ms and more; a start may take 50."""
     asked = []
     real = layer.importlib.metadata.distributions
     monkeypatch.setattr(layer.importlib.metadata, "distributions", lambda: asked.append(1) or real())

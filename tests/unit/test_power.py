@@ -1,4 +1,4 @@
-"""What power limits: the sum that says how long launches take back to back, its fit, and the survey for it."""
+"""The power model: the predicted time of launches back to back, its fit, and the survey for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POWER = Power(
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 100), st.integers(1, 20000), st.integers(1, 200))
 def test_twice_the_work_draws_twice_as_much(rows: int, n: int, blocks: int) -> None:
-    """But for what there is once, whatever K: a launch, and D."""
+    """Except for the terms that do not depend on K: the launch, and D."""
     problem = ops.spec(m=256 * rows, n=n, k=128 * blocks, num_sms=132)
     double = replace(problem, k=2 * problem.k)
     power = default().power
@@ -64,7 +64,7 @@ def test_multicast_draws_less_and_padding_more() -> None:
         return sustained_us(asked, config, features(asked, config), power)
 
     assert 0.97 * drawn(1) < drawn(2) < drawn(1)
-    # Rows that are not there are multiplied all the same, but not stored.
+    # Rows beyond M are multiplied, but not stored.
     stored = 8192 / power.stored_per_us
     assert drawn(1, 4096 - 100) == pytest.approx(drawn(1) - 100 * stored)
     multiplied = drawn(1) - 4096 * stored - power.launch_us
@@ -72,7 +72,7 @@ def test_multicast_draws_less_and_padding_more() -> None:
 
 
 def back_to_back(power: Power, pairs: int = 12) -> list[dict[str, Any]]:
-    """Rows of a GPU that draws what ``power`` says."""
+    """Survey rows of a GPU that behaves as ``power`` predicts."""
     out = []
     for m, n, k in ((4096, 7168, 2048), (1000, 8192, 8192), (8192, 2112, 7168)):
         asked = survey.spec_of(GemmShape(m, n, k, "test"), 132)
@@ -94,7 +94,7 @@ def test_the_fit_finds_what_draws_power() -> None:
 
 
 def test_times_back_to_back_are_for_power_alone(tmp_path: Path) -> None:
-    """Rows of no launches fit no constants of launches, however many there are."""
+    """Rows of steady mode alone fit no constants of single launches."""
     source, output = tmp_path / "rows.jsonl", tmp_path / "gpu.json"
     source.write_text("".join(json.dumps(row) + "\n" for row in back_to_back(POWER)))
     result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output), "--least", "1"])
@@ -110,13 +110,13 @@ def test_power_is_not_guessed_from_too_little() -> None:
     assert fit.fit_power([row | {"mode": "flush"} for row in back_to_back(default().power)], arch.SM90) is None
     assert fit.fit_power(back_to_back(default().power, pairs=5), arch.SM90) is None
     odd = back_to_back(default().power)
-    for row in odd:  # as if loading more drew less
+    for row in odd:  # as if loading more drew less power
         row["times"] = {name: 1 / us for name, us in row["times"].items()}
     assert fit.fit_power(odd, arch.SM90) is None
 
 
 def test_the_h200s_power_is_what_its_survey_says() -> None:
-    """Of pairs whose config is still legal. The constants were fitted to these and to others that are not."""
+    """For the pairs whose config is still legal. The constants were fitted to these and to some that no longer are."""
     errors = []
     for row in survey.load([RESULTS / "survey-steady.jsonl"]):
         asked = survey.spec_of(GemmShape(row["m"], row["n"], row["k"], "test"), 132)
@@ -133,8 +133,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def judged(file: str, mode: str, least: float, most: float = math.inf) -> list[float]:
-    """How near to the best the choice is, of rows of so many FLOP in which it was timed: configs were chosen for those
-    surveys by an older model."""
+    """The quality of the choice in rows of this many FLOPs, where it was timed: an older model chose the configs of
+    these surveys."""
     found = []
     for row in survey.load([RESULTS / file]):
         asked = survey.spec_of(GemmShape(row["m"], row["n"], row["k"], "test"), 132)
@@ -156,7 +156,7 @@ def judged(file: str, mode: str, least: float, most: float = math.inf) -> list[f
 def test_what_is_chosen_stays_near_the_best_back_to_back(
     file: str, mode: str, least: float, most: float, rows: int, mean: float, worst: float
 ) -> None:
-    """Shapes timed back to back on an H200, and the same small ones alone. They fitted no constant of power, but
+    """Shapes timed back to back on an H200, and the same small ones alone. No constant of power was fitted to them, but
     `SUSTAINED_PART` was chosen by them."""
     qualities = judged(file, mode, least, most)
     assert len(qualities) >= rows

@@ -151,7 +151,7 @@ SHAPES = [GemmShape(1, 576, 7168), GemmShape(64, 576, 7168), GemmShape(4096, 716
 
 def test_choosing_joins_shapes_that_share_a_kernel() -> None:
     work = build.choose([*SHAPES, SHAPES[0]])
-    # A shape has a kernel, or one for each GPU model that there are measurements of; each names it once.
+    # A shape has one kernel, or one for each GPU model with a calibration; each of them lists the shape once.
     for params, shapes in work.kernels.items():
         assert len(shapes) == len(set(shapes)), params
     assert {shape for shapes in work.kernels.values() for shape in shapes} == set(SHAPES)

@@ -1,4 +1,4 @@
-"""Tools as child processes: a time limit, what they leave behind, and outputs that are none."""
+"""Tools as child processes: the time limit, what they leave behind, and invalid outputs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended, if it was nobody's to wait for."""
+    """Whether the process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
 
 
-# It starts another process and waits for it, as nvcc does; that one holds the pipes open.
+# Like nvcc, it starts another process, which holds the pipes open, and waits for it.
 SLOW = 'sleep 600 & echo $! > "{pid}.new"; mv "{pid}.new" "{pid}"; wait'
 
 
@@ -107,7 +107,7 @@ def test_a_directory_of_a_killed_process_goes(scratch: Path) -> None:
 
 
 def test_a_build_without_a_place_leaves_nothing(tmp_path: Path, scratch: Path) -> None:
-    """Whatever ends it, there was never anything to leave, since it may be killed at any moment."""
+    """A build can be killed at any moment, so it must not create files that it would have to remove."""
     seen: list[list[Path]] = []
 
     def look(source: str) -> None:

@@ -1,4 +1,4 @@
-"""Casts, promises and the debug record refuse in words what they cannot take."""
+"""Casts, weight promises and the debug record refuse invalid input with a sentence."""
 
 from __future__ import annotations
 

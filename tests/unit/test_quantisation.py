@@ -1,4 +1,4 @@
-"""Casts to FP8: shapes, scales, and values that come back."""
+"""Casts to FP8: shapes, scales, and round trips."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASTS: dict[str, tuple[Cast, Callable[[int], tuple[int, int]]]] = {
 
 
 def scale_of(block: torch.Tensor, use_ue8m0: bool) -> float:
-    """The rule, spelled out for one block."""
+    """The rule for the scale of one block, spelled out."""
     scale = max(float(block.abs().max()), 1e-4) / 448
     return 2.0 ** torch.tensor(scale).log2().ceil().item() if use_ue8m0 else scale
 
@@ -56,7 +56,7 @@ def test_every_block_has_its_own_scale(
         for j in {0, sf.shape[1] - 1}:
             part = x[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
             assert float(sf[i, j]) == pytest.approx(scale_of(part, use_ue8m0), rel=1e-6)
-    # Half a unit in the last of E4M3's 3 bits; below 2^-6 the spacing is 2^-9.
+    # Half a unit in the last of E4M3's 3 mantissa bits; below 2^-6 the spacing is 2^-9.
     error = (q.dequantise(y, sf, block) - x).abs()
     full = q.dequantise(torch.ones_like(y), sf, block)
     assert bool((error <= torch.maximum(x.abs() * 2.0**-4, full * 2.0**-10) * (1 + 1e-5)).all())
@@ -71,7 +71,7 @@ def test_the_largest_value_becomes_448(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASTS)
 def test_power_of_two_scales_lose_nothing(name: str) -> None:
-    """Rounded up, never down: no value may pass 448."""
+    """Scales are rounded up, never down: no value may exceed 448."""
     x = torch.randn(130, 260, generator=torch.Generator().manual_seed(1)) * 3
     y, sf = CASTS[name][0](x, True, 128)
     assert torch.equal(torch.frexp(sf)[0], torch.full_like(sf, 0.5))

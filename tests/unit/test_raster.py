@@ -1,4 +1,4 @@
-"""Division by numbers that are known before, and the order of tiles."""
+"""Division by launch constants, and the raster of tiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = st.one_of(st.integers(0, 1 << 12), st.integers(0, (1 << 31) - 1))
 def test_a_divisor_divides_every_number_below_two_to_the_31(x: int, value: int) -> None:
     value = max(1, value)
     assert quotient(x, divisor(value)) == x // value
-    # Next to multiples is where a rounded factor would show.
+    # An error of a rounded factor shows next to multiples.
     for near in (x // value * value - 1, x // value * value):
         if near >= 0:
             assert quotient(near, divisor(value)) == near // value
@@ -61,7 +61,7 @@ def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)
 
 
 def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
-    """How many rows and how many columns of tiles the ``count`` from ``first`` on lie in."""
+    """How many rows and columns of tiles the ``count`` tiles from ``first`` on touch."""
     places = [located(order.arguments, index) for index in range(first, first + count)]
     return len({row for row, _ in places}), len({column for _, column in places})
 
@@ -71,15 +71,15 @@ def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
     [
         (chosen(128, 128), 128, 1),
         (chosen(128, 128), 512, 4),
-        (chosen(256, 96), 1300, 6),  # all rows: rather than four, and two
+        (chosen(256, 96), 1300, 6),  # all rows in one group, rather than four and two
         (chosen(128, 128), 4096, 4),
         (chosen(128, 128, (2, 1, 1)), 4096, 2),  # CTAs of a cluster are neighbours already
     ],
 )
 def test_neighbours_want_few_distinct_operands(config: UprightConfig, m: int, height: int) -> None:
-    order = raster(config, m, 40960, 16384, 132)  # too many waves to count what each reads
+    order = raster(config, m, 40960, 16384, 132)  # too many waves to count the reads of each
     assert order.height == height
-    # 16 neighbours, about as many as share a way to L2, want 8 or 9 tiles of operands where there are rows enough.
+    # 16 neighbours, about as many as share a path to L2, read 8 or 9 tiles of operands if there are enough rows.
     if order.rows * config.cluster_m >= 4 and (config.block_m, config.block_n) == (128, 128):
         each = config.cluster_m
         for index in range(0, order.rows * order.columns - 16 // each, 16 // each):
@@ -94,7 +94,7 @@ def test_neighbours_want_few_distinct_operands(config: UprightConfig, m: int, he
 def test_where_an_operand_stays_the_other_is_gone_through_once(
     block_m: int, block_n: int, wide: int, high: int
 ) -> None:
-    """In strips as narrow as 16 neighbours want fewest bytes of operands."""
+    """In strips of the width at which 16 neighbours read the fewest bytes."""
     config = replace(chosen(128, 128), block_m=block_m, block_n=block_n)
     down = raster(config, 2000, 24000, 4096, 132)
     assert (down.band, down.height, down.evict_b) == (wide, 1, False)
@@ -108,10 +108,10 @@ def test_where_an_operand_stays_the_other_is_gone_through_once(
 @pytest.mark.parametrize(
     ("m", "n", "k", "strips"),
     [
-        (2000, 24000, 14848, True),  # of 30 MB of A
+        (2000, 24000, 14848, True),  # 30 MB of A
         (2000, 24000, 15104, False),
-        (4096, 24000, 7168, False),  # a wave reads too much of B beside it, and too little to leave first
-        (24000, 4000, 5632, True),  # 30 MB with what a wave reads of A
+        (4096, 24000, 7168, False),  # a wave reads too much of B to keep both, and too little for evict-first
+        (24000, 4000, 5632, True),  # 30 MB, including what a wave reads of A
         (24000, 4000, 5760, False),
         (1536, 24000, 4096, False),  # few rows of tiles, which one group holds
         (2048, 2048, 4096, False),  # one wave
@@ -124,7 +124,7 @@ def test_strips_are_for_operands_that_stay_and_for_waves_that_follow(m: int, n: 
 
 
 def reads(rows: int, columns: int, clusters: int, order: Raster, high: int, wide: int) -> int:
-    """Rows of operands that waves of ``clusters`` read, each those of its tiles once."""
+    """The rows of operands that waves of ``clusters`` read; a wave reads the rows of its tiles once."""
     total = 0
     for first in range(0, rows * columns, clusters):
         in_rows, in_columns = wanted(order, first, min(clusters, rows * columns - first))
@@ -150,11 +150,11 @@ def test_what_waves_read_is_counted(
         (8192, 7168, 16384, 1070),
         (8192, 8192, 8192, 612),
         (8192, 4096, 7168, 261),
-        (2506, 8384, 15232, 378),  # of bands narrower than the formula's
+        (2506, 8384, 15232, 378),  # bands narrower than the formula's
     ],
 )
 def test_waves_read_little_where_neither_operand_stays(m: int, n: int, k: int, megabytes: int) -> None:
-    """Bands of equal width and groups of four rows read 612, 1200, 679, 286 and 417 MB."""
+    """For comparison: bands of equal width and groups of four rows read 612, 1200, 679, 286 and 417 MB."""
     order = raster(chosen(256, 128, (1, 2, 1)), m, n, k, 132)
     assert reads(order.rows, order.columns, 66, order, 256, 256) * k / 1e6 == pytest.approx(megabytes, abs=1)
 
@@ -163,7 +163,7 @@ def test_waves_read_little_where_neither_operand_stays(m: int, n: int, k: int, m
 @given(st.integers(600, 9000), st.integers(600, 9000), st.sampled_from([(256, 128), (128, 192)]))
 def test_no_order_that_is_counted_reads_less(m: int, n: int, block: tuple[int, int]) -> None:
     config = chosen(*block, (1, 2, 1))
-    order = raster(config, m, n, 60000, 132)  # of K that makes any operand too large to stay
+    order = raster(config, m, n, 60000, 132)  # K so large that no operand stays in L2
     tiles = order.rows * order.columns
     if 66 < tiles <= 16 * 66 and order.rows > 6:
         size = config.block_m, config.block_n * 2
@@ -176,7 +176,7 @@ def test_no_order_that_is_counted_reads_less(m: int, n: int, block: tuple[int, i
 
 
 def test_one_wave_is_walked_as_neighbours_want_it() -> None:
-    """It reads the same in any order."""
+    """A single wave reads the same in any order."""
     order = raster(chosen(128, 128), 1024, 2048, 16384, 132)
     assert (order.rows * order.columns, order.band, order.height) == (128, 16, 4)
 

@@ -151,8 +151,8 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_process_has_switched_on_changes_nothing(mode: str) -> None:
-    """Of the reference, of the exact product that tests compare with, and of casts. Values beyond float16's range and
-    with more bits than bfloat16 has."""
+    """Process-wide modes do not change the reference, the exact product that tests compare with, or casts. Values
+    exceed float16's range and bfloat16's precision."""
     (a, sfa), (b, sfb), x, _ = random_operands(40, 136, 272, "cpu")
     sfa = (sfa * 2.0**20).requires_grad_()
 
@@ -183,7 +183,7 @@ def test_what_a_process_has_switched_on_changes_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("k", [272, 0])
 def test_an_output_of_inference_mode_is_written_outside_of_it(k: int) -> None:
-    """As a kernel would."""
+    """A kernel would write it, too."""
     (a, sfa), (b, sfb) = integer_operands(8, 136, k, "cpu")
     with torch.inference_mode():
         d = torch.full((8, 136), float("nan"), dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The key of a render: it changes with everything that a source is made of, and sources of packs are found by it."""
+"""The render key: it changes with everything that a source is rendered from, and packs find sources by it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def age(folder: Path) -> None:
-    """Times of long ago, as of an installed package; the change time cannot be set."""
+    """Set old times, as an installed package has; the change time cannot be set."""
     for path in [*folder.iterdir(), folder]:
         os.utime(path, (1e9, 1e9))
 
@@ -49,7 +49,7 @@ def test_the_order_of_fields_does_not(folder: Path) -> None:
 
 def test_the_template_and_what_it_may_include_change_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {render_key("a.cu.jinja", FIELDS, folder), render_key("part.jinja", FIELDS, folder)}
-    # The same lengths, at once: nothing may rely on size or time of a file that is young.
+    # The same length, immediately afterwards: size and time of a young file do not count.
     for name, text in (("a.cu.jinja", "/*{ wibth }*/\n"), ("part.jinja", "int pact;\n"), ("new.jinja", "")):
         (folder / name).write_text(text)
         seen.add(render_key("a.cu.jinja", FIELDS, folder))

@@ -1,4 +1,4 @@
-"""Sources on disk, by what they are rendered from."""
+"""Rendered sources on disk, by render key."""
 
 from __future__ import annotations
 

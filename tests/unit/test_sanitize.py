@@ -1,4 +1,4 @@
-"""What `tests/sanitize.py` runs, and what of device headers is changed for it: that must still be there."""
+"""The kernels of `tests/sanitize.py`, and its edits of device headers, which must still apply."""
 
 from __future__ import annotations
 

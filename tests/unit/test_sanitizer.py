@@ -1,4 +1,4 @@
-"""What `make sanitize` takes for a failure."""
+"""What counts as a failure of `make sanitize`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_nothing_reported_but_races_on_purpose(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("wrong", ["memcheck", "--racecheck", *RACES])
 @pytest.mark.parametrize("other", [0, 1, sanitizer.REPORTED])
 def test_anything_else_fails(monkeypatch: pytest.MonkeyPatch, wrong: str, other: int) -> None:
-    """Of a race also that the program itself fails, or is not even started."""
+    """For a race, it is also a failure if the program itself fails or does not start."""
 
     def ends(tool: Path, *run: str) -> int:
         return other if run[-1] == wrong else as_it_should(*run)
@@ -73,7 +73,7 @@ def test_the_tool_is_the_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_what_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A program in the tool's place, which writes down what it was asked for."""
+    """A fake tool that logs its arguments."""
     tool, log = tmp_path / "tool", tmp_path / "log"
     tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" > {log}\nexit 7\n')
     tool.chmod(0o755)

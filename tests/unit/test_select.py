@@ -1,4 +1,4 @@
-"""The selector over random problems: legal, finite, repeatable, and sane where sense can be stated."""
+"""The selector on random problems: legal, finite, repeatable, and plausible where that can be stated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEGAL = frozenset(config for kernel in KERNELS for config in kernel.legal(SM90))
 
 
 def sizes(largest: int) -> st.SearchStrategy[int]:
-    """Sizes of all orders of magnitude, and those around powers of two."""
+    """Sizes of all magnitudes, and sizes around powers of two."""
     exponents = st.integers(0, largest.bit_length() - 1)
     near = st.builds(lambda e, off: min(max((1 << e) + off, 1), largest), exponents, st.integers(-1, 1))
     return st.one_of(near, st.integers(1, 300), st.integers(1, largest))
@@ -44,7 +44,7 @@ def asked(
     aligned: bool = True,
     **others: Any,
 ) -> GemmSpec:
-    """What a call asks for; ``others`` are fields of the spec."""
+    """The spec of a call; ``others`` are further fields."""
     made = ops.spec(m, n, k, num_sms)
     return replace(made, d=replace(made.d, aligned=aligned), **others)
 
@@ -64,7 +64,7 @@ SPECS = st.builds(
 
 @settings(max_examples=250, deadline=None)
 @given(SPECS)
-@example(asked(m=17, n=131072, k=15904, num_sms=132, aligned=False))  # power-limited as 24 tokens, not as 17
+@example(asked(m=17, n=131072, k=15904, num_sms=132, aligned=False))  # power limits 24 tokens, not 17
 def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
     ranked = rank(spec, SM90)
     configs = [choice.config for choice in ranked]
@@ -80,11 +80,11 @@ def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
         assert estimate.waves >= 1
         assert hasattr(estimate, f"{estimate.bound}_us")
     times = [choice.estimate.total_us for choice in ranked]
-    if heuristic.sustains(ranked[0].spec):  # of the tokens as which they rank
+    if heuristic.sustains(ranked[0].spec):  # of the M that they are ranked as
         powers = [heuristic.SUSTAINED_PART * choice.sustained_us for choice in ranked]
         assert all(math.isfinite(power) and power > 0 for power in powers)
         times = [max(0.0, us - ranked[0].calibration.speed.launch_us) for us in times]
-        times = [math.hypot(us**3, power**3) for us, power in zip(times, powers, strict=True)]  # sixth powers, added
+        times = [math.hypot(us**3, power**3) for us, power in zip(times, powers, strict=True)]  # adds sixth powers
         assert all(before <= after * (1 + 1e-9) for before, after in itertools.pairwise(times))
     else:
         assert times == sorted(times)
@@ -92,7 +92,7 @@ def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
 
 @pytest.mark.parametrize("shape", [(4096, 7168, 16384), (8192, 4096, 7168), (2048, 4096, 512)])
 def test_where_power_is_the_limit_what_draws_less_is_taken(shape: tuple[int, int, int]) -> None:
-    """Large products, and smaller ones of many tokens. With power to spare, time alone decides."""
+    """For large products, and for smaller ones of many tokens. If power is no limit, time alone decides."""
     spec, known = asked(*shape), default()
     plenty = replace(known, power=replace(known.power, products_per_us=1e15, stored_per_us=1e12, launch_us=1e-3))
     first, alone = rank(spec, SM90)[0], rank(spec, SM90, plenty)[0]
@@ -123,7 +123,7 @@ def test_the_selected_config_covers_what_is_asked(spec: GemmSpec) -> None:
     ctas = kernels.of(config).num_ctas(config, m, n, num_sms)  # type: ignore[attr-defined]
     assert ctas >= 1
     assert ctas % config.cluster_size == 0
-    # The GPU spreads CTAs over SMs before it doubles them up: on part of a GPU there may be no more than its SMs.
+    # The GPU spreads CTAs over all SMs before it puts two on one: on part of a GPU there may be no more CTAs than SMs.
     assert ctas <= (num_sms * config.ctas_per_sm if spec.whole_gpu else num_sms)
     tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
     slots = num_sms * config.ctas_per_sm // config.cluster_size
@@ -139,7 +139,7 @@ def test_the_selected_config_covers_what_is_asked(spec: GemmSpec) -> None:
 @given(SPECS)
 def test_the_order_is_the_same_every_time(spec: GemmSpec) -> None:
     first = rank(spec, SM90)
-    heuristic._rank.cache_clear()  # or it would be the same list
+    heuristic._rank.cache_clear()  # otherwise it would be the cached list
     assert first == rank(replace(spec), SM90)
     assert select(spec, SM90) == rank(spec, SM90)[0]
 
@@ -152,7 +152,7 @@ def estimates(spec: GemmSpec, configs: list[GemmConfig]) -> list[float]:
 @given(SPECS, st.sampled_from("mnk"))
 def test_no_config_does_more_work_faster(spec: GemmSpec, name: str) -> None:
     configs = candidates(spec, SM90)
-    # Of three times K as many rows begin inside lines; of twice K less, which may take less time.
+    # With three times K, as many rows begin inside lines; with twice K fewer do, which may be faster.
     more = replace(spec, **{name: (3 if name == "k" else 2) * getattr(spec, name)})
     for once, twice in zip(estimates(spec, configs), estimates(more, configs), strict=True):
         assert twice >= once * (1 - 1e-12)
@@ -218,13 +218,13 @@ def test_large_problems_get_large_tiles_and_small_ones_more_of_them() -> None:
     large = select(asked(m=4096, n=7168, k=2048), SM90).config
     assert large.block_m * large.block_n >= 128 * 128
     small = select(asked(m=1, n=2112, k=7168), SM90).config
-    # Big tiles would leave most of the GPU idle, and tall ones are mostly padding.
+    # Large tiles would leave most of the GPU idle, and most rows of tall ones would be padding.
     assert ceil_div(2112, small.block_n) * small.cluster_size >= 66
     assert small.block_m <= 64
 
 
 def test_the_estimate_is_of_the_right_size() -> None:
-    """Between the time at the card's peak rates, and ten times that and the launch."""
+    """Between the time at the card's peak rates, and ten times that plus the launch."""
     for m, n, k in [(1, 7168, 16384), (64, 24576, 1536), (4096, 4096, 7168), (4096, 24576, 1536)]:
         spec = asked(m=m, n=n, k=k)
         bound = max(spec.flops / 1979e6, (m * k + n * k + 2 * m * n) / 4.8e6)
@@ -237,8 +237,8 @@ class Sum(NamedTuple):
 
 
 def five_milliseconds() -> float:
-    """How long this interpreter, on this machine as busy as it is now, takes for what took 5 ms on an idle one where
-    ranking took 2.8: calls, small tuples and powers, as there, but nothing of the package: that may be slow."""
+    """A yardstick for this machine under its present load: the time of work (calls, small tuples, powers, nothing of
+    the package) that took 5 ms on an idle machine where ranking took 2.8 ms."""
     start, total = time.perf_counter(), Sum(0.0, 0.0)
     for i in range(6600):
         term = abs(i // -7) ** 4 + (0.5 * i) ** 4
@@ -248,10 +248,10 @@ def five_milliseconds() -> float:
 
 def test_ranking_takes_less_than_five_milliseconds() -> None:
     spec = asked(m=100, n=2112, k=7168)
-    rank(spec, SM90)  # the first makes the list of configs
+    rank(spec, SM90)  # the first call makes the list of configs
     least, limit, until = float("inf"), float("inf"), time.monotonic() + 20
-    # The least of many: others on this machine may take any one of them. They may also slow down all for minutes, by
-    # more than there is to spare, so that the limit is not read off a clock alone.
+    # The least of many, since other work may slow down any of them. It may also slow down all of them for minutes, so
+    # the limit is relative to the yardstick.
     while least >= limit and time.monotonic() < until:
         for m in range(100, 140):
             limit = min(limit, five_milliseconds())
@@ -268,7 +268,7 @@ def test_neighbouring_numbers_of_tokens_are_ranked_as_one(m: int) -> None:
     assert m <= stands_for <= m + max(7, m // 32)
     assert representative(stands_for) == stands_for
     assert m > 16 or stands_for == m
-    # Where power begins to count must not fall into the middle of a step.
+    # The M from which power counts must not lie inside a bucket.
     assert (m > heuristic.SOME_TOKENS) == (stands_for > heuristic.SOME_TOKENS)
 
 
@@ -291,7 +291,7 @@ def test_a_call_gets_the_choice_of_its_representative(spec: GemmSpec) -> None:
 @settings(max_examples=150, deadline=None)
 @given(SPECS)
 def test_the_model_counts_the_rows_that_launches_load(spec: GemmSpec) -> None:
-    """Boxes of the last row and column of tiles end at the edge."""
+    """The boxes of the last row and column of tiles end at the matrix edge."""
     for config in candidates(spec, SM90):
         rows, columns = ceil_div(spec.m, config.block_m), ceil_div(spec.n, config.block_n)
         tokens = (rows - 1) * config.block_m + last_rows(config, spec.m)

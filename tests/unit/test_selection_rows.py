@@ -1,4 +1,4 @@
-"""The rows that say how good the selector is."""
+"""The rows that measure the selector's quality."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_command_judges_by_all_legal_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those that the model takes for good are no judge of it."""
+    """Configs that the model ranks well cannot judge the model."""
     asked: list[tuple[Any, Any, dict[str, Any]]] = []
 
     class Fake:
@@ -75,5 +75,5 @@ def test_the_command_judges_by_all_legal_configs(monkeypatch: pytest.MonkeyPatch
 def test_rows_on_disk_have_the_fields_of_new_ones() -> None:
     rows = [json.loads(line) for line in (RESULTS / "selection.jsonl").read_text().splitlines()]
     survey_row = {"m": 1, "n": 2, "k": 3, "selected": "a", "times": {"a": 1.0}} | dict.fromkeys(environment(), "")
-    survey_row |= {"legal": 1} if "legal" in rows[0] else {}  # rows of before were of what the model took for good
+    survey_row |= {"legal": 1} if "legal" in rows[0] else {}  # older rows had only configs that the model ranked well
     assert all(row.keys() == selection.judged(survey_row).keys() for row in rows)

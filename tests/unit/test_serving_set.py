@@ -1,4 +1,4 @@
-"""What features of configs are worth, and which few kernels serve best: on rows that are made up."""
+"""The worth of config features, and the best small sets of configs, on made-up rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_stores_of_one_config_are_one() -> None:
 def test_a_feature_is_worth_what_rows_take_without_it() -> None:
     worth = serving_set.worth(ROWS, serving_set.by_config(ROWS, serving_set.legal_configs(ROWS)))
     assert set(worth["swapped"]) == {"flush, M <= 64", "promised, M <= 64", "flush, M >= 1000"}
-    # Of two rows one takes 5 in place of 4, and the other is best without it.
+    # One of two rows takes 5 instead of 4 without it; the other is best without it.
     assert worth["swapped"]["flush, M <= 64"] == pytest.approx(1.25**0.5)
     assert worth["swapped k2x2"]["promised, M <= 64"] == pytest.approx(1.1)
     assert worth["upright r2"] == pytest.approx(
@@ -98,5 +98,5 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     serving_set.main(["--all", str(path)])
     assert "small 64x16" in capsys.readouterr().out
     path.write_text(json.dumps(row(1, {GONE: 1.0})))
-    with pytest.raises(DeepGemmError, match="no row of a kernel that is legal"):
+    with pytest.raises(DeepGemmError, match="no row of a config that is legal"):
         serving_set.main([str(path)])

@@ -1,4 +1,4 @@
-"""Settings: the environment at each access, words for what is wrong, and overrides that nest and reach threads."""
+"""Settings: the environment is read at each access, errors are sentences, and overrides nest and reach threads."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_warning_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_home_that_moves_takes_its_paths_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Paths are kept once they were read, but not what depends on more than their text."""
+    """Parsed paths are cached, but not those with "~", which depend on the home directory."""
     monkeypatch.setenv("DG_JIT_CACHE_DIR", "~/kernels")
     monkeypatch.setenv("DG_JIT_PRECOMPILED", f"/a.dgpack{os.pathsep}~/b.dgpack")
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Parts of a list of kernels: the same in every process, disjoint, complete and even; and what is sent to workers."""
+"""Parts of a list of kernels: the same in every process, disjoint, complete and even; and pickling for workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_parts_are_disjoint_complete_and_even(chosen: set[KernelParams], count: 
     params = list(chosen)
     parts = []
     for index in range(count):
-        chance.shuffle(params)  # no two processes need to list them alike
+        chance.shuffle(params)  # processes may list them in different orders
         parts.append(shard.deal(params, index, count))
     together = [one for part in parts for one in part]
     assert len(together) == len(chosen)
@@ -43,7 +43,7 @@ def area(params: KernelParams) -> int:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_each_part_has_its_share_of_large_tiles(count: int) -> None:
-    """They take the longest to compile."""
+    """Large tiles take longest to compile."""
     parts = [sorted(map(area, shard.deal(CASES, index, count)), reverse=True) for index in range(count)]
     ranked = sorted(map(area, CASES), reverse=True)
     for part in parts:

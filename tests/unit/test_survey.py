@@ -1,4 +1,4 @@
-"""Surveys: which shapes and modes, and what counts as a config's time."""
+"""Surveys: shapes, modes, and the time of a config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_quality_is_best_over_selected() -> None:
 
 
 def test_a_lucky_time_is_taken_back() -> None:
-    """The least of many noisy times is one that was lucky: contenders are timed again, and far ones are not."""
+    """The least of many noisy times is too low: contenders are timed again, and configs far behind are not."""
     readings = {
         "lucky": [3.0, 4.0, 4.1, 4.2],
         "steady": [3.1, 3.1, 3.2, 3.1],
@@ -36,11 +36,11 @@ def test_a_lucky_time_is_taken_back() -> None:
     left = {name: iter(values) for name, values in readings.items()}
     times = survey.times_of({name: left[name].__next__ for name in left}, "selected")
     assert times == {"lucky": 4.1, "steady": 3.1, "far": 5.0, "selected": 5.5}
-    assert all(next(values, None) is None for values in left.values())  # so often, and no more
+    assert all(next(values, None) is None for values in left.values())  # exactly this often
 
 
 def test_the_least_time_was_taken_again_however_many_contend() -> None:
-    """Of more contenders than are timed again, one of the others may be left with the least time."""
+    """If there are more contenders than are timed again, one of the others may be left with the least time."""
     crowd = {f"{index}": [3.0 + index / 1000, 4.0, 4.0, 4.0] for index in range(survey.CONTENDERS)}
     readings = crowd | {"lucky": [3.1, 5.0, 5.1, 5.2], "steady": [3.12, 3.5, 3.6, 3.4], "third": [3.15, 3.8, 3.8, 3.8]}
     left = {name: iter(values) for name, values in readings.items()}
@@ -65,7 +65,8 @@ def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 5])
 def test_a_survey_as_it_comes_has_rows_enough_for_all_constants(seed: int) -> None:
-    """With fewer than `fit` asks for it keeps those of an H200. Drawn alike over M, most rows were of few tokens."""
+    """With fewer rows, `fit` keeps the constants of an H200. If M were drawn evenly, most rows would have few
+    tokens."""
     defaults = {option.name: option.default for name in ("survey", "fit") for option in command.commands[name].params}
     found = surveyed(defaults["count"], seed, public=True, min_m=1, max_m=8192)
     rows = Counter(range_of(s.m) for s in found for mode in LAUNCH_MODES if survey.is_surveyed(s, mode))
@@ -148,18 +149,18 @@ def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: p
     shapes = [GemmShape(512, 7168, 2048), GemmShape(4096, 7168, 2048)]
     rows = list(survey.Survey(shapes, survey.MODES, within=1.01, progress=lambda text: None).rows())
     assert [(row["m"], row["mode"]) for row in rows] == [(512, "flush"), (4096, "flush"), (4096, "steady")]
-    # Also where the model takes others, which calls do not choose among, for faster.
+    # Even if the model ranks configs outside of the serving set higher.
     assert all(row["selected"] in row["times"] for row in rows)
 
 
 def test_a_mean_of_the_middle_half_is_between_two_values_that_take_turns() -> None:
     assert survey.middle_mean([3.5, 4.3] * 10) == pytest.approx(3.9)
-    assert survey.middle_mean([1.0, 900.0, 2.0, 3.0]) == 2.5  # what is far off does not count
+    assert survey.middle_mean([1.0, 900.0, 2.0, 3.0]) == 2.5  # outliers do not count
     assert survey.middle_mean([7.0]) == 7.0
 
 
 class Look:
-    """A timer with what a first look and then full measurements say."""
+    """A fake timer: the time of a first look, then those of full measurements."""
 
     def __init__(self, look: float, us: float) -> None:
         self._look, self.us, self.timed = look, us, 0
@@ -179,7 +180,7 @@ def test_what_is_far_behind_at_first_sight_is_not_timed() -> None:
 
 
 def test_with_everything_the_model_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The config that the model likes least may be the best that there is."""
+    """The config that the model ranks last may be the best one."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)

@@ -1,4 +1,4 @@
-"""The first look at all legal configs, by which it is measured, not modelled, which are timed in full."""
+"""The first look at all legal configs: a measurement, not the model, decides which are timed in full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_noise_of_single_calls_hides_neither_the_best_nor_the_selected(
 
 @given(st.lists(st.floats(2.0, 5000.0), min_size=1, max_size=40))
 def test_what_takes_twice_as_long_is_not_timed_in_full(us: list[float]) -> None:
-    """Full times of all would take an hour."""
+    """Timing all configs in full would take an hour."""
     timers = {f"{index}": SimpleNamespace(look=lambda us=each: us) for index, each in enumerate(us)}
     found = survey.promising(timers, "0")
     assert all(us[int(name)] < 2 * min(us) for name in found if name != "0")
@@ -66,5 +66,6 @@ def test_a_look_is_the_less_of_two_cold_calls_after_one_that_does_not_count(monk
 
 def test_a_line_says_of_how_many_the_timed_ones_are() -> None:
     row: survey.Row = {"mode": "flush", "m": 4, "n": 256, "k": 15872, "selected": "a", "times": {"a": 4.0, "b": 3.0}}
-    assert "  2 configs, selected / best 0.750" in survey.line(row)
-    assert "  2 of 596 configs, selected" in survey.line(row | {"legal": 596})
+    assert "2 configs" in survey.line(row)
+    assert "0.750" in survey.line(row)
+    assert "2 of 596 configs" in survey.line(row | {"legal": 596})

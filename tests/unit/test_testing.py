@@ -1,4 +1,4 @@
-"""The tools that judge kernels are themselves judged here: they must pass what is right and catch what is broken."""
+"""Tests of the tools that check kernels: they must accept right results and catch wrong ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def operands(m: int, n: int, k: int, seed: int = 0) -> Tensors:
 
 
 def outliers(m: int, n: int, k: int) -> Tensors:
-    """One pair of large values in each block: every other product is cut off at the edge of what is kept."""
+    """One pair of large values in each block: all other products are cut to the last bits that are kept."""
     generator = torch.Generator().manual_seed(k)
     x, y = (torch.randn(rows, k, generator=generator).mul(0.02).clamp(-0.2, 0.2) for rows in (m, n))
     x[:, 5::128], y[:, 5::128] = 0.75, 1.9
@@ -267,7 +267,7 @@ def test_silence(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_product_of_halves_is_within_its_bound_and_no_step_can_be_missing(dtype: torch.dtype, wide: bool) -> None:
-    """Nor c, nor one rounding more than there should be of an output of 32 bits."""
+    """A missing c is caught as well, and an extra rounding of a float32 output."""
     out = torch.float32 if wide else dtype
     generator = torch.Generator().manual_seed(1)
     a, b, c = (torch.randn(*shape, generator=generator) for shape in ((20, 4096), (30, 4096), (20, 30)))

@@ -1,4 +1,4 @@
-"""Which columns tiles have: all of D, each once, and none that mixes scales."""
+"""The columns of tiles: each column of D is in one tile, and no segment mixes scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_segments_are_powers_of_two_the_widest_first() -> None:
 
 @given(WIDTHS, st.integers(1, 3000), st.integers(0, 1))
 def test_every_column_is_in_one_tile(width: int, n: int, spare: int) -> None:
-    """Also where clusters make one tile more than there are columns for."""
+    """Also if a cluster adds a tile beyond the last column."""
     tiles = ceil_div(n, width) + spare
     found = []
     for index in range(tiles):
@@ -36,7 +36,7 @@ def test_every_column_is_in_one_tile(width: int, n: int, spare: int) -> None:
 
 @given(WIDTHS, st.integers(0, 1000), st.integers(1, 1000))
 def test_no_segment_straddles_a_border_of_scales(width: int, index: int, more: int) -> None:
-    """One of 256 columns begins on such a border, and has two."""
+    """A segment of 256 columns begins on such a border and has two scales."""
     for number, size in enumerate(segments(width)):
         first = first_column(width, number, index, index + more)
         assert first % size == 0

@@ -1,8 +1,9 @@
-"""`cache pack`, `cache merge` and `cache verify` of packs: what is taken, what is kept, and what is refused."""
+"""`cache pack`, `cache merge` and `cache verify` of packs: which kernels are taken, kept and refused."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_packed_cache_serves_another_machine(cache_dir: Path, tmp_path: Path) 
     build, compiler = user(tmp_path / "other" / "root", out, include_dir=tmp_path / "no-headers")
     assert [build.build(one).cubin for one in sources()] == [cubin_of(one.source) for one in sources()]
     assert compiler.calls == []
-    # The same cache, the same bytes.
+    # The same cache gives the same bytes.
     before = out.read_bytes()
     assert run("cache", "pack", out, "--from", cache_dir).exit_code == 0
     assert out.read_bytes() == before
@@ -72,7 +73,7 @@ def test_pack_takes_what_it_is_asked_for(cache_dir: Path, tmp_path: Path) -> Non
     assert report("cache", "pack", out, "--arch", "sm_90a", "--name", "*2") == {"taken": 1}
     assert len(packs.read(out).kernels) == 1
     (tmp_path / "a.dgpack").unlink()
-    assert "nothing to take" in run("cache", "pack", out, "--arch", "sm_100a").output
+    assert run("cache", "pack", out, "--arch", "sm_100a").exit_code == 1
     assert not out.exists()
 
 
@@ -83,7 +84,7 @@ def test_the_newest_compiler_wins_and_is_named(cache_dir: Path, tmp_path: Path, 
     out = tmp_path / "a.dgpack"
     found = report("cache", "pack", out)
     assert (found["taken"], found["older"]) == (1, 1)
-    assert "compiled by fake 1.0 build 7; that by fake 2.0 build 1" in found["older:"]
+    assert re.search(r"fake 1\.0 build 7.*fake 2\.0 build 1", found["older:"])
     (kernel,) = packs.read(out).kernels.values()
     assert (kernel.cuda, kernel.compiler) == ("13.0", "fake 2.0 build 1")
 
@@ -91,7 +92,7 @@ def test_the_newest_compiler_wins_and_is_named(cache_dir: Path, tmp_path: Path, 
 def test_unsound_and_old_entries_are_not_packed(cache_dir: Path, tmp_path: Path) -> None:
     fill(cache_dir)
     (entry(cache_dir) / "kernel.cubin").write_bytes(b"other")
-    # An entry of a version that noted no source key: still good for the disk.
+    # An entry of a version without source keys is still valid on disk.
     disk = DiskCache(cache_dir)
     path, where = next((path, where) for path, where in disk.walk() if path.name.startswith("k1-"))
     from deep_gemm.jit.cache.entry import Address
@@ -115,8 +116,9 @@ def test_merge_from_directories_and_packs(cache_dir: Path, tmp_path: Path) -> No
     assert [build.build(one).cubin for one in sources()] == [cubin_of(one.source) for one in sources()]
     assert Path(build.build(sources()[2]).source_path or "").read_text() == sources()[2].source
     again = report("cache", "merge", other, pack, cache_dir)
-    assert (again["same"], again["same:"]) == (6, "it is the target itself")
-    # What was merged can be packed and merged again.
+    assert again["same"] == 6
+    assert "target" in again["same:"]
+    # Merged entries can be packed and merged again.
     assert report("cache", "pack", tmp_path / "b.dgpack") == {"taken": 3}
     assert packs.read(tmp_path / "b.dgpack").kernels.keys() == packs.read(pack).kernels.keys()
     assert run("cache", "verify").exit_code == 0
@@ -125,7 +127,7 @@ def test_merge_from_directories_and_packs(cache_dir: Path, tmp_path: Path) -> No
 def test_merge_keeps_what_is_sound_and_replaces_what_is_not(cache_dir: Path, tmp_path: Path) -> None:
     fill(cache_dir, count=2)
     pack = make(tmp_path / "a.dgpack", sources(2))
-    # Other bytes under one key, sound; and a broken entry.
+    # One sound entry with other bytes under the same key, and one damaged entry.
     disk = DiskCache(cache_dir)
     path, where = next((path, where) for path, where in disk.walk() if path.name.startswith("k0-"))
     from deep_gemm.jit.cache.entry import Address
@@ -207,7 +209,7 @@ def test_info_and_doctor_list_packs(cache_dir: Path, tmp_path: Path, monkeypatch
     monkeypatch.setenv("DG_JIT_NVCC_COMPILER", "/nonexistent")
     result = run("doctor")
     assert result.exit_code == 0
-    assert "No compiler is needed, and none is looked for, for the 3 kernels that packs hold." in result.output
+    assert re.search(r"No compiler is needed.* 3 kernels", result.output)
     assert "taken from packs" in result.output
     monkeypatch.delenv("DG_JIT_PRECOMPILED")
     assert run("doctor").exit_code == 1
@@ -246,7 +248,7 @@ def test_precompile_writes_a_pack_of_all_or_none(
         key = made.source_key(request)
         assert found.source(key).decode() == request.source
         assert found.kernels[key].meta == json.loads(json.dumps(request.stored_meta))
-    # From disk and from memory it is the same pack.
+    # Kernels from disk and from memory give the same pack.
     before = out.read_bytes()
     assert run(*arguments).exit_code == 0
     assert out.read_bytes() == before

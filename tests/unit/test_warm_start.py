@@ -1,4 +1,4 @@
-"""What a start that finds its kernels asks of the filesystem, counted in a new process, since it has to stay little."""
+"""The filesystem calls of a warm start, counted in a new process: they must stay few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deep_gemm.jit.binary import packed
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.packs import Packs
 
-# The cases of one kernel family, of which the first pays for what is done once in a process.
+# Cases of one kernel family; the first includes what a process does once.
 FAMILY = "sm90_fp8_gemm"
 START = """
 import json, os, sys
@@ -57,7 +57,7 @@ print(json.dumps([first, second, seen]))
 
 
 def second_hit(root: Path, *packs: Path) -> tuple[list[str], list[tuple[str, Any]]]:
-    """The layers of the first two kernels of a new process, and what the second took: (call, path) of each."""
+    """The layers of the first two kernels of a new process, and the filesystem calls (call, path) of the second."""
     command = [sys.executable, "-c", START, str(root), *map(str, packs)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], timeout=120
@@ -68,7 +68,7 @@ def second_hit(root: Path, *packs: Path) -> tuple[list[str], list[tuple[str, Any
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with two kernels, and their sources."""
+    """A cache with two kernels and their sources."""
     build = Builder(tmp_path / "root", FakeCompiler(), packs=Packs([]))
     monkeypatch.setattr(engine, "default_builder", lambda: build)
     assert [engine.build(case).layer for case in kernels.get(FAMILY).cases()[:2]] == ["compiled", "compiled"]
@@ -89,7 +89,7 @@ def test_a_kernel_on_disk_takes_four_files_and_one_look_at_each_header(stored: P
     layers, seen = second_hit(stored)
     assert layers == ["disk", "disk"]
     opened = [Path(what).name for name, what in seen if name == "open"]
-    # The rendered source, and the entry: each directory on the way once, since it is checked when it is open.
+    # The rendered source and the entry; each directory on the way is opened once, since it is checked after opening.
     assert opened[:2] == ["root", "rendered"]
     assert len(opened[2]) == 40
     assert opened[3:5] == ["root", "sm_90a"]
@@ -116,7 +116,7 @@ def test_a_kernel_in_a_pack_takes_its_two_members_and_nothing_of_the_root(tmp_pa
 
 
 def test_no_more_is_read_than_a_file_holds(stored: Path) -> None:
-    """Python takes memory for as much as is asked for: a limit of a gigabyte was a mapping of one, for each file."""
+    """os.read() allocates the size that it is given: a limit of 1 GB meant a mapping of 1 GB for each file."""
     _, seen = second_hit(stored)
     sizes = [what for name, what in seen if name == "read"]
     assert len(sizes) == 4
