@@ -15,7 +15,7 @@ COMMANDS = {
     "bench": "Time kernels beside cuBLASLt; also host time and compiling.",
     "cache": "Show, check, prune or clear stored kernels; make packs.",
     "calibrate": "Measure a GPU and fit the model that chooses configs to it.",
-    "compare": "Run an operation's implementations side by side: checked, timed, ranked.",
+    "compare": "Run the implementations of an operation side by side.",
     "demo": "Compile, check and time one GEMM of DeepSeek-V3.",
     "doctor": "Show what was found and what is used, and say what to do.",
     "inspect": "Show what would run for a shape: configs, source, SASS.",
