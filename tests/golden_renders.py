@@ -16,10 +16,13 @@ from deep_gemm.arch import SM90
 from deep_gemm.engine import build_request
 from deep_gemm.kernels import (
     copy_rows,
+    quantize,
     sm90_fp8_gemm,
+    sm90_fp8_scaled,
     sm90_fp8_swapped,
     sm90_half_gemm,
     sm90_half_swapped,
+    transpose_bytes,
     transpose_scales,
 )
 from deep_gemm.kernels.base import Kernel
@@ -62,6 +65,13 @@ def golden_params() -> list[KernelParams]:
         sm90_half_swapped.make_params(
             sm90_half_swapped.make_config(24, 2, 2), majors="km", dtype="f16", output="f16", accumulate="reads"
         ),
+        sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 256)),
+        sm90_fp8_scaled.make_params(
+            sm90_fp8_scaled.make_config(128, 128, (1, 2)), scaling="rowwise", output="bf16", accumulate="reads"
+        ),
+        quantize.KERNEL.cases()[0],
+        next(params for params in quantize.KERNEL.cases() if "silu" in quantize.KERNEL.entry(params)),
+        *transpose_bytes.KERNEL.cases(),
         *transpose_scales.KERNEL.cases(),
         *copy_rows.KERNEL.cases(),
     ]

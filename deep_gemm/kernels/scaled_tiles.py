@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
-from ..params import ScaledConfig, ScaledParams
+from ..params import ScaledConfig
 from ..spec import SCALE_BLOCK, align
 from .loads import BARRIER_BYTES
 
@@ -36,16 +36,17 @@ SERVING: tuple[tuple[int, int, tuple[int, int]], ...] = (
 )
 """(block_m, block_n, cluster) of the serving set: a ladder of tiles, not yet chosen by measurements."""
 
-_REGISTER_SPLITS = {1: ((40, 208),), 2: ((40, 232), (24, 240))}
-"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
-taken, as producers with 24 spill easily."""
+REGISTERS = {1: (40, 208), 2: (40, 232)}
+"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups. Producers with 24 spill."""
 
-_OTHER_REGISTERS = 30
+_OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
 _OTHER_REGISTERS_OF_PARTS = 8
-_ROWWISE_REGISTERS, _DIRECT_REGISTERS, _C_REGISTERS = 6, 8, 10
-"""What a consumer needs besides accumulators, for each m64 slice, where a slice is multiplied in two parts, and for
-each slice where it reads scales of rows, writes D itself, or reads C; from ptxas: less would spill."""
+_OTHER_REGISTERS_OF_WIDE = 6
+_ROWWISE_REGISTERS, _DIRECT_REGISTERS, _C_REGISTERS = 6, 16, 10
+"""What a consumer needs besides accumulators, for each m64 slice, where a slice is multiplied in two parts or in one of
+more than 128 columns, and for each slice where it reads scales of rows, writes D itself, or reads C; from ptxas: less
+would spill."""
 
 
 def make_config(
@@ -82,37 +83,18 @@ def accumulators(config: ScaledConfig, mma_n: int) -> int:
     return config.slices * config.block_n // 2 + config.num_partials * mma_n // 2
 
 
-def registers(params: ScaledParams, config: ScaledConfig) -> tuple[int, int]:
-    """(producer, consumer) registers a thread, for setmaxnreg."""
-    more = more_registers(params.scaling, params.accumulate, params.store == "tma")
-    needed = _needed(config, instruction_columns(config), more)
-    splits = _splits(config)
-    return next((split for split in splits if needed <= split[1]), splits[-1])
-
-
-def _splits(config: ScaledConfig) -> tuple[tuple[int, int], ...]:
-    """What `registers` chooses from: producers that share out A spill with 24."""
-    splits = _REGISTER_SPLITS[config.num_consumers]
-    return splits[:1] if config.cluster_n > 1 else splits
-
-
 def fits(config: ScaledConfig, mma_n: int, more: int = 0) -> bool:
     """Whether a consumer thread has registers for instructions of ``mma_n`` columns, and ``more`` for each slice."""
-    return _needed(config, mma_n, more) <= _splits(config)[-1][1]
+    others = _OTHER_REGISTERS + config.slices * (_OTHER_REGISTERS_PER_SLICE + more)
+    others += _OTHER_REGISTERS_OF_PARTS if mma_n < config.block_n else 0
+    others += _OTHER_REGISTERS_OF_WIDE if mma_n > 128 else 0
+    return accumulators(config, mma_n) + others <= REGISTERS[config.num_consumers][1]
 
 
 def more_registers(scaling: str, accumulate: str, tma_store: bool) -> int:
     """Of each slice, where consumers do more with sums than stage them."""
     rowwise = _ROWWISE_REGISTERS if scaling == "rowwise" else 0
     return max(rowwise, 0 if tma_store else _DIRECT_REGISTERS, _C_REGISTERS if accumulate == "reads" else 0)
-
-
-def _needed(config: ScaledConfig, mma_n: int, more: int = 0) -> int:
-    """Registers of a consumer thread with instructions of ``mma_n`` columns, with ``more`` for each slice."""
-    others = _OTHER_REGISTERS + config.slices * (_OTHER_REGISTERS_PER_SLICE + more)
-    if mma_n < config.block_n:
-        others += _OTHER_REGISTERS_OF_PARTS
-    return accumulators(config, mma_n) + others
 
 
 def box_columns(config: ScaledConfig, output: str) -> int:

@@ -25,6 +25,7 @@ from .scaled_tiles import (
     BYTES,
     CLUSTERS,
     CONSUMERS,
+    REGISTERS,
     SERVING,
     accumulators,
     box_columns,
@@ -34,7 +35,6 @@ from .scaled_tiles import (
     instruction_columns,
     make_config,
     more_registers,
-    registers,
 )
 from .tiles import left
 
@@ -199,7 +199,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_fp8_scaled.cu.jinja``."""
         p, c = self.of(params)
-        producer, consumer = registers(p, c)
+        producer, consumer = REGISTERS[c.num_consumers]
         return {
             "block_m": c.block_m,
             "block_n": c.block_n,
@@ -323,10 +323,10 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
             *(make_params(config) for config in self.configs(SM90)),
             make_params(wide, accumulate="reduces"),
             make_params(tall, output="bf16"),
-            make_params(make_config(128, 192), accumulate="reads"),
+            make_params(make_config(128, 160), accumulate="reads"),
             make_params(tile, output="bf16", accumulate="reads"),
             make_params(lone, output="f16"),
-            make_params(tile, store="direct"),
+            make_params(make_config(128, 96), store="direct"),
             make_params(wide, scaling="1d2d"),
             make_params(pair, scaling="1d2d", accumulate="reduces"),
             make_params(tall, scaling="1d2d"),

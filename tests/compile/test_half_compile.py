@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from half_mutations import KERNELS, MUTATIONS, Mutation
-from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, open_compiler
+from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, one_of_a_wide_tile, open_compiler
 
 from deep_gemm import engine, kernels
 from deep_gemm.jit import Builder
@@ -26,8 +26,7 @@ def entry(params: KernelParams) -> str:
     return kernels.get(params.kernel).entry(params)
 
 
-ONE_OF_A_TILE = list({(params.kernel, params.config.tile): params for params in CASES}.values())
-KERNELS_OF = {"nvrtc": CASES, "nvcc": ONE_OF_A_TILE}
+KERNELS_OF = {"nvrtc": CASES, "nvcc": one_of_a_wide_tile(CASES)}
 """What each compiler compiles: NVRTC has NVCC's optimiser and assembler."""
 
 
@@ -44,6 +43,12 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
             return started[kind][params].result()
 
         yield built
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """What builds kernels that are not mutated, each once."""
+    return Builder(tmp_path_factory.mktemp("sound"), open_compiler("nvrtc"))
 
 
 def pairs(cases: list[HalfParams]) -> list[Any]:
@@ -100,11 +105,8 @@ def test_the_main_loop_is_products_and_a_barrier(
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_mutation_applies_once_and_changes_the_code(mutation: Mutation, tmp_path: Path) -> None:
+def test_each_mutation_applies_once_and_changes_the_code(mutation: Mutation, sound: Builder, tmp_path: Path) -> None:
     """Those of tests/gpu/test_half_mutations.py."""
-    params, compiler = KERNELS[mutation.kernels[0]], open_compiler("nvrtc")
-    broken, sound = (
-        Builder(tmp_path / name, compiler, headers).build(engine.build_request(params)).cubin
-        for name, headers in (("broken", mutation.headers(tmp_path / "include")), ("sound", None))
-    )
-    assert broken != sound
+    request = engine.build_request(KERNELS[mutation.kernels[0]])
+    broken = Builder(tmp_path / "broken", open_compiler("nvrtc"), mutation.headers(tmp_path / "include"))
+    assert broken.build(request).cubin != sound.build(request).cubin

@@ -1,0 +1,157 @@
+"""Train a small transformer block in FP8, and the same block in bfloat16, and draw both loss curves.
+
+Every linear layer's three products are deep_gemm's: forward and input gradient with scales of 1x128 by 128x128, weight
+gradient with 1x128 on both sides, added to float32 by the kernel. So are the casts. Attention, normalisation and the
+optimiser are torch's.
+
+    python examples/train_linear.py            # on a Hopper GPU: 300 steps
+    python examples/train_linear.py --steps 3  # without one: the reference, which is slow
+
+The task: predict the next token of sequences that repeat a random pattern, which takes attention to solve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import deep_gemm
+from deep_gemm import quantize
+
+RECIPE = (1, 1, 128)  # scales of 1x128 on both sides
+
+
+class Fp8Product(torch.autograd.Function):
+    """x @ w^T for x (tokens, k) bfloat16 and w (n, k) float32; tokens are a multiple of 16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        rows, columns = quantize.rows_and_columns(x)
+        weights, turned = quantize.blocks_and_transpose(w)
+        y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+        deep_gemm.fp8_gemm_nt(rows, weights, y)
+        ctx.save_for_backward(*columns, *turned)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, sfx, w, sfw = ctx.saved_tensors
+        rows, columns = quantize.rows_and_columns(dy.contiguous())
+        dx = torch.empty(dy.shape[0], w.shape[0], dtype=dy.dtype, device=dy.device)
+        deep_gemm.fp8_gemm_nt(rows, (w, sfw), dx)
+        dw = torch.zeros(dy.shape[1], x.shape[0], device=dy.device)
+        deep_gemm.fp8_gemm_nt(columns, (x, sfx), dw, c=dw, recipe=RECIPE)
+        return dx, dw
+
+
+class Linear(nn.Module):
+    """A linear layer without bias, with float32 weights, in FP8 or in bfloat16."""
+
+    def __init__(self, k: int, n: int, fp8: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n, k) / k**0.5)
+        self.fp8 = fp8
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fp8:
+            return functional.linear(x, self.weight.to(x.dtype))
+        y: Tensor = Fp8Product.apply(x.reshape(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+class Block(nn.Module):
+    """Embedding, causal attention, SwiGLU, and logits."""
+
+    def __init__(self, width: int, heads: int, tokens: int, fp8: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embedding = nn.Embedding(tokens, width)
+        self.places = nn.Parameter(torch.randn(1024, width) * 0.02)
+        self.qkv, self.out = Linear(width, 3 * width, fp8), Linear(width, width, fp8)
+        self.gate, self.up = Linear(width, 2 * width, fp8), Linear(width, 2 * width, fp8)
+        self.down = Linear(2 * width, width, fp8)
+        self.logits = nn.Linear(width, tokens, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = (self.embedding(ids) + self.places[: ids.shape[1]]).bfloat16()
+        q, k, v = self.qkv(norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        y = norm(x)
+        x = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        logits: Tensor = self.logits(norm(x).float())
+        return logits
+
+
+def norm(x: Tensor) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:])
+
+
+def batch(size: int, length: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """Random patterns of a quarter of the length, repeated."""
+    pattern = torch.randint(tokens, (size, length // 4), generator=generator)
+    return pattern.repeat(1, 4)
+
+
+def train(fp8: bool, steps: int, device: str, width: int = 512, length: int = 128, size: int = 16) -> list[float]:
+    """Losses, step by step."""
+    torch.manual_seed(0)
+    model = Block(width, heads=8, tokens=64, fp8=fp8).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    began = time.perf_counter()
+    for step in range(steps):
+        ids = batch(size, length, 64, generator).to(device)
+        loss = functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step % 25 == 0 or step == steps - 1:
+            took = time.perf_counter() - began
+            print(f"{'FP8 ' if fp8 else 'BF16'} step {step:4}: loss {losses[-1]:.4f} after {took:.1f} s", flush=True)
+    return losses
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for (name, losses), colour in zip(curves.items(), ("#9aa0a6", "#0b6e4f"), strict=True):
+        axes.plot(losses, label=name, color=colour)
+    axes.set(xlabel="step", ylabel="loss", title="One transformer block, linear layers in BF16 and in FP8")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300 if device == "cuda" else 3)
+    parser.add_argument("--png", type=Path, default=Path("train_linear.png"), help="where to draw the curves")
+    options = parser.parse_args()
+    size = {} if device == "cuda" else {"width": 128, "length": 32, "size": 2}
+    curves = {name: train(name == "FP8", options.steps, device, **size) for name in ("BF16", "FP8")}
+    last = {name: sum(losses[-10:]) / len(losses[-10:]) for name, losses in curves.items()}
+    print(f"loss of the last steps: BF16 {last['BF16']:.4f}, FP8 {last['FP8']:.4f}")
+    try:
+        draw(curves, options.png)
+    except ImportError:
+        print("no chart: pip install matplotlib")
+    else:
+        print(f"curves in {options.png}")
+
+
+if __name__ == "__main__":
+    main()
