@@ -21,7 +21,7 @@ from deep_gemm.aot import shard as shards
 from deep_gemm.aot import workload
 from deep_gemm.aot.inputs import MAX_SIZE, whole
 from deep_gemm.aot.layers import FP8, FP8_OPS, Plan
-from deep_gemm.aot.workload import MAX_M, GemmShape
+from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
@@ -118,10 +118,6 @@ def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None) 
     return ops.spec(shape.m, shape.n, shape.k, num_sms or arch.num_sms, shape.op)
 
 
-K_MULTIPLE = 16
-"""TMA reads rows of FP8 in units of 16 bytes."""
-
-
 def refusal(n: int, k: int, op: str = FP8) -> str:
     """Why a call with these weights is refused for every M; "" if it is not."""
     if k % K_MULTIPLE and op in FP8_OPS:
@@ -184,6 +180,7 @@ def precompile(
     jobs: int | None = None,
     progress: Progress | bool | None = None,
     allow_partial: bool = False,
+    training: bool = False,
 ) -> Summary:
     """Build every kernel that `what` can need into the cache: calls of these products compile nothing afterwards.
 
@@ -211,11 +208,13 @@ def precompile(
             now and then.
         allow_partial: build the layers that have kernels even if others are not understood or have none. Otherwise that
             is an UnsupportedError and nothing is built, since a call would then compile while serving.
+        training: also what training of the layers in FP8 needs: the gradients of input and weight, and the casts of
+            `deep_gemm.quantize`.
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with groups, or with a part that is not understood.
     """
-    work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op), arch, num_sms)
+    work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op, training), arch, num_sms)
     return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
 
 
@@ -252,7 +251,13 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
 
 
 def shapes_for(
-    what: Any, tp: int = 1, ep: int = 1, max_m: int = MAX_M, allow_partial: bool = False, op: str = ""
+    what: Any,
+    tp: int = 1,
+    ep: int = 1,
+    max_m: int = MAX_M,
+    allow_partial: bool = False,
+    op: str = "",
+    training: bool = False,
 ) -> list[GemmShape]:
     """The shapes of a workload. If it does not give M, there is one shape for each bucket of M up to `max_m`. Raises as
     `precompile` does."""
@@ -261,7 +266,7 @@ def shapes_for(
         raise UnsupportedError(
             f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."
         )
-    return workload.shapes(found.layers, select.representatives(whole(max_m, "max_m")))
+    return workload.shapes(found.layers, select.representatives(whole(max_m, "max_m")), training)
 
 
 def printed(every: float = 2.0) -> Progress:

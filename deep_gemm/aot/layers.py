@@ -15,7 +15,8 @@ BLOCK = 128
 """Rows and columns of a weight that share one scale."""
 
 FP8 = "fp8_gemm_nt"
-FP8_OPS = (FP8, "fp8_gemm_nt_1d1d", "fp8_gemm_nt_rowwise")
+WGRAD = "fp8_gemm_nt_1d1d"
+FP8_OPS = (FP8, WGRAD, "fp8_gemm_nt_rowwise")
 """With scales of blocks; with those of weight gradients, added to float32; with one scale for each row."""
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
 """The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from deep_gemm.aot import checkpoint, inputs, model
 from deep_gemm.aot.inputs import parse_sizes, shown
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, Plan, check_op
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, WGRAD, Layer, Plan, check_op
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
 __all__ = [
@@ -34,6 +34,9 @@ __all__ = [
 
 DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 """Sizes of M from decode to prefill that reach the selector's choices; M itself is no part of a kernel's identity."""
+
+K_MULTIPLE = 16
+"""TMA reads rows of FP8 in units of 16 bytes."""
 
 MAX_M = 16384
 """The default of the largest M for which kernels are prepared."""
@@ -65,9 +68,19 @@ class GemmShape:
         return f"{self.m} x {self.n} x {self.k}" + ("" if self.op == FP8 else f" of {self.op}")
 
 
-def shapes(layers: Iterable[Layer], ms: Sequence[int]) -> list[GemmShape]:
-    """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`."""
-    return [GemmShape(m, x.n, x.k, x.name, x.op) for x in layers if not x.why_not for m in (x.ms or ms)]
+def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -> list[GemmShape]:
+    """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`. `training`: also the
+    gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens."""
+    found = []
+    for x in layers:
+        for m in () if x.why_not else (x.ms or ms):
+            found.append(GemmShape(m, x.n, x.k, x.name, x.op))
+            if training and x.op == FP8:
+                if x.n % K_MULTIPLE == 0:
+                    found.append(GemmShape(m, x.k, x.n, f"input gradient of {x.name}", FP8))
+                if m % K_MULTIPLE == 0:
+                    found.append(GemmShape(x.n, x.k, m, f"weight gradient of {x.name}", WGRAD))
+    return found
 
 
 def parse(text: str) -> Layer:

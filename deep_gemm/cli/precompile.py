@@ -44,6 +44,7 @@ FAILED, PARTIAL = 1, 3
 @click.option(
     "--op", default="", metavar="NAME", help="Operation of shapes and of unquantised models. [FP8; the model's dtype]"
 )
+@click.option("--training", is_flag=True, help="Also the gradients and casts that training in FP8 needs.")
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
 @click.option(
@@ -67,6 +68,7 @@ def command(
     m_text: str | None,
     max_m: int,
     op: str,
+    training: bool,
     arch: str,
     num_sms: int | None,
     shard_text: str | None,
@@ -103,7 +105,7 @@ def command(
     asked += [path] if path is not None else []
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op)
-        work = build.choose(workload.shapes(found.layers, ms), arch, num_sms)
+        work = build.choose(workload.shapes(found.layers, ms, training), arch, num_sms)
     every = f"every M to {max_m}" if m_text is None else _span(ms)
     report: dict[str, Any] = {
         "arch": arch,

@@ -143,7 +143,7 @@ class Quantize(Kernel[QuantizeConfig]):
             *(("bf16", plain, "none", False) for plain in ("row", "column", "tile")),
             *(("bf16", "none", transposed, False) for transposed in ("column", "tile")),
             *(("bf16", "row", "column", gated) for gated in (False, True)),
-            ("bf16", "tile", "tile", False),
+            *((dtype, "tile", "tile", False) for dtype in ("bf16", "f32")),
             ("bf16", "row", "none", True),
             *((dtype, "row", "none", False) for dtype in ("f16", "f32")),
             ("f32", "row", "column", False),

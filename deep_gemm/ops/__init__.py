@@ -37,5 +37,9 @@ def spec(m: int, n: int, k: int, num_sms: int, op: str = DEFAULT, whole_gpu: boo
 
 
 def helpers(op: str) -> tuple[str, ...]:
-    """The kernels that calls of ``op`` may launch before the product, where an operand does not lie as TMA reads it."""
-    return ("copy_rows",) if op in (half_dense.BF16, half_dense.FP16) else ("transpose_scales", "transpose_bytes")
+    """The kernels that come before calls of ``op``: they bring operands that do not lie as TMA reads them into place,
+    and make those of weight gradients."""
+    if op in (half_dense.BF16, half_dense.FP16):
+        return ("copy_rows",)
+    transposes = ("transpose_scales", "transpose_bytes")
+    return (*transposes, "quantize") if op == WGRAD else transposes
