@@ -1,4 +1,4 @@
-"""The mutations of tests/gpu/test_mutations.py apply to today's device code, and compile."""
+"""The mutations of test_mutations.py and test_scaled_mutations.py in tests/gpu apply to today's device code, and compile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import scaled_mutations
 from headers import edited_headers
 from kernel_builds import open_compiler
 from mutations import MUTATIONS, Mutation, mutated_kernels
@@ -66,3 +67,12 @@ def test_it_applies_once_compiles_and_changes_the_code(
         assert mutant.cubin != original.cubin, kernel
         # It must run as it did: spills would do no harm, but more registers would not launch.
         assert mutant.resources.registers <= original.resources.registers, kernel
+
+
+@pytest.mark.parametrize("mutation", scaled_mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+def test_so_does_each_of_the_kernel_with_any_scaling(
+    mutation: Mutation, nvrtc: Compiler, sound: Builder, tmp_path: Path
+) -> None:
+    request = engine.build_request(scaled_mutations.KERNELS[mutation.kernels[0]])
+    broken = Builder(tmp_path / "broken", nvrtc, mutation.headers(tmp_path / "include"))
+    assert broken.build(request).cubin != sound.build(request).cubin

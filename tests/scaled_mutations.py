@@ -1,0 +1,102 @@
+"""Device code of the FP8 kernel with any scaling broken on purpose, as in `mutations.py`: each edit makes a wrong
+result, and no wait for something that never comes."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+from deep_gemm.kernels.sm90_fp8_scaled import make_config, make_params
+from deep_gemm.params import ScaledParams
+
+KERNELS: dict[str, ScaledParams] = {
+    "rows": make_params(make_config(128, 128)),
+    "parts": make_params(make_config(128, 256), accumulate="reduces"),
+    "blocks": make_params(make_config(64, 64), scaling="1d2d", accumulate="reads"),
+    "whole": make_params(make_config(128, 128), scaling="rowwise", output="bf16"),
+    "direct": make_params(make_config(64, 64), scaling="rowwise", store="direct"),
+}
+"""All scalings, outputs, and ways to add C."""
+
+_1D1D = ("rows", "parts")
+
+MUTATIONS = [
+    Mutation(
+        "read B's scales from the slots of even rounds",
+        "scaling.cuh",
+        "(stage + parity * kStages) * kColumnBytes",
+        "stage * kColumnBytes",
+        _1D1D,
+    ),
+    Mutation(
+        "load B's scales into the slots of even rounds",
+        "fp8_scaled.cuh",
+        "stage + (cursor.round & 1) * Layout::kStages",
+        "stage",
+        _1D1D,
+    ),
+    Mutation(
+        "give a column its neighbour's scale",
+        "scaling.cuh",
+        "low * odd, partial[i + 1]",
+        "low * even, partial[i + 1]",
+        _1D1D,
+    ),
+    Mutation(
+        "give a row the scale of the one eight above",
+        "scaling.cuh",
+        "high * even, partial[i + 2]",
+        "low * even, partial[i + 2]",
+        _1D1D,
+    ),
+    Mutation(
+        "load scales of the first rows for every tile",
+        "fp8_scaled.cuh",
+        "                   tile.row, block);",
+        "                   0, block);",
+        ("rows", "parts", "blocks"),
+    ),
+    Mutation(
+        "take the first tile's scales of B",
+        "fp8_scaled.cuh",
+        "found.row[scale] = tile.column / 128 + scale",
+        "found.row[scale] = scale",
+        ("blocks",),
+    ),
+    Mutation(
+        "scale by rows of A alone", "fp8_scaled.cuh", "sum[j] *= low * weight;", "sum[j] *= low;", ("whole", "direct")
+    ),
+    Mutation("add C to one of two neighbours", "fp8_scaled.cuh", "      pair[1] += second;\n", "", ("blocks",)),
+    Mutation(
+        "write over D in place of adding to it",
+        "fp8_scaled.cuh",
+        "tma_add(arg.map_d, source, x, y);",
+        "tma_store(arg.map_d, source, x, y, policy...);",
+        ("parts",),
+    ),
+    Mutation(
+        "stage one of two neighbours twice",
+        "part_store.cuh",
+        "within, words[i], words[i + 1]);",
+        "within, words[i], words[i]);",
+        ("rows", "parts", "blocks"),
+    ),
+    Mutation(
+        "store one of two neighbours twice",
+        "fp8_scaled.cuh",
+        "Out::store(kernel.arg.d, index + 1, pair[1]);",
+        "Out::store(kernel.arg.d, index + 1, pair[0]);",
+        ("direct",),
+    ),
+    Mutation(
+        "drop the last block of K",
+        "gemm_kernel.cuh",
+        "Tile::kShapeK : arg.k;",
+        "Tile::kShapeK : arg.k - 128;",
+        tuple(KERNELS),
+    ),
+]
+
+
+def mutants() -> list[tuple[Mutation, str]]:
+    """Every mutation with each of the kernels that it breaks."""
+    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]
