@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from deep_gemm import engine, kernels
+from deep_gemm import engine, kernels, quantisation
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
@@ -19,6 +19,7 @@ from deep_gemm.jit.driver.module import Function, load_function
 from deep_gemm.kernels.sm90_fp8_scaled import SCALINGS
 from deep_gemm.ops import fp8_dense, half_dense
 from deep_gemm.params import HalfParams, KernelParams, ScaledParams
+from deep_gemm.reference import Scalings
 from deep_gemm.settings import settings
 from deep_gemm.spec import align, ceil_div
 from deep_gemm.testing import Operand
@@ -89,6 +90,35 @@ def force(
     return Forced(Launch(function, made.shape, stream, made.parameters, addresses), scales)
 
 
+def mn_major(sf: Tensor) -> Tensor:
+    """Scales (rows, blocks) as TMA reads them, with NaN where there is room to spare."""
+    rows, blocks = sf.shape
+    whole = torch.full((blocks, align(rows, 4)), float("nan"), device=sf.device)
+    whole[:, :rows] = sf.t()
+    return whole.t()[:rows]
+
+
+def scaled_operands(params: ScaledParams, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """x (M, K) and y (N, K) as a, sfa, b and sfb of `force_scaled`, cast by torch."""
+    found = {}
+    for name, values, kind in zip("ab", (x, y), scaling_of(params), strict=True):
+        if kind == "1x128":
+            cast, sf = quantisation.per_token_cast_to_fp8(values, False)
+            sf = mn_major(sf)
+        elif kind == "128x128":
+            cast, sf = quantisation.per_block_cast_to_fp8(values, False)
+        else:
+            sf = values.abs().amax(1, keepdim=True) / 448
+            cast = (values / sf).to(torch.float8_e4m3fn)
+        found |= {name: cast, f"sf{name}": sf}
+    return found
+
+
+def scaling_of(params: ScaledParams) -> Scalings:
+    """The scaling of A and of B."""
+    return next(pair for pair, name in SCALINGS.items() if name == params.scaling)  # type: ignore[return-value]
+
+
 def force_scaled(
     params: ScaledParams,
     function: Function,
@@ -101,14 +131,13 @@ def force_scaled(
     """Make the launch of an FP8 kernel with any scaling for d (M, N) = (c +) a @ b^T on a stream. ``tensors`` are a (M,
     K), sfa, b (N, K), sfb, d, and c where there is one; scales of 1 x 128 are MN-major and aligned."""
     (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
-    scaling = next(pair for pair, name in SCALINGS.items() if name == params.scaling)
     spec = fp8_dense.spec(
         m,
         n,
         k,
         num_sms=num_sms,
         aligned=params.store == "tma",
-        scaling=scaling,  # type: ignore[arg-type]
+        scaling=scaling_of(params),
         output=params.output,  # type: ignore[arg-type]
         accumulate={"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],  # type: ignore[arg-type]
     )

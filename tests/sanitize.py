@@ -25,16 +25,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import half_mutations
+import scaled_mutations
 from cover import cover, everything, features
-from forced import compiled, force, force_half, laid_out, load, nvrtc
+from forced import compiled, force, force_half, force_scaled, laid_out, load, nvrtc, scaled_operands, scaling_of
 from racecheck_headers import RACES, racecheck_headers
 
-from deep_gemm import kernels
+import deep_gemm
+from deep_gemm import kernels, quantize
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import sm90_half_gemm
-from deep_gemm.params import FP8Config, GemmConfig, HalfParams, KernelParams
+from deep_gemm.kernels import sm90_fp8_scaled, sm90_half_gemm
+from deep_gemm.params import FP8Config, GemmConfig, HalfParams, KernelParams, ScaledParams
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
@@ -47,6 +49,13 @@ HALF: list[KernelParams] = [
     ),
 ]
 """16-bit kernels of every kind."""
+
+SCALED: list[KernelParams] = [
+    *scaled_mutations.KERNELS.values(),
+    sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 256, (2, 1))),
+    sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 128, (1, 2)), scaling="1d2d"),
+]
+"""FP8 kernels with any scaling, of every kind."""
 
 
 def chosen(every: int) -> list[KernelParams]:
@@ -88,6 +97,39 @@ def run_half(params: HalfParams, function: Function, stream: int) -> bool:
     return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
 
 
+def run_scaled(params: ScaledParams, function: Function, stream: int) -> bool:
+    """Run an FP8 kernel with any scaling twice, like the others. Returns whether the result is right."""
+    config = params.config
+    assert isinstance(config, GemmConfig)
+    m, n, k = config.block_m + 72, 2 * config.block_n + 40, 896
+    x, y = (torch.randn(rows, k, device="cuda") for rows in (m, n))
+    operands = scaled_operands(params, x, y)
+    out = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[params.output]
+    c = torch.randn(m, n, device="cuda").to(out)
+    found = []
+    for early in (False, True):
+        tensors = {**operands, "d": c.clone()} | ({"c": c} if params.accumulate == "reads" else {})
+        force_scaled(params, function, tensors, 2 * config.cluster_size, stream, early, early)()
+        found.append(tensors["d"])
+    torch.cuda.synchronize()
+    exact = exact_product(*operands.values(), scaling=scaling_of(params))
+    exact += 0 if params.accumulate == "none" else c.double()
+    return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
+
+
+def run_casts() -> bool:
+    """Casts, and products of operands that are transposed first, by the public functions: each kernel once or more."""
+    x, y = (torch.randn(rows, 656, device="cuda").bfloat16() for rows in (200, 330))
+    for function in (quantize.rows_and_columns, quantize.blocks_and_transpose, quantize.rows, quantize.columns):
+        function(x)
+    (a, sfa), (b, sfb) = quantize.rows(x), quantize.rows(y, row_major=True)
+    d, same = (torch.empty(200, 330, device="cuda") for _ in range(2))
+    deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d, recipe=(1, 1, 128))
+    deep_gemm.fp8_gemm_nn((a, sfa), (b.t().contiguous(), sfb.t()), same, recipe=(1, 1, 128))
+    torch.cuda.synchronize()
+    return torch.equal(d, same)
+
+
 def _config(params: KernelParams) -> FP8Config:
     assert isinstance(params.config, FP8Config)
     return params.config
@@ -105,28 +147,32 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     if race:
         include, every, name = RACES[race].put_into(include), 1, RACES[race].kernel
     builder = Builder(place / "cache", nvrtc(), include)
-    with compiled((params, builder, params) for params in named([*chosen(every), *HALF], name)) as binaries:
+    with compiled((params, builder, params) for params in named([*chosen(every), *HALF, *SCALED], name)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong = torch.cuda.current_stream().cuda_stream, 0
     for params, function in functions.items():
-        if isinstance(params, HalfParams):
-            if not run_half(params, function, stream):
+        if isinstance(params, (HalfParams, ScaledParams)):
+            run = run_half if isinstance(params, HalfParams) else run_scaled
+            if not run(params, function, stream):  # type: ignore[arg-type]
                 wrong += 1
                 print(f"wrong: {params}")
             continue
         m, n, k, num_sms = sizes(_config(params))
         a, b, _, _ = random_operands(m, n, k, "cuda")
         d, early = (torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        runs = [
+        launches = [
             force(params, function, a, b, d, num_sms, stream),
             force(params, function, a, b, early, num_sms, stream, pdl=True, constant_b=True),
         ]
-        for run in runs:
-            run()
+        for launch in launches:
+            launch()
         torch.cuda.synchronize()
         if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
             wrong += 1
             print(f"wrong: {params}")
+    if not name and not run_casts():
+        wrong += 1
+        print("wrong: casts")
     print(f"{len(functions)} kernels, {wrong} wrong")
     sys.exit(wrong > 0 and not race)
 

@@ -1,4 +1,4 @@
-"""The mutations of test_mutations.py and test_scaled_mutations.py in tests/gpu apply to today's device code, and compile."""
+"""The mutations that tests/gpu runs apply to today's device code, and compile."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced import compiled, force_scaled, load, nvrtc
+from forced import compiled, force_scaled, load, mn_major, nvrtc
 from gpu_cases import DEVICE
 
 import deep_gemm
@@ -43,14 +43,6 @@ def operand(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tens
         return quantisation.per_block_cast_to_fp8(x, False)
     sf = x.abs().amax(1, keepdim=True).clamp(1e-4) / 448
     return (x / sf).to(E4M3), sf
-
-
-def mn_major(sf: torch.Tensor) -> torch.Tensor:
-    """Scales as TMA reads them, with NaN where there is room to spare."""
-    rows, blocks = sf.shape
-    whole = torch.full((blocks, align(rows, 4)), float("nan"), device=sf.device)
-    whole[:, :rows] = sf.t()
-    return whole.t()[:rows]
 
 
 # M, N, K, SMs: tiles cut short along M, N and K; several tiles a CTA; one block of K, and 34.

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from forced import compiled, force_scaled, load, nvrtc
+from forced import compiled, force_scaled, load, nvrtc, scaled_operands, scaling_of
 from gpu_cases import DEVICE
 from scaled_mutations import KERNELS, MUTATIONS, Mutation, mutants
 
-from deep_gemm import engine, quantisation, quantize
+from deep_gemm import engine
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.kernels.sm90_fp8_scaled import SCALINGS
 from deep_gemm.params import ScaledParams
 from deep_gemm.spec import align
 from deep_gemm.testing import assert_close_to_exact
@@ -42,7 +41,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mutat
 
 def is_right(params: ScaledParams, function: Function) -> bool:
     """Whether a kernel's result is within the bound."""
-    scaling = next(pair for pair, name in SCALINGS.items() if name == params.scaling)
     generator = torch.Generator(DEVICE).manual_seed(0)
     # Rows and columns of very different sizes, so that another one's scale shows.
     x, y = (
@@ -50,15 +48,7 @@ def is_right(params: ScaledParams, function: Function) -> bool:
         * 4.0 ** torch.randint(-3, 4, (rows, 1), device=DEVICE, generator=generator)
         for rows in (M, N)
     )
-    tensors: dict[str, torch.Tensor] = {}
-    for name, values, kind in (("a", x, scaling[0]), ("b", y, scaling[1])):
-        if kind == "1x128":
-            tensors[name], tensors[f"sf{name}"] = quantize.rows(values)
-        elif kind == "128x128":
-            tensors[name], tensors[f"sf{name}"] = quantisation.per_block_cast_to_fp8(values, False)
-        else:
-            sf = values.abs().amax(1, keepdim=True) / 448
-            tensors[name], tensors[f"sf{name}"] = (values / sf).to(torch.float8_e4m3fn), sf
+    tensors = scaled_operands(params, x, y)
     out = DTYPES[params.output]
     c = torch.randn(M, N, device=DEVICE, generator=generator).to(out)
     width = align(N, 8)
@@ -70,7 +60,7 @@ def is_right(params: ScaledParams, function: Function) -> bool:
     torch.cuda.synchronize()
     try:
         operands = tensors["a"], tensors["sfa"], tensors["b"], tensors["sfb"]
-        assert_close_to_exact(d, *operands, c=None if params.accumulate == "none" else c, scaling=scaling)  # type: ignore[arg-type]
+        assert_close_to_exact(d, *operands, c=None if params.accumulate == "none" else c, scaling=scaling_of(params))
     except AssertionError:
         return False
     return True
