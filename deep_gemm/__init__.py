@@ -52,8 +52,10 @@ if TYPE_CHECKING:
     from deep_gemm.jit.info import cache_info
     from deep_gemm.layout import (
         get_k_alignment_for_contiguous_layout,
+        get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
         get_m_alignment_for_contiguous_layout,
         get_mk_alignment_for_contiguous_layout,
+        get_mn_major_tma_aligned_packed_ue8m0_tensor,
         get_mn_major_tma_aligned_tensor,
         get_theoretical_mk_alignment_for_contiguous_layout,
         get_tma_aligned_size,
@@ -131,8 +133,10 @@ __all__ = [
     "get_block_size_multiple_of",
     "get_deterministic_algorithms",
     "get_k_alignment_for_contiguous_layout",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
     "get_pdl",
@@ -202,8 +206,10 @@ _LATE = {
     "deep_gemm.jit.info": ("cache_info",),
     "deep_gemm.layout": (
         "get_k_alignment_for_contiguous_layout",
+        "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
         "get_m_alignment_for_contiguous_layout",
         "get_mk_alignment_for_contiguous_layout",
+        "get_mn_major_tma_aligned_packed_ue8m0_tensor",
         "get_mn_major_tma_aligned_tensor",
         "get_theoretical_mk_alignment_for_contiguous_layout",
         "get_tma_aligned_size",

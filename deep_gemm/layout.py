@@ -22,8 +22,10 @@ __all__ = [
     "align",
     "ceil_div",
     "get_k_alignment_for_contiguous_layout",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
@@ -87,11 +89,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
         InvalidInputError: wrong dtype or rank.
         UnsupportedError: on a GPU without kernels, unless DG_FALLBACK lets torch do it.
     """
-    if not isinstance(sf, Tensor) or sf.dtype != torch.float32:
-        kind = sf.dtype if isinstance(sf, Tensor) else type(sf).__name__
-        raise InvalidInputError(f"sf must be a torch.float32 tensor, but it is {kind}.")
-    if sf.dim() not in (2, 3):
-        raise InvalidInputError(f"sf must have 2 or 3 dimensions, but it has {sf.dim()}: {tuple(sf.shape)}.")
+    _check_scales(sf)
     strides = _mn_major_strides(sf)
     if sf.stride() == strides and sf.data_ptr() % TMA_BYTES == 0:
         return sf
@@ -103,6 +101,39 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
                 raise
     out = torch.empty_strided(sf.shape, strides, dtype=sf.dtype, device=sf.device)
     return out.copy_(sf)
+
+
+def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor | None = None) -> Tensor:
+    """The exponents of scales that are powers of two, four in an int32, as GPUs after Hopper read them.
+
+    Args:
+        sf: float32, (mn, columns) or (groups, mn, columns), of any strides. Only exponents are kept.
+        psum_layout: accepted for callers that also run on newer hardware. Padding rows are packed like any other.
+
+    Returns:
+        int32, (mn, ceil(columns / 4)) or with groups in front, MN-major, each column padded to a multiple of 16 bytes.
+        Byte i of an element is the biased exponent of column 4 j + i; columns that do not exist are 0. No kernel for
+        Hopper takes such scales.
+
+    Raises:
+        InvalidInputError: wrong dtype or rank.
+    """
+    _check_scales(sf)
+    mn, columns = sf.shape[-2:]
+    exponents = (sf.view(torch.int32) >> 23).to(torch.uint8)  # the sign is 0
+    padded = torch.nn.functional.pad(exponents, (0, -columns % 4))
+    packed = padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
+    out = torch.zeros((*packed.shape[:-2], packed.shape[-1], align(mn, 4)), dtype=torch.int32, device=sf.device)
+    out[..., :mn] = packed.mT
+    return out.mT[..., :mn, :]
+
+
+def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(*_args: Any, **_kwargs: Any) -> Tensor:
+    """Not supported: packed scales of K-grouped products, which are for GPUs after Hopper."""
+    raise UnsupportedError(
+        "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor is not implemented: packed UE8M0 scales are for GPUs "
+        "after Hopper. Pass float32 scales."
+    )
 
 
 def transform_sf_into_required_layout(
@@ -153,6 +184,14 @@ def transform_sf_into_required_layout(
             f"num_groups = {num_groups}, but it has {tuple(sf.shape)}."
         )
     return get_mn_major_tma_aligned_tensor(sf) if gran_mn == 1 else sf
+
+
+def _check_scales(sf: Tensor) -> None:
+    if not isinstance(sf, Tensor) or sf.dtype != torch.float32:
+        kind = sf.dtype if isinstance(sf, Tensor) else type(sf).__name__
+        raise InvalidInputError(f"sf must be a torch.float32 tensor, but it is {kind}.")
+    if sf.dim() not in (2, 3):
+        raise InvalidInputError(f"sf must have 2 or 3 dimensions, but it has {sf.dim()}: {tuple(sf.shape)}.")
 
 
 def _granularity(recipe: Any, is_sfa: bool | None) -> tuple[int, int]:

@@ -120,6 +120,23 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, rounded)
 
 
+def pack_ue8m0_to_int(x: Tensor) -> Tensor:
+    """The exponents of float32 powers of two, four in an int32: (..., k) to (..., k / 4). Other bits are dropped."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] % 4:
+        raise InvalidInputError(f"x must be float32 with a multiple of four columns, but it is {_kind(x)}.")
+    exponents = (x.view(torch.int32) >> 23).to(torch.uint8)
+    return exponents.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
+def unpack_ue8m0_from_int(packed: Tensor) -> Tensor:
+    """The powers of two that `pack_ue8m0_to_int` packed: (..., k / 4) int32 to (..., k) float32."""
+    if not isinstance(packed, Tensor) or packed.dtype != torch.int32 or packed.dim() == 0:
+        raise InvalidInputError(f"packed must be an int32 tensor of one dimension or more, but it is {_kind(packed)}.")
+    # Not .contiguous(), which leaves a single element with whatever strides it has.
+    exponents = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return (exponents.to(torch.int32) << 23).view(torch.float32)
+
+
 def cast_blocks(
     x: Tensor, block_rows: int, block_columns: int, use_ue8m0: bool, epsilon: float = AMAX_MIN
 ) -> tuple[Tensor, Tensor]:

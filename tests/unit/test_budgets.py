@@ -15,7 +15,7 @@ from deep_gemm import engine
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.workload import model_layers, shapes
 from deep_gemm.benchmarks import compile_cost
-from deep_gemm.benchmarks.shapes import LLAMA_3
+from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, LLAMA_3
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.params import KernelParams
 from deep_gemm.select import representatives
@@ -65,6 +65,15 @@ def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
     assert {layer.op for layer in layers} == {"bf16_gemm_nt"}
     assert not work.impossible
     assert 15 <= len(work.kernels) <= BUDGETS["bf16_kernels"][model][str(tp)]
+
+
+def test_few_kernels_train_a_model() -> None:
+    """Forward, gradients and casts of DeepSeek-V3's dense layers, for every fourth bucket of M."""
+    work = choose(shapes(model_layers(DEEPSEEK_V3), representatives(16384)[::4], training=True))
+    assert not work.impossible
+    kinds = {params.kernel for params in work.kernels}
+    assert {"sm90_fp8_gemm", "sm90_fp8_scaled", "quantize"} <= kinds
+    assert 40 <= len(work.kernels) <= BUDGETS["training_kernels"]
 
 
 def test_importing_is_cheap() -> None:

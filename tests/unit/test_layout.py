@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import deep_gemm
+import deep_gemm.utils
 from deep_gemm import InvalidInputError, UnsupportedError
 from deep_gemm.layout import (
     get_mn_major_tma_aligned_tensor,
@@ -178,3 +180,32 @@ def test_the_alignment_of_groups_can_be_set_and_restored() -> None:
     assert (
         theoretical() == theoretical(200) == theoretical(expected_m=200, num_groups=4) == theoretical(4096, 32) == 128
     )
+
+
+@pytest.mark.parametrize("groups", [None, 3])
+@pytest.mark.parametrize(("mn", "columns"), [(1, 1), (5, 4), (130, 7), (64, 56)])
+def test_exponents_are_packed_four_in_a_word(mn: int, columns: int, groups: int | None) -> None:
+    shape = (mn, columns) if groups is None else (groups, mn, columns)
+    powers = torch.randint(-20, 20, shape)
+    sf = 2.0**powers
+    packed = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (*shape[:-1], -(-columns // 4))
+    assert packed.stride()[-2:] == (1, -(-mn // 4) * 4)
+    unpacked = deep_gemm.utils.math.unpack_ue8m0_from_int(packed.contiguous())
+    assert torch.equal(unpacked[..., :columns], sf)
+    assert bool((unpacked[..., columns:] == 0).all())
+
+
+def test_packing_is_undone_by_unpacking() -> None:
+    x = 2.0 ** torch.randint(-100, 100, (3, 8))
+    assert torch.equal(deep_gemm.utils.math.unpack_ue8m0_from_int(deep_gemm.utils.math.pack_ue8m0_to_int(x)), x)
+    with pytest.raises(InvalidInputError, match="multiple of four columns"):
+        deep_gemm.utils.math.pack_ue8m0_to_int(x[:, :3])
+    with pytest.raises(InvalidInputError, match="packed must be an int32 tensor"):
+        deep_gemm.utils.math.unpack_ue8m0_from_int(x)
+
+
+def test_packed_scales_of_k_groups_are_refused_in_words() -> None:
+    with pytest.raises(UnsupportedError, match="after Hopper"):
+        deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(torch.ones(4, 4), None, [128])
