@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ import deep_gemm
 from deep_gemm import ops
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.backends import deepgemm, get_kernel
+from deep_gemm.backends.operations import RowwiseGemm, ScaledGemm, WeightGradient
 from deep_gemm.benchmarks.shapes import Problem
 from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
@@ -34,7 +35,7 @@ Call = Callable[[], Any]
 class FP8Operands:
     """`a` (m, k), `b` (n, k): E4M3; `sfa` (m, k/128) MN-major, `sfb` (n/128, k/128): float32; `d` (m, n): bf16."""
 
-    peers = ("tensorwise", "blockwise")
+    peers: ClassVar[tuple[str, ...]] = ("tensorwise", "blockwise")
     element_bytes = 1
     op = ops.DEFAULT
     accumulate = False
@@ -74,6 +75,55 @@ class FP8Operands:
     def checked(self) -> tuple[Operation, Any]:
         """The operation, and its checked operands."""
         return (operation := fp8_dense.FP8GemmNT()), operation.check(*self.arguments)
+
+
+@dataclass
+class GradientOperands(FP8Operands):
+    """The same with scales of 1 x 128 on both sides, both MN-major, added to a float32 `d`."""
+
+    op = ops.WGRAD
+    accumulate = True
+
+    @classmethod
+    def make(cls, shape: GemmShape, sets: int, device: str) -> list[FP8Operands]:
+        """Normal data through the real quantisation; `d` begins as zeros."""
+        return _cast_operands(cls, WeightGradient(), shape, sets, device)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the operation's function; `d` is also c."""
+        return (self.a, self.sfa), (self.b, self.sfb), self.d, self.d
+
+    def checked(self) -> tuple[Operation, Any]:
+        """As `FP8Operands.checked`."""
+        a, b, d, c = self.arguments
+        operation = fp8_dense.FP8GemmNT(accumulates=True)
+        return operation, operation.check(a, b, c, d, WeightGradient.recipe)
+
+
+@dataclass
+class RowwiseOperands(FP8Operands):
+    """The same with one scale for each row of `a` and of `b`."""
+
+    peers = ("cublaslt",)
+    op = ops.ROWWISE
+
+    @classmethod
+    def make(cls, shape: GemmShape, sets: int, device: str) -> list[FP8Operands]:
+        """Normal data, cast."""
+        return _cast_operands(cls, RowwiseGemm(), shape, sets, device)
+
+
+def _cast_operands(
+    cls: type[FP8Operands], gemm: ScaledGemm, shape: GemmShape, sets: int, device: str
+) -> list[FP8Operands]:
+    """Sets that share a. ``d`` is zeros."""
+    place, found = torch.device(device), []
+    a, _, _ = gemm.make((shape.m, 1, shape.k), place)
+    for index in range(sets):
+        _, b, _ = gemm.make((1, shape.n, shape.k), place, seed=index + 1)
+        found.append(cls(a[0], a[1], b[0], b[1], torch.zeros(shape.m, shape.n, dtype=gemm.out, device=place)))
+    return found
 
 
 @dataclass
@@ -151,7 +201,8 @@ def _nt(op: str) -> str:
 
 def of(shape: GemmShape) -> type[FP8Operands] | type[HalfOperands]:
     """The class of a shape's operands."""
-    return FP8Operands if shape.op == ops.DEFAULT else HalfOperands
+    fp8 = {one.op: one for one in (FP8Operands, GradientOperands, RowwiseOperands)}
+    return fp8.get(shape.op, HalfOperands)
 
 
 def make_operands(shape: GemmShape, sets: int, device: str = "cuda") -> list[Any]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from deep_gemm.aot.layers import FP8, OPS
+from deep_gemm.aot.layers import FP8, FP8_OPS, OPS
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.errors import InvalidInputError
 
-TIMED_OPS = (FP8, *(op[:-2] + form for op in dict.fromkeys(OPS.values()) for form in ("nt", "nn", "tn", "tt")))
+TIMED_OPS = (*FP8_OPS, *(op[:-2] + form for op in dict.fromkeys(OPS.values()) for form in ("nt", "nn", "tn", "tt")))
 """Operations that can be timed."""
 OUTPUTS = ("f32",)
 """The dtypes of D other than the operation's default."""
@@ -47,10 +47,10 @@ def posed(shapes: Iterable[GemmShape], op: str = FP8, output: str = "", accumula
         given = (op, output, accumulate)
         known = f"{', '.join(TIMED_OPS)}, outputs {', '.join(OUTPUTS)}"
         raise InvalidInputError(f"op, output and accumulate must be of {known}, True and False, but are {given!r}.")
-    if op == FP8:
+    if op in FP8_OPS:
         if output or accumulate:
-            raise InvalidInputError(f"{FP8} writes bf16 and does not accumulate: leave output and accumulate out.")
-        return list(shapes)
+            raise InvalidInputError(f"the output of {op} is part of its name: leave output and accumulate out.")
+        return [replace(x, op=op) for x in shapes]
     return [Problem(x.m, x.n, x.k, x.source, op, output, accumulate) for x in shapes]
 
 

@@ -62,6 +62,8 @@ class GemmShape:
         if self.op not in FP8_OPS:
             return 2 * (self.m * self.k + self.n * self.k + self.m * self.n)
         blocks = -(-self.k // 128)
+        if self.op == WGRAD:  # float32, read and written
+            return self.m * self.k + self.n * self.k + 8 * self.m * self.n + 4 * blocks * (self.m + self.n)
         return self.m * self.k + self.n * self.k + 2 * self.m * self.n + 4 * blocks * (self.m + -(-self.n // 128))
 
     def __str__(self) -> str:

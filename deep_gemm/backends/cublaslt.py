@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operations import HALF_GEMMS, FP8Gemm
+from .operations import HALF_GEMMS, FP8Gemm, RowwiseGemm, WeightGradient
 from .registry import Call, kernel
 
 Pair = tuple[Tensor, Tensor]
@@ -33,6 +33,31 @@ def tensorwise(a: Pair, b: Pair, d: Tensor) -> Call:
     values, weights = a[0], b[0].t()
     return lambda: torch._scaled_mm(
         values, weights, scale_a=one, scale_b=one, out_dtype=d.dtype, use_fast_accum=True, out=d
+    )
+
+
+@kernel("cublaslt", WeightGradient.name, prepares=True)
+def blockwise_both(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call:
+    """The same scales of 1 x 128 on both sides. It adds no c, which is to be zeros, and returns its result."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    (values, sfa), weights, sfb = a, b[0].t(), b[1].t()
+    recipe = ScalingType.BlockWise1x128
+    return lambda: scaled_mm(values, weights, sfa, recipe, sfb, recipe, output_dtype=d.dtype)
+
+
+@kernel("cublaslt:tensorwise", WeightGradient.name, prepares=True, easier=True)
+def tensorwise_float(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call:
+    """One scale a tensor, float32 out, and no c: the easier problem."""
+    return tensorwise(a, b, d)
+
+
+@kernel("cublaslt", RowwiseGemm.name, prepares=True)
+def rowwise(a: Pair, b: Pair, d: Tensor) -> Call:
+    """The same scales of rows, with fast accumulation, which promotes nothing."""
+    values, weights, sfa, sfb = a[0], b[0].t(), a[1], b[1].t()
+    return lambda: torch._scaled_mm(
+        values, weights, scale_a=sfa, scale_b=sfb, out_dtype=d.dtype, use_fast_accum=True, out=d
     )
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import DeepGemmError
-from .operations import HALF_GEMMS, FP8Gemm
+from .operations import HALF_GEMMS, FP8Gemm, WeightGradient
 from .registry import Call, kernel
 
 NAME = "deep_gemm"
@@ -63,6 +63,13 @@ def prepare(op: str, *operands: Any) -> Call:
 
 for _op in (FP8Gemm.name, *HALF_GEMMS):
     kernel("deepgemm", _op, prepares=True)(functools.partial(prepare, _op))
+
+
+@kernel("deepgemm", WeightGradient.name, prepares=True)
+def weight_gradient(a: Any, b: Any, d: Any, c: Any = None) -> Call:
+    """Its `fp8_gemm_nt`, which wants a c: d itself, zeroed once, if there is none."""
+    c = d.zero_() if c is None else c
+    return functools.partial(library().fp8_gemm_nt, a, b, d, c=c, recipe=WeightGradient.recipe)
 
 
 @functools.cache

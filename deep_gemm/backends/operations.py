@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
 from ..layout import get_mn_major_tma_aligned_tensor
-from ..ops import fp8_dense, half_dense
-from ..reference import exact_product
+from ..ops import fp8_checks, fp8_dense, half_dense
+from ..quantisation import per_token_cast_to_fp8
+from ..reference import Scalings, exact_product
 from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tolerance
 from ..testing.operands import random_operands
 from .registry import operation
@@ -130,6 +132,71 @@ class FP8Gemm(Gemm):
         m, n, k = dims
         blocks = -(-k // 128)
         return m * k + n * k + 2 * m * n + 4 * blocks * (m + -(-n // 128))
+
+
+class ScaledGemm(FP8Gemm):
+    """``fp8_gemm_nt`` with scales of another kind."""
+
+    recipe: tuple[int, int, int] | None = None
+    scaling: Scalings
+    out: torch.dtype
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Normal numbers, cast."""
+        (m, n, k), make = dims, normal(device, seed, torch.float32)
+        a, b = self.cast(make(m, k)), self.cast(make(n, k))
+        return a, b, torch.empty(m, n, dtype=self.out, device=device)
+
+    @abstractmethod
+    def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """One operand."""
+
+    def exact(self, a: Any, b: Any, d: Tensor) -> Tensor:
+        """Of the quantised operands."""
+        return exact_product(a[0], a[1], b[0], b[1], scaling=self.scaling)
+
+    def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
+        """See `testing.accuracy`."""
+        return tolerance(exact, accumulation_bound(a[0], a[1], b[0], b[1], scaling=self.scaling), d.dtype)
+
+    def bytes_moved(self, dims: Dims) -> int:
+        """Scales too."""
+        m, n, k = dims
+        scales = -(-k // 128) if self.recipe else 1
+        return m * k + n * k + self.out.itemsize * m * n + 4 * scales * (m + n)
+
+
+@operation
+class WeightGradient(ScaledGemm):
+    """``fp8_gemm_nt(a, b, d, recipe=(1, 1, 128))``: scales of 1 x 128 on both sides, d float32."""
+
+    name = ops.WGRAD
+    recipe = (1, 1, 128)
+    scaling = fp8_checks.ROWS_ON_BOTH_SIDES
+    out = torch.float32
+    examples = ((4096, 7168, 4096), (7168, 2048, 4096))
+
+    def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales as TMA reads them."""
+        values, sf = per_token_cast_to_fp8(x, False)
+        return values, get_mn_major_tma_aligned_tensor(sf)
+
+
+@operation
+class RowwiseGemm(ScaledGemm):
+    """``fp8_gemm_nt(a, b, d)`` with one scale for each row of a and of b, d bfloat16."""
+
+    name = ops.ROWWISE
+    scaling = fp8_checks.WHOLE_ROWS
+    out = torch.bfloat16
+
+    def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales (rows, 1)."""
+        sf = x.abs().amax(1, keepdim=True) / 448
+        return (x / sf).to(torch.float8_e4m3fn), sf
+
+
+SCALED_GEMMS: tuple[type[ScaledGemm], ...] = (WeightGradient, RowwiseGemm)
 
 
 class HalfGemm(Gemm):

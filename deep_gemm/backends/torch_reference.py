@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import fp8_gemm_reference, half_gemm_reference
-from .operations import HALF_GEMMS, FP8Gemm, HalfGemm, LayerNorm, RMSNorm
+from .operations import HALF_GEMMS, SCALED_GEMMS, FP8Gemm, HalfGemm, LayerNorm, RMSNorm, ScaledGemm
 from .registry import get_operation, kernel
 
 Pair = tuple[Tensor, Tensor]
@@ -20,6 +20,15 @@ Pair = tuple[Tensor, Tensor]
 def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> None:
     """See `fp8_gemm_reference`."""
     fp8_gemm_reference(*a, *b, d)
+
+
+def scaled_gemm(gemm: type[ScaledGemm], a: Pair, b: Pair, d: Tensor) -> None:
+    """See `fp8_gemm_reference`."""
+    fp8_gemm_reference(*a, *b, d, scaling=gemm.scaling)
+
+
+for _gemm in SCALED_GEMMS:
+    kernel("torch", _gemm.name)(functools.partial(scaled_gemm, _gemm))
 
 
 def half_gemm(op: HalfGemm, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:

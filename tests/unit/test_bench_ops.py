@@ -28,6 +28,7 @@ from deep_gemm.testing import calc_diff, timing
 
 __all__ = ["gpu"]
 
+FP8 = [op for op in shapes.TIMED_OPS if op.startswith("fp8")]
 HALF = [op for op in shapes.TIMED_OPS if not op.startswith("fp8")]
 WAYS = [("", False), ("", True), ("f32", False), ("f32", True)]
 M, N, K = 24, 40, 72
@@ -77,11 +78,13 @@ def test_ours_is_the_product_and_a_launch_is_what_it_asks_for(
     assert backends.placed(x, 0) == (launched.strides, launched.at)
 
 
-def test_a_launch_of_fp8_is_what_a_call_asks_for(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("op", FP8)
+def test_a_launch_of_fp8_is_what_a_call_asks_for(gpu: FakeGpu, op: str) -> None:
     for k in (128, 256):
-        (x,) = backends.make_operands(GemmShape(M, N, k), 1, "cpu")
+        shape = GemmShape(M, N, k, op=op)
+        (x,) = backends.make_operands(shape, 1, "cpu")
         backends.ours(x)()
-        assert gpu.launched[-1].spec == survey.spec_of(GemmShape(M, N, k), 132)
+        assert gpu.launched[-1].spec == survey.spec_of(shape, 132)
         assert backends.placed(x, 0) == (gpu.launched[-1].strides, gpu.launched[-1].at)
 
 
@@ -122,6 +125,19 @@ def test_a_float32_output_is_written_by_torch_where_it_can(monkeypatch: pytest.M
         assert [tuple(tensor.shape) for tensor in given] == [(M, N)] * accumulate + [(M, K), (K, N)]
 
 
+@pytest.mark.parametrize("op", ["fp8_gemm_nt_1d1d", "fp8_gemm_nt_rowwise"])
+def test_scales_of_other_kinds_are_timed_as_calls_have_them(op: str) -> None:
+    (shape,) = shapes.posed([GemmShape(32, 48, 256)], op)
+    x, y = backends.make_operands(shape, 2, "cpu")
+    assert x.a is y.a
+    assert x.b is not y.b
+    backends.ours(x)()
+    once = x.d.clone()
+    backends.ours(x)()
+    assert torch.equal(x.d, 2 * once if op == "fp8_gemm_nt_1d1d" else once), "weight gradients add up"
+    assert once.dtype == (torch.float32 if op == "fp8_gemm_nt_1d1d" else torch.bfloat16)
+
+
 @given(st.sampled_from(shapes.TIMED_OPS), st.sampled_from(WAYS), st.tuples(*[st.integers(1, 9999)] * 3), st.text("ab"))
 def test_rows_tell_their_shape(op: str, way: tuple[str, bool], mnk: tuple[int, int, int], source: str) -> None:
     output, accumulate = ("", False) if op.startswith("fp8") else way
@@ -129,7 +145,7 @@ def test_rows_tell_their_shape(op: str, way: tuple[str, bool], mnk: tuple[int, i
     row = json.loads(json.dumps(rows.said(shape)))
     assert rows.shape_of(row) == shape
     assert set(row) - set("mnk") - {"source"} == {
-        *(["op"] if op.startswith(("bf", "fp16")) else []),
+        *(["op"] if op != "fp8_gemm_nt" else []),
         *(["output"] if output else []),
         *(["accumulate"] if accumulate else []),
     }
@@ -188,7 +204,7 @@ def test_operations_are_summed_up_each_for_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--accumulate",), "writes bf16 and does not accumulate"),
+        (("--accumulate",), "is part of its name"),
         (("--op", "bf16_gemm_nt", "--against", "blockwise"), "bf16_gemm_nt is not timed against blockwise"),
         (("--op", "gemm"), "'gemm' is not one of"),
         (("--op", "bf16_gemm_nt", "--deepgemm", "nowhere"), "There is no package deep_gemm in"),

@@ -1,0 +1,100 @@
+"""How fast the casts of `deep_gemm.quantize` are, beside copying as many bytes and beside a kernel that does nothing.
+
+    python -m deep_gemm.benchmarks.casts --output FILE
+
+times each cast in CUDA graphs on one GPU: of a large matrix, whose share of the copy rate counts, and of 1, 16 and 64
+rows, whose time beside an empty kernel's counts. A row for each goes to FILE, and a line to the terminal.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from deep_gemm import quantize
+from deep_gemm.benchmarks import provenance
+from deep_gemm.testing import timing
+
+LARGE, FEW = (8192, 7168), (1, 16, 64)
+SETS = 4
+"""Matrices that a graph goes through in turns: together they are larger than L2."""
+
+CASTS: dict[str, Callable[..., Any]] = {
+    "rows": quantize.rows,
+    "columns": quantize.columns,
+    "blocks": quantize.blocks,
+    "blocks transposed": quantize.blocks_transposed,
+    "rows and columns": quantize.rows_and_columns,
+    "blocks and transpose": quantize.blocks_and_transpose,
+}
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """All tensors of a nest of tuples."""
+    return [x] if isinstance(x, Tensor) else [tensor for part in x for tensor in tensors(part)]
+
+
+def moved(x: Tensor, out: Any) -> int:
+    """Bytes that a cast reads and writes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (x, *tensors(out)))
+
+
+def prepared(cast: Callable[..., Any], size: tuple[int, int], sets: int) -> tuple[list[timing.Call], int]:
+    """Calls of a cast on matrices of their own, and the bytes that each moves."""
+    calls: list[timing.Call] = []
+    count = 0
+    for seed in range(sets):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x = torch.randn(*size, device="cuda", generator=generator).bfloat16()
+        out = cast(x)
+        count = moved(x, out)
+        calls.append(functools.partial(cast, x, out=out))
+    return calls, count
+
+
+def copies(count: int) -> list[timing.Call]:
+    """Calls that copy: half of the bytes are read, half are written."""
+    pairs = [torch.empty(2, count // 2, dtype=torch.uint8, device="cuda") for _ in range(SETS)]
+    return [functools.partial(pair[0].copy_, pair[1]) for pair in pairs]
+
+
+def measure() -> list[dict[str, Any]]:
+    """A row for each cast and size."""
+    found: list[dict[str, Any]] = []
+    m, k = LARGE
+    for name, cast in CASTS.items():
+        calls, count = prepared(cast, LARGE, SETS)
+        us = timing.graph({"cast": calls, "copy": copies(count)})
+        found.append({"cast": name, "m": m, "k": k, "bytes": count, "us": us["cast"], "copy_us": us["copy"]})
+    nothing = torch.zeros(1, device="cuda")
+    for m in FEW:
+        calls, _ = prepared(quantize.rows, (m, LARGE[1]), SETS)
+        us = timing.graph({"cast": calls, "empty": [lambda: nothing.add_(1)] * SETS})
+        found.append({"cast": "rows", "m": m, "k": LARGE[1], "us": us["cast"], "empty_us": us["empty"]})
+    return found
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
+def main(output: Path | None) -> None:
+    """Time the casts of deep_gemm.quantize."""
+    origin = provenance.environment()
+    for row in measure():
+        beside = row.get("copy_us", row.get("empty_us"))
+        kind = "of the copy rate" if "copy_us" in row else "x an elementwise kernel of one element"
+        share = beside / row["us"] if "copy_us" in row else row["us"] / beside
+        click.echo(f"{row['cast']:21} {row['m']:5} x {row['k']}  {row['us']:8.2f} us  {share:.3f} {kind}")
+        if output is not None:
+            with output.open("a") as file:
+                file.write(json.dumps({"mode": "casts", **row, **origin}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
