@@ -81,11 +81,6 @@ if TYPE_CHECKING:
     from deep_gemm.quantisation import dequantise, per_custom_dims_cast_to_fp8
     from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
     from deep_gemm.spec import align, ceil_div
-    from deep_gemm.unsupported import (
-        fp8_fp4_mega_moe,
-        get_symm_buffer_for_mega_moe,
-        transform_weights_for_mega_moe,
-    )
 
 __version__ = "0.1.0"
 
@@ -120,7 +115,6 @@ __all__ = [
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
     "fp8_fp4_gemm_tt",
-    "fp8_fp4_mega_moe",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
     "fp8_gemm_tn",
@@ -140,7 +134,6 @@ __all__ = [
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
     "get_pdl",
-    "get_symm_buffer_for_mega_moe",
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
@@ -164,7 +157,6 @@ __all__ = [
     "tensor_map",
     "testing",
     "transform_sf_into_required_layout",
-    "transform_weights_for_mega_moe",
     "use_deterministic_algorithms",
     "utils",
 ]
@@ -245,11 +237,6 @@ _LATE = {
         "per_channel_cast_to_fp8",
         "per_token_cast_to_fp8",
     ),
-    "deep_gemm.unsupported": (
-        "fp8_fp4_mega_moe",
-        "get_symm_buffer_for_mega_moe",
-        "transform_weights_for_mega_moe",
-    ),
 }
 """The modules of the public names, except the errors and the settings. A module is imported when one of its names is
 used.
@@ -265,9 +252,15 @@ _MODULES = ("backends", "quantize", "testing", "utils")
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"deep_gemm.{name}")
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_PLACES[name]), name)
+    if name in _PLACES:
+        found = getattr(importlib.import_module(_PLACES[name]), name)
+    else:
+        from deep_gemm.unsupported import REASONS, unsupported
+
+        if name not in REASONS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = unsupported(name)
+    globals()[name] = found
     return found
 
 

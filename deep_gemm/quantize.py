@@ -6,14 +6,15 @@ Each function returns (values, scales), such that a value times its scale is the
 step an IEEE float32 operation. Blocks with a NaN or an infinity have such a scale, and NaN or zeros for values.
 
 Common arguments:
-    x: bfloat16, float16 or float32 on a CUDA device (on the CPU torch computes the same bytes), row-major, rows any
-        distance apart: (M, K), or (M, 2 K) if ``gated``.
-    out: where to write, of the shapes and dtypes that are returned otherwise: values row-major, scales of any strides.
-        Fresh values have rows that begin at multiples of 16 bytes.
-    use_ue8m0: scales are powers of two.
-    epsilon: the least magnitude that a scale is made of. With 0, blocks of zeros have the scale 0.
-    gated: cast silu(left half of x) * right half, in float32, in place of x.
-    row_major: fresh scales of 1 x 128 are row-major, not MN-major as the GEMMs read them without a further launch.
+
+- ``x``: bfloat16, float16 or float32, row-major, rows any distance apart: (M, K), or (M, 2 K) if ``gated``. On the CPU
+  torch computes the same bytes.
+- ``out``: where to write, of the shapes and dtypes that are returned otherwise: values row-major, scales of any
+  strides. Fresh values have rows that begin at multiples of 16 bytes.
+- ``use_ue8m0``: scales are powers of two.
+- ``epsilon``: the least magnitude that a scale is made of. With 0, blocks of zeros have the scale 0.
+- ``gated``: cast silu(left half of x) * right half, in float32, in place of x.
+- ``row_major``: fresh scales of 1 x 128 are row-major, not MN-major as the GEMMs read them without a further launch.
 
 Inside CUDA-graph capture the kernel must have been loaded by an earlier call. Raises InvalidInputError, which names the
 argument, and UnsupportedError on a GPU without kernels.

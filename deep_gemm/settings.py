@@ -203,8 +203,7 @@ class Settings:
     cache_dir = _path("DG_JIT_CACHE_DIR", "Where compiled kernels are kept; ~/.deep_gemm when unset.")
     trust_cache_dir = _flag(
         "DG_JIT_TRUST_CACHE_DIR",
-        "Use the cache directory even if other users can write to it or own it, or if it is a symbolic link; and packs "
-        "of which the same is true.",
+        "Use a cache directory or a pack even if other users own it or can write to it, or if it is a symbolic link.",
     )
     precompiled = _paths(
         "DG_JIT_PRECOMPILED",
@@ -217,7 +216,8 @@ class Settings:
         _parse_size,
         None,
         'a size above zero such as "2GiB", "500M" or a number of bytes (unset it for no limit)',
-        "What the cache may hold, such as 2GiB or 500M: what was not used for longest is removed. No limit when unset.",
+        "The largest size of the cache, such as 2GiB or 500M. The least recently used kernels are removed. No limit "
+        "when unset.",
     )
     use_nvrtc = _flag("DG_JIT_USE_NVRTC", "Compile with NVRTC even where NVCC is found.")
     nvcc = _path("DG_JIT_NVCC_COMPILER", "The nvcc to use. It is an error if this one cannot be used.")
@@ -249,15 +249,15 @@ class Settings:
     dump_sass = _flag("DG_JIT_DUMP_SASS", "Keep the SASS of each kernel that is compiled beside its cubin.")
     dump_asm = _flag("DG_JIT_DUMP_ASM", "Keep both the PTX and the SASS.")
     print_load_time = _flag("DG_JIT_PRINT_LOAD_TIME", "Print how long each cubin took to load.")
-    debug_dump = _path("DG_JIT_DEBUG_DUMP", "A JSON file that is written at exit with what was decided for each plan.")
+    debug_dump = _path("DG_JIT_DEBUG_DUMP", "A JSON file, written at exit, with the choice made for each plan.")
     fallback: Setting[tuple[str, ...]] = Setting(
         "DG_FALLBACK",
         "names",
         _parse_fallback,
         (),
         f'"error", or of {", ".join(FALLBACKS)} one or several with commas between them',
-        "What computes a call for which this GPU has no kernel: ways that are tried in order, separated by commas, of "
-        "cublaslt, triton and torch (the slow reference), with a warning. Unset or error: UnsupportedError.",
+        "What computes a call for which this GPU has no kernel: cublaslt, triton or torch (the slow reference), or "
+        "several of them with commas, which are tried in order, with a warning. Unset or error: UnsupportedError.",
     )
     monitor: Setting[Path | None] = Setting(
         "DG_MONITOR",

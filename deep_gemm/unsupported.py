@@ -1,28 +1,65 @@
-"""Names that callers look up and that this version does not implement: each raises `UnsupportedError` when called."""
+"""Names of DeepGEMM's interface that this version does not implement: each raises `UnsupportedError` when it is called.
+
+Clients look names up when they are imported, and choose another way by the error of a call. Names that clients ask for
+by ``hasattr``, to learn what a library can do, are left absent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from deep_gemm.errors import UnsupportedError
 
+_GROUPED = "grouped products. Call a dense one for each group"
+_BATCHED = "batched products. Use torch.einsum"
+_LOGITS = "indexer logits of sparse attention"
+_MEGA_MOE = "fused mixture-of-experts layer. Build it from separate products"
+_FP4 = "FP4. Hopper cannot multiply it"
 
-def fp8_fp4_mega_moe(*_args: Any, **_kwargs: Any) -> NoReturn:
-    """Not supported: the fused FP8 x FP4 mixture-of-experts layer."""
-    _refuse("fp8_fp4_mega_moe")
+REASONS = {
+    "m_grouped_fp8_gemm_nt_contiguous": _GROUPED,
+    "m_grouped_fp8_gemm_nn_contiguous": _GROUPED,
+    "m_grouped_fp8_fp4_gemm_nt_contiguous": _GROUPED,
+    "m_grouped_fp8_fp4_gemm_nn_contiguous": _GROUPED,
+    "m_grouped_bf16_gemm_nt_contiguous": _GROUPED,
+    "m_grouped_bf16_gemm_nn_contiguous": _GROUPED,
+    "m_grouped_fp8_gemm_nt_masked": _GROUPED,
+    "m_grouped_fp8_fp4_gemm_nt_masked": _GROUPED,
+    "m_grouped_bf16_gemm_nt_masked": _GROUPED,
+    "fp8_m_grouped_gemm_nt_masked": _GROUPED,
+    "bf16_m_grouped_gemm_nt_masked": _GROUPED,
+    "k_grouped_fp8_gemm_nt_contiguous": _GROUPED,
+    "k_grouped_fp8_gemm_tn_contiguous": _GROUPED,
+    "k_grouped_bf16_gemm_tn_contiguous": _GROUPED,
+    "einsum": _BATCHED,
+    "fp8_einsum": _BATCHED,
+    "fp8_gemm_nt_skip_head_mid": "products that leave columns out",
+    "tf32_hc_prenorm_gemm": "TF32 products",
+    "fp8_mqa_logits": _LOGITS,
+    "fp8_fp4_mqa_logits": _LOGITS,
+    "fp8_paged_mqa_logits": _LOGITS,
+    "fp8_fp4_paged_mqa_logits": _LOGITS,
+    "get_paged_mqa_logits_metadata": _LOGITS,
+    "SymmBuffer": _MEGA_MOE,
+    "get_symm_buffer_for_mega_moe": _MEGA_MOE,
+    "transform_weights_for_mega_moe": _MEGA_MOE,
+    "fp8_fp4_mega_moe": _MEGA_MOE,
+    "bf16_mega_moe": _MEGA_MOE,
+    "per_token_cast_to_fp4": _FP4,
+    "cast_back_from_fp4": _FP4,
+    "transpose_packed_fp4": _FP4,
+}
+"""What this version lacks, by name, and what to do instead."""
 
 
-def get_symm_buffer_for_mega_moe(*_args: Any, **_kwargs: Any) -> NoReturn:
-    """Not supported: the symmetric-memory buffer of the fused mixture-of-experts layer."""
-    _refuse("get_symm_buffer_for_mega_moe")
+def unsupported(name: str) -> Callable[..., NoReturn]:
+    """The function of that name. KeyError for others."""
+    reason = REASONS[name]
 
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{name} is not implemented: this version has no {reason}.")
 
-def transform_weights_for_mega_moe(*_args: Any, **_kwargs: Any) -> NoReturn:
-    """Not supported: the weight layout of the fused mixture-of-experts layer."""
-    _refuse("transform_weights_for_mega_moe")
-
-
-def _refuse(name: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{name} is not implemented: this version has no fused mixture-of-experts layer. Build it from separate GEMMs."
-    )
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = f"Not supported: this version has no {reason}."
+    return refuse

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import deep_gemm
-from deep_gemm import UnsupportedError
 from deep_gemm.settings import child_environment
 
 # The names that callers written for this interface import on Hopper, as far as this version has them.
@@ -28,7 +27,7 @@ NAMES = [
     *("get_num_sms", "set_num_sms", "get_tc_util", "set_tc_util", "get_pdl", "set_pdl"),
     *("set_ignore_compile_dims", "set_block_size_multiple_of", "declare_constant", "retract_constant"),
     *("use_deterministic_algorithms", "get_deterministic_algorithms", "set_batch_invariant", "get_batch_invariant"),
-    *("fp8_fp4_mega_moe", "get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"),
+    "quantize",
     *("InvalidInputError", "UnsupportedError", "settings", "debug_info", "testing", "utils", "__version__"),
 ]
 
@@ -107,12 +106,6 @@ def test_the_old_places_lead_to_the_same_functions() -> None:
 
 def test_the_version_is_that_of_the_distribution() -> None:
     assert deep_gemm.__version__ == importlib.metadata.version("deep-gemm-jit")
-
-
-@pytest.mark.parametrize("name", ["fp8_fp4_mega_moe", "get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"])
-def test_names_without_an_implementation_say_so(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name} is not implemented"):
-        getattr(deep_gemm, name)(1, 2, three=3)
 
 
 def test_importing_is_light() -> None:
