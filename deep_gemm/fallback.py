@@ -26,7 +26,7 @@ def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
     refused = []
     for way in settings.fallback:
         try:
-            monitoring.run(operation, x, f"fallback {way}", _way(operation, way))
+            monitoring.run(operation, x, f"fallback {way}", _way(operation, way, x))
         except (UnsupportedError, ImportError) as error:
             refused.append(f"{way} cannot either: {error}")
             continue
@@ -46,13 +46,15 @@ _NUMBER = re.compile(r"\d+")
 _NAMES = {TORCH: "the reference implementation", "cublaslt": "cuBLAS, through torch"}
 
 
-def _way(operation: Operation, way: str) -> Callable[[Any], None]:
+def _way(operation: Operation, way: str, x: Any) -> Callable[[Any], None]:
     if way == TORCH:
         return operation.reference
     if way in operation.fallbacks:
         return operation.fallbacks[way]
     if operation.in_place:
         raise UnsupportedError(f"{way} does not add to c.")
+    if special := operation.special(x):
+        raise UnsupportedError(f"{way} does not take {special}.")
     try:
         found = importlib.import_module(BACKENDS).get_kernel(way, operation.name)
     except ModuleNotFoundError as error:

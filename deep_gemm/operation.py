@@ -87,6 +87,10 @@ class Operation(ABC):
     def reference(self, x: Any) -> None:
         """The same in plain torch, on any device."""
 
+    def special(self, x: Any) -> str:
+        """What of checked operands other libraries' kernels of this operation do not take; "" if they take them."""
+        return ""
+
     def shape(self, x: Any) -> str:
         """The sizes of a call, for reports: MxNxK of a product, else those of each tensor."""
         if all(hasattr(x, size) for size in "mnk"):

@@ -150,6 +150,14 @@ class FP8GemmNT(Operation):
                 found.strides[name] = (checks.row_stride(x.tensors[name], TMA_BYTES // d.element_size()), 1)
         return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)
 
+    def special(self, x: FP8GemmOperands) -> str:
+        """They take scales of blocks and K-major values, and write bfloat16."""
+        if x.scaling != BLOCKS:
+            return f"scales of {x.scaling[0]} and {x.scaling[1]}"
+        if x.tensors["d"].dtype != torch.bfloat16:
+            return f"a d of {x.tensors['d'].dtype}"
+        return "" if all(is_k_major(x.tensors[name]) for name in "ab") else "values whose K is not contiguous"
+
     def reference(self, x: FP8GemmOperands) -> None:
         """See `fp8_gemm_reference`."""
         fp8_gemm_reference(**x.tensors, scaling=x.scaling)

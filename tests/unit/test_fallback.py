@@ -73,6 +73,36 @@ def test_cublas_computes_fp8_in_bfloat16(other_gpu: FakeGpu) -> None:
     assert other_gpu.cublas == [(torch.bfloat16, "nt")]  # type: ignore[attr-defined]
 
 
+def test_cublas_computes_weight_gradients(other_gpu: FakeGpu) -> None:
+    _, _, x, y = random_operands(M, N, K, "cpu")
+    d = torch.ones(M, N)
+    a, b = deep_gemm.per_token_cast_to_fp8(x, False), deep_gemm.per_token_cast_to_fp8(y, False)
+    with settings.override(fallback="cublaslt"):
+        deep_gemm.fp8_gemm_nt(a, b, d, c=d, recipe=(1, 1, 128))
+    assert calc_diff(d, 1 + x.float() @ y.float().t()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("special", "words"),
+    [("1d1d", "scales of 1x128 and 1x128"), ("f32", "a d of torch.float32"), ("n", "K is not cont")],
+)
+def test_others_are_not_given_what_they_would_misread(
+    other_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, special: str, words: str
+) -> None:
+    """A backend's kernel of the same name takes scales of blocks, and writes bfloat16."""
+    module = SimpleNamespace(get_kernel=lambda way, op: lambda *operands: pytest.fail("was called"))
+    monkeypatch.setitem(sys.modules, fallback.BACKENDS, module)
+    a, b, _, y = random_operands(M, N, K, "cpu")
+    d = torch.empty(M, N, dtype=torch.float32 if special == "f32" else torch.bfloat16)
+    if special == "1d1d":
+        b = deep_gemm.per_token_cast_to_fp8(y, False)
+    if special == "n":
+        b = (b[0].t().contiguous().t(), b[1])
+    recipe = (1, 1, 128) if special == "1d1d" else None
+    with settings.override(fallback="triton"), pytest.raises(UnsupportedError, match=f"triton does not take .*{words}"):
+        deep_gemm.fp8_gemm_nt(a, b, d, recipe=recipe)
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_cublas_computes_16_bit_products(other_gpu: FakeGpu, accumulates: bool) -> None:
     a, b = torch.randn(M, K).bfloat16(), torch.randn(K, N).bfloat16()
