@@ -6,6 +6,7 @@ Importing this package touches no GPU, disk, environment variable or compiler, s
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from deep_gemm.errors import (
@@ -255,10 +256,13 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         found = getattr(importlib.import_module(_PLACES[name]), name)
     else:
+        missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if importlib.util.find_spec(f"{__name__}.{name}"):  # `from deep_gemm import arch` asks here first
+            raise missing
         from deep_gemm.unsupported import REASONS, unsupported
 
         if name not in REASONS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise missing
         found = unsupported(name)
     globals()[name] = found
     return found

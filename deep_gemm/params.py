@@ -107,6 +107,11 @@ class SwappedConfig(FP8Config):
 
 
 @dataclass(frozen=True)
+class ScaledSwappedConfig(SwappedConfig):
+    """The same for any scaling but 1D1D."""
+
+
+@dataclass(frozen=True)
 class HalfConfig(GemmConfig):
     """A GEMM config for 16-bit operands, whose sums stay in the tensor cores' accumulators. Rows of A are the tensor
     cores' M."""

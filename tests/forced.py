@@ -16,7 +16,7 @@ from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
-from deep_gemm.kernels.sm90_fp8_scaled import SCALINGS
+from deep_gemm.kernels.scaled import SCALINGS
 from deep_gemm.ops import fp8_dense, half_dense
 from deep_gemm.params import HalfParams, KernelParams, ScaledParams
 from deep_gemm.reference import Scalings

@@ -19,6 +19,7 @@ from deep_gemm.kernels import (
     quantize,
     sm90_fp8_gemm,
     sm90_fp8_scaled,
+    sm90_fp8_scaled_swapped,
     sm90_fp8_swapped,
     sm90_half_gemm,
     sm90_half_swapped,
@@ -68,6 +69,10 @@ def golden_params() -> list[KernelParams]:
         sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 256)),
         sm90_fp8_scaled.make_params(
             sm90_fp8_scaled.make_config(128, 128, (1, 2)), scaling="rowwise", output="bf16", accumulate="reads"
+        ),
+        sm90_fp8_scaled_swapped.make_params(sm90_fp8_scaled_swapped.make_config(16)),
+        sm90_fp8_scaled_swapped.make_params(
+            sm90_fp8_scaled_swapped.make_config(24, 2, 2), scaling="1d2d", output="f32", accumulate="reads"
         ),
         quantize.KERNEL.cases()[0],
         next(params for params in quantize.KERNEL.cases() if "silu" in quantize.KERNEL.entry(params)),

@@ -104,9 +104,8 @@ MUTATIONS = [
     ),
     Mutation(
         "store weights of the upper half in the lower",
-        "half_swapped.cuh",
-        "lane / 4 + i / 2 * 8,",
-        "lane / 4,",
+        "swapped_output.cuh",
+        "lane / 4 + i / 2 * 8,lane / 4,",
         ("swapped split",),
     ),
 ]

@@ -35,7 +35,7 @@ from deep_gemm import kernels, quantize
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import sm90_fp8_scaled, sm90_half_gemm
+from deep_gemm.kernels import sm90_fp8_scaled, sm90_fp8_scaled_swapped, sm90_half_gemm
 from deep_gemm.params import FP8Config, GemmConfig, HalfParams, KernelParams, ScaledParams
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
@@ -54,6 +54,7 @@ SCALED: list[KernelParams] = [
     *scaled_mutations.KERNELS.values(),
     sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 256, (2, 1))),
     sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 128, (1, 2)), scaling="1d2d"),
+    sm90_fp8_scaled_swapped.make_params(sm90_fp8_scaled_swapped.make_config(24, 2, 2), store="direct"),
 ]
 """FP8 kernels with any scaling, of every kind."""
 

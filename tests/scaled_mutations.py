@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+from deep_gemm.kernels import sm90_fp8_scaled_swapped as swapped
 from deep_gemm.kernels.sm90_fp8_scaled import make_config, make_params
 from deep_gemm.params import ScaledParams
 
@@ -14,6 +15,8 @@ KERNELS: dict[str, ScaledParams] = {
     "blocks": make_params(make_config(64, 64), scaling="1d2d", accumulate="reads"),
     "whole": make_params(make_config(128, 128), scaling="rowwise", output="bf16"),
     "direct": make_params(make_config(64, 64), scaling="rowwise", store="direct"),
+    "swapped": swapped.make_params(swapped.make_config(32)),
+    "swapped split": swapped.make_params(swapped.make_config(16, 4), scaling="1d2d", output="f32", accumulate="reads"),
 }
 """All scalings, outputs, and ways to add C."""
 
@@ -29,7 +32,7 @@ MUTATIONS = [
     ),
     Mutation(
         "load B's scales into the slots of even rounds",
-        "fp8_scaled.cuh",
+        "tile_scales.cuh",
         "stage + (cursor.round & 1) * Layout::kStages",
         "stage",
         _1D1D,
@@ -50,10 +53,31 @@ MUTATIONS = [
     ),
     Mutation(
         "load scales of the first rows for every tile",
-        "fp8_scaled.cuh",
+        "tile_scales.cuh",
         "                   tile.row, block);",
         "                   0, block);",
-        ("rows", "parts", "blocks"),
+        ("rows", "parts", "blocks", "swapped split"),
+    ),
+    Mutation(
+        "give a weight the scale of the one eight above",
+        "fp8_scaled_swapped.cuh",
+        "sum[0][chunk * 4 + 2] *= even * high;",
+        "sum[0][chunk * 4 + 2] *= even * low;",
+        ("swapped",),
+    ),
+    Mutation(
+        "take the first tile's scales of B where operands are swapped",
+        "fp8_scaled_swapped.cuh",
+        "return {{tile.column / 128}, kernel.order(turn)};",
+        "return {{0}, kernel.order(turn)};",
+        ("swapped split",),
+    ),
+    Mutation(
+        "store weights of the upper half in the lower",
+        "swapped_output.cuh",
+        "lane / 4 + i / 2 * 8,",
+        "lane / 4,",
+        ("swapped split",),
     ),
     Mutation(
         "take the first tile's scales of B",

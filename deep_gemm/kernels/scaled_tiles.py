@@ -8,10 +8,9 @@ from ..arch import SM90, ArchSpec
 from ..params import ScaledConfig
 from ..spec import SCALE_BLOCK, align
 from .loads import BARRIER_BYTES
+from .scaled import BYTES
 
 MAX_STAGES = 16
-
-BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
 CONSUMERS = {64: 1, 128: 2, 256: 2}
 """Consumer warpgroups by tile height."""

@@ -3,26 +3,19 @@ each row of A and of B; 16-bit or float32 out, C added."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from ..arch import SM90, ArchSpec
-from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.launch import Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, ScaledConfig, ScaledParams
 from ..spec import SCALE_BLOCK, GemmSpec, Spec, ceil_div
-from .base import Argument, GemmKernel, Strides, Value
-from .features import Features
 from .fp8 import turns
-from .gemm_features import PROMOTION_CYCLES, Counts
-from .gemm_features import features as count
-from .loads import early_stages, evict_first, l2_promotion, operand_maps
-from .raster import raster
+from .gemm_features import Counts
+from .scaled import BYTES, PROMOTION, ScaledKernel, scaling_of
 from .scaled_tiles import (
-    BYTES,
     CLUSTERS,
     CONSUMERS,
     REGISTERS,
@@ -36,49 +29,15 @@ from .scaled_tiles import (
     make_config,
     more_registers,
 )
-from .tiles import left
-
-SCALINGS = {("1x128", "1x128"): "1d1d", ("1x128", "128x128"): "1d2d", ("row", "row"): "rowwise"}
-"""What is done, by the scaling of A and of B."""
-
-_KINDS = {"1d1d": "k1D1D", "1d2d": "k1D2D", "rowwise": "kRowwise"}
-_ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32"}
-_ACCUMULATE = {"none": "kNothing", "reads": "kReads", "reduces": "kReduces"}
-
-_PROMOTION = {"1d1d": 2 * PROMOTION_CYCLES, "1d2d": PROMOTION_CYCLES, "rowwise": PROMOTION_CYCLES}
-"""Of one column of an m64 slice, in cycles. With 1D1D the factor of each element is a product of its own."""
 
 
-class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
+class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
     """See ``templates/include/fp8_scaled.cuh`` for the algorithm."""
 
     name = "sm90_fp8_scaled"
     archs = (SM90.name,)
     config_class = ScaledConfig
-    mma_instruction = "QGMMA"
     label = "any "
-
-    def refuses(self, spec: Spec) -> str | None:
-        """Whatever is not one product of scaled E4M3; and 1D2D with bf16 output and no C, which others do."""
-        if not isinstance(spec, GemmSpec):
-            return "it multiplies matrices"
-        for name, operand in (("A", spec.a), ("B", spec.b)):
-            if (operand.dtype, operand.major) != ("e4m3", "k"):
-                return f"{name} must be K-major e4m3, not {operand.major}-major {operand.dtype}"
-            if not operand.aligned:
-                return f"{name} must begin and step by 16 bytes, as TMA reads it"
-        if (spec.a.scaling, spec.b.scaling) not in SCALINGS:
-            known = ", ".join(" and ".join(pair) for pair in SCALINGS)
-            return f"scales of A and B must be {known}, not {spec.a.scaling} and {spec.b.scaling}"
-        if spec.d.dtype not in _ELEMENTS or (spec.d.major, spec.d.scaling) != ("mn", "none"):
-            return f"D must be row-major bf16, f16 or f32, not {spec.d.major}-major {spec.d.dtype}"
-        if spec.batch != 1 or spec.grouping != "none":
-            return "it computes one product, without batch or groups"
-        if spec.epilogue != "none":
-            return "it writes the product as it is, or with C added"
-        if scaling_of(spec) == "1d2d" and spec.d.dtype == "bf16" and spec.accumulate == "none":
-            return "1D2D with bf16 output and without C has kernels of its own"
-        return None
 
     def configs(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
         """`SERVING`, with as many stages as fit."""
@@ -135,166 +94,72 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         scaling = scaling_of(spec)
         if scaling == "1d2d" and config.block_n & (config.block_n - 1):
             return False
-        return fits(config, instruction_columns(config), more_registers(scaling, adds(spec), spec.d.aligned))
+        return fits(config, instruction_columns(config), more_registers(scaling, self.adds(spec), spec.d.aligned))
 
     def worthwhile(self, spec: Spec, config: ScaledConfig) -> bool:
         """Less than half of the tile is padding: else there is one of half its height."""
         return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
 
+    def adds(self, spec: GemmSpec) -> str:
+        """Where C is D and float32, TMA adds to it."""
+        if spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned:
+            return "reduces"
+        return super().adds(spec)
+
     def params(self, spec: Spec, config: ScaledConfig, arch: ArchSpec) -> ScaledParams:
-        """With the scaling and the output, and as many stages as fit beside its staging buffers."""
-        known = super().params(spec, config, arch)
-        assert isinstance(spec, GemmSpec)  # checked above
-        scaling = scaling_of(spec)
-        return ScaledParams(
-            **{field.name: getattr(known, field.name) for field in fields(KernelParams) if field.name != "config"},
-            config=fitted(config, scaling, spec.d.dtype, arch),
-            scaling=scaling,
-            output=spec.d.dtype,
-            accumulate=adds(spec),
-        )
-
-    def of(self, params: KernelParams) -> tuple[ScaledParams, ScaledConfig]:
-        """``params`` and their config as this family's; TypeError if they are another's."""
-        if not isinstance(params, ScaledParams) or not isinstance(params.config, ScaledConfig):
-            got = f"{type(params).__name__} with a {type(params.config).__name__}"
-            raise TypeError(f"{self.name} takes ScaledParams with a ScaledConfig, not {got}")
-        return params, params.config
-
-    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """As of the other FP8 kernels (see ``fp8.py``). Scales that belong to blocks of K come by TMA, but for those of
-        128 x 128 blocks; the others are read from memory, with a stride of zero where all rows share one."""
-        p, _ = self.of(params)
-        reads = [Argument("c", "const u8*"), Argument("c_stride", "i64")] if p.accumulate == "reads" else []
-        scales = {
-            "1d1d": [Argument("map_scale_a", "TensorMap"), Argument("map_scale_b", "TensorMap")],
-            "1d2d": [
-                Argument("scale_b", "const float*", operand="sfb"),
-                Argument("scale_b_stride_n", "i64"),
-                Argument("scale_b_stride_k", "i64"),
-                Argument("map_scale_a", "TensorMap"),
-            ],
-            "rowwise": [
-                Argument("scale_a", "const float*", operand="sfa"),
-                Argument("scale_a_stride", "i64"),
-                Argument("scale_b", "const float*", operand="sfb"),
-                Argument("scale_b_stride", "i64"),
-            ],
-        }[p.scaling]
-        return (
-            *(Argument(name, "u32") for name in ("m", "n", "k", "last_rows", "last_columns", "early_stages")),
-            Argument("raster", "Raster"),
-            Argument("evict_first", "u32"),
-            Argument("d", "u8*"),
-            Argument("d_stride", "i64"),
-            *reads,
-            *scales,
-            Argument("map_a", "TensorMap"),
-            Argument("map_b", "TensorMap"),
-            *([Argument("map_d", "TensorMap")] if p.store == "tma" else []),
-            Argument("map_a_last", "TensorMap"),
-            Argument("map_b_last", "TensorMap"),
-        )
+        """With as many stages as fit beside the output's staging buffers."""
+        found = super().params(spec, config, arch)
+        return replace(found, config=fitted(config, found.scaling, found.output, arch))
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_fp8_scaled.cu.jinja``."""
-        p, c = self.of(params)
-        producer, consumer = REGISTERS[c.num_consumers]
+        _, c = self.of(params)
         return {
-            "block_m": c.block_m,
+            **super().constants(params),
             "block_n": c.block_n,
-            "num_stages": c.num_stages,
-            "num_consumers": c.num_consumers,
-            "num_threads": c.num_threads,
             "min_ctas": 1 if c.num_consumers > 1 else 2,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
             "num_partials": c.num_partials,
             "turns": turns(c),
             "buffers": c.buffers,
-            "producer_registers": producer,
-            "consumer_registers": consumer,
-            **{f"shape_{letter}": size for letter, size in zip("mnk", p.shape, strict=True)},
-            "scaling": _KINDS[p.scaling],
-            "element": _ELEMENTS[p.output],
-            "accumulate": _ACCUMULATE[p.accumulate],
-            "tma_store": p.store == "tma",
-            "mma_n": instruction_columns(c),
-            "mma_types": "k32.f32.e4m3.e4m3",
-            "mma_majors": "",
-            "step_a": "kStepKMajor",
-            "step_b": "kStepKMajor",
-            "shared_bytes": self.shared_bytes(params),
-            "arguments": self.struct(params),
-            "argument_fields": self.struct_fields(params),
         }
 
-    def values(
-        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
-    ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Grid, order of tiles, and tensor maps. Operands: a, sfa, b, sfb, d, and c where it is read. Scales of blocks
-        of K are (rows, blocks) with contiguous rows, but those of 128 x 128; scales of rows have one stride."""
-        if not isinstance(spec, GemmSpec):
-            raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
-        p, config = self.of(params)
-        m, n, k = spec.m, spec.n, spec.k
-        rows, columns = left(m, config.block_m), left(n, config.block_n)
-        order = raster(config, m, n, k, spec.num_sms)
+    def registers(self, config: ScaledConfig) -> tuple[int, int]:
+        """By the number of consumers."""
+        return REGISTERS[config.num_consumers]
 
-        def operand(name: str, size: int, box: int) -> TensorMapSpec:
-            stride = strides[name][0]
-            return TensorMapSpec("u8", (k, size), (stride,), (SCALE_BLOCK, box), 128, l2_promotion(spec, stride))
+    def mma_n(self, config: ScaledConfig) -> int:
+        """See `instruction_columns`."""
+        return instruction_columns(config)
 
-        map_a, map_a_last = operand_maps(
-            functools.partial(operand, "a", m), "a", m, config.block_m // config.cluster_n, rows
-        )
-        map_b, map_b_last = operand_maps(
-            functools.partial(operand, "b", n), "b", n, config.block_n // config.cluster_m, columns
-        )
-        stride_d = strides["d"][0]
-        values: dict[str, Any] = {
-            "m": m,
-            "n": n,
-            "k": k,
-            "last_rows": rows,
-            "last_columns": columns,
-            "early_stages": early_stages(config, m, k) if constant and pdl else 0,
-            "raster": list(order.arguments),
-            "evict_first": evict_first(spec, order, k, large_d=p.store == "tma"),
-            "d_stride": stride_d,
-            "map_a": map_a,
-            "map_b": map_b,
-            "map_a_last": map_a_last,
-            "map_b_last": map_b_last,
-        }
-        if p.accumulate == "reads":
-            values["c_stride"] = strides["c"][0]
-        if p.scaling != "rowwise":
-            values["map_scale_a"] = _scales_map("sfa", m, k, config.block_m, strides)
-        if p.scaling == "1d1d":
-            values["map_scale_b"] = _scales_map("sfb", n, k, config.block_n, strides)
-        elif p.scaling == "1d2d":
-            values["scale_b_stride_n"], values["scale_b_stride_k"] = strides["sfb"]
-        else:
-            values["scale_a_stride"], values["scale_b_stride"] = strides["sfa"][0], strides["sfb"][0]
-        if p.store == "tma":
-            width, size = box_columns(config, p.output), BYTES[p.output]
-            values["map_d"] = Map(TensorMapSpec(p.output, (n, m), (stride_d * size,), (width, 64), width * size), "d")
+    def num_ctas(self, config: ScaledConfig, m: int, n: int, num_sms: int) -> int:
+        """One CTA for each SM, or fewer if there are fewer tiles; whole clusters."""
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
-        shape = LaunchShape(
-            grid=(min(tiles, max(1, spec.num_sms // config.cluster_size)) * config.cluster_size, 1, 1),
-            block=config.num_threads,
-            dynamic_shared=self.shared_bytes(params),
-            cluster=(config.cluster_size, 1, 1),
-            pdl=pdl,
-        )
-        return shape, values
+        return min(tiles, max(1, num_sms // config.cluster_size)) * config.cluster_size
 
-    def features(self, spec: Spec, config: ScaledConfig) -> Features:
-        """See ``gemm_features.py``."""
-        if not isinstance(spec, GemmSpec):
-            raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
-        return count(_counts(config, spec.d.aligned, scaling_of(spec)), spec, config)
+    def counts(self, config: ScaledConfig, aligned: bool, scaling: str) -> Counts:
+        """Rows of A are the instructions' rows; a store warp brings tiles to D."""
+        return Counts(
+            groups=config.num_consumers,
+            slices=config.slices,
+            width=config.block_n,
+            mma_n=instruction_columns(config),
+            direct=not aligned,
+            store_warp=aligned,
+            promotion=PROMOTION[scaling],
+        )
+
+    def has_output_map(self, params: ScaledParams) -> bool:
+        """Unless each element is stored for itself."""
+        return params.store == "tma"
+
+    def output_map(self, params: ScaledParams, spec: GemmSpec, stride_d: int) -> Map:
+        """Boxes of 64 rows, swizzled over their own length."""
+        _, config = self.of(params)
+        width, size = box_columns(config, params.output), BYTES[params.output]
+        shape = (spec.n, spec.m)
+        return Map(TensorMapSpec(params.output, shape, (stride_d * size,), (width, 64), width * size), "d")
 
     def shared_bytes(self, params: KernelParams) -> int:
         """Stages, scales, staging buffers and barriers, as ``Fp8ScaledLayout`` has them; it asserts the number."""
@@ -304,15 +169,11 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
     def entry(self, params: KernelParams) -> str:
         """Such as ``fp8_gemm_1d1d_f32_reduce_128x256_s3_p1_tma``."""
         p, c = self.of(params)
-        parts = [
-            f"fp8_gemm_{p.scaling}_{p.output}",
-            {"none": "", "reads": "add", "reduces": "reduce"}[p.accumulate],
+        return self.entry_name(
+            p,
             f"{c.block_m}x{c.block_n}_s{c.num_stages}_p{c.num_partials}",
             f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_size > 1 else "",
-            p.store,
-            *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
-        ]
-        return "_".join(filter(None, parts))
+        )
 
     def cases(self) -> list[KernelParams]:
         """The serving set with 1D1D and float32; each scaling, output, way to add C and store; compile-time sizes."""
@@ -342,43 +203,11 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         ]
 
 
-def scaling_of(spec: GemmSpec) -> str:
-    """Of `ScaledParams.scaling`."""
-    return SCALINGS[spec.a.scaling, spec.b.scaling]
-
-
-def adds(spec: GemmSpec) -> str:
-    """How C is added: where it is D and float32, TMA adds to it."""
-    if spec.accumulate == "none":
-        return "none"
-    return "reduces" if spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned else "reads"
-
-
 def make_params(config: ScaledConfig, **options: object) -> ScaledParams:
     """The identity of this kernel with ``config``: TMA stores float32 of 1D1D unless ``options`` say otherwise."""
     known = {"store": "tma", "scaling": "1d1d", "output": "f32", **options}
     config = fitted(config, str(known["scaling"]), str(known["output"]))
     return ScaledParams(kernel=KERNEL.name, arch=SM90.name, config=config, **known)  # type: ignore[arg-type]
-
-
-@functools.lru_cache(maxsize=1024)
-def _counts(config: ScaledConfig, aligned: bool, scaling: str) -> Counts:
-    """What the model of speed counts."""
-    return Counts(
-        groups=config.num_consumers,
-        slices=config.slices,
-        width=config.block_n,
-        mma_n=instruction_columns(config),
-        direct=not aligned,
-        store_warp=aligned,
-        promotion=_PROMOTION[scaling],
-    )
-
-
-def _scales_map(name: str, size: int, k: int, box: int, strides: Strides) -> Map:
-    """Of scales (size, blocks of K) whose rows are contiguous; a box is a tile's rows in one block."""
-    shape = (size, ceil_div(k, SCALE_BLOCK))
-    return Map(TensorMapSpec("f32", shape, (strides[name][1] * 4,), (box, 1)), name)
 
 
 KERNEL = Sm90Fp8Scaled()

@@ -2,9 +2,9 @@
 // memory and no products. K can be split over the consumers of a CTA and over the CTAs of a cluster, which add their sums through
 // distributed shared memory.
 #pragma once
-#include "epilogue.cuh"
 #include "gemm_kernel.cuh"
 #include "half_mainloop.cuh"
+#include "swapped_output.cuh"
 
 template <class Constants, class MmaType>
 struct HalfSwappedLayout {
@@ -43,7 +43,7 @@ struct HalfSwapped {
   using Scheduler = typename Layout::Scheduler;
   using Exchange = typename Layout::Exchange;
   using Store = typename Layout::Store;
-  using Out = typename Layout::Out;
+  using Ending = SwappedOutput<Layout>;
   enum : u32 { kConsumers = Layout::kConsumers, kSplits = Layout::kClusterK * kConsumers, kBlockM = Layout::kBlockM };
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kStep = kConsumers, kSlices = 1 };
@@ -68,13 +68,12 @@ struct HalfSwapped {
     const u32 split = kernel.rank_k() * kConsumers + consumer;
     const u32 blocks = uniform(kernel.order(consumer).mine());
     const u32 staging = kernel.shared + Layout::kOffsetStaging + consumer * Store::kBytes;
-    const auto& arg = kernel.arg;
     float sum[1][kBlockM / 2];
     Mainloop mainloop(kernel.barriers, uniform(Layout::B::descriptor(kernel.shared + Layout::kOffsetB)),
                       uniform(Layout::A::descriptor(kernel.shared + Layout::kOffsetA)), lane);
     mainloop.at.stage = consumer;
     wait_for_previous_kernel();  // before D is overwritten
-    for (Scheduler tile(arg.raster); tile.valid();) {
+    for (Scheduler tile(kernel.arg.raster); tile.valid();) {
       const u32 row = tile.row, column = tile.column;
       mainloop.start(sum);
       mainloop.template resume<0>(sum, blocks, Index<0>());
@@ -84,34 +83,7 @@ struct HalfSwapped {
       const auto wanted = [&](u32 chunk) {
         return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
-      if constexpr (Tile::kAccumulate == kReads) {
-        each(sum, row, column, warp, lane, wanted, [&](float& value, u32 y, u32 x) { value += Out::load(arg.c, y * arg.c_stride + x); });
-      }
-      if constexpr (Layout::kStaged) {
-        __syncwarp();  // the warp has copied the previous tile
-        Store::stage(staging, sum, warp, lane, wanted);
-        __syncwarp();
-        const u32 token = row + (kSplits == 1 ? 0 : split * Exchange::kOwned * 8);
-        Store::copy(staging, reinterpret_cast<u16*>(arg.d), arg.d_stride, token, column, min_of(kernel.m(), row + kBlockM),
-                    kernel.n(), warp, lane);
-      } else {
-        each(sum, row, column, warp, lane, wanted, [&](float value, u32 y, u32 x) { Out::store(arg.d, y * arg.d_stride + x, value); });
-      }
-    }
-  }
-
-  // Calls `use(sum, y, x)` for each sum of the chunks that are wanted: token y, weight x.
-  template <class Wanted, class Use>
-  DG_DEVICE void each(Sums& sum, u32 row, u32 column, u32 warp, u32 lane, const Wanted& wanted, const Use& use) const {
-#pragma unroll
-    for (u32 chunk = 0; chunk < kBlockM / 8; ++chunk) {
-      if (wanted(chunk)) {
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-          const u32 x = column + warp * 16 + lane / 4 + i / 2 * 8, y = row + chunk * 8 + lane % 4 * 2 + i % 2;
-          if (x < kernel.n() && y < kernel.m()) use(sum[0][chunk * 4 + i], y, x);
-        }
-      }
+      Ending::store(kernel, sum, row, column, staging, split, warp, lane, wanted);
     }
   }
 };

@@ -18,6 +18,8 @@ from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.kernels import sm90_fp8_scaled as scaled
+from deep_gemm.kernels import sm90_fp8_scaled_swapped as swapped
+from deep_gemm.kernels.scaled import SCALINGS
 from deep_gemm.params import ScaledParams
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import Scaling, TransposeBytesSpec, align, ceil_div
@@ -25,7 +27,7 @@ from deep_gemm.testing import assert_close_to_exact, calc_diff, guarded, guarded
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 E4M3 = torch.float8_e4m3fn
-KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in scaled.SCALINGS.items()}  # type: ignore[misc]
+KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in SCALINGS.items()}  # type: ignore[misc]
 RECIPES: dict[str, Any] = {"1d1d": (1, 1, 128), "1d2d": (1, 128, 128), "rowwise": None}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 FEW_SMS = 4
@@ -54,7 +56,12 @@ SHAPES = [
     (1, 8, 16, SM90.num_sms),
 ]
 ODD_SHAPES = [(100, 333, 400, SM90.num_sms), (513, 777, 272, FEW_SMS), (1, 1, 128, SM90.num_sms)]
-CASES: list[ScaledParams] = [params for params in scaled.KERNEL.cases() if not any(params.shape)]  # type: ignore[misc]
+CASES: list[ScaledParams] = [
+    params  # type: ignore[misc]
+    for kernel in (scaled.KERNEL, swapped.KERNEL)
+    for params in kernel.cases()
+    if not any(params.shape)
+]
 
 
 def entry(params: ScaledParams) -> str:

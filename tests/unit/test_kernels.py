@@ -22,7 +22,7 @@ from deep_gemm.jit.generator import variables
 from deep_gemm.kernels import copy_rows, transpose_bytes, transpose_scales
 from deep_gemm.kernels.base import Kernel
 from deep_gemm.kernels.fp8 import turns
-from deep_gemm.kernels.sm90_fp8_scaled import SCALINGS
+from deep_gemm.kernels.scaled import SCALINGS
 from deep_gemm.params import (
     FP8Config,
     GemmConfig,
@@ -41,7 +41,14 @@ def kernel(request: pytest.FixtureRequest) -> Kernel[Any]:
 
 
 def test_the_registry_finds_every_module_with_a_kernel() -> None:
-    gemms = {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_fp8_scaled", "sm90_half_gemm", "sm90_half_swapped"}
+    gemms = {
+        "sm90_fp8_gemm",
+        "sm90_fp8_swapped",
+        "sm90_fp8_scaled",
+        "sm90_fp8_scaled_swapped",
+        "sm90_half_gemm",
+        "sm90_half_swapped",
+    }
     assert gemms | {"transpose_scales", "transpose_bytes", "copy_rows", "quantize"} == kernels.registry().keys()
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
 
@@ -108,7 +115,8 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     if replace(spec, d=replace(spec.d, aligned=D.aligned)) == SPEC:
         assert kernels.for_spec(spec) == list(FAMILIES)
     elif plain and fp8 and scaling in SCALINGS and spec.d.dtype in ("bf16", "f32"):
-        assert [kernel.name for kernel in kernels.for_spec(spec)] == ["sm90_fp8_scaled"]
+        names = ["sm90_fp8_scaled", *([] if SCALINGS[scaling] == "1d1d" else ["sm90_fp8_scaled_swapped"])]
+        assert [kernel.name for kernel in kernels.for_spec(spec)] == names
     elif plain and half and spec.d.dtype == "bf16":
         names = ["sm90_half_gemm", "sm90_half_swapped"] if spec.a.major == "k" else ["sm90_half_gemm"]
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names

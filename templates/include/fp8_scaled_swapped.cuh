@@ -1,0 +1,147 @@
+// The product of fp8_scaled.cuh with operands swapped, for few tokens: weights (B) are the M of wgmma and tokens (A) its N. With 1D2D
+// scales or scales of whole rows; K can be split over the consumers of a CTA and over the CTAs of a cluster.
+#pragma once
+#include "fp8_mainloop.cuh"
+#include "gemm_kernel.cuh"
+#include "scaling.cuh"
+#include "swapped_output.cuh"
+#include "tile_scales.cuh"
+
+template <class Constants, class MmaType>
+struct Fp8ScaledSwappedLayout {
+  using Tile = Constants;
+  using Mma = MmaType;
+  enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 128, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
+  enum : u32 { kClusterM = 1, kClusterN = 1, kClusterK = Tile::kClusterK, kConsumersK = kConsumers };
+  enum : u32 { kScaling = Tile::kScaling };
+  static_assert(kBlockM % 8 == 0 && kBlockM <= 64 && Mma::kN == kBlockM && kScaling != k1D1D);
+
+  using A = OperandTile<kBlockM, false, 1, false, 1>;
+  using B = OperandTile<kBlockN, false, 1, false, 1>;
+  using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
+  using Order = BlockOrder<kClusterK, kConsumers>;
+  using Barriers = PipelineBarriers<kStages, 4, 1>;
+  using Exchange = SplitKExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
+  using Scales = TileScales<Fp8ScaledSwappedLayout>;
+  using Out = Output<Tile::kElement>;
+  enum : bool { kStaged = Tile::kTmaStore && Tile::kElement != kF32 };
+  using Store = TransposedStore<kBlockM, Exchange::kOwned, Output<Tile::kElement == kF32 ? kBf16 : Tile::kElement>>;
+
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries, scales on TMA's of 128.
+  enum : u32 { kRowBytes = kScaling == kRowwise ? 0 : ceil_div(kBlockM * 4, 128) * 128, kColumnBytes = 0 };
+  enum : u32 { kOffsetB = 0, kOffsetA = kStages * B::kBytes };
+  enum : u32 { kOffsetStaging = kOffsetA + kStages * A::kBytes };
+  enum : u32 { kOffsetSlots = kOffsetStaging + (kStaged ? kConsumers * Store::kBytes : 0) };
+  enum : u32 { kOffsetRows = kOffsetSlots + Exchange::kBytes, kOffsetColumns = kOffsetRows + kStages * kRowBytes };
+  enum : u32 { kOffsetBarriers = kOffsetColumns };
+  enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kClusterK * kConsumers > 1 ? Exchange::kBarrierBytes : 0) };
+  static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
+};
+
+template <class Constants, class MmaType, class Arguments>
+struct Fp8ScaledSwapped {
+  using Layout = Fp8ScaledSwappedLayout<Constants, MmaType>;
+  using Tile = Constants;
+  using Mma = MmaType;
+  using Kernel = GemmKernel<Layout, Arguments>;
+  using Scheduler = typename Layout::Scheduler;
+  using Exchange = typename Layout::Exchange;
+  using Ending = SwappedOutput<Layout>;
+  enum : u32 { kConsumers = Layout::kConsumers, kSplits = Layout::kClusterK * kConsumers, kBlockM = Layout::kBlockM };
+  enum : u32 { kScaling = Layout::kScaling };
+  struct Shape {
+    enum : u32 { kStages = Layout::kStages, kConsumers = Layout::kConsumers, kPartials = 2 };
+    enum : u32 { kStep = kConsumers, kTurns = 1, kRows = 64, kColumns = kBlockM, kSlices = 1 };
+    enum : bool { kUnrolls = false, kPeeks = false };
+  };
+  using Weights = BlockScales<1, typename Layout::Order>;
+
+  template <u32 kKind, class = void>
+  struct ScalingOf {
+    using Type = LateScales;
+  };
+  template <class T>
+  struct ScalingOf<k1D2D, T> {
+    using Type = ColumnTokens<Weights, kBlockM>;
+    static_assert(Type::kStageBytes == Layout::kRowBytes);
+  };
+  using Scaling = typename ScalingOf<kScaling>::Type;
+  using Mainloop = Fp8Mainloop<Shape, Mma, typename Layout::Barriers, Scaling>;
+  using Sums = typename Mainloop::Sums;
+
+  Kernel kernel;
+
+  DG_DEVICE Fp8ScaledSwapped(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
+
+  DG_DEVICE void run() {
+    kernel.run([&] { consume(); }, [](const Scheduler&) {});
+  }
+
+ private:
+  DG_DEVICE typename Weights::Part part(const Scheduler& tile, u32 turn) const {
+    return {{tile.column / 128}, kernel.order(turn)};
+  }
+
+  DG_DEVICE Scaling scaling(const Scheduler& tile, u32 turn, u32 lane) const {
+    if constexpr (kScaling == k1D2D) {
+      const auto& arg = kernel.arg;
+      return Scaling(Weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(kernel.n(), 128), lane,
+                             part(tile, turn)), kernel.shared + Layout::kOffsetRows + lane % 4 * 8);
+    } else {
+      return Scaling();
+    }
+  }
+
+  // A consumer warpgroup: one split of K of every tile.
+  DG_DEVICE void consume() {
+    const u32 consumer = uniform(threadIdx.x / 128);
+    const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const u32 split = kernel.rank_k() * kConsumers + consumer;
+    const u32 blocks = uniform(kernel.order(consumer).mine());
+    const u32 staging = kernel.shared + Layout::kOffsetStaging + consumer * Layout::Store::kBytes;
+    float sum[1][kBlockM / 2];
+    Scheduler tile(kernel.arg.raster);
+    Mainloop mainloop(kernel.barriers, scaling(tile, consumer, lane), uniform(descriptor_low(kernel.shared + Layout::kOffsetB)),
+                      uniform(descriptor_low(kernel.shared + Layout::kOffsetA)), consumer, lane);
+    mainloop.at.stage = consumer;
+    wait_for_previous_kernel();  // before scales and C are read, and D is overwritten
+    if constexpr (kScaling == k1D2D) {
+      if (tile.valid()) mainloop.scaling.weights.open();
+    }
+    while (tile.valid()) {
+      mainloop.multiply(sum, blocks, [] {});
+      const u32 row = tile.row, column = tile.column;
+      tile.advance();
+      if constexpr (kScaling == k1D2D) {
+        if (tile.valid()) mainloop.scaling.weights.go_on(part(tile, consumer));
+      }
+      const u32 active = ceil_div(min_of(kBlockM, kernel.m() - row), 8);
+      if constexpr (kSplits > 1) kernel.exchange.exchange(sum, 0, consumer, split, thread, tile.valid());
+      const auto wanted = [&](u32 chunk) {
+        return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
+      };
+      if constexpr (kScaling == kRowwise) scale(sum, row, column, warp, lane, wanted);
+      Ending::store(kernel, sum, row, column, staging, split, warp, lane, wanted);
+    }
+  }
+
+  // Scales of tokens and of weights. Where all share one, its stride is zero.
+  template <class Wanted>
+  DG_DEVICE void scale(Sums& sum, u32 row, u32 column, u32 warp, u32 lane, const Wanted& wanted) const {
+    const auto& arg = kernel.arg;
+    const u32 weight = column + warp * 16 + lane / 4, token = row + lane % 4 * 2;
+    const float low = scale_of(arg.scale_b, arg.scale_b_stride, weight, kernel.n());
+    const float high = scale_of(arg.scale_b, arg.scale_b_stride, weight + 8, kernel.n());
+#pragma unroll
+    for (u32 chunk = 0; chunk < kBlockM / 8; ++chunk) {
+      if (wanted(chunk)) {
+        const float even = scale_of(arg.scale_a, arg.scale_a_stride, token + chunk * 8, kernel.m());
+        const float odd = scale_of(arg.scale_a, arg.scale_a_stride, token + chunk * 8 + 1, kernel.m());
+        sum[0][chunk * 4] *= even * low;
+        sum[0][chunk * 4 + 1] *= odd * low;
+        sum[0][chunk * 4 + 2] *= even * high;
+        sum[0][chunk * 4 + 3] *= odd * high;
+      }
+    }
+  }
+};

@@ -1,0 +1,42 @@
+// Scales of the FP8 kernels with any scaling in shared memory, and those of whole rows in global memory.
+#pragma once
+#include "barrier.cuh"
+#include "pipeline.cuh"
+#include "scaling.cuh"
+#include "tma.cuh"
+
+// The loader of scales: A's rows of a tile, and with 1D1D B's too. Rows past the edge arrive as zeros.
+template <class Layout>
+struct TileScales {
+  enum : bool { kColumns = Layout::kScaling == k1D1D, kLoads = Layout::kScaling != kRowwise };
+  enum : u32 { kStageBytes = kLoads ? (Layout::kBlockM + (kColumns ? +Layout::kBlockN : 0)) * 4 : 0 };
+
+  template <class Kernel>
+  static DG_DEVICE void load(const Kernel& kernel, typename Kernel::Scheduler tile) {
+    if constexpr (kLoads) {
+      ProducerCursor cursor;
+      const auto order = kernel.order();
+      const auto& barriers = kernel.barriers;
+      wait_for_previous_kernel();
+      for (; tile.valid(); tile.advance()) {
+        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          const u32 block = order.step_block(step);
+          tma_load(kernel.shared + Layout::kOffsetRows + stage * Layout::kRowBytes, kernel.arg.map_scale_a, barriers.full(stage),
+                   tile.row, block);
+          if constexpr (kColumns) {
+            const u32 slot = stage + (cursor.round & 1) * Layout::kStages;
+            tma_load(kernel.shared + Layout::kOffsetColumns + slot * Layout::kColumnBytes, kernel.arg.map_scale_b,
+                     barriers.full(stage), tile.column, block);
+          }
+        });
+      }
+    }
+  }
+};
+
+// The scale of one of `rows` rows, and 0 for rows that do not exist.
+DG_DEVICE float scale_of(const float* scales, i64 stride, u32 row, u32 rows) {
+  float value = 0.0f;
+  if (row < rows) asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(scales + row * stride) : "memory");
+  return value;
+}
