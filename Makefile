@@ -1,5 +1,5 @@
 # make demo      compile, run and check one GEMM, with or without a GPU
-# make test      run the tests; where there is no GPU, test files run side by side, one on each core and four at most
+# make test      run the tests; where there is no GPU, test files run side by side, in up to four processes
 # make lint      ruff and mypy
 # make docs      build docs/_build/html; warnings are errors
 # make dist      build the source distribution and the wheel in dist/, and check both with twine
@@ -19,7 +19,9 @@ VENV ?= .venv
 INSTALL ?= editable
 PYTEST_ARGS ?=
 BOOTSTRAP_ARGS ?=
-PARALLEL ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,-n auto --maxprocesses 4 --dist loadfile)
+# One process more than there are cores, since some tests wait, but four at most.
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+PARALLEL ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,-n $(PROCESSES) --dist loadfile)
 XDIST := $(if $(PARALLEL),--xdist)
 BUDGET ?= 600
 COUNT ?= 20
