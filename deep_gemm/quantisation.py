@@ -162,7 +162,8 @@ def inverse(sf: Tensor) -> Tensor:
 
 
 def _scale(amax: Tensor, use_ue8m0: bool, epsilon: float = AMAX_MIN) -> Tensor:
-    sf = amax.clamp(min=epsilon) / E4M3_MAX
+    # By a tensor: by a number, torch would multiply by its reciprocal on a GPU, which is another float32 now and then.
+    sf = amax.clamp(min=epsilon) / amax.new_full((), E4M3_MAX)
     return ceil_to_ue8m0(sf) if use_ue8m0 else sf
 
 

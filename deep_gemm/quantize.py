@@ -9,8 +9,8 @@ Common arguments:
 
 - ``x``: bfloat16, float16 or float32, row-major, rows any distance apart: (M, K), or (M, 2 K) if ``gated``. On the CPU
   torch computes the same bytes.
-- ``out``: where to write, of the shapes and dtypes that are returned otherwise: values row-major, scales of any
-  strides. Fresh values have rows that begin at multiples of 16 bytes.
+- ``out``: where to write, of the shapes and dtypes that are returned otherwise: values row-major, scales
+  contiguous along one dimension. Fresh values have rows that begin at multiples of 16 bytes.
 - ``use_ue8m0``: scales are powers of two.
 - ``epsilon``: the least magnitude that a scale is made of. With 0, blocks of zeros have the scale 0.
 - ``gated``: cast silu(left half of x) * right half, in float32, in place of x.

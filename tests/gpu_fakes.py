@@ -12,15 +12,21 @@ import pytest
 import torch
 
 from deep_gemm import UnsupportedError, arch, calls, constant, engine, options
-from deep_gemm.ops import fp8_dense, half_dense
-from deep_gemm.spec import CopySpec, GemmSpec, TransposeBytesSpec, TransposeSpec
+from deep_gemm.ops import fp8_dense, half_dense, quantize
+from deep_gemm.spec import CopySpec, GemmSpec, QuantizeSpec, TransposeBytesSpec, TransposeSpec
 
 EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
 
-KERNELS = {GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy"}
+KERNELS = {
+    GemmSpec: "gemm",
+    TransposeSpec: "transpose",
+    TransposeBytesSpec: "transpose bytes",
+    CopySpec: "copy",
+    QuantizeSpec: "quantize",
+}
 
 
 class Launched(NamedTuple):
@@ -68,7 +74,7 @@ class FakeGpu:
         calls.forget_all()
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
-        for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm):
+        for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm, quantize.Quantize):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(constant, "_ends_are_told", lambda: True)

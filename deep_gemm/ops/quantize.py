@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from . import checks
 from .checks import shape_of
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+MAX_EPSILON = torch.finfo(torch.float32).max
 
 _BLOCK: dict[Blocks, tuple[int, int]] = {
     "row": (1, SCALE_BLOCK),
@@ -60,8 +61,8 @@ class Quantize(Operation):
         for name in ("use_ue8m0", "gated"):
             if not isinstance(given[name], bool):
                 raise InvalidInputError(f"{name} must be True or False, but it is {given[name]!r}.")
-        if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon < math.inf:
-            raise InvalidInputError(f"epsilon must be a number from 0, but it is {epsilon!r}.")
+        if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon <= MAX_EPSILON:
+            raise InvalidInputError(f"epsilon must be a number from 0 that float32 can hold, but it is {epsilon!r}.")
         named: dict[str, Any] = {"x": given["x"]}
         for output in self.written:
             values, scales = checks.pair(output, given[output])
@@ -98,7 +99,7 @@ class Quantize(Operation):
             plain=blocks["plain"] if "plain" in self.written else "none",
             transposed=blocks["transposed"] if "transposed" in self.written else "none",
             gated=gated,
-            epsilon=struct.unpack("<I", struct.pack("<f", epsilon))[0],
+            epsilon=struct.unpack("<I", struct.pack("<f", abs(epsilon)))[0],  # -0.0 has a sign
             power_of_two=use_ue8m0,
         )
         return QuantizeOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
@@ -108,13 +109,12 @@ class Quantize(Operation):
         for name, tensor in named.items():
             if name == "x" or not tensor.numel():
                 continue
-            if name.endswith("values"):
-                checks.check_row_major(name, tensor)
             dense = tensor if name.endswith("values") or tensor.stride(1) == 1 else tensor.t()
-            if dense.shape[1] > 1 and dense.stride(1) != 1:
+            if dense is not tensor and dense.shape[1] > 1 and dense.stride(1) != 1:
                 raise InvalidInputError(
                     f"{name} must be contiguous along one dimension, but they have the strides {tensor.stride()}."
                 )
+            checks.check_row_major(name, dense)
             checks.check_no_overlap(name, dense, {other: x for other, x in named.items() if other != name})
 
     def work(self, x: QuantizeOperands, device: int) -> Work:

@@ -1,0 +1,156 @@
+"""Casts to FP8 with outputs that the caller gives: what is launched, what torch computes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_fakes import FakeGpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_gemm import InvalidInputError, quantisation, quantize
+from deep_gemm.testing import guarded
+
+E4M3 = torch.float8_e4m3fn
+M, K = 130, 272
+
+
+def x(rows: int = M, columns: int = K) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["rows", "columns", "blocks", "blocks_transposed"]),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.booleans(),
+    st.sampled_from([0.0, 1e-4, 1.0]),
+)
+def test_a_value_times_its_scale_is_the_input_again(
+    cast: str, rows: int, columns: int, use_ue8m0: bool, epsilon: float
+) -> None:
+    given = x(rows, columns)
+    values, scales = getattr(quantize, cast)(given, use_ue8m0=use_ue8m0, epsilon=epsilon)
+    block = (1, 128) if cast in ("rows", "columns") else (128, 128)
+    source = given.t() if cast in ("columns", "blocks_transposed") else given
+    error = (quantisation.dequantise(values, scales, block) - source.float()).abs()
+    step = scales.repeat_interleave(block[0], 0)[: rows if source is given else columns]
+    step = step.repeat_interleave(block[1], 1)[:, : source.shape[1]]
+    assert bool((error <= source.float().abs() / 15 + step * 2.0**-9).all())
+    if use_ue8m0:
+        assert torch.equal(torch.frexp(scales)[0][scales > 0], torch.full_like(scales, 0.5)[scales > 0])
+
+
+def test_blocks_of_zeros() -> None:
+    zeros = torch.zeros(4, 256, dtype=torch.bfloat16)
+    values, scales = quantize.rows(zeros, epsilon=0.0)
+    assert not values.float().any()
+    assert not scales.any()
+    _, scales = quantize.rows(zeros)
+    assert torch.equal(scales, torch.full((4, 2), 1e-4) / torch.full((), 448.0))
+    _, negative = quantize.rows(zeros, epsilon=-0.0)
+    assert torch.equal(negative, torch.zeros(4, 2))
+
+
+def test_one_launch_writes_all_outputs(gpu: FakeGpu) -> None:
+    source = x()
+    first, second = quantize.rows_and_columns(source)
+    (launched,) = gpu.launched
+    assert launched.kernel == "quantize"
+    assert launched.at == {
+        "x": source.data_ptr(),
+        "values": first[0].data_ptr(),
+        "scales": first[1].data_ptr(),
+        "t_values": second[0].data_ptr(),
+        "t_scales": second[1].data_ptr(),
+    }
+    assert launched.strides["t_scales"] == second[1].stride()
+    assert (launched.spec.plain, launched.spec.transposed) == ("row", "column")
+
+
+def test_warm_calls_are_prepared_once_and_replays_keep_outputs_apart(gpu: FakeGpu) -> None:
+    out = quantize.rows(x())
+    sources = [x() for _ in range(4)]
+    for _ in range(3):
+        quantize.rows(sources[0], out=out)
+    outs = [(torch.empty_like(out[0]), torch.empty_strided((M, 3), (1, 132))) for _ in sources]
+    before = gpu.prepared
+    for source, other in zip(sources, outs, strict=True):
+        quantize.rows(source, out=other)
+    assert gpu.prepared <= before + 1
+    memory = torch.zeros(M * K + 4 * 132 * 3, dtype=torch.uint8)
+    values = memory[: M * K].view(E4M3).view(M, K)
+    inside = memory[M * K - 64 :][: 4 * 132 * 3].view(torch.float32).as_strided((M, 3), (1, 132))
+    with pytest.raises(InvalidInputError, match="share memory"):
+        quantize.rows(sources[0], out=(values, inside))
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no tensor": (lambda: quantize.rows([1.0]), "x must be a torch.Tensor with 2 dimensions"),
+    "rank 3": (lambda: quantize.rows(x()[None]), "x must be .* 2 dimensions, but it has 3 dimensions"),
+    "integers": (lambda: quantize.rows(torch.ones(4, 4, dtype=torch.int32)), "x must be one of torch.bfloat16"),
+    "column-major": (lambda: quantize.rows(x().t()), "x must be row-major"),
+    "odd and gated": (lambda: quantize.rows(x(4, 255), gated=True), "even number of columns"),
+    "gated is a number": (lambda: quantize.rows(x(), gated=1), "gated and row_major must be True or False"),
+    "use_ue8m0 is a number": (lambda: quantize.rows(x(), use_ue8m0=1), "use_ue8m0 must be True or False"),
+    "epsilon below zero": (lambda: quantize.rows(x(), epsilon=-1.0), "epsilon must be a number from 0"),
+    "epsilon too large": (lambda: quantize.rows(x(), epsilon=3.5e38), "that float32 can hold"),
+    "epsilon is NaN": (lambda: quantize.rows(x(), epsilon=float("nan")), "epsilon must be a number"),
+    "out is no pair": (lambda: quantize.rows(x(), out=x()), "plain must be a pair"),
+    "values of another shape": (
+        lambda: quantize.columns(x(), out=quantize.rows(x())),
+        r"the transposed values must be torch.float8_e4m3fn \(272, 130\)",
+    ),
+    "scales of another dtype": (
+        lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(M, 3).double())),
+        r"the plain scales must be torch.float32 \(130, 3\)",
+    ),
+    "scales on each other": (
+        lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(600).as_strided((M, 3), (1, 1)))),
+        "rows of the plain scales overlap",
+    ),
+    "scales with gaps both ways": (
+        lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(2 * M, 6)[::2, ::2])),
+        "contiguous along one dimension",
+    ),
+    "freed": (lambda: quantize.rows(freed()), "x has no memory"),
+}
+
+
+def freed() -> torch.Tensor:
+    found = x()
+    found.untyped_storage().resize_(0)
+    return found
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes(case: str) -> None:
+    call, words = MISTAKES[case]
+    with pytest.raises(InvalidInputError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, K), (M, 0), (0, 0)])
+def test_nothing_to_cast(gpu: FakeGpu, rows: int, columns: int) -> None:
+    (values, scales), (turned, _) = quantize.rows_and_columns(torch.empty(rows, columns, dtype=torch.bfloat16))
+    assert values.shape == (rows, columns)
+    assert turned.shape == (columns, rows)
+    assert scales.shape == (rows, -(-columns // 128))
+    assert gpu.launched == []
+
+
+def test_nothing_outside_of_out_is_written() -> None:
+    source = x()
+    values = guarded((M, K), E4M3, "cpu", (K + 16, 1))
+    scales = guarded((M, 3), torch.float32, "cpu", (1, M + 2))
+    out = values.tensor, scales.tensor
+    assert quantize.rows(source, out=out) is out
+    values.check("values")
+    scales.check("scales")
+    expected = quantisation.per_token_cast_to_fp8(source, False)
+    assert torch.equal(out[0].float(), expected[0].float())
+    assert torch.equal(out[1], expected[1])
