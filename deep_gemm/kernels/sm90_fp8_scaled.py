@@ -1,5 +1,5 @@
-"""Dense FP8 GEMM for Hopper with any scaling: 1x128 scales on both sides (1D1D), 1x128 by 128x128 (1D2D), or one for
-each row of A and of B; 16-bit or float32 out, C added."""
+"""Dense FP8 GEMM for Hopper with any scaling: 1x128 scales on both sides (1D1D), 1x128 by 128x128 (1D2D), or one scale
+for each row of A and of B (rowwise); 16-bit or float32 output, C added."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from .scaled_tiles import (
 from .tiles import left
 
 SCALINGS = {("1x128", "1x128"): "1d1d", ("1x128", "128x128"): "1d2d", ("row", "row"): "rowwise"}
-"""What is done, by the scaling of A and of B."""
+"""The kernel's scaling, by the scalings of A and of B."""
 
 _KINDS = {"1d1d": "k1D1D", "1d2d": "k1D2D", "rowwise": "kRowwise"}
 _ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32"}
 _ACCUMULATE = {"none": "kNothing", "reads": "kReads", "reduces": "kReduces"}
 
 _PROMOTION = {"1d1d": 2 * PROMOTION_CYCLES, "1d2d": PROMOTION_CYCLES, "rowwise": PROMOTION_CYCLES}
-"""Of one column of an m64 slice, in cycles. With 1D1D the factor of each element is a product of its own."""
+"""Cycles for the promotion of one column of an m64 slice. With 1D1D each element's factor is a separate product."""
 
 
 class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
@@ -59,7 +59,8 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
     label = "any "
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is not one product of scaled E4M3; and 1D2D with bf16 output and no C, which others do."""
+        """Refuses every spec except a single product of scaled E4M3. Also refuses 1D2D with bf16 output and no C, for
+        which there are other families."""
         if not isinstance(spec, GemmSpec):
             return "it multiplies matrices"
         for name, operand in (("A", spec.a), ("B", spec.b)):
@@ -88,7 +89,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
                 yield config
 
     def legal(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
-        """Tiles from 64x32 to 256x128 and 128x256, alone or in clusters of two."""
+        """Tiles from 64x32 to 256x128 and 128x256, without clusters or in clusters of two."""
         for chosen in itertools.product(CONSUMERS, range(32, 257, 32), CLUSTERS):
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
@@ -129,7 +130,8 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         return None
 
     def runs(self, spec: Spec, config: ScaledConfig) -> bool:
-        """Blocks of B's scales must not end inside a tile, but for one of 256 columns; and consumers need registers."""
+        """Also refuses tiles in which a block of B's scales ends, except those of 256 columns, and configs without
+        enough registers for the spec."""
         if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
             return False
         scaling = scaling_of(spec)
@@ -138,11 +140,12 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         return fits(config, instruction_columns(config), more_registers(scaling, adds(spec), spec.d.aligned))
 
     def worthwhile(self, spec: Spec, config: ScaledConfig) -> bool:
-        """Less than half of the tile is padding: else there is one of half its height."""
+        """Whether less than half of the tile is padding. Otherwise a config with half the height is better."""
         return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
 
     def params(self, spec: Spec, config: ScaledConfig, arch: ArchSpec) -> ScaledParams:
-        """With the scaling and the output, and as many stages as fit beside its staging buffers."""
+        """See `Kernel.params`. Adds the scaling and the output, and takes as many stages as fit beside the staging
+        buffers."""
         known = super().params(spec, config, arch)
         assert isinstance(spec, GemmSpec)  # checked above
         scaling = scaling_of(spec)
@@ -155,15 +158,15 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         )
 
     def of(self, params: KernelParams) -> tuple[ScaledParams, ScaledConfig]:
-        """``params`` and their config as this family's; TypeError if they are another's."""
+        """``params`` and their config with this family's types. Raises TypeError if they belong to another family."""
         if not isinstance(params, ScaledParams) or not isinstance(params.config, ScaledConfig):
             got = f"{type(params).__name__} with a {type(params.config).__name__}"
             raise TypeError(f"{self.name} takes ScaledParams with a ScaledConfig, not {got}")
         return params, params.config
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """As of the other FP8 kernels (see ``fp8.py``). Scales that belong to blocks of K come by TMA, but for those of
-        128 x 128 blocks; the others are read from memory, with a stride of zero where all rows share one."""
+        """Like those of the other FP8 kernels (see ``fp8.py``). TMA loads 1 x 128 scales. Other scales are read from
+        global memory; the stride is zero where all rows share one scale."""
         p, _ = self.of(params)
         reads = [Argument("c", "const u8*"), Argument("c_stride", "i64")] if p.accumulate == "reads" else []
         scales = {
@@ -232,8 +235,8 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Grid, order of tiles, and tensor maps. Operands: a, sfa, b, sfb, d, and c where it is read. Scales of blocks
-        of K are (rows, blocks) with contiguous rows, but those of 128 x 128; scales of rows have one stride."""
+        """Grid, order of tiles, and tensor maps. Operands: a, sfa, b, sfb, d, and c if consumers read it. Scales of
+        1 x 128 are (rows, blocks) and contiguous along rows; scales of whole rows have one stride."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
         p, config = self.of(params)
@@ -297,7 +300,8 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         return count(_counts(config, spec.d.aligned, scaling_of(spec)), spec, config)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, scales, staging buffers and barriers, as ``Fp8ScaledLayout`` has them; it asserts the number."""
+        """Stages, scales, staging buffers and barriers, in the layout of ``Fp8ScaledLayout``, which asserts the same
+        number."""
         p, config = self.of(params)
         return config_shared_bytes(config, p.store == "tma", p.scaling, p.output)
 
@@ -315,7 +319,7 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
         return "_".join(filter(None, parts))
 
     def cases(self) -> list[KernelParams]:
-        """The serving set with 1D1D and float32; each scaling, output, way to add C and store; compile-time sizes."""
+        """The serving set with 1D1D and float32; each scaling, output, way to add C, and store; compile-time sizes."""
         tile, tall, lone = make_config(128, 128), make_config(256, 128), make_config(64, 64)
         wide, pair = make_config(128, 256), make_config(128, 256, (2, 1))
         square = make_config(128, 128, (1, 2))
@@ -343,19 +347,19 @@ class Sm90Fp8Scaled(GemmKernel[ScaledConfig]):
 
 
 def scaling_of(spec: GemmSpec) -> str:
-    """Of `ScaledParams.scaling`."""
+    """The value of `ScaledParams.scaling`."""
     return SCALINGS[spec.a.scaling, spec.b.scaling]
 
 
 def adds(spec: GemmSpec) -> str:
-    """How C is added: where it is D and float32, TMA adds to it."""
+    """How C is added. TMA adds to D if C is D and float32; otherwise consumers read C."""
     if spec.accumulate == "none":
         return "none"
     return "reduces" if spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned else "reads"
 
 
 def make_params(config: ScaledConfig, **options: object) -> ScaledParams:
-    """The identity of this kernel with ``config``: TMA stores float32 of 1D1D unless ``options`` say otherwise."""
+    """The identity of this kernel with ``config``. Defaults of ``options``: 1D1D, float32 output, TMA stores."""
     known = {"store": "tma", "scaling": "1d1d", "output": "f32", **options}
     config = fitted(config, str(known["scaling"]), str(known["output"]))
     return ScaledParams(kernel=KERNEL.name, arch=SM90.name, config=config, **known)  # type: ignore[arg-type]
@@ -363,7 +367,7 @@ def make_params(config: ScaledConfig, **options: object) -> ScaledParams:
 
 @functools.lru_cache(maxsize=1024)
 def _counts(config: ScaledConfig, aligned: bool, scaling: str) -> Counts:
-    """What the model of speed counts."""
+    """The performance model's counts."""
     return Counts(
         groups=config.num_consumers,
         slices=config.slices,
@@ -376,7 +380,7 @@ def _counts(config: ScaledConfig, aligned: bool, scaling: str) -> Counts:
 
 
 def _scales_map(name: str, size: int, k: int, box: int, strides: Strides) -> Map:
-    """Of scales (size, blocks of K) whose rows are contiguous; a box is a tile's rows in one block."""
+    """The map of scales (size, blocks of K) that are contiguous along rows. A box has a tile's rows in one block."""
     shape = (size, ceil_div(k, SCALE_BLOCK))
     return Map(TensorMapSpec("f32", shape, (strides[name][1] * 4,), (box, 1)), name)
 
