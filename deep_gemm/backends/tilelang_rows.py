@@ -1,7 +1,7 @@
 """Fused element-wise and row-wise kernels in TileLang, tuned over blocks and threads for each shape."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type"
-# Without annotations from the future: see `tilelang_gemm`.
+# No `from __future__ import annotations`: see `tilelang_gemm`.
 import functools
 from typing import Any
 
