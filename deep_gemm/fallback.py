@@ -33,7 +33,7 @@ def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
         slow = ", which is slow" if way == TORCH else ""
         others = "".join(f" {why}" for why in refused)
         warn_once(
-            f"fallback:{operation.name}:{way}:{_NUMBER.sub('', str(reason))}",  # whatever the sizes
+            f"fallback:{operation.name}:{way}:{_NUMBER.sub('', str(reason))}",  # the same for all sizes
             f"DG_FALLBACK={way}: {operation.name} is computed by {_NAMES.get(way, way)}{slow}. {reason}{others}",
         )
         return

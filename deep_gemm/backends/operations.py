@@ -120,7 +120,7 @@ class FP8Gemm(Gemm):
         return (a, get_mn_major_tma_aligned_tensor(sfa)), b, torch.empty(m, n, dtype=torch.bfloat16, device=device)
 
     def exact(self, a: Any, b: Any, d: Tensor) -> Tensor:
-        """Of the quantised operands."""
+        """The product of the quantised operands in float64."""
         return exact_product(*a, *b)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class ScaledGemm(FP8Gemm):
         """Cast one operand."""
 
     def exact(self, a: Any, b: Any, d: Tensor) -> Tensor:
-        """Of the quantised operands."""
+        """The product of the quantised operands in float64."""
         return exact_product(a[0], a[1], b[0], b[1], scaling=self.scaling)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class HalfGemm(Gemm):
         return (a.t() if self.form[0] == "t" else a), (b.t() if self.form[1] == "n" else b)
 
     def exact(self, a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         a, b = self.as_nt(a, b)
         return a.double() @ b.double().t()
 
@@ -289,7 +289,7 @@ class AddGelu(Rows):
         return make(*dims), make(*dims), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         return F.gelu(x.double() + y.double())
 
     def terms(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class MulAdd(Rows):
         return *(make(*dims) for _ in range(3)), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         return x.double() * y.double() + z.double()
 
     def terms(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ class RMSNorm(Rows):
         return make(*dims), make(dims[1]), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         wide = x.double()
         return wide * (wide.square().mean(1, keepdim=True) + self.EPS).rsqrt() * weight.double()
 
@@ -349,7 +349,7 @@ class LayerNorm(Rows):
         return make(*dims), make(dims[1]), make(dims[1]), out
 
     def exact(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         return F.layer_norm(x.double(), x.shape[1:], weight.double(), bias.double(), self.EPS)
 
     def terms(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
@@ -369,6 +369,6 @@ class SwiGLU(Rows):
         return normal(device, seed)(rows, 2 * columns), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         gate, up = x.double().chunk(2, 1)
         return F.silu(gate) * up

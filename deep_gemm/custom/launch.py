@@ -157,7 +157,7 @@ def checked_values(
 
 def _map(kernel: str, parameter: Parameter, value: Any, tensor: Tensor) -> Any:
     if not isinstance(value, TileMap):
-        return value  # which the parameter refuses
+        return value  # `Parameter.check` refuses it
     where = f"{parameter.name} of {kernel}"
     if value.address != tensor.data_ptr() or value.spec.dtype != _DTYPES[tensor.dtype]:
         raise InvalidInputError(

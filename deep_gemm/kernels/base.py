@@ -224,7 +224,7 @@ class GemmKernel(Kernel[ConfigT]):
         )
 
     def store(self, config: ConfigT, aligned: bool) -> str:
-        """How ``config`` stores D: "tma" where its rows allow that, else "direct"."""
+        """How ``config`` stores D: "tma" if its rows are aligned for TMA, otherwise "direct"."""
         return "tma" if aligned else "direct"
 
     def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:

@@ -17,7 +17,7 @@ MAX_CTAS = 1 << 14
 
 @dataclass(frozen=True)
 class CopyConfig(KernelConfig):
-    """What one CTA of ``num_threads`` threads copies at a time."""
+    """The tile that one CTA of ``num_threads`` threads copies at a time."""
 
     tile_rows: int
     tile_columns: int

@@ -68,7 +68,7 @@ def make_config(
 
 
 def fitted(config: ScaledConfig, scaling: str, output: str, arch: ArchSpec = SM90) -> ScaledConfig:
-    """``config`` with no more stages than fit beside the scales and staging buffers of such a product."""
+    """``config`` with no more stages than fit beside the scales and staging buffers for this scaling and output."""
     none, one = (config_shared_bytes(replace(config, num_stages=x), True, scaling, output) for x in (0, 1))
     return replace(config, num_stages=max(0, min(config.num_stages, (arch.shared_per_cta - none) // (one - none))))
 

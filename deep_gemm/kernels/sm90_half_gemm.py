@@ -262,7 +262,7 @@ def make_config(
 
 
 def fitted(config: HalfConfig, output: str, arch: ArchSpec = SM90) -> HalfConfig:
-    """``config`` with no more stages than fit beside the staging buffers of such an output."""
+    """``config`` with no more stages than fit beside the staging buffers for this output."""
     rest = config_shared_bytes(replace(config, num_stages=0), True, output)
     return replace(config, num_stages=stages_that_fit(arch, config, rest, config.num_stages))
 

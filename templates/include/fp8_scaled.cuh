@@ -182,7 +182,7 @@ struct Fp8Scaled {
       if (more) mainloop.start();
       finish<Mainloop::kUnits - 1>(sum, row, column, at, which);
     }
-    // For ptxas: without this barrier it assumes that products are in flight behind the loop, and serialises all of them.
+    // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
     mainloop.turns.end();
   }

@@ -1,4 +1,4 @@
-// Elements of D: what happens to float32 sums before they are stored. All stores go through here.
+// Elements of D: the conversion of float32 sums before they are stored. All stores go through here.
 #pragma once
 #include "types.cuh"
 

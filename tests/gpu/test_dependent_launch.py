@@ -269,7 +269,7 @@ def test_memory_that_is_handed_out_again_is_not_constant(monkeypatch: pytest.Mon
         return launch(plan, strides, addresses, stream, constant)
 
     monkeypatch.setattr(engine, "launch", noted)
-    # More than 10 MiB and whole pages: torch gives such a tensor, and the next of its size, a segment of its own.
+    # More than 10 MiB and whole pages: torch allocates such a tensor, and the next of its size, in a separate segment.
     m, n, k = 8, 2048, 8192
     a, (first, scales), _, _ = random_operands(m, n, k, DEVICE, seed=1)
     second = random_operands(m, n, k, DEVICE, seed=2)[1][0]
