@@ -1,5 +1,5 @@
-"""Python that is written out for an operation's operands, as dataclasses write ``__init__``. Each call goes through it,
-and a loop over operands would take two microseconds more."""
+"""Generates Python functions for an operation's operands, as dataclasses generate ``__init__``. Each call runs them; a
+loop over operands would take two microseconds longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Places: TypeAlias = Sequence[int]
 
 
 def entry_source(operation: Operation) -> str:
-    """The source of a function ``entry`` of the operation's parameters: a warm call, or else `Calls.first`."""
+    """The source of the function ``entry`` with the operation's parameters. It makes a warm call, or calls
+    `Calls.first`."""
     pairs = sorted({argument.partition("[")[0] for argument in operation.operands.values() if "[" in argument})
     tensors = [argument.replace("[", "_").rstrip("]") for argument in operation.operands.values()]
     output = operation.operands[operation.output]
@@ -32,7 +33,7 @@ def entry_source(operation: Operation) -> str:
         *(f"{operation.operands[name]}.requires_grad and is_grad_enabled()" for name in written),
         *(f"{name} is None" for name in operation.unused),
         *([f"{in_place}.data_ptr() == {output}.data_ptr()"] if in_place else []),
-        # 0.0 equals -0.0, and a kernel may tell them apart.
+        # 0.0 equals -0.0, but a kernel may distinguish them.
         *(f"{name} or repr({name})" if name in operation.floats else name for name in plain),
         "device",
         "raw_stream(device) if device >= 0 else None",
@@ -47,14 +48,14 @@ def entry_source(operation: Operation) -> str:
         f"        key = ({', '.join(key)})",
         "        call = calls.warm.get(key)",
         "    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
-        # Something is wrong with the arguments, has no memory that could be looked at, or is a fake tensor on a GPU
-        # that this torch is not built for: the check says which.
+        # An argument is wrong, has no memory, or is a fake tensor on a GPU that this torch is not built for. The check
+        # finds out which.
         f"        calls.first(None, ({', '.join(operation.parameters)},), ())",
         "        return",
         "    if call is not None:",
         "        call()",
         "    else:",
-        # An iterator stood for a pair, and is used up: the check says so.
+        # An iterator in place of a pair is now exhausted. The check refuses it.
         *(f"        key = key if isinstance({name}, (tuple, list)) else None" for name in pairs),
         f"        calls.first(key, ({', '.join(operation.parameters)},), ({', '.join(tensors)},))",
     ]
@@ -65,8 +66,8 @@ def entry_source(operation: Operation) -> str:
 def fits(
     count: int, written: tuple[int, ...], same: int = -1, apart: bool = True
 ) -> Callable[[Places, Places, Places], bool]:
-    """`Replay.fits` for so many operands, of which ``written`` are outputs, and ``same`` is the first of them itself;
-    ``apart``: outputs share no memory with the others."""
+    """`Replay.fits` for ``count`` operands. ``written`` are the outputs, and ``same`` is the operand that is the first
+    output itself. ``apart``: outputs share no memory with other operands."""
     at, first, size = ([f"{letter}{index}" for index in range(count)] for letter in "pfs")
     moved = " | ".join(f"({p} ^ {f})" for p, f in zip(at, first, strict=True))
     ranges = [

@@ -51,34 +51,34 @@ def fp8_gemm_nt(
     """``d = (c +) (a * scales of a) @ (b * scales of b)^T``, on the current stream of the tensors' device.
 
     Args:
-        a: (M, K) E4M3 and its float32 scales. K is a multiple of 16. Values whose K is contiguous are read as they are:
-            rows 16-byte aligned and any distance apart. Where M is contiguous instead they are transposed first, at the
-            cost of a launch that reads and writes them; ``DG_FORBID_TRANSPOSE=1`` refuses that.
+        a: (M, K) E4M3 and its float32 scales. K is a multiple of 16. If K is contiguous, values are read without a
+            copy; rows must be 16-byte aligned, with any stride. If M is contiguous instead, a kernel transposes the
+            values first, which costs a launch that reads and writes them; ``DG_FORBID_TRANSPOSE=1`` refuses that.
         b: (N, K) E4M3 and its float32 scales, likewise.
-        d: (M, N) bfloat16, float32 or float16, row-major, rows any distance apart; written in place.
-        c: None, or (M, N) of d's dtype, row-major, which is added. It may be d itself (``d += ...``), else it shares no
-            memory with d. The sum is rounded once, from float32.
-        recipe: what the scales are of, as (rows of a, rows of b, K) that share one:
+        d: (M, N) bfloat16, float32 or float16, row-major, with any row stride; written in place.
+        c: None, or what is added: (M, N) of d's dtype, row-major. It may be d itself (``d += ...``); otherwise it
+            shares no memory with d. The sum is rounded once, from float32.
+        recipe: the block that shares a scale, as (rows of a, rows of b, K):
 
             - (1, 128, 128), or None: a's are (M, ceil(K / 128)), b's (ceil(N / 128), ceil(K / 128)).
             - (1, 1, 128), as for weight gradients: a's are (M, ceil(K / 128)), b's (N, ceil(K / 128)).
             - None, with scales of whole rows: one for all of an operand, or one for each row: (M, 1) for a, (1, N) or
               (N, 1) for b, as `torch._scaled_mm` takes them. Sums are promoted to float32 all the same.
 
-            Scales have any strides. Those of 1 x 128 from `get_mn_major_tma_aligned_tensor`, and slices of them, are
-            read as they are; others cost a launch.
+            Scales may have any strides. Scales of 1 x 128 from `get_mn_major_tma_aligned_tensor`, and slices of them,
+            are read without a copy; others cost a launch.
         recipe_a, recipe_b: the same as pairs: (1, 128), and (128, 128) or (1, 128).
-        compiled_dims: sizes to bake into the kernel, letters of "mnk". None leaves it to the library, which bakes in
-            none, so that one kernel serves all shapes.
-        disable_ue8m0_cast: of no effect on Hopper, where scales stay float32 whatever their values.
+        compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
+            none in, so that one kernel serves all shapes.
+        disable_ue8m0_cast: no effect on Hopper, where scales stay float32 whatever their values.
         epilogue, alpha: must be None in this version.
 
-    The tensor cores' sums are promoted to float32 every 128 of K, where the scales are applied. Results are bitwise
-    repeatable. M = 0 or N = 0 does nothing and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by the
-    reference implementation. Inside CUDA-graph capture the shape must have been called before.
+    The tensor cores' sums are scaled and promoted to float32 after every 128 of K. Results are bitwise repeatable.
+    M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by the reference
+    implementation. Before a call inside CUDA-graph capture, the shape must have been called once outside of it.
 
-    Every operand may be written by the kernel or copy just before, of any library: nothing is assumed of who wrote it
-    or when. Only where both tensors of ``b`` were given to `declare_constant` are those two read earlier.
+    The previous kernel or copy in the stream may write any operand, whatever library it belongs to. Only if both
+    tensors of ``b`` were given to `declare_constant` are they read before that kernel has finished.
 
     Raises:
         InvalidInputError: an argument is wrong; the message names it.
@@ -107,8 +107,8 @@ def fp8_gemm_nn(
 ) -> None:
     """`fp8_gemm_nt` with b given as (K, N), and its scales transposed likewise.
 
-    Hopper's FP8 needs K contiguous in memory. Of a transposed view of K-major storage it is; other operands are
-    transposed first (see `fp8_gemm_nt`).
+    Hopper's FP8 needs K contiguous in memory, as in a transposed view of K-major storage. Other operands are transposed
+    first (see `fp8_gemm_nt`).
     """
     if epilogue is not None or alpha is not None:
         checks.refuse_unbuilt(epilogue, alpha)
@@ -185,22 +185,24 @@ def bf16_gemm_nt(
     """``d = (c +) a @ b^T`` of bfloat16, on the current stream of the tensors' device.
 
     Args:
-        a: (M, K) bfloat16, of any strides: K-major and M-major storage are read as they lie, where TMA can address them
-            (one stride 1, the other a multiple of 8 elements, the address of 16 bytes). A kernel copies others first.
+        a: (M, K) bfloat16, with any strides. K-major and M-major storage is read without a copy if TMA can address it:
+            one stride is 1, the other a multiple of 8 elements, and the address a multiple of 16 bytes. A kernel copies
+            other storage first.
         b: (N, K) bfloat16, likewise. The usual weight of a linear layer.
-        d: (M, N) bfloat16 or float32, row-major, rows any distance apart; written in place.
+        d: (M, N) bfloat16 or float32, row-major, with any row stride; written in place.
         c: None, or what is added: (M, N) of d's dtype, row-major. It may be d itself (the same address, shape and
-            strides), and shares no memory with d otherwise. Added in float32, so that d is rounded once.
-        compiled_dims: sizes to bake into the kernel, letters of "mnk". None leaves it to the library, which bakes in
-            none, so that one kernel serves all shapes.
+            strides); otherwise it shares no memory with d. The sum is rounded once, from float32.
+        compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
+            none in, so that one kernel serves all shapes.
         epilogue, alpha: must be None in this version.
 
     Sums are float32. Results are bitwise repeatable. While `set_batch_invariant` is on, a row's bits depend neither on
-    M nor on the form. M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are
-    multiplied by the reference implementation. Inside CUDA-graph capture the shape must have been called before.
+    M nor on the form. M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by
+    the reference implementation. Before a call inside CUDA-graph capture, the shape must have been called once outside
+    of it.
 
-    Nothing is assumed of who wrote the operands or when. Only where ``b`` was given to `declare_constant` is it read
-    before the previous kernel of the stream has finished.
+    The previous kernel or copy in the stream may write any operand, whatever library it belongs to. Only if ``b`` was
+    given to `declare_constant` is it read before that kernel has finished.
 
     Raises:
         InvalidInputError: an argument is wrong; the message names it. float16 operands are `fp16_gemm_nt`'s.
@@ -311,14 +313,15 @@ def fp16_gemm_tt(
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """``d = (c +) a @ b^T`` by torch, that is by cuBLAS: for comparing with.
+    """``d = (c +) a @ b^T`` by torch, that is by cuBLAS, for comparisons.
 
-    a (M, K) and b (N, K) are bfloat16, float16 or, without scales, FP8; d (M, N) is as torch can write it; c is None, d
-    or another tensor of its dtype and shape. Tensors on the CPU are multiplied by the reference implementation.
+    a (M, K) and b (N, K) are bfloat16, float16 or, without scales, FP8. d (M, N) has a dtype that torch can write. c is
+    None, d, or another tensor of d's dtype and shape. Tensors on the CPU are multiplied by the reference
+    implementation.
 
     Raises:
         InvalidInputError: an argument is wrong; the message names it.
-        UnsupportedError: torch cannot do it; the message has its words.
+        UnsupportedError: torch cannot do it; the message contains torch's own.
     """
     cublaslt.gemm(a, b, d, c, "nt")
 

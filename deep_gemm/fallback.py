@@ -1,4 +1,4 @@
-"""What is done where there is no kernel for a call: DG_FALLBACK names ways, which are tried in order."""
+"""Fallbacks for calls without a kernel. DG_FALLBACK names the ways, which are tried in order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .settings import settings
 
 TORCH = "torch"
 BACKENDS = "deep_gemm.backends"
-"""Where other ways are looked for, such as Triton's; imported only then."""
+"""The module that has other ways, such as Triton's. It is imported only when one is needed."""
 
 
 def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
-    """Compute ``operation`` on the checked operands ``x`` in the first way that can. Raises ``reason``, which says why
-    no kernel can, where the setting names none, and UnsupportedError with the reason of each if none can."""
+    """Compute ``operation`` on the checked operands ``x`` in the first way that can. ``reason`` says why no kernel can.
+    Raises ``reason`` if the setting names no way, and UnsupportedError with every way's reason if all refuse."""
     refused = []
     for way in settings.fallback:
         try:
@@ -33,7 +33,7 @@ def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
         slow = ", which is slow" if way == TORCH else ""
         others = "".join(f" {why}" for why in refused)
         warn_once(
-            f"fallback:{operation.name}:{way}:{_NUMBER.sub('', str(reason))}",  # whatever the sizes
+            f"fallback:{operation.name}:{way}:{_NUMBER.sub('', str(reason))}",  # the same for all sizes
             f"DG_FALLBACK={way}: {operation.name} is computed by {_NAMES.get(way, way)}{slow}. {reason}{others}",
         )
         return
@@ -65,7 +65,7 @@ def _way(operation: Operation, way: str, x: Any) -> Callable[[Any], None]:
 
 
 def arguments(operation: Operation, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """The operands as the public function takes them by position: values and their scales are a pair."""
+    """The operands as positional arguments of the public function, where values and their scales are a pair."""
     found: dict[str, Any] = {}
     for name, argument in operation.operands.items():
         whole, _, part = argument.partition("[")

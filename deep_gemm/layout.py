@@ -1,8 +1,8 @@
-"""Layouts of scale factors: what the kernels read, and getting there.
+"""Layouts of scale factors, and conversions to the layout that the kernels read.
 
-The kernels read the scales of A column by column through TMA: "MN-major", stride 1 along rows, each column starting
-at a multiple of 16 bytes. Scales of B are read as they are. Also here: the alignment of groups in contiguous grouped
-layouts, which callers ask for when they lay out tokens.
+The kernels read the scales of A column by column through TMA. This layout is called MN-major: stride 1 along rows, and
+each column starts at a multiple of 16 bytes. Scales of B are read with any strides. This module also has the alignment
+of groups in contiguous grouped layouts, which callers need when they lay out tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _mk_alignment = _DEFAULT_ALIGNMENT
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """Rows to whose multiples each group starts in a contiguous grouped layout; 128 unless set otherwise."""
+    """In a contiguous grouped layout each group starts at a multiple of this many rows; 128 unless set otherwise."""
     return _mk_alignment
 
 
@@ -83,7 +83,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
 
     Returns:
         A tensor of the same shape with strides (1, align(mn, 4)), or (align(mn, 4) * columns, 1, align(mn, 4)) with
-        groups. ``sf`` itself when it is already so. On a GPU it is written on the current stream.
+        groups. ``sf`` itself if it has these strides already. On a GPU it is written on the current stream.
 
     Raises:
         InvalidInputError: wrong dtype or rank.
@@ -104,16 +104,16 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
 
 
 def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor | None = None) -> Tensor:
-    """The exponents of scales that are powers of two, four in an int32, as GPUs after Hopper read them.
+    """The exponents of scales that are powers of two, four to an int32, as GPUs after Hopper read them.
 
     Args:
-        sf: float32, (mn, columns) or (groups, mn, columns), of any strides. Only exponents are kept.
+        sf: float32, (mn, columns) or (groups, mn, columns), with any strides. Only exponents are kept.
         psum_layout: accepted for callers that also run on newer hardware. Padding rows are packed like any other.
 
     Returns:
-        int32, (mn, ceil(columns / 4)) or with groups in front, MN-major, each column padded to a multiple of 16 bytes.
-        Byte i of an element is the biased exponent of column 4 j + i; columns that do not exist are 0. No kernel for
-        Hopper takes such scales.
+        int32, (mn, ceil(columns / 4)) or (groups, mn, ceil(columns / 4)), MN-major, each column padded to a multiple of
+        16 bytes. Byte i of element j is the biased exponent of column 4 j + i, or 0 if there is no such column. No
+        kernel for Hopper takes such scales.
 
     Raises:
         InvalidInputError: wrong dtype or rank.
@@ -146,19 +146,18 @@ def transform_sf_into_required_layout(
     disable_ue8m0_cast: bool = False,
     psum_layout: Tensor | None = None,
 ) -> Tensor:
-    """Bring scales into the layout that kernels on Hopper read without further work; for use at weight loading.
+    """Convert scales to the layout that kernels on Hopper read without a copy. Call it when weights are loaded.
 
     Args:
         sf: float32, (ceil(mn / gran_mn), ceil(k / gran_k)), with ``num_groups`` in front if that is given.
         mn, k: the sizes of the operand that the scales belong to.
         recipe: (gran_m, gran_n, gran_k), of which ``is_sfa`` picks gran_m (True) or gran_n (False) as gran_mn; or
             (gran_mn, gran_k), with ``is_sfa`` left out.
-        disable_ue8m0_cast, psum_layout: accepted for the sake of callers that also run on newer hardware. Here scales
-            stay float32, whatever their values, and rows of padding are laid out like any other.
+        disable_ue8m0_cast, psum_layout: accepted for callers that also run on newer hardware. Here scales stay float32,
+            whatever their values, and padding rows are converted like any other.
 
     Returns:
-        Per-row scales MN-major and TMA-aligned, as from `get_mn_major_tma_aligned_tensor`; scales of 128 x 128 blocks
-        as they came.
+        Per-row scales in the layout of `get_mn_major_tma_aligned_tensor`; scales of 128 x 128 blocks unchanged.
 
     Raises:
         InvalidInputError: the shape or an argument is wrong.

@@ -1,8 +1,8 @@
-"""The performance monitor: how often each call was made, and what it took.
+"""The performance monitor: how often each call was made, and how long it took.
 
-While a monitor is active, launch records are made with a counter around them; now and then a pair of CUDA events
-measures a call. Without a monitor they are made without: a warm call has no branch for it. Beginning or ending one
-drops the remembered records, so that the next call of each shape makes new ones.
+While a monitor is active, each launch record is wrapped in a counter, and a pair of CUDA events measures one call in
+``every``. Without a monitor launch records have no counter, and a warm call has no branch for it. Beginning or ending a
+monitor drops the launch records, so that the next call of each shape makes new ones.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .operation import Operation
 from .settings import settings
 
 KEPT_TIMES, KEPT_SAMPLES = 512, 16384
-"""Times that percentiles are of, for each series; and samples of the trace. Older ones are dropped."""
+"""The last times of each series, from which percentiles are computed, and the last samples of the trace."""
 MAX_SERIES = 4096
-"""Past so many series, further calls are counted by operation and device only."""
+"""The number of series after which further calls are counted by operation and device only."""
 MAX_PENDING, MANY_PENDING = 4096, 64
-"""Pairs of events whose calls the GPU may still have to finish: past the first no call is timed, and past the second
-those that are done are read."""
+"""Limits for pairs of events that have not been read. Above the first no call is timed. Above the second the events of
+finished calls are read."""
 
 PERCENTILES = (50, 90, 99)
 
@@ -46,12 +46,12 @@ _lock = ForkLock()
 
 
 def percentile(values: Collection[float], part: int) -> float:
-    """The smallest of ``values`` that ``part`` percent of them do not exceed."""
+    """The smallest of ``values`` that is at least as large as ``part`` percent of them."""
     return sorted(values)[max(0, math.ceil(len(values) * part / 100) - 1)]
 
 
 class Call(Protocol):
-    """The launches of a call, as `deep_gemm.calls.Replay` has them."""
+    """The launches of a call; see `deep_gemm.calls.Replay`."""
 
     constant: bool
     device: int
@@ -66,7 +66,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class Labels:
-    """What makes a series. ``config`` is how the call was computed: the kernel's config, or the fallback's name."""
+    """The labels of a series. ``config`` is the kernel's config, or the name of the fallback that computed the call."""
 
     operation: str
     shape: str
@@ -76,7 +76,7 @@ class Labels:
 
 
 class Sample(NamedTuple):
-    """A call that was timed: its series, when it was made (us since the monitor began), and what it took (us)."""
+    """A timed call: its series, its start (us since the monitor began), and its duration (us)."""
 
     series: Series
     start_us: float
@@ -84,7 +84,7 @@ class Sample(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Two CUDA events around a call that the GPU may not have finished."""
+    """Two CUDA events around a call that the GPU may not have finished yet."""
 
     series: Series
     start_us: float
@@ -92,7 +92,7 @@ class Pending(NamedTuple):
 
 
 class Series:
-    """The calls of one kind."""
+    """The calls with the same labels."""
 
     def __init__(self, monitor: Monitor, labels: Labels, bytes_moved: int, flops: int) -> None:
         self.monitor, self.labels, self.bytes, self.flops = monitor, labels, bytes_moved, flops
@@ -102,7 +102,7 @@ class Series:
         self._on_gpu = labels.device != "cpu"
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Make a call, and count it. The first one, which may load a kernel, is not timed; then one in ``every`` is."""
+        """Make a call, and count it. One call in ``every`` is timed, but never the first, which may load a kernel."""
         monitor = self.monitor
         with monitor.lock.lock:
             number = self.calls
@@ -114,7 +114,7 @@ class Series:
             function(*arguments)
             self.add(start, (time.perf_counter() - start) * 1e6)
         elif _is_capturing() or len(monitor.pending) >= MAX_PENDING:
-            function(*arguments)  # events would become a part of the graph
+            function(*arguments)  # without events, which would become a part of the graph
         else:
             start, events = time.perf_counter(), monitor.events(self.labels.device)
             events[0].record()
@@ -125,11 +125,11 @@ class Series:
                 monitor.collect(wait=False)
 
     def add(self, start: float, us: float) -> None:
-        """A call that was made at ``start`` (of `time.perf_counter`) took ``us``."""
+        """Add a call that was made at ``start`` (of `time.perf_counter`) and took ``us``."""
         self.sampled(self.monitor.since(start), us)
 
     def sampled(self, start_us: float, us: float) -> None:
-        """The same, ``start_us`` after the monitor began."""
+        """Add a call that was made ``start_us`` after the monitor began and took ``us``."""
         with self.monitor.lock.lock:
             if len(self.times) < KEPT_TIMES:
                 self.times.append(us)
@@ -141,7 +141,7 @@ class Series:
             self.monitor.samples.append(Sample(self, start_us, us))
 
     def to_json(self) -> dict[str, Any]:
-        """Its labels, counts, and times in microseconds; rates are of the mean time."""
+        """Its labels, counts, and times in microseconds; rates are computed from the mean time."""
         entry: dict[str, Any] = {**asdict(self.labels), "calls": self.calls, "timed": self.timed}
         entry |= {"bytes": self.bytes, "flops": self.flops}
         if self.timed:
@@ -154,7 +154,7 @@ class Series:
 
 
 class Monitor:
-    """What `deep_gemm.monitor` returns; it counts inside its ``with`` block."""
+    """The result of `deep_gemm.monitor`. It counts inside its ``with`` block."""
 
     def __init__(self, every: int) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -196,7 +196,7 @@ class Monitor:
             return self._series.setdefault(labels, Series(self, labels, bytes_moved, flops))
 
     def events(self, device: str) -> tuple[Any, Any]:
-        """A pair of events of ``device`` that nothing uses."""
+        """An unused pair of events of ``device``."""
         free = self._free.setdefault(device, [])
         try:
             return free.pop()
@@ -204,7 +204,7 @@ class Monitor:
             return _new_event(), _new_event()
 
     def collect(self, wait: bool) -> None:
-        """Read the events of calls that the GPU has finished; with ``wait`` of all."""
+        """Read the events of calls that the GPU has finished; with ``wait``, wait for all calls first."""
         with beside_captures() if self.pending else nullcontext():
             while self.pending:
                 try:
@@ -221,11 +221,11 @@ class Monitor:
                 self._free[pending.series.labels.device].append(pending.events)
 
     def report(self) -> dict[str, Any]:
-        """All that was counted and timed, JSON-ready: an entry of ``calls`` for each operation, shape, config, kernel
-        and device. Waits until the GPU has finished the calls that are timed.
+        """Counts and times, JSON-ready: ``calls`` has an entry for each operation, shape, config, kernel and device.
+        Waits until the GPU has finished all timed calls.
 
-        An entry has ``calls``, ``timed`` (how many of them were), ``bytes`` (of the operands) and ``flops`` of one
-        call, and where there are times ``us`` (mean, min, p50, p90, p99, max, sum), ``gbps`` and ``tflops``.
+        An entry has ``calls``, ``timed`` (the number of timed calls), and ``bytes`` (of the operands) and ``flops`` of
+        one call. If there are times, it also has ``us`` (mean, min, p50, p90, p99, max, sum), ``gbps`` and ``tflops``.
         """
         self.collect(wait=True)
         seconds = time.perf_counter() - self._began if self._seconds is None else self._seconds
@@ -247,7 +247,7 @@ class Monitor:
         return reports.as_prometheus(self.report())
 
     def trace(self) -> str:
-        """The calls that were timed, for chrome://tracing and Perfetto. Each begins when the host made it."""
+        """The timed calls, for chrome://tracing and Perfetto. Each begins at the time when the host made it."""
         from . import reports
 
         self.collect(wait=True)
@@ -256,8 +256,8 @@ class Monitor:
         return reports.as_trace((asdict(sample.series.labels), sample.start_us, sample.us) for sample in samples)
 
     def write(self, path: str | Path) -> None:
-        """Write a report: Prometheus' text for a name that ends in .prom, a trace for .trace.json, else JSON. ``%p``
-        becomes the process's id. Raises OSError."""
+        """Write a report: a trace if the name ends in .trace.json, Prometheus' text for .prom, JSON for .json. ``%p``
+        is replaced with the process's id. Raises InvalidInputError for another name, and OSError."""
         from . import reports
 
         place = reports.place(path)
@@ -273,12 +273,12 @@ def monitor(every: int = 16) -> Monitor:
         print(m.json())
 
     Args:
-        every: one call in so many of each operation, shape and config is timed, by CUDA events on its stream. Nothing
-            waits for the GPU before a report is asked for.
+        every: one call in ``every`` of each operation, shape and config is timed, by CUDA events on its stream. The
+            host waits for the GPU only when it makes a report.
 
-    A call inside CUDA-graph capture is counted and not timed; replays of the graph are not seen. What the CPU computes
-    is timed by the clock. The host takes some 0.5 us longer for a counted call, and some 10 us for a timed one; without
-    a monitor nothing. DG_MONITOR watches a whole process.
+    A call inside CUDA-graph capture is counted, but not timed; replays of the graph are not counted. Calls on the CPU
+    are timed by the host's clock. A counted call takes the host some 0.5 us longer, and a timed one some 10 us. Without
+    a monitor there is no cost. DG_MONITOR watches a whole process.
     """
     return Monitor(every)
 
@@ -304,14 +304,14 @@ class Watched:
 
 
 def watch(replay: Call, operation: Operation, x: Any, config: str, kernel: str) -> Call:
-    """``replay``, or what counts its calls while there is a monitor."""
+    """``replay``, or while there is a monitor a wrapper that counts its calls."""
     for monitor in _active:
         replay = Watched(replay, _series(monitor, operation, x, config, kernel))
     return replay
 
 
 def run(operation: Operation, x: Any, config: str, function: Callable[[Any], None]) -> None:
-    """``function(x)``, which computes the operation without a kernel of ours, counted while there is a monitor."""
+    """Call ``function(x)``, which computes the operation without our kernels. Count it while there is a monitor."""
 
     def step(monitors: tuple[Monitor, ...]) -> None:
         if not monitors:

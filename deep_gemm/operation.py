@@ -1,4 +1,4 @@
-"""What an operation is: its arguments, what they mean, and the launches that compute it."""
+"""The interface of an operation: its arguments, their checks, and the launches that compute it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .spec import Spec
 
 
 class Operands(Protocol):
-    """What an operation's check returns: the tensors of one call."""
+    """The result of an operation's check: the tensors of one call."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """By operand, in the operation's order."""
+        """The tensors by operand, in the operation's order."""
 
     @property
     def device(self) -> torch.device:
-        """Of all of them."""
+        """The device of all tensors."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One launch of a call. ``operands`` says which operand of the call, or which scratch memory, is what the kernel
-    calls by another name."""
+    """One launch of a call. ``operands`` maps the kernel's names of operands to operands of the call or to scratch
+    memory."""
 
     spec: Spec
     strides: Strides
@@ -40,65 +40,66 @@ class Step:
 
 @dataclass(frozen=True)
 class Work:
-    """The launches of a call in order, and the scratch memory that they share: shape and dtype by name."""
+    """The launches of a call in order, and the shapes and dtypes of their scratch memory by name."""
 
     steps: tuple[Step, ...]
     scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
 class Operation(ABC):
-    """One operation: what its arguments are, and what they mean."""
+    """One operation: its arguments, and how it computes them."""
 
     name: str
     parameters: tuple[str, ...]
     """Arguments of the public function, in order."""
     operands: Mapping[str, str]
-    """Tensors by the names that kernels and messages use: an argument, or ``"a[0]"`` for a part of a pair."""
+    """Tensors by the names that kernels and messages use. A tensor is an argument, or ``"a[0]"`` for a part of a
+    pair."""
     output: str
-    """The operand that is written, or the first of those."""
+    """The operand that is written, or the first of several."""
     outputs: tuple[str, ...] = ()
-    """The operands that are written, where there are several."""
+    """The operands that are written, if there are several."""
     apart: bool = True
     """Whether the output must share no memory with the other operands."""
     in_place: str = ""
     """The operand that may be the output itself: the same address, shape and strides."""
     unused: tuple[str, ...] = ()
-    """Arguments that must be None, and tensors if they are not."""
+    """Arguments that are None in this operation. If one is a tensor, the call belongs to another operation."""
     weights: tuple[str, ...] = ()
     """Operands that callers may promise to be constant (`declare_constant`)."""
     floats: tuple[str, ...] = ()
-    """Arguments that are numbers with a sign of zero."""
+    """Arguments that are floats, for which 0.0 and -0.0 differ."""
     fallbacks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
-    """Other ways to compute it, by the names that DG_FALLBACK has for them; "torch" is `reference`."""
+    """Fallbacks, by their names in DG_FALLBACK; "torch" is `reference`."""
 
     @abstractmethod
     def check(self, *arguments: Any) -> Any:
-        """The operands, checked; None where there is nothing to do. Raises InvalidInputError, UnsupportedError."""
+        """The checked operands; None if there is nothing to do. Raises InvalidInputError and UnsupportedError."""
 
     @abstractmethod
     def work(self, x: Any, device: int) -> Work:
-        """What computes it on CUDA device ``device``."""
+        """The launches that compute it on CUDA device ``device``."""
 
     def plan(self, step: Step, device: int) -> engine.Plan:
-        """What computes a step of `work` on CUDA device ``device``."""
+        """The plan of a step of `work` on CUDA device ``device``."""
         return engine.plan(step.spec, device)
 
     @abstractmethod
     def reference(self, x: Any) -> None:
-        """The same in plain torch, on any device."""
+        """Compute the operation in plain torch, on any device."""
 
     def special(self, x: Any) -> str:
-        """What of checked operands other libraries' kernels of this operation do not take; "" if they take them."""
+        """The property of the checked operands that other libraries' kernels do not support; "" if there is none."""
         return ""
 
     def shape(self, x: Any) -> str:
-        """The sizes of a call, for reports: MxNxK of a product, else those of each tensor."""
+        """The sizes of a call, for reports: MxNxK of a product, otherwise the shape of each tensor."""
         if all(hasattr(x, size) for size in "mnk"):
             return f"{x.m}x{x.n}x{x.k}"
         return ", ".join(f"{name} {'x'.join(map(str, tensor.shape)) or '1'}" for name, tensor in x.tensors.items())
 
     def flops(self, x: Any) -> int:
-        """Floating-point operations of a call, for reports; a multiply-add is two. 0 where nobody said."""
+        """Floating-point operations of a call, for reports; a multiply-add counts as two. 0 if unknown."""
         if all(hasattr(x, size) for size in "mnk"):
             return 2 * int(x.m) * int(x.n) * int(x.k)
         return int(getattr(x, "flops", 0))

@@ -1,4 +1,4 @@
-"""How a kernel does it (config), and what makes two binaries differ (KernelParams).
+"""Configs, which say how a kernel does its work, and KernelParams, the identity of a binary.
 
 Everything here is a frozen dataclass of plain values: hashable, printable, and JSON-serialisable.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Base of all configs: what a kernel family may choose. A subclass has the fields that its family uses."""
+    """Base of all configs: the choices of a kernel family. A subclass has the fields that its family uses."""
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -23,10 +23,10 @@ class KernelConfig:
 class GemmConfig(KernelConfig):
     """Tile, pipeline and launch shape that every GEMM kernel has.
 
-    ``block_m x block_n x block_k`` is one CTA's tile; ``num_consumers`` warpgroups do the wgmma, one more warpgroup
-    is the producer; ``cluster_m x cluster_n x cluster_k`` CTAs form a cluster whose members along m share (multicast)
-    the B tile, along n the A tile, and along k split the K of one tile; ``ctas_per_sm`` is the residency that
-    registers and shared memory are budgeted for.
+    ``block_m x block_n x block_k`` is one CTA's tile. ``num_consumers`` warpgroups issue wgmma; one more warpgroup is
+    the producer. ``cluster_m x cluster_n x cluster_k`` CTAs form a cluster: along m they share the B tile by multicast,
+    along n the A tile, and along k they split the K of one tile. Registers and shared memory are budgeted for
+    ``ctas_per_sm`` resident CTAs per SM.
     """
 
     block_m: int
@@ -62,16 +62,16 @@ class GemmConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class FP8Config(GemmConfig):
-    """A GEMM config with scales for each 128 of K: products are promoted into float32 accumulators once every 128 of K,
-    through ``num_partials`` sets of partial sums."""
+    """A GEMM config with scales for each 128 of K. After every 128 of K the partial sums are promoted to float32 sums.
+    There are ``num_partials`` sets of partial sums."""
 
     num_partials: int = 1
 
 
 @dataclass(frozen=True)
 class UprightConfig(FP8Config):
-    """Rows of A are the tensor cores' M. If not ``persistent``, a CTA has one tile, whose sums leave through stages of
-    the ring rather than through memory of their own."""
+    """A config without swapped operands: rows of A are the M of wgmma. If not ``persistent``, there is one CTA per
+    tile, and its staging area is in stages of the ring instead of in memory of its own."""
 
     persistent: bool = True
 
@@ -83,7 +83,7 @@ class UprightConfig(FP8Config):
 
 @dataclass(frozen=True)
 class ScaledConfig(FP8Config):
-    """The same for any scaling, with parts of a tile stored through ``buffers`` buffers for each consumer."""
+    """A config for any scaling. Tiles are stored in parts through ``buffers`` staging buffers for each consumer."""
 
     buffers: int = 2
 
@@ -95,8 +95,8 @@ class ScaledConfig(FP8Config):
 
 @dataclass(frozen=True)
 class SwappedConfig(FP8Config):
-    """``block_n`` rows of B are the tensor cores' M, ``block_m`` rows of A their N. In groups of ``consumers_k``
-    consumers share a tile's rows and take its blocks of K in turn."""
+    """A config with operands swapped: ``block_n`` rows of B are the M of wgmma, ``block_m`` rows of A its N.
+    ``consumers_k`` consumers multiply the same rows and take blocks of K in turn."""
 
     consumers_k: int = 1
 
@@ -113,8 +113,8 @@ class ScaledSwappedConfig(SwappedConfig):
 
 @dataclass(frozen=True)
 class HalfConfig(GemmConfig):
-    """A GEMM config for 16-bit operands, whose sums stay in the tensor cores' accumulators. Rows of A are the tensor
-    cores' M."""
+    """A GEMM config for 16-bit operands, whose sums stay in the tensor cores' accumulators. Rows of A are the M of
+    wgmma."""
 
     @property
     def slices(self) -> int:
@@ -124,8 +124,8 @@ class HalfConfig(GemmConfig):
 
 @dataclass(frozen=True)
 class HalfSwappedConfig(GemmConfig):
-    """The same with ``block_n`` rows of B as the tensor cores' M, and ``block_m`` rows of A as their N. In groups of
-    ``consumers_k`` consumers share a tile's rows and take its blocks of K in turn."""
+    """A config for 16-bit operands swapped: ``block_n`` rows of B are the M of wgmma, ``block_m`` rows of A its N.
+    ``consumers_k`` consumers multiply the same rows and take blocks of K in turn."""
 
     consumers_k: int = 1
 
@@ -137,7 +137,7 @@ class HalfSwappedConfig(GemmConfig):
 
 @dataclass(frozen=True)
 class TransposeConfig(KernelConfig):
-    """What one CTA of ``num_threads`` threads transposes."""
+    """The tile that one CTA of ``num_threads`` threads transposes."""
 
     tile_rows: int
     tile_columns: int
@@ -151,10 +151,10 @@ class TransposeConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class KernelParams:
-    """The identity of a binary: what changes the machine code, and nothing else.
+    """The identity of a binary: everything that changes the machine code, and nothing else.
 
-    ``shape`` holds (m, n, k) with 0 for each dimension that stays a run-time argument. ``store`` is "tma" where D's
-    rows begin at multiples of 16 bytes, which TMA needs and copies of 16 bytes do, else "direct": element by element.
+    ``shape`` is (m, n, k), with 0 for each dimension that stays a run-time argument. ``store`` is "tma" if D's rows
+    begin at multiples of 16 bytes, as TMA and 16-byte copies need. Otherwise it is "direct": element by element.
     """
 
     kernel: str
@@ -165,15 +165,16 @@ class KernelParams:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; ``config`` carries its class name so that a reader can tell hierarchies apart."""
-        # Fields are plain values: no copies of them, which `dataclasses.asdict` would make at ten times the cost.
+        # Fields are plain values and need no copies. `dataclasses.asdict` copies them, and takes ten times as long.
         config = {"class": type(self.config).__name__, **vars(self.config)}
         return {**vars(self), "config": config}
 
 
 @dataclass(frozen=True)
 class HalfParams(KernelParams):
-    """Of a 16-bit GEMM also the operands' ``dtype`` ("bf16" or "f16") and major dimensions ("kk", or "m" for one that
-    is MN-major), the ``output``'s dtype, and how C is added: "none", "reads", or "reduces" (TMA adds to D)."""
+    """The params of a 16-bit GEMM. ``dtype`` is that of the operands, "bf16" or "f16". ``majors`` has a letter for A
+    and one for B: "k", or "m" for MN-major. ``output`` is D's dtype. ``accumulate`` says how C is added: "none";
+    "reads", by consumers; or "reduces", by TMA, which adds to D."""
 
     dtype: str = "bf16"
     majors: str = "kk"
@@ -183,8 +184,8 @@ class HalfParams(KernelParams):
 
 @dataclass(frozen=True)
 class ScaledParams(KernelParams):
-    """Of an FP8 GEMM with any scaling also which: "1d1d", "1d2d" or "rowwise"; the ``output``'s dtype; and how C is
-    added, as of `HalfParams`."""
+    """The params of an FP8 GEMM with any scaling. ``scaling`` is "1d1d", "1d2d" or "rowwise". ``output`` and
+    ``accumulate`` are as in `HalfParams`."""
 
     scaling: str = "1d1d"
     output: str = "f32"
@@ -193,7 +194,7 @@ class ScaledParams(KernelParams):
 
 @dataclass(frozen=True)
 class QuantizeParams(KernelParams):
-    """Of a cast to FP8 also the input's ``dtype``, and what `QuantizeSpec` says of its outputs."""
+    """The params of a cast to FP8: the input's ``dtype``, and fields of `QuantizeSpec`."""
 
     dtype: str = "bf16"
     plain: str = "row"

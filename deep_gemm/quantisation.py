@@ -1,10 +1,10 @@
 """Casting to FP8 with scales, and back, in plain torch: the reference of the kernels in ``quantize.py``.
 
-Every cast returns (tensor, scales): E4M3 values of the input's shape, and float32 scales such that value times scale
-is the input again. A scale is the block's largest magnitude / 448 (the largest E4M3 value), where magnitudes below
-1e-4 count as 1e-4, so that a block of zeros has a scale that can be divided by. With ``use_ue8m0`` it is rounded up
-to a power of two. Values are multiplied by 1 / scale, each step a float32 operation. Sizes need not be multiples of the
-block: the last block is then smaller. No gradient flows through.
+Every cast returns (tensor, scales): E4M3 values of the input's shape, and float32 scales. Value times scale is the
+input, rounded. A scale is the block's largest magnitude / 448 (the largest E4M3 value). Magnitudes below 1e-4 count as
+1e-4, so that a block of zeros has a scale above 0. With ``use_ue8m0`` the scale is rounded up to a power of two. Values
+are the input times 1 / scale; each step is a float32 operation. Sizes need not be multiples of the block: the last
+block is then smaller. Casts have no gradient.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool)
     values = x.detach().float()
     if x.numel():
         magnitude = values.abs().amax(dim=shared, keepdim=True) if shared else values.abs()
-    else:  # nothing has no largest magnitude: scales are those of zeros
+    else:  # an empty tensor has no largest magnitude: scales are those of zeros
         magnitude = values.new_zeros([size if dim in kept else 1 for dim, size in enumerate(x.shape)])
     sf = _scale(magnitude, use_ue8m0)
     return (values * inverse(sf)).to(torch.float8_e4m3fn), sf.reshape(
@@ -82,7 +82,7 @@ def dequantise(
         x: (rows, columns), E4M3.
         sf: (ceil(rows / granularity[0]), ceil(columns / granularity[1])), float32, of any strides.
         granularity: the size of the block that shares a scale.
-        dtype: in which to multiply, and what is returned.
+        dtype: the type of the multiplication and of the result.
 
     Raises InvalidInputError, which names the argument.
     """
@@ -121,7 +121,7 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
 
 
 def pack_ue8m0_to_int(x: Tensor) -> Tensor:
-    """The exponents of float32 powers of two, four in an int32: (..., k) to (..., k / 4). Other bits are dropped."""
+    """The exponents of float32 powers of two, four to an int32: (..., k) to (..., k / 4). Other bits are dropped."""
     if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] % 4:
         raise InvalidInputError(f"x must be float32 with a multiple of four columns, but it is {_kind(x)}.")
     exponents = (x.view(torch.int32) >> 23).to(torch.uint8)
@@ -132,7 +132,7 @@ def unpack_ue8m0_from_int(packed: Tensor) -> Tensor:
     """The powers of two that `pack_ue8m0_to_int` packed: (..., k / 4) int32 to (..., k) float32."""
     if not isinstance(packed, Tensor) or packed.dtype != torch.int32 or packed.dim() == 0:
         raise InvalidInputError(f"packed must be an int32 tensor of one dimension or more, but it is {_kind(packed)}.")
-    # Not .contiguous(), which leaves a single element with whatever strides it has.
+    # Not .contiguous(), which does not change the strides of a single element.
     exponents = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return (exponents.to(torch.int32) << 23).view(torch.float32)
 
@@ -140,7 +140,7 @@ def unpack_ue8m0_from_int(packed: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, block_rows: int, block_columns: int, use_ue8m0: bool, epsilon: float = AMAX_MIN
 ) -> tuple[Tensor, Tensor]:
-    """Cast x (rows, columns) with one scale for each block. Magnitudes below ``epsilon`` count as that."""
+    """Cast x (rows, columns) with one scale for each block. Magnitudes below ``epsilon`` count as ``epsilon``."""
     _check_input("x", x, 2)
     if not (_is_whole(block_rows, 1) and _is_whole(block_columns, 1)):
         wrong = block_columns if _is_whole(block_rows, 1) else block_rows
@@ -155,8 +155,8 @@ def cast_blocks(
 
 
 def inverse(sf: Tensor) -> Tensor:
-    """What values are multiplied by: 1 / scale, and the largest float32 where that is infinite. Blocks of zeros, whose
-    scale may be zero, stay zeros."""
+    """The factor for values: 1 / scale, or the largest float32 where that is infinite. A scale of zero has the factor
+    zero, so that blocks of zeros stay zeros."""
     largest = torch.finfo(torch.float32).max
     return torch.where(sf == 0, torch.zeros_like(sf), (1.0 / sf).clamp(max=largest))
 
@@ -178,15 +178,15 @@ def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
 
 
 def _check_memory(name: str, x: Tensor) -> None:
-    """Raises InvalidInputError for a tensor whose elements lie outside its storage, as after FSDP has freed it: torch
-    itself would read them."""
+    """Raises InvalidInputError for a tensor whose storage is too small, for example because FSDP has freed it. torch
+    would read past the storage."""
     if x.layout != torch.strided:
         raise InvalidInputError(f"{name} must be a dense tensor, but it is {x.layout}: pass {name}.to_dense().")
     if not x.numel():
         return
     try:
         held = x.untyped_storage().nbytes()
-    except RuntimeError:  # a tensor that torch.func wraps: torch refuses it by itself, or can compute it
+    except RuntimeError:  # a tensor that torch.func wraps: torch refuses it, or can compute it
         return
     last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     if (last + 1) * x.element_size() > held:

@@ -1,20 +1,22 @@
 """Casts to FP8 (E4M3) on the GPU, one launch each, on the current stream and without synchronising.
 
-Each function returns (values, scales), such that a value times its scale is the input again, or takes such a pair as
-``out``. A scale is the largest magnitude of its block / 448, where magnitudes below ``epsilon`` count as that; with
-``use_ue8m0`` it is rounded up to a power of two, so that nothing saturates. Values are the input times 1 / scale, each
-step an IEEE float32 operation. Blocks with a NaN or an infinity have such a scale, and NaN or zeros for values.
+Each function returns (values, scales), or writes them into such a pair ``out``. A value times its scale is the input,
+rounded. A scale is the largest magnitude of its block / 448. Magnitudes below ``epsilon`` count as ``epsilon``. With
+``use_ue8m0`` the scale is rounded up to a power of two, so that no value saturates. Values are the input times
+1 / scale; each step is an IEEE float32 operation. A block with a NaN or an infinity has that as its scale, and its
+values are NaN or zero.
 
 Common arguments:
 
-- ``x``: bfloat16, float16 or float32, row-major, rows any distance apart: (M, K), or (M, 2 K) if ``gated``. On the CPU
+- ``x``: bfloat16, float16 or float32, row-major, with any row stride: (M, K), or (M, 2 K) if ``gated``. On the CPU
   torch computes the same bytes.
-- ``out``: where to write, of the shapes and dtypes that are returned otherwise: values row-major, scales
-  contiguous along one dimension. Fresh values have rows that begin at multiples of 16 bytes.
+- ``out``: values and scales to write, with the shapes and dtypes of fresh ones. Values are row-major; scales are
+  contiguous along one dimension. The rows of fresh values begin at multiples of 16 bytes.
 - ``use_ue8m0``: scales are powers of two.
-- ``epsilon``: the least magnitude that a scale is made of. With 0, blocks of zeros have the scale 0.
-- ``gated``: cast silu(left half of x) * right half, in float32, in place of x.
-- ``row_major``: fresh scales of 1 x 128 are row-major, not MN-major as the GEMMs read them without a further launch.
+- ``epsilon``: the least magnitude from which a scale is computed. With 0, blocks of zeros have the scale 0.
+- ``gated``: cast silu(left half of x) * right half, computed in float32, instead of x.
+- ``row_major``: fresh scales of 1 x 128 are row-major. Otherwise they are MN-major, and GEMMs read them without a
+  further launch.
 
 Inside CUDA-graph capture the kernel must have been loaded by an earlier call. Raises InvalidInputError, which names the
 argument, and UnsupportedError on a GPU without kernels.
@@ -62,7 +64,7 @@ def columns(
     row_major: bool = False,
 ) -> Quantized:
     """`rows` of the transpose of x: values (K, M), scales (K, ceil(M / 128)). An operand of a weight gradient, whose K
-    are the tokens."""
+    is the number of tokens."""
     out = out if out is not None else _empty(x, "column", gated, transposed=True, row_major=row_major)
     ops.transposed(x, out, "none", "column", use_ue8m0, epsilon, gated)
     return out
@@ -77,7 +79,7 @@ def rows_and_columns(
     gated: bool = False,
     row_major: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """What `rows` and `columns` return, from one pass over x."""
+    """The results of `rows` and `columns`, from one pass over x."""
     first, second = (
         out
         if out is not None
@@ -101,7 +103,7 @@ def blocks_transposed(
     x: Tensor, *, out: Quantized | None = None, use_ue8m0: bool = False, epsilon: float = AMAX_MIN
 ) -> Quantized:
     """`blocks` of the transpose of x: values (K, M), scales (ceil(K / 128), ceil(M / 128)). Weights for the gradient of
-    their input."""
+    a layer's input."""
     out = out if out is not None else _empty(x, "tile", transposed=True)
     ops.transposed(x, out, "none", "tile", use_ue8m0, epsilon, False)
     return out
@@ -114,7 +116,7 @@ def blocks_and_transpose(
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
 ) -> tuple[Quantized, Quantized]:
-    """What `blocks` and `blocks_transposed` return, from one pass over x."""
+    """The results of `blocks` and `blocks_transposed`, from one pass over x."""
     first, second = out if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
     return first, second
@@ -176,8 +178,8 @@ def _dense(x: Tensor, blocks: Blocks) -> Quantized:
 
 
 def _has_kernel(x: object, gran_k: object) -> bool:
-    """Whether a kernel casts x so. Torch does it for what is elsewhere, of other types, or not row-major; and its
-    checks say what is wrong with the rest."""
+    """Whether a kernel can do this cast of x. Torch casts tensors on other devices, of other types, or that are not
+    row-major. Its checks refuse everything else."""
     return (
         isinstance(x, Tensor)
         and x.is_cuda

@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 1 << 24
 """At most this many dequantised elements of A, of B and of the product exist at a time (128 MiB each in float64)."""
 
 Scalings: TypeAlias = tuple[Scaling, Scaling]
-"""Of A and of B."""
+"""The scalings of A and of B."""
 
 BLOCKS: Scalings = ("1x128", "128x128")
 
@@ -36,7 +36,7 @@ def fp8_gemm_reference(
 
 
 def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    """The values of an operand (rows, K) of `fp8_gemm_nt` with scales of a kind; of some of its rows, which begin at a
+    """The dequantised values of an operand (rows, K) of `fp8_gemm_nt`, or of some of its rows, which begin at a
     multiple of 128."""
     if kind == "row":
         each = sf.reshape(-1, 1).expand(x.shape[0], 1)[rows]
@@ -49,9 +49,9 @@ def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: 
 
 
 def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """Write ``(c +) a @ b^T`` into ``d``, rounded once to d's dtype. a (M, K) and b (N, K) are of any floating-point
-    dtype and strides; c (M, N) may be d. Sums are float64: products of two elements of 16 bits are exact in it, and no
-    mode of a process (TF32, bfloat16 in float32's place) changes them."""
+    """Write ``(c +) a @ b^T`` into ``d``, rounded once to d's dtype. a (M, K) and b (N, K) have any floating-point
+    dtype and any strides; c (M, N) may be d. Sums are float64, in which products of two 16-bit elements are exact.
+    Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
     (m, k), n = a.shape, b.shape[0]
     with plain_arithmetic(a.device):
         step_n = max(1, CHUNK_ELEMENTS // max(k, 1))
@@ -67,8 +67,8 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
 @contextlib.contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Switch off process-wide modes: autocast, which multiplies in bfloat16 or float16; gradients; and
-    ``torch.set_default_device``. It uses inference mode, not no_grad, since tensors that were made in inference mode
-    cannot be written outside of it. TF32, and bfloat16 in place of float32, do not matter: the reference is float64."""
+    ``torch.set_default_device``. It uses inference mode and not no_grad, because inference tensors cannot be written
+    outside of inference mode. TF32, and bfloat16 instead of float32, do not matter: the reference is float64."""
     with torch.inference_mode(), torch.autocast(device.type, enabled=False), torch.device(device):
         yield
 
@@ -83,10 +83,10 @@ def exact_product(
 ) -> Tensor:
     """The product of the dequantised operands in float64, shape (M, N).
 
-    a (M, K) and b (N, K) are E4M3, sfa and sfb float32 of the shapes that `fp8_gemm_nt` takes. Called exact because a
-    product of two E4M3 values and two float32 scales has at most 56 significant bits: its error is some 2^-53 times the
-    sum of the magnitudes, far below the rounding of a GPU kernel. ``elementwise`` is applied to the dequantised
-    operands first: torch.abs and torch.square give bounds on errors.
+    a (M, K) and b (N, K) are E4M3; sfa and sfb are float32 with the shapes that `fp8_gemm_nt` takes. It is called exact
+    because a product of two E4M3 values and two float32 scales has at most 56 significant bits: its error is some 2^-53
+    times the sum of the magnitudes, far below the rounding of a GPU kernel. ``elementwise`` is applied to the
+    dequantised operands first: torch.abs and torch.square give bounds on errors.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
     with plain_arithmetic(a.device):
@@ -104,14 +104,14 @@ def _product_blocks(
     scaling: Scalings,
     elementwise: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The product block by block, (rows, columns, values), so that memory is bounded for any size."""
+    """The product in blocks (rows, columns, values), so that memory is bounded for any size."""
 
     def factor(x: Tensor, sf: Tensor, kind: Scaling, rows: slice) -> Tensor:
         values = dequantised(x, sf, kind, dtype, rows)
         return values if elementwise is None else elementwise(values)
 
     (m, k), n = a.shape, b.shape[0]
-    # Rows come in whole scale blocks, so that a chunk's scales are a slice.
+    # A chunk has whole scale blocks of rows, so that its scales are a slice.
     step_n = align(max(1, CHUNK_ELEMENTS // max(k, 1)), SCALE_BLOCK)
     step_m = align(max(1, CHUNK_ELEMENTS // max(k, min(step_n, n), 1)), SCALE_BLOCK)
     for n0 in range(0, n, step_n):

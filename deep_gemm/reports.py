@@ -1,4 +1,4 @@
-"""What a monitor's report looks like: JSON, Prometheus' text, and a chrome trace."""
+"""The formats of a monitor's report: JSON, Prometheus' text, and a chrome trace."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def place(path: str | Path) -> Path:
 
 
 def kind(path: str | Path) -> str:
-    """The format that the name of a file asks for. Raises InvalidInputError for another ending."""
-    for ending in (TRACE, PROMETHEUS, JSON):  # the first ends in the last
+    """The format for the ending of a file's name. Raises InvalidInputError for an unknown ending."""
+    for ending in (TRACE, PROMETHEUS, JSON):  # TRACE first, because it ends in JSON
         if str(path).endswith(ending):
             return ending
     raise InvalidInputError(
@@ -41,7 +41,7 @@ def as_json(report: Mapping[str, Any]) -> str:
 
 
 def as_prometheus(report: Mapping[str, Any]) -> str:
-    """A report in the text format that Prometheus scrapes. Times are of the calls that were timed."""
+    """A report in the text format that Prometheus scrapes. Times are those of the timed calls."""
     lines = []
     for name, text in _COUNTERS.items():
         lines += [f"# HELP deep_gemm_{name}_total {text}", f"# TYPE deep_gemm_{name}_total counter"]
@@ -63,7 +63,7 @@ def as_prometheus(report: Mapping[str, Any]) -> str:
 
 
 def as_trace(samples: Iterable[tuple[Mapping[str, str], float, float]]) -> str:
-    """Labels, beginning and duration (us) of calls, as the events of a chrome trace: a row for each device."""
+    """The events of a chrome trace from labels, start and duration (us) of calls; each device has a row."""
     events = [
         {
             "name": f"{labels['operation']} {labels['shape']}",

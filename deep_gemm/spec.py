@@ -1,4 +1,4 @@
-"""What is asked of a kernel, completely, and without pointers.
+"""Specs: complete descriptions of the work of a kernel, without pointers.
 
 Everything here is a frozen dataclass of plain values: hashable, printable, and JSON-serialisable.
 """
@@ -31,7 +31,8 @@ def align(x: int, y: int) -> int:
 @dataclass(frozen=True)
 class Operand:
     """One of A, B and D. ``major`` is the dimension that is contiguous in memory: K or the other one (N for D).
-    ``aligned``: the Tensor Memory Accelerator can address it (16-byte aligned base, row stride and, to write, rows)."""
+    ``aligned``: the Tensor Memory Accelerator can address it. Its base and its row stride are multiples of 16 bytes
+    and, for D, so is the length of a row."""
 
     dtype: Dtype
     major: Major = "k"
@@ -43,11 +44,11 @@ class Operand:
 class GemmSpec:
     """``D[m, n] = A[m, k] @ B[n, k]^T``, once, for each of ``batch``, or for each of ``groups``.
 
-    ``accumulate`` says what is added to: nothing, D as it is, or another tensor C. ``compiled_dims`` is the subset of
-    ``"mnk"`` that the caller wants baked into the binary. ``num_sms`` is how many SMs the launch may use, and
-    ``whole_gpu`` whether these are all: if not, two CTAs must not share one, since the GPU would spread them over
-    others. ``block_multiple`` restricts (block_m, block_n). ``batch_invariant``: a row of D must have the same bits
-    whatever M is, so that K is summed in one order that does not depend on M.
+    ``accumulate`` says what the product is added to: nothing, D itself, or another tensor C. ``compiled_dims`` is the
+    subset of ``"mnk"`` that the caller wants compiled into the binary. ``num_sms`` is the number of SMs that the launch
+    may use. ``whole_gpu`` says whether these are all SMs; if not, two CTAs must not share an SM, since the GPU would
+    spread them over other SMs. ``block_multiple`` restricts (block_m, block_n). ``batch_invariant``: a row of D must
+    have the same bits whatever M is, so K is summed in an order that does not depend on M.
     """
 
     m: int
@@ -69,7 +70,7 @@ class GemmSpec:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds counted as two operations each."""
+        """Floating-point operations; a multiply-add counts as two."""
         return 2 * self.m * self.n * self.k * self.batch
 
     def __str__(self) -> str:
@@ -80,8 +81,8 @@ class GemmSpec:
 
 @dataclass(frozen=True)
 class TransposeSpec:
-    """``batch`` float32 matrices of ``rows`` x ``columns``, of any strides, to be written columns first, each column
-    padded to a multiple of four floats."""
+    """A transpose of ``batch`` float32 matrices of ``rows`` x ``columns``, with any strides. Columns are written
+    contiguously, each padded to a multiple of four floats."""
 
     rows: int
     columns: int
@@ -93,8 +94,8 @@ class TransposeSpec:
 
 @dataclass(frozen=True)
 class TransposeBytesSpec:
-    """A matrix of ``rows`` x ``columns`` bytes whose columns are contiguous, to be written densely row by row.
-    ``columns`` is a multiple of 16."""
+    """A transpose of a matrix of ``rows`` x ``columns`` bytes from contiguous columns to contiguous rows. ``columns``
+    is a multiple of 16."""
 
     rows: int
     columns: int
@@ -105,8 +106,8 @@ class TransposeBytesSpec:
 
 @dataclass(frozen=True)
 class CopySpec:
-    """A matrix of ``rows`` x ``columns``, two bytes an element, of any strides, to be written row by row, each row
-    padded to 16 bytes."""
+    """A copy of a matrix of ``rows`` x ``columns`` 2-byte elements, with any strides, to contiguous rows, each padded
+    to 16 bytes."""
 
     rows: int
     columns: int
@@ -125,10 +126,12 @@ Blocks: TypeAlias = Literal["none", "row", "column", "tile"]
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """A matrix of ``rows`` x ``columns`` to be cast to E4M3, as it is, transposed, or both. In tiles of 128 x 128,
-    ``plain`` and ``transposed`` say which elements share a scale: those of a row, of a column (of the matrix as it is
-    given), or all; "none" writes nothing. ``gated``: the input has twice as many columns, and silu(left half) * right
-    half is cast. ``epsilon``, in the bits of a float32, is the least magnitude that a scale is made of.
+    """A cast of a matrix of ``rows`` x ``columns`` to E4M3: as it is, transposed, or both.
+
+    ``plain`` and ``transposed`` say which elements of a 128 x 128 tile share a scale: those of a row, those of a column
+    (both of the input matrix), or all; with "none" there is no such output. ``gated``: the input has twice as many
+    columns, and silu(left half) * right half is cast. ``epsilon``, as the bits of a float32, is the least magnitude
+    from which a scale is computed.
     """
 
     rows: int

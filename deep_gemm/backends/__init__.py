@@ -1,11 +1,11 @@
 """Implementations of one operation side by side: ours, cuBLASLt, Triton, TileLang, DeepGEMM and torch.
 
-`get_kernel(backend, op)` gives one of them, with the operands of our own function, and `of(op)` lists them. `compare`
-runs them on the same operands, checks them against float64 and times them. A backend, a kernel or an operation of your
-own is one class or function with a decorator; a package names its module in the entry point group
+`get_kernel(backend, op)` returns one of them; its operands are those of our own function. `of(op)` lists them.
+`compare` runs them on the same operands, checks them against float64 and times them. A backend, a kernel or an
+operation of your own is one class or function with a decorator. A package names its module in the entry point group
 ``deep_gemm.backends``.
 
-Importing this imports no backend: each is looked up when it is asked for, and one that is absent says why.
+Importing this package imports no backend. Each is imported when it is needed; an absent one says why it is absent.
 """
 
 from __future__ import annotations

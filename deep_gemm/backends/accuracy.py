@@ -1,4 +1,4 @@
-"""How far a result is from the exact one, in the measures that people ask for, and whether it is right."""
+"""The accuracy of a result, in common measures, and whether it is within its bound."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from torch import Tensor
 
 ULP_EDGES = (0.5, 1.0, 2.0, 4.0, 16.0)
 SLACK = 1.001
-"""Half a unit and a little more counts as half: a result that was float32 before has been rounded twice."""
+"""Slightly more than half a unit counts as half, because a result that was float32 before has been rounded twice."""
 ULP_LABELS = (*(f"<= {edge:g}" for edge in ULP_EDGES), f"> {ULP_EDGES[-1]:g}")
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A result beside the exact one in float64. Measures are of finite elements; `not_finite` counts the others."""
+    """A result compared with the exact one in float64. Measures are of finite elements; `not_finite` counts others."""
 
     max_abs: float
     max_rel: float
-    """Of elements whose exact value is not 0."""
+    """The largest relative error, of elements whose exact value is not 0."""
     l2_rel: float
-    """Norm of the errors over the norm of the exact result."""
+    """The norm of the errors divided by the norm of the exact result."""
     cosine: float
     ulps: tuple[float, ...]
-    """The share of elements that are off by so many units in the last place, see `ULP_LABELS`. Half a unit is what
-    rounding alone takes."""
+    """The fractions of elements by error in units in the last place, see `ULP_LABELS`. Rounding alone is off by up to
+    half a unit."""
     of_allowed: float
-    """The largest error as a fraction of what the operation allows: at most 1 if the result is right."""
+    """The largest error divided by the allowed error: at most 1 if the result is right."""
     outside: int
-    """Elements that are off by more than is allowed."""
+    """Elements with a larger error than is allowed."""
     not_finite: int
-    """Elements that are NaN or infinite, and should not be: among them those that were never written."""
+    """Elements that are wrongly NaN or infinite. Among them are those that were never written."""
     elements: int
 
     @property
     def right(self) -> bool:
-        """Whether every element is within what is allowed."""
+        """Whether every element is within the allowed error."""
         return not self.outside and not self.not_finite
 
     @property
@@ -50,7 +50,7 @@ class Accuracy:
 
 
 def examine(result: Tensor, exact: Tensor, allowed: Tensor) -> Accuracy:
-    """Compare a result with the exact one. ``exact`` and ``allowed``, the largest error, are float64 of its shape."""
+    """Compare a result with the exact one. ``exact`` and the allowed error ``allowed`` are float64 of its shape."""
     given = result.double()
     same = (given == exact) | (given.isnan() & exact.isnan())
     finite = given.isfinite()
@@ -75,7 +75,8 @@ def examine(result: Tensor, exact: Tensor, allowed: Tensor) -> Accuracy:
 
 
 def _bins(error: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The index of each error in `ULP_LABELS`. A unit is the distance of neighbours at the exact value."""
+    """The index of each error in `ULP_LABELS`. A unit is the distance between adjacent values of ``dtype`` at the exact
+    value."""
     info = torch.finfo(dtype)
     magnitude = exact.abs().clamp(min=info.smallest_normal)
     unit = torch.exp2(magnitude.log2().floor()) * info.eps * SLACK

@@ -1,4 +1,4 @@
-"""The backends that come with this package: what each needs, and which modules hold its kernels."""
+"""The backends that come with this package: their requirements, and the modules with their kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cuda(Backend):
     modules = ("deep_gemm.backends.ours", "deep_gemm.backends.ours_rows")
 
     def why_not(self, device: torch.device) -> str:
-        """On other devices our functions run the reference, which is torch's row."""
+        """Our kernels need a GPU. On other devices our functions run the reference, which is the backend torch."""
         if device.type != "cuda":
             return super().why_not(device)
         try:
@@ -40,13 +40,13 @@ class CuBLASLt(Backend):
 
 @backend
 class DeepGEMM(Backend):
-    """DeepGEMM, a package with our import name, from another directory."""
+    """DeepGEMM, loaded from another directory, because its package has the same name as ours."""
 
     name = "deepgemm"
     modules = ("deep_gemm.backends.deepgemm",)
 
     def why_absent(self) -> str:
-        """As `deepgemm.why_absent` says."""
+        """See `deepgemm.why_absent`."""
         from . import deepgemm
 
         return deepgemm.why_absent()
@@ -54,7 +54,8 @@ class DeepGEMM(Backend):
 
 @backend
 class Triton(Backend):
-    """Kernels in Triton. Without a GPU they run in Triton's interpreter, one program after the other in numpy."""
+    """Kernels in Triton. Without a GPU they run in Triton's interpreter, which runs one program after another in
+    numpy."""
 
     name = "triton"
     requires = "triton"
@@ -62,13 +63,14 @@ class Triton(Backend):
     modules = ("deep_gemm.backends.triton_gemm", "deep_gemm.backends.triton_rows")
 
     def why_not(self, device: torch.device) -> str:
-        """The interpreter is chosen when Triton is imported, so that a process has one or the other."""
+        """Triton decides at its import whether it interprets kernels, so a process has either the compiler or the
+        interpreter."""
         from . import triton_mode
 
         return triton_mode.why_not(device)
 
     def slowness(self, device: torch.device) -> float:
-        """The interpreter runs one tile after the other in numpy."""
+        """The interpreter runs one tile after another in numpy."""
         return 1.0 if device.type == "cuda" else 100.0
 
 
@@ -84,7 +86,7 @@ class TileLang(Backend):
 
 @backend
 class Torch(Backend):
-    """The reference: torch as one writes it, on any device. GEMMs add up in float64."""
+    """The reference: plain torch, on any device. GEMMs accumulate in float64."""
 
     name = "torch"
     modules = ("deep_gemm.backends.torch_reference",)

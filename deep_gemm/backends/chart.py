@@ -1,4 +1,4 @@
-"""A comparison as one PNG: speed and error by shape, as the page has them. Needs the `plot` extra."""
+"""A comparison as one PNG: speed and error by shape, as on the HTML page. Needs the `plot` extra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .report import LIGHT, style
 from .results import Comparison
 
 BAR, GAP = 0.8, 1.2
-"""Of the height that a row has, and rows between two shapes."""
+"""The height of a bar as a fraction of its row, and the number of empty rows between two shapes."""
 
 
 def draw(report: Comparison, path: Path) -> None:

@@ -16,7 +16,8 @@ Pair = tuple[Tensor, Tensor]
 
 @kernel("cublaslt", FP8Gemm.name, prepares=True)
 def blockwise(a: Pair, b: Pair, d: Tensor) -> Call:
-    """The same 1 x 128 and 128 x 128 scales: our problem. It wants other layouts of them, and returns its result."""
+    """The same 1 x 128 and 128 x 128 scales, so the same problem. It needs other layouts of scales, and returns its
+    result."""
     from torch.nn.functional import ScalingType, pad, scaled_mm
 
     (values, sfa), weights, sfb = a, b[0].t(), b[1]
@@ -28,7 +29,7 @@ def blockwise(a: Pair, b: Pair, d: Tensor) -> Call:
 
 @kernel("cublaslt:tensorwise", FP8Gemm.name, prepares=True, easier=True)
 def tensorwise(a: Pair, b: Pair, d: Tensor) -> Call:
-    """One scale a tensor and fast accumulation: the easier problem, since it promotes nothing."""
+    """One scale per tensor and fast accumulation. This is an easier problem, without promotion."""
     one = torch.ones((), dtype=torch.float32, device=d.device)
     values, weights = a[0], b[0].t()
     return lambda: torch._scaled_mm(
@@ -38,7 +39,7 @@ def tensorwise(a: Pair, b: Pair, d: Tensor) -> Call:
 
 @kernel("cublaslt", WeightGradient.name, prepares=True)
 def blockwise_both(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call:
-    """The same scales of 1 x 128 on both sides. It adds no c, which is to be zeros, and returns its result."""
+    """The same scales of 1 x 128 on both sides. It does not add c, which must be zeros, and returns its result."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     (values, sfa), weights, sfb = a, b[0].t(), b[1].t()
@@ -48,13 +49,13 @@ def blockwise_both(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call
 
 @kernel("cublaslt:tensorwise", WeightGradient.name, prepares=True, easier=True)
 def tensorwise_float(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call:
-    """One scale a tensor, float32 out, and no c: the easier problem."""
+    """One scale per tensor, float32 output, and no c. This is an easier problem."""
     return tensorwise(a, b, d)
 
 
 @kernel("cublaslt", RowwiseGemm.name, prepares=True)
 def rowwise(a: Pair, b: Pair, d: Tensor) -> Call:
-    """The same scales of rows, with fast accumulation, which promotes nothing."""
+    """The same scales of rows, with fast accumulation, that is without promotion."""
     values, weights, sfa, sfb = a[0], b[0].t(), a[1], b[1].t()
     return lambda: torch._scaled_mm(
         values, weights, scale_a=sfa, scale_b=sfb, out_dtype=d.dtype, use_fast_accum=True, out=d
@@ -62,7 +63,7 @@ def rowwise(a: Pair, b: Pair, d: Tensor) -> Call:
 
 
 def half(form: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> Call:
-    """Into ``d`` itself, with ``c`` added if there is one."""
+    """A 16-bit product written into ``d``, with ``c`` added if there is one."""
     a, b = (a.t() if form[0] == "t" else a), (b if form[1] == "n" else b.t())
     wide: dict[str, Any] = {} if d.dtype == a.dtype else {"out_dtype": d.dtype}
     if c is not None:

@@ -1,8 +1,8 @@
-"""DeepGEMM in one process with us, although its package has the same name.
+"""Loads DeepGEMM into the same process, although its package has the same name as ours.
 
-It is the package ``deep_gemm`` of another directory: of one on ``sys.path`` that is not ours, or of the one that `use`
-is told, such as ``pip install --target DIRECTORY`` makes. It compiles a kernel for a shape in seconds, when it is first
-called.
+It is the package ``deep_gemm`` of another directory: one on ``sys.path`` that is not ours, or one that was filled by
+``pip install --target DIRECTORY`` and passed to `load`, whose result is passed to `use`. It compiles a kernel for each
+shape at the first call, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .registry import Call, kernel
 
 NAME = "deep_gemm"
 _told: list[Any] = []
-"""The library that `use` was given, if it was."""
+"""The library that was passed to `use`, if any."""
 
 
 def use(library: Any) -> str:
-    """Make the module of DeepGEMM the one that is compared. Returns its version."""
+    """Compare with this module of DeepGEMM. Returns its version."""
     _told[:] = [library]
     return str(getattr(library, "__version__", "of no known version"))
 
@@ -37,7 +37,7 @@ def why_absent() -> str:
 
 
 def _installed() -> Path | None:
-    """A directory of ``sys.path`` with a package of our name that is not ours, but looks like DeepGEMM's."""
+    """A directory of ``sys.path`` with a package of our name that is not ours and looks like DeepGEMM's."""
     ours = Path(__file__).resolve().parents[1]
     for entry in dict.fromkeys(sys.path):
         package = Path(entry or ".", NAME)
@@ -57,7 +57,7 @@ def library() -> Any:
 
 
 def prepare(op: str, *operands: Any) -> Call:
-    """Its function of the operation's name; AttributeError if it has none."""
+    """A call of its function with the operation's name. Raises AttributeError if there is none."""
     return functools.partial(getattr(library(), op), *operands)
 
 
@@ -67,20 +67,21 @@ for _op in (FP8Gemm.name, *HALF_GEMMS):
 
 @kernel("deepgemm", WeightGradient.name, prepares=True)
 def weight_gradient(a: Any, b: Any, d: Any, c: Any = None) -> Call:
-    """Its `fp8_gemm_nt`, which wants a c: d itself, zeroed once, if there is none."""
+    """A call of its `fp8_gemm_nt`, which needs a c. If there is none, c is d, which is zeroed once."""
     c = d.zero_() if c is None else c
     return functools.partial(library().fp8_gemm_nt, a, b, d, c=c, recipe=WeightGradient.recipe)
 
 
 @functools.cache
 def load(directory: Path) -> ModuleType:
-    """The package ``deep_gemm`` in ``directory``, such as one that ``pip install --target`` made; once, since an
-    extension cannot be loaded twice.
+    """The package ``deep_gemm`` in ``directory``, for example one that ``pip install --target`` made. It is loaded only
+    once, since an extension cannot be loaded twice.
 
-    Ours steps aside for the import and is in place again afterwards; what DeepGEMM imports later must be its own by
-    relative names, or somebody else's. Both read `DG_JIT_CACHE_DIR`, and keep entries of different names there.
+    Our package is removed from the table of modules during the import, and restored afterwards. So later imports of
+    DeepGEMM must be relative, or of other packages. Both packages read `DG_JIT_CACHE_DIR`, and have entries with
+    different names there.
 
-    Raises DeepGemmError if the directory has no such package, or what it has does not import or is not DeepGEMM.
+    Raises DeepGemmError if the directory has no such package, or the package does not import or is not DeepGEMM.
     """
     directory = directory.resolve()
     if not (directory / NAME / "__init__.py").exists():
@@ -93,7 +94,7 @@ def load(directory: Path) -> ModuleType:
     importlib.invalidate_caches()
     try:
         found = importlib.import_module(NAME)
-    except Exception as error:  # whatever its extension or its headers say
+    except Exception as error:  # its extension may raise anything
         raise DeepGemmError(f"DeepGEMM in {directory} does not import: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(directory))
@@ -105,6 +106,6 @@ def load(directory: Path) -> ModuleType:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    """Takes whatever is imported as ``deep_gemm`` out of the table of modules."""
+    """Remove all modules of ``deep_gemm`` from the table of modules, and return them."""
     names = [name for name in sys.modules if name == NAME or name.startswith(NAME + ".")]
     return {name: sys.modules.pop(name) for name in names}

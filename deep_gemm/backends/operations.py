@@ -1,4 +1,4 @@
-"""What can be compared: the operands of each operation, its exact result, the error that is allowed, and its cost.
+"""Operations that can be compared: operands, the exact result, the allowed error, and the cost of each.
 
 An operation of your own is a subclass of `Operation` with the decorator `operation`.
 """
@@ -24,26 +24,26 @@ from .registry import operation
 
 Dims = tuple[int, ...]
 Rate = Literal["fp8", "half", "float32"]
-"""Whose peak bounds the arithmetic: tensor cores on 8 or 16 bits, or the plain float32 units."""
+"""The units whose peak rate bounds the arithmetic: tensor cores with 8 or 16 bits, or the float32 units."""
 
 FORMS = ("nt", "nn", "tn", "tt")
 
 
 class Operation(ABC):
-    """One operation. Kernels take its operands by position and write one of them, in place.
+    """One operation. Kernels take its operands by position and write one of them in place.
 
-    ``dims`` are the sizes that make a shape, such as (M, N, K), in the order of a command line's "64x512x256".
+    ``dims`` are the names of the sizes of a shape, such as (M, N, K), in the order of "64x512x256" on a command line.
     """
 
     name: str
     dims: tuple[str, ...]
     examples: tuple[Dims, ...]
-    """Shapes that are compared if none is named."""
+    """The default shapes."""
     host_examples: tuple[Dims, ...]
-    """The same without a GPU."""
+    """The default shapes without a GPU."""
     rate: Rate = "float32"
     output_at = -1
-    """Which of the operands is written."""
+    """The index of the operand that is written."""
 
     def output(self, operands: tuple[Any, ...]) -> Tensor:
         """The operand that is written."""
@@ -51,12 +51,12 @@ class Operation(ABC):
         return found
 
     def refuses(self, dims: Dims) -> str:
-        """Why there is no such shape, as a clause; "" if there is."""
+        """Why the operation does not support this shape, as a clause; "" if it does."""
         return ""
 
     @abstractmethod
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Random operands: normal data, never zeros, which run faster than any user's."""
+        """Random operands with normal data. Zeros would make kernels faster than real data does."""
 
     @abstractmethod
     def exact(self, *operands: Any) -> Tensor:
@@ -64,15 +64,15 @@ class Operation(ABC):
 
     @abstractmethod
     def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
-        """The largest error, element by element, of a result that is right; float64."""
+        """The largest allowed error of each element; float64."""
 
     @abstractmethod
     def flops(self, dims: Dims) -> int:
-        """What the arithmetic comes to; a multiply-add counts as two."""
+        """Floating-point operations; a multiply-add counts as two."""
 
     @abstractmethod
     def bytes_moved(self, dims: Dims) -> int:
-        """Each operand and the output once: the least that must be moved."""
+        """Bytes of each operand and of the output, the least that must be moved."""
 
     @abstractmethod
     def elements(self, dims: Dims) -> int:
@@ -80,7 +80,7 @@ class Operation(ABC):
 
 
 def normal(device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A function that makes standard normal tensors of the sizes that it is given."""
+    """A function that returns standard normal tensors of given sizes."""
     generator = torch.Generator(device).manual_seed(seed)
     return lambda *size: torch.randn(size, dtype=torch.float32, device=device, generator=generator).to(dtype)
 
@@ -94,11 +94,11 @@ class Gemm(Operation):
     output_at = 2
 
     def flops(self, dims: Dims) -> int:
-        """Of the product."""
+        """Operations of the product."""
         return 2 * math.prod(dims)
 
     def elements(self, dims: Dims) -> int:
-        """Of D."""
+        """Elements of D."""
         return dims[0] * dims[1]
 
 
@@ -110,17 +110,17 @@ class FP8Gemm(Gemm):
     rate = "fp8"
 
     def refuses(self, dims: Dims) -> str:
-        """As the function does."""
+        """K must be a multiple of 16, as for the function."""
         return "" if dims[2] % 16 == 0 else f"K must be a multiple of 16, but it is {dims[2]}"
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Through the real quantisation, scales of A as TMA reads them."""
+        """Normal data, quantised by the real casts. Scales of A have the layout that TMA reads."""
         m, n, k = dims
         (a, sfa), b, _, _ = random_operands(m, n, k, device, seed)
         return (a, get_mn_major_tma_aligned_tensor(sfa)), b, torch.empty(m, n, dtype=torch.bfloat16, device=device)
 
     def exact(self, a: Any, b: Any, d: Tensor) -> Tensor:
-        """Of the quantised operands."""
+        """The product of the quantised operands in float64."""
         return exact_product(*a, *b)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
@@ -142,17 +142,17 @@ class ScaledGemm(FP8Gemm):
     out: torch.dtype
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Normal numbers, cast."""
+        """Normal data, cast by `cast`."""
         (m, n, k), make = dims, normal(device, seed, torch.float32)
         a, b = self.cast(make(m, k)), self.cast(make(n, k))
         return a, b, torch.empty(m, n, dtype=self.out, device=device)
 
     @abstractmethod
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """One operand."""
+        """Cast one operand."""
 
     def exact(self, a: Any, b: Any, d: Tensor) -> Tensor:
-        """Of the quantised operands."""
+        """The product of the quantised operands in float64."""
         return exact_product(a[0], a[1], b[0], b[1], scaling=self.scaling)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class WeightGradient(ScaledGemm):
     examples = ((4096, 7168, 4096), (7168, 2048, 4096))
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales as TMA reads them."""
+        """Scales have the layout that TMA reads."""
         values, sf = per_token_cast_to_fp8(x, False)
         return values, get_mn_major_tma_aligned_tensor(sf)
 
@@ -209,7 +209,7 @@ class HalfGemm(Gemm):
         self.dtype = half_dense.HalfGemm(f"{name[:-2]}nt", accumulates=False).dtype
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """As the form takes them."""
+        """Operands in the layouts of the form."""
         (m, n, k), make = dims, normal(device, seed, self.dtype)
         a = make(k, m) if self.form[0] == "t" else make(m, k)
         b = make(k, n) if self.form[1] == "n" else make(n, k)
@@ -220,7 +220,7 @@ class HalfGemm(Gemm):
         return (a.t() if self.form[0] == "t" else a), (b.t() if self.form[1] == "n" else b)
 
     def exact(self, a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         a, b = self.as_nt(a, b)
         return a.double() @ b.double().t()
 
@@ -229,7 +229,7 @@ class HalfGemm(Gemm):
         return tolerance(exact, half_accumulation_bound(*self.as_nt(a, b)), d.dtype)
 
     def bytes_moved(self, dims: Dims) -> int:
-        """In 16 bits."""
+        """All operands have 16 bits."""
         m, n, k = dims
         return 2 * (m * k + n * k + m * n)
 
@@ -240,10 +240,11 @@ for _name in HALF_GEMMS:
 
 
 class Rows(Operation):
-    """Element by element, or row by row, of bfloat16 matrices (rows, columns): bound by bandwidth.
+    """Element-wise and row-wise operations on bfloat16 matrices (rows, columns), bound by memory bandwidth.
 
-    Kernels may round once in between, as torch's own do. So an element may be off by two roundings to the output's
-    dtype, and a tenth more for those in float32: of the exact result, and of what it was added up from, see `terms`.
+    A kernel may round an intermediate result once, as torch's own kernels do. So an element may be off by two roundings
+    to the output's dtype, plus a tenth for roundings in float32. The bound applies to the exact result and to the terms
+    of its sum, see `terms`.
     """
 
     dims = ("rows", "columns")
@@ -252,27 +253,27 @@ class Rows(Operation):
     reads = 1
     """Matrices of the output's size that are read."""
     flops_each = 1
-    """Operations an element, roughly; a transcendental function counts as ten."""
+    """Operations per element, roughly; a transcendental function counts as ten."""
 
     def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
-        """Two roundings."""
+        """The error of two roundings."""
         info = torch.finfo(self.output(operands).dtype)
         return 1.1 * info.eps * (exact.abs() + self.terms(*operands)) + info.smallest_normal * info.eps
 
     def terms(self, *operands: Any) -> Tensor | float:
-        """The sum of the magnitudes that the result was added up from, float64; 0 if nothing cancels."""
+        """The sum of the magnitudes of the result's terms, float64; 0 if terms do not cancel."""
         return 0.0
 
     def flops(self, dims: Dims) -> int:
-        """Roughly."""
+        """A rough count."""
         return self.flops_each * math.prod(dims)
 
     def bytes_moved(self, dims: Dims) -> int:
-        """Vectors of a row's length are not counted."""
+        """Bytes of the matrices. Vectors with the length of a row are not counted."""
         return 2 * (self.reads + 1) * math.prod(dims)
 
     def elements(self, dims: Dims) -> int:
-        """Of the output."""
+        """Elements of the output."""
         return math.prod(dims)
 
 
@@ -288,7 +289,7 @@ class AddGelu(Rows):
         return make(*dims), make(*dims), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         return F.gelu(x.double() + y.double())
 
     def terms(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
@@ -308,7 +309,7 @@ class MulAdd(Rows):
         return *(make(*dims) for _ in range(3)), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         return x.double() * y.double() + z.double()
 
     def terms(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
@@ -329,7 +330,7 @@ class RMSNorm(Rows):
         return make(*dims), make(dims[1]), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         wide = x.double()
         return wide * (wide.square().mean(1, keepdim=True) + self.EPS).rsqrt() * weight.double()
 
@@ -348,7 +349,7 @@ class LayerNorm(Rows):
         return make(*dims), make(dims[1]), make(dims[1]), out
 
     def exact(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         return F.layer_norm(x.double(), x.shape[1:], weight.double(), bias.double(), self.EPS)
 
     def terms(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
@@ -368,6 +369,6 @@ class SwiGLU(Rows):
         return normal(device, seed)(rows, 2 * columns), torch.empty(dims, dtype=torch.bfloat16, device=device)
 
     def exact(self, x: Tensor, out: Tensor) -> Tensor:
-        """In float64."""
+        """The result in float64."""
         gate, up = x.double().chunk(2, 1)
         return F.silu(gate) * up

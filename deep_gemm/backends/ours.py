@@ -1,4 +1,4 @@
-"""Our own functions, by their names."""
+"""Our own functions, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .registry import Call, kernel
 
 
 def prepare(op: str, *operands: Any) -> Call:
-    """The public function, with nothing of ours between it and who times it."""
+    """A direct call of the public function, without a wrapper that would be timed too."""
     return functools.partial(getattr(deep_gemm, op), *operands)
 
 

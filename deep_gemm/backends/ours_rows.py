@@ -1,4 +1,4 @@
-"""Fused element-wise and row-wise kernels of our own: CUDA C++ through our JIT, compiled when it is first asked for."""
+"""Our own fused element-wise and row-wise kernels: CUDA C++ through our JIT, compiled at the first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .registry import Call, get_kernel, kernel
 VECTOR = 8
 """Elements that a thread loads at a time: 16 bytes."""
 ROW_THREADS, MAX_THREADS, MAX_HELD = 512, 1024, 4
-"""Threads that a row is dealt out to, the most that it can be, and vectors that each may hold in registers."""
+"""Preferred and largest number of threads per row, and the most vectors that a thread may hold in registers."""
 
 ELEMENTWISE = {"add_gelu": ("x", "y"), "mul_add": ("x", "y", "z"), "swiglu": ("x",)}
 ROWWISE = {RMSNorm.name: ("x", "weight"), LayerNorm.name: ("x", "weight", "bias")}
@@ -30,7 +30,8 @@ EPS = {RMSNorm.name: RMSNorm.EPS, LayerNorm.name: LayerNorm.EPS}
 
 
 def request(op: str, threads: int, held: int, target: str) -> BuildRequest:
-    """The kernel of an operation; ``held`` are the vectors of a row that a thread keeps."""
+    """The build request for the kernel of an operation. ``held`` is the number of vectors of a row that a thread
+    keeps in registers."""
     name = f"{op}_t{threads}" + (f"_h{held}" if op in ROWWISE else "")
     tensors = (ELEMENTWISE | ROWWISE)[op]
     sizes = ("u32 columns", "float eps") if op in ROWWISE else ("u32 vectors", "u32 columns")
@@ -46,7 +47,8 @@ def request(op: str, threads: int, held: int, target: str) -> BuildRequest:
 
 
 def row_config(columns: int) -> tuple[int, int]:
-    """Threads for a row, a multiple of a warp, and vectors that each of them holds. Raises UnsupportedError."""
+    """The number of threads for a row, a multiple of a warp, and of vectors that each holds. Raises
+    UnsupportedError."""
     vectors = -(-columns // VECTOR)
     held = -(-vectors // ROW_THREADS)
     if held > MAX_HELD:
@@ -64,9 +66,9 @@ def _load(op: str, threads: int, held: int, device: int) -> Function:
 
 
 def prepare(op: str, *operands: Tensor) -> Call:
-    """The launch of an operation, on the stream that is current when it is called.
+    """A call that launches an operation on the current stream.
 
-    Tensors on the CPU get the reference, as those of our other functions do.
+    For tensors on the CPU it runs the reference, as our other functions do.
     """
     out = operands[-1]
     if out.device.type == "cpu":

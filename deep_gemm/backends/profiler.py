@@ -1,6 +1,6 @@
-"""How long calls take, how fast that is, and how fast the GPU could be.
+"""Times of calls, their rates, and the GPU's roof.
 
-On a GPU calls are timed in one of three modes, see `deep_gemm.testing.timing`; without one the host's time is taken.
+On a GPU calls are timed in one of three modes, see `deep_gemm.testing.timing`. Without a GPU the host's clock is used.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ MAX_SETS, STEADY_SETS = 64, 4
 
 @dataclass(frozen=True)
 class Roof:
-    """What a GPU model can do at most, by its spec sheet."""
+    """The peak rates of a GPU model, from its data sheet."""
 
     name: str
     gb_per_s: float
     tflops: dict[Rate, float]
 
     def us(self, flops: int, moved: int, rate: Rate) -> float:
-        """The least that so much arithmetic and so many bytes take, whichever is longer."""
+        """The least time for ``flops`` operations and ``moved`` bytes, whichever takes longer."""
         return max(flops / self.tflops[rate] / 1e6, moved / self.gb_per_s / 1e3)
 
 
 def roof(device: torch.device) -> Roof | None:
-    """The roof of a GPU, of the nearest known model if it is of none; None without a GPU."""
+    """The roof of a GPU, or of the nearest known model if the GPU's is unknown; None without a GPU."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
     sheet = sheets.of(found.name, found.multi_processor_count)
     name = sheet.name if sheet.device == found.name else f"{sheet.name}, the nearest that is known to {found.name}"
-    plain = sheet.sms * sheet.clock_ghz * 128 * 2 / 1e3  # an SM's float32 units do 128 multiply-adds a clock
+    plain = sheet.sms * sheet.clock_ghz * 128 * 2 / 1e3  # 128 float32 multiply-adds per SM and clock
     peaks: dict[Rate, float] = {"fp8": sheet.tensor_tflops, "half": sheet.tensor_tflops / 2, "float32": plain}
     return Roof(name, sheet.hbm_gb_per_s, peaks)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a call takes: the median, and between which times half of the samples lie."""
+    """The time of a call: the median, and the quartiles of the samples."""
 
     mode: str
     us: float
@@ -60,15 +60,15 @@ class Timing:
     tflops: float
     gb_per_s: float
     of_roof: float | None
-    """How much of the roof is reached, at most 1; None without a GPU."""
+    """The reached fraction of the roof, at most 1; None without a GPU."""
     extra_bytes: int | None
-    """What a call allocates at its peak, besides its operands; None without a GPU."""
+    """The peak memory that a call allocates besides its operands; None without a GPU."""
 
     @classmethod
     def of(
         cls, mode: str, samples: Sequence[float], op: Operation, dims: Dims, limit: Roof | None, extra: int | None
     ) -> Timing:
-        """From samples in microseconds."""
+        """The timing for samples in microseconds."""
         us = statistics.median(samples)
         quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [us] * 3
         flops, moved = op.flops(dims), op.bytes_moved(dims)
@@ -78,13 +78,13 @@ class Timing:
 
 
 def sets_for(op: Operation, dims: Dims, mode: str) -> int:
-    """How many sets of operands calls go through in turn, so that a graph finds none in L2."""
+    """The number of sets of operands that calls use in turn, so that a graph finds no set in L2."""
     graph = min(MAX_SETS, max(2, math.ceil(timing.GRAPH_WEIGHT_BYTES / op.bytes_moved(dims))))
     return {"graph": graph, "steady": STEADY_SETS}.get(mode, 1)
 
 
 def sample(calls: Mapping[str, Sequence[Call]], mode: str) -> timing.Samples:
-    """Times of each in microseconds, in turns; ``calls`` gives one call for each set of operands."""
+    """Times of each kernel in microseconds, measured in turns. ``calls`` has one call for each set of operands."""
     first = {name: sets[0] for name, sets in calls.items()}
     if mode == "flush":
         return timing.flush_samples(first)
@@ -94,7 +94,7 @@ def sample(calls: Mapping[str, Sequence[Call]], mode: str) -> timing.Samples:
 
 
 def extra_bytes(call: Call, device: torch.device) -> int | None:
-    """What a call allocates at its peak through torch; None without a GPU."""
+    """The peak memory that a call allocates through torch; None without a GPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -105,7 +105,7 @@ def extra_bytes(call: Call, device: torch.device) -> int | None:
 
 
 def trace(calls: Mapping[str, Call], path: Path, device: torch.device) -> None:
-    """Write one call of each to a chrome trace, by `torch.profiler`."""
+    """Write a chrome trace of one call of each kernel, by `torch.profiler`."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])

@@ -1,7 +1,7 @@
-"""Which backends there are, and which of them can run an operation.
+"""The registry of backends, kernels and operations.
 
-A backend's modules are imported when one of its kernels is asked for, never before. Kernels and operations put
-themselves into the tables below by their decorators.
+A backend's modules are imported when one of its kernels is needed, never before. Decorators register kernels and
+operations in the tables below.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class Backend:
 
     name: ClassVar[str] = ""
     requires: ClassVar[str] = ""
-    """The module that must be importable, such as "triton"; empty if there is none."""
+    """The module that the backend needs, such as "triton"; empty if it needs none."""
     install: ClassVar[str] = ""
-    """What to do if it is not: "pip install triton"."""
+    """How to install it, such as "pip install triton"."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """Modules that hold its kernels. They are imported when one is asked for."""
+    """Modules with its kernels. They are imported when a kernel is needed."""
 
     def why_absent(self) -> str:
-        """Why it cannot be used in this Python, as a clause; "" if it can. Must import nothing large."""
+        """Why it cannot be used in this Python, as a clause; "" if it can. It must not import large modules."""
         if self.requires and not _importable(self.requires):
             return f"the module {self.requires} is not installed" + (f" ({self.install})" if self.install else "")
         return ""
 
     def why_not(self, device: torch.device) -> str:
-        """Why it cannot run on ``device``, as a clause; "" if it can. Backends run on GPUs if nothing else is said."""
+        """Why it cannot run on ``device``, as a clause; "" if it can. By default backends run on GPUs only."""
         return "" if device.type == "cuda" else "it needs a GPU"
 
     def slowness(self, device: torch.device) -> float:
-        """How many times as long as a multiplication by torch's reference its products take on ``device``, roughly:
-        above 1 only for what emulates a GPU."""
+        """The rough time of its products on ``device`` relative to torch's reference. Only backends that emulate a GPU
+        return more than 1."""
         return 1.0
 
     def load(self) -> None:
-        """Import the modules that hold its kernels."""
+        """Import the modules with its kernels."""
         for module in self.modules:
             importlib.import_module(module)
 
@@ -64,7 +64,7 @@ class Backend:
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # ValueError: somebody put None in its place, so that nobody imports it
+    except (ImportError, ValueError):  # ValueError: None in the table of modules, which prevents the import
         return False
 
 
@@ -72,24 +72,25 @@ def _importable(module: str) -> bool:
 class Kernel:
     """A backend's implementation of an operation. A call takes the operation's operands and writes the output.
 
-    ``name`` is the backend's, with ":" and a variant where it has several.
+    ``name`` is the backend's name, followed by ":" and a variant if it has several.
     """
 
     name: str
     op: str
     function: Callable[..., Any]
     prepares: bool = False
-    """``function`` returns a call without arguments, having done what a model does once, such as laying out scales."""
+    """Whether ``function`` does work that a model does once, such as converting scales, and returns a call without
+    arguments."""
     easier: bool = False
-    """It solves an easier problem: it is timed, but its result is not the operation's."""
+    """Whether it solves an easier problem. It is timed, but its result is not compared with the operation's."""
 
     @property
     def backend(self) -> str:
-        """The name of its backend."""
+        """The name of the backend."""
         return self.name.partition(":")[0]
 
     def prepare(self, *operands: Any) -> Call:
-        """A call without arguments, which is what is timed. It writes the output, or returns the result."""
+        """A call without arguments, to be timed. It writes the output, or returns the result."""
         if self.prepares:
             prepared: Call = self.function(*operands)
             return prepared
@@ -123,8 +124,8 @@ def backend(cls: BackendClass) -> BackendClass:
 def kernel(name: str, op: str, *, prepares: bool = False, easier: bool = False) -> Callable[[Function], Function]:
     """Register a function as the implementation of ``op`` by a backend, "triton", or a variant of it, "triton:split".
 
-    A backend that nobody has registered comes to be. The function takes the operation's operands and writes the output,
-    or returns the result. With ``prepares`` it returns a call that does so, see `Kernel.prepares`.
+    An unknown backend is created. The function takes the operation's operands and writes the output, or returns the
+    result. With ``prepares`` it returns a call that does this, see `Kernel.prepares`.
     """
 
     def register(function: Function) -> Function:
@@ -143,18 +144,18 @@ def operation(what: OperationOrClass) -> OperationOrClass:
 
 @functools.cache
 def _find() -> None:
-    """Import the built-in backends' names and operations, and what other packages have."""
+    """Import the built-in backends and operations, and the entry points of other packages."""
     for module in ("builtin", "operations"):
         importlib.import_module(f"{__package__}.{module}")
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:
             entry.load()
-        except Exception as error:  # another package's mistake is a line in a table, not the end of ours
+        except Exception as error:  # another package's error becomes a line in a table
             _broken[entry.name] = f"{entry.value} does not load: {type(error).__name__}: {error}"
 
 
 def _all() -> dict[str, Backend]:
-    """The backends by name: the built-in ones, then others, and those that kernels are of without having been told."""
+    """The backends by name: the built-in ones, then registered ones, then those that only kernels name."""
     _find()
     for found in list(_kernels.values()):
         if found.backend not in _backends:
@@ -187,8 +188,8 @@ def get_backend(name: str) -> Backend:
 def get_kernel(name: str, op: str) -> Kernel:
     """A backend's implementation of an operation, such as ``get_kernel("triton", "fp8_gemm_nt")``.
 
-    It is called as our function of that name is. Raises InvalidInputError for an unknown backend or operation, and
-    UnsupportedError if the backend is absent or has no such kernel; the message says which others have one.
+    Its arguments are those of our function of that name. Raises InvalidInputError for an unknown backend or operation,
+    and UnsupportedError if the backend is absent or has no such kernel; the message lists the backends that have one.
     """
     get_operation(op)
     _load(get_backend(name.partition(":")[0]))
@@ -199,7 +200,7 @@ def get_kernel(name: str, op: str) -> Kernel:
 
 
 def of(op: str) -> list[str]:
-    """The backends that are here and have an operation, variants as "cublaslt:tensorwise". A GPU need not be here."""
+    """The available backends that have an operation, with variants such as "cublaslt:tensorwise". No GPU is needed."""
     get_operation(op)
     gone = absent()
     for name, found in list(_all().items()):
@@ -214,7 +215,7 @@ def of(op: str) -> list[str]:
 def _load(found: Backend) -> None:
     try:
         found.load()
-    except Exception as error:  # whatever a library of others raises as it is imported
+    except Exception as error:  # other libraries may raise anything when they are imported
         raise UnsupportedError(
             f"The backend {found.name} cannot be used here: {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""A comparison as one page of HTML that needs nothing else: no script, no network, light and dark."""
+"""A comparison as one self-contained HTML page: no script, no network, a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .registry import get_operation, names
 from .results import Comparison, Result
 
 MARKERS = ("M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", "M-4.6-4.6h9.2v9.2h-9.2z", "M0-6.4 6.4 0 0 6.4-6.4 0z")
-"""Outlines of a point around the origin: a circle, a square, a diamond. With the colours no two backends look alike."""
+"""Outlines of a point around the origin: a circle, a square, a diamond. Each backend has its own pair of marker and
+colour."""
 LEFT = 78
 """Pixels of the plot's left margin, for the labels of its axis."""
 LIGHT = ("#2a6fd0", "#d9581f", "#6d55c6", "#14936a", "#b97f00", "#c2407c", "#5b6670")
 DARK = ("#5b9bf0", "#f0834f", "#a391f0", "#3bbd90", "#dca533", "#e878ab", "#9aa6b0")
-"""Colours on light and on dark ground, the last for variants."""
+"""Colours on light and on dark background, the last for variants."""
 
 
 def style(backend: str) -> int:
-    """Which of the colours and markers a backend has, the same in every report."""
+    """The index of a backend's colour and marker, the same in every report."""
     known = names()
     return known.index(backend) if backend in known else len(known)
 
@@ -39,29 +40,29 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float) -> Axis:
-        """That holds all of the values, which are above 0."""
+        """An axis that contains all values, which must be above 0."""
         low, high = math.floor(math.log10(min(values) / 1.3)), math.ceil(math.log10(max(values)))
         return cls(low, max(high, low + 1), start, end)
 
     def at(self, value: float) -> float:
-        """Where a value is."""
+        """The pixel of a value."""
         share = (math.log10(value) - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and labels of the decades."""
+        """Pixels and labels of the decades."""
         return [(self.at(10.0**power), f"{10.0**power:g}") for power in range(self.low, self.high + 1)]
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The plot of TFLOP/s over operations a byte: the roofs of this GPU, and a point for each result."""
+    """The plot of TFLOP/s over operations per byte: the roofs of this GPU, and a point for each result."""
 
     x: Axis
     y: Axis
     roofs: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """A path each, its label, and where that ends."""
+    """The path of each roof, its label, and the end of the label."""
     points: list[tuple[float, float, Result]] = field(default_factory=list)
 
     WIDTH, HEIGHT = 720, 420

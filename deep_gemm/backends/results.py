@@ -1,4 +1,4 @@
-"""What a comparison found, as plain data: a row for each backend and shape, and what the rows come to."""
+"""The results of a comparison as plain data: a row for each backend and shape, and rankings of the rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .operations import Dims
 from .profiler import Roof, Timing
 
 Status = Literal["ok", "easier", "wrong", "failed", "skipped", "absent"]
-"""ok: right. easier: it solves another problem, so that its result was not checked. wrong: outside the bound. failed:
-it raised. skipped: it cannot run here, or not this shape. absent: it is not installed. All but the first two have a
+"""ok: right. easier: solves an easier problem, so its result was not checked. wrong: outside the bound. failed: raised
+an exception. skipped: cannot run here, or cannot run this shape. absent: not installed. All except the first two have a
 `why`."""
 
 
@@ -31,22 +31,22 @@ class Result:
 
     @property
     def shape(self) -> str:
-        """As "64 x 512 x 256"."""
+        """The shape as text, such as "64 x 512 x 256"."""
         return " x ".join(map(str, self.dims))
 
     @property
     def us(self) -> float:
-        """Its time; infinite if it has none."""
+        """The time; infinite if it was not timed."""
         return self.timing.us if self.timing else math.inf
 
 
 @dataclass(frozen=True)
 class Rank:
-    """How a backend did over the shapes of an operation that it ran."""
+    """The ranking of a backend over the shapes of an operation that it ran."""
 
     backend: str
     of_best: float
-    """Geometric mean of the fastest's time over its own: 1 if it was always the fastest."""
+    """The geometric mean of the fastest backend's time divided by its own: 1 if it was always the fastest."""
     first: int
     shapes: int
     easier: bool
@@ -54,11 +54,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Backends that did not run, or are wrong, for one reason."""
+    """Backends that did not run or are wrong, with their common reason."""
 
     backends: tuple[str, ...]
     shapes: tuple[str, ...]
-    """None if it is not a matter of shapes."""
+    """The shapes; None if the reason does not depend on shapes."""
     why: str
 
     def __str__(self) -> str:
@@ -83,20 +83,21 @@ class Comparison:
 
     @property
     def backends(self) -> list[str]:
-        """Its backends that ran something."""
+        """Its backends that ran at least one shape."""
         return list(dict.fromkeys(row.backend for row in self.results if row.timing or row.accuracy))
 
     @property
     def cases(self) -> list[tuple[str, Dims]]:
-        """Its operations with a shape each."""
+        """Its pairs of an operation and a shape."""
         return list(dict.fromkeys((row.op, row.dims) for row in self.results))
 
     def rows(self, op: str, dims: Dims) -> list[Result]:
-        """Those of one shape, the fastest first, then those that were not timed."""
+        """The rows of one shape: the fastest first, rows without a time last."""
         return sorted((row for row in self.results if (row.op, row.dims) == (op, dims)), key=lambda row: row.us)
 
     def ranking(self, op: str) -> list[Rank]:
-        """Backends whose results are right, the best first. One with an easier problem is listed, and beats nobody."""
+        """Backends with right results, the best first. A backend with an easier problem is listed, but does not count
+        as the fastest."""
         ratios: dict[str, list[float]] = {}
         easier = set()
         for case in self.cases:
@@ -118,7 +119,8 @@ class Comparison:
         return sorted(ranks, key=lambda rank: -rank.of_best)
 
     def left_out(self) -> list[LeftOut]:
-        """What did not run or is wrong, by reason. Where a backend ran nothing for one reason, shapes do not matter."""
+        """Backends that did not run or are wrong, by reason. Shapes are left out if a backend ran no shape for the same
+        reason."""
         asked = Counter(row.backend for row in self.results)
         rows: dict[tuple[str, str], list[Result]] = {}
         for row in self.results:
@@ -132,7 +134,7 @@ class Comparison:
         return [LeftOut(tuple(backends), shapes, why) for (why, shapes), backends in groups.items()]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`."""
+        """The whole comparison, for `json.dumps`."""
         rows = [asdict(row) for row in self.results]
         for row in rows:
             if row["accuracy"]:

@@ -1,6 +1,6 @@
 """Run an operation's implementations on the same operands, check each against float64, and time those that are right.
 
-Whatever goes wrong with one of them is a row that says so, and the others go on.
+An error of one implementation becomes a row with the reason, and the others go on.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .registry import Kernel, absent, get_backend, get_kernel, get_operation, of
 from .results import Comparison, Result
 
 HOST_LIMIT = 2.5e11
-"""Without a GPU, operations that a shape may take: torch's reference multiplies so many in some ten seconds. What
-emulates a GPU may take as many fewer as it is slower."""
+"""The most operations of a shape without a GPU: torch's reference takes some ten seconds for them. For a backend that
+emulates a GPU the limit is divided by its slowness."""
 
 CHECK_INPUTS = 8
-"""For each byte of the operands: the same in float64, of which products are made."""
+"""Bytes of memory for each byte of the operands: the operands in float64."""
 
 BYTE_COST = 32
-"""Operations that a byte stands for in this."""
+"""Operations that count as much as one byte in this limit."""
 
 CHECK_BYTES = 64
-"""For each element of the output: the exact result, the allowed error, and what they are made of, in float64."""
+"""Bytes of memory for each element of the output: exact result, allowed error, and intermediate results in float64."""
 
 
 @dataclass
 class Runner:
-    """How to compare: on which device, in which mode of timing, and what to write beside."""
+    """Options of a comparison: the device, the mode of timing, and the traces to write."""
 
     device: torch.device
     mode: str
@@ -46,10 +46,10 @@ class Runner:
     progress: Callable[[str], None] = lambda text: None
     results: list[Result] = field(default_factory=list)
     lost: str = ""
-    """Why nothing can run any more."""
+    """Why nothing can run any more on this GPU; empty if it can."""
 
     def run(self, op: Operation, dims: Dims, names: Sequence[str]) -> None:
-        """Compare one shape; ``names`` are backends or variants that `of` lists, or those that are absent."""
+        """Compare one shape. ``names`` are backends or variants that `of` lists, and absent backends."""
         rows: dict[str, Result] = {}
         kernels: dict[str, Kernel] = {}
         for name in names:
@@ -63,7 +63,7 @@ class Runner:
         self.results += [rows[name] for name in names]
 
     def _find(self, op: Operation, dims: Dims, name: str) -> Kernel | Result:
-        """A kernel, or a row that says why it cannot run here, or not this shape."""
+        """A kernel, or a row with the reason why it cannot run here or cannot run this shape."""
         skipped = Result(op.name, dims, name, "skipped")
         if why := absent().get(name):
             return replace(skipped, status="absent", why=why)
@@ -84,7 +84,7 @@ class Runner:
             sets = [op.make(dims, self.device, seed) for seed in range(profiler.sets_for(op, dims, self.mode))]
             exact = op.exact(*sets[0])
             allowed = op.allowed(exact, *sets[0])
-        except Exception as error:  # such as no memory, of which the estimate is one
+        except Exception as error:  # such as out of memory, since `_too_large` only estimates
             why = f"its operands and exact result could not be made: {_said(error)}"
             return {name: Result(op.name, dims, name, "failed", why) for name in kernels}
         rows = {}
@@ -100,7 +100,7 @@ class Runner:
         return rows | {name: replace(rows[name], **news) for name, news in self._time(op, dims, good, sets).items()}
 
     def _too_large(self, op: Operation, dims: Dims) -> str:
-        """Why the operands and the check would not fit, by an estimate."""
+        """Why the operands and the check would not fit in memory, by an estimate; "" if they fit."""
         sets = profiler.sets_for(op, dims, self.mode)
         needed = (sets + CHECK_INPUTS) * op.bytes_moved(dims) + CHECK_BYTES * op.elements(dims)
         needed += FLUSH_BYTES if self.device.type == "cuda" else 0
@@ -112,14 +112,15 @@ class Runner:
     def _check(
         self, op: Operation, dims: Dims, kernel: Kernel, operands: tuple[Any, ...], exact: Tensor, allowed: Tensor
     ) -> Result:
-        """Call a kernel once, on an output full of NaN, so that what is not written is seen."""
+        """Call a kernel once. Its output is filled with NaN before, so that elements that it does not write are
+        found."""
         row = Result(op.name, dims, kernel.name, "ok")
         output = op.output(operands)
         output.fill_(float("nan"))
         try:
             kernel(*operands)
             self._wait()
-        except Exception as error:  # whatever a library of others raises
+        except Exception as error:  # other libraries may raise anything
             self._lose_context(kernel.name)
             return replace(row, status="failed", why=_said(error))
         if kernel.easier:
@@ -130,7 +131,7 @@ class Runner:
         return replace(row, status="ok" if found.right else "wrong", why=found.fault, accuracy=found)
 
     def _too_slow(self, op: Operation, dims: Dims, slowness: float) -> str:
-        """Why a shape would take a host too long."""
+        """Why a shape would take too long on the host; "" if it would not."""
         if self.device.type == "cuda" or (op.flops(dims) + BYTE_COST * op.bytes_moved(dims)) * slowness <= HOST_LIMIT:
             return ""
         size = f"{op.flops(dims) / 1e9:.3g} GFLOP on {op.bytes_moved(dims) / 1e6:.3g} MB"
@@ -139,7 +140,7 @@ class Runner:
     def _time(
         self, op: Operation, dims: Dims, kernels: dict[str, Kernel], sets: list[Any]
     ) -> dict[str, dict[str, Any]]:
-        """What is to be replaced in each row: its timing, or how it failed."""
+        """The fields to replace in each row: its timing, or its failure."""
         limit = profiler.roof(self.device)
         found: dict[str, dict[str, Any]] = {}
         calls: dict[str, list[Any]] = {}
@@ -160,7 +161,7 @@ class Runner:
         return found | failed
 
     def _sample(self, calls: dict[str, list[Any]]) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
-        """Times in turns; if one of them raises, each by itself, so that it is known which."""
+        """Time the kernels in turns. If one of them raises, time each by itself, to find out which."""
         if not calls:
             return {}, {}
         try:
@@ -177,7 +178,7 @@ class Runner:
         return samples, failed
 
     def _lose_context(self, name: str) -> None:
-        """Note whether the GPU takes no more work after a failure: after a fault of memory, until the process ends."""
+        """Note whether the GPU is unusable after a failure. After a memory fault it is until the process ends."""
         try:
             self._wait()
         except RuntimeError:
@@ -195,7 +196,7 @@ def _said(error: Exception) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a GPU, or that the host can give: free pages, and those that only cache files."""
+    """Free memory of a GPU, or available memory of the host: free pages, and pages that only cache files."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -203,16 +204,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def candidates(op: str, names: Sequence[str] = ()) -> list[str]:
-    """What `compare` runs: the backends and variants named, or all that have the operation and those that are absent.
+    """The names that `compare` runs: the given backends and variants, or all that have the operation and all absent
+    ones.
 
-    A backend's name stands for its variants too. Raises InvalidInputError for an unknown one.
+    A backend's name includes its variants. Raises InvalidInputError for an unknown one.
     """
     here = of(op)
     if not names or "all" in names:
         return [*here, *(name for name in absent() if name not in here)]
     chosen = []
     for name in names:
-        with contextlib.suppress(UnsupportedError):  # which becomes a row
+        with contextlib.suppress(UnsupportedError):  # it becomes a row later
             get_backend(name.partition(":")[0])
         variants = [found for found in here if found == name or found.partition(":")[0] == name]
         chosen += variants or [name]
@@ -233,9 +235,9 @@ def compare(
 
     Args:
         op: such as "fp8_gemm_nt"; `operation_names()` lists them.
-        shapes: sizes in the order of the operation's `dims`; its examples if there are none.
-        backends: names; all if there are none. One that is absent becomes a row that says why.
-        device: "cuda" or "cpu"; None takes a GPU if there is one. On the CPU times are the host's.
+        shapes: sizes in the order of the operation's `dims`; by default the operation's examples.
+        backends: names; by default all. An absent backend becomes a row with the reason.
+        device: "cuda" or "cpu"; None takes a GPU if there is one. On the CPU the host's clock is used.
         mode: how to time on a GPU: "flush", "graph" or "steady", see `deep_gemm.testing.timing`.
         trace: where to write chrome traces, one for each shape, named after it.
 

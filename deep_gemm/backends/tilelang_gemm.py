@@ -1,8 +1,9 @@
-"""GEMMs in TileLang, written as its examples have them and tuned as their users do: pipelined copies into shared
-memory, and its autotuner over tiles, stages and threads for each shape, on the operands of the first call."""
+"""GEMMs in TileLang, written like its examples: pipelined copies into shared memory. TileLang's autotuner chooses
+tiles, stages and threads for each shape, on the operands of the first call."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type"
-# Without annotations from the future: TileLang evaluates those of its kernels, in which it sees no local names as text.
+# No `from __future__ import annotations`: TileLang evaluates the annotations of its kernels, and does not find local
+# names in text.
 import functools
 import itertools
 from collections.abc import Callable
@@ -21,7 +22,7 @@ SCALE_BLOCK = 128
 
 
 def configs(tiles: list[tuple[int, int, int]], stages: tuple[int, ...]) -> list[dict[str, int]]:
-    """Configs of the tiles (M, N, K); two warpgroups where a tile is large."""
+    """Configs for tiles (M, N, K), with two warpgroups if a tile is large."""
     return [
         {"block_m": m, "block_n": n, "block_k": k, "stages": depth, "threads": 256 if m * n >= 128 * 128 else 128}
         for (m, n, k), depth in itertools.product(tiles, stages)
@@ -78,7 +79,7 @@ def fp8(
     stages: int = 3,
     threads: int = 256,
 ) -> Any:
-    """Sums of 128 of K are scaled and added up in float32; sfa is (ceil(K / 128), M), contiguous."""
+    """Sums over 128 of K are scaled and accumulated in float32. sfa is (ceil(K / 128), M), contiguous."""
     blocks = -(-k // SCALE_BLOCK)
 
     @T.prim_func
@@ -119,7 +120,7 @@ _compiled: dict[Any, Callable[..., Any]] = {}
 
 
 def compiled(factory: Any, *sizes: Any, operands: tuple[Tensor, ...]) -> Callable[..., Any]:
-    """The kernel of these sizes, tuned on the operands when it is first asked for."""
+    """The kernel for these sizes. It is tuned on the operands at the first call."""
     key = (factory, sizes)
     if key not in _compiled:
         with set_autotune_inputs(*operands):
@@ -138,7 +139,7 @@ def half_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> Call:
 
 @kernel("tilelang", FP8Gemm.name, prepares=True)
 def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> Call:
-    """The scales of A are laid out once."""
+    """The scales of A are converted once, before the timed calls."""
     (x, sfa), (y, sfb) = a, b
     operands = (x, sfa.t().contiguous(), y, sfb.contiguous(), d)
     return functools.partial(compiled(fp8, x.shape[0], y.shape[0], x.shape[1], operands=operands), *operands)

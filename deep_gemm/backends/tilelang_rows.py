@@ -1,7 +1,7 @@
 """Fused element-wise and row-wise kernels in TileLang, tuned over blocks and threads for each shape."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type"
-# Without annotations from the future: see `tilelang_gemm`.
+# No `from __future__ import annotations`: see `tilelang_gemm`.
 import functools
 from typing import Any
 
@@ -29,7 +29,7 @@ def _add_gelu(size: int, block: int = 1024, threads: int = 128) -> Any:
         with T.Kernel(T.ceildiv(size, block), threads=threads) as program:
             left = T.alloc_fragment((block,), F32)
             right = T.alloc_fragment((block,), F32)
-            T.copy(x[program * block], left)  # in copies of their own, since what calls erf is not vectorised
+            T.copy(x[program * block], left)  # separate copies, because loops that call erf are not vectorised
             T.copy(y[program * block], right)
             for i in T.Parallel(block):
                 left[i] = left[i] + right[i]

@@ -1,4 +1,4 @@
-"""The reference: GEMMs of `deep_gemm.reference`, which add up in float64, and the rest as eager torch has it."""
+"""The reference: GEMMs of `deep_gemm.reference`, which accumulate in float64, and other operations in eager torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GEMMs in Triton, written as its tutorials have them and tuned as their users do: TMA descriptors, and an autotuner
-over tiles, stages and warps for each M, N and K."""
+"""GEMMs in Triton, written like its tutorials, with TMA descriptors. Triton's autotuner chooses tiles, stages and warps
+for each M, N and K."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -19,13 +19,13 @@ SCALE_BLOCK = 128
 
 
 def _set_boxes(given: dict[str, Any]) -> None:
-    """The descriptors' boxes are the tiles of the config that is tried."""
+    """Set the descriptors' boxes to the tiles of the current config."""
     given["a"].block_shape = [given["BLOCK_M"], given["BLOCK_K"]]
     given["b"].block_shape = [given["BLOCK_N"], given["BLOCK_K"]]
 
 
 def configs(tiles: list[tuple[int, int, int]], stages: tuple[int, ...]) -> list[Any]:
-    """Configs of the tiles (M, N, K); eight warps where a tile is large."""
+    """Configs for tiles (M, N, K), with eight warps if a tile is large."""
     return [
         triton.Config(
             {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8},
@@ -51,7 +51,7 @@ FP8_TILES = [(128, 128, 128), (128, 64, 128), (64, 128, 128), (64, 64, 128), (64
 
 @triton.jit
 def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """The tile of this program: GROUP_M rows of tiles share what they read of B through L2."""
+    """The tile of this program. GROUP_M rows of tiles share reads of B through L2."""
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = program // (GROUP_M * tiles_n)
@@ -151,7 +151,7 @@ def half_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> None:
 
 @kernel("triton", FP8Gemm.name)
 def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> None:
-    """Sums of 128 of K are scaled and added up in float32."""
+    """Sums over 128 of K are scaled and accumulated in float32."""
     (x, sfa), (y, sfb) = a, b
     (m, k), n = x.shape, y.shape[0]
     maps = _descriptor("a", x), _descriptor("b", y)

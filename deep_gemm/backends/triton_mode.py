@@ -1,6 +1,6 @@
-"""How Triton runs here: compiled on a GPU, or without one in its interpreter, which must be chosen as it is imported.
+"""Triton's mode: compiled on a GPU, or interpreted without one. The interpreter must be chosen when Triton is imported.
 
-Kernels import `triton` and `tl` from here, and two functions that hide what the interpreter gets wrong.
+Kernels import `triton` and `tl` from here, and two functions that work around errors of the interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -43,13 +43,14 @@ def why_not(device: torch.device) -> str:
 
 
 def tuned(kernel: Any, configs: list[Any], key: list[str]) -> Any:
-    """`triton.autotune`, with the first config alone in the interpreter, where nothing could be timed."""
+    """`triton.autotune`. In the interpreter, where times mean nothing, only the first config is used."""
     return triton.autotune(configs=configs[:1] if interpreted else configs, key=key)(kernel)
 
 
 @triton.jit
 def dot_nt(a, b, acc):
-    """``a @ b^T + acc``. The interpreter multiplies the bits of bfloat16 as integers: there they are widened before."""
+    """``a @ b^T + acc``. The interpreter would multiply the bits of bfloat16 as integers, so there operands are widened
+    first."""
     if _INTERPRETED and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b.T, acc)
@@ -57,7 +58,8 @@ def dot_nt(a, b, acc):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 to ``dtype``, to the nearest. The interpreter cuts bits off: there bfloat16's are rounded before."""
+    """float32 rounded to the nearest ``dtype``. The interpreter would truncate to bfloat16, so there values are rounded
+    first."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -1,5 +1,5 @@
-"""Fused element-wise and row-wise kernels in Triton: blocks of elements, or one program a row, tuned over blocks and
-warps for each number of columns."""
+"""Fused element-wise and row-wise kernels in Triton: blocks of elements, or one program per row. The autotuner chooses
+blocks and warps for each number of columns."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(/*{{ num_threads }}*/)
 
 
 class CustomKernel(Generic[P]):
-    """A user's kernel; made by `deep_gemm.kernel` or `from_source`. Call it as its function is called."""
+    """A user's kernel, made by `deep_gemm.kernel` or `from_source`. Its arguments are those of its function."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class CustomKernel(Generic[P]):
     def from_source(
         cls, source: str, launch: Callable[P, LaunchConfig | None], parameters: Mapping[str, str], **options: Any
     ) -> CustomKernel[P]:
-        """A kernel of complete source text, whose launch is what the function ``launch`` says. For the rest see
-        `deep_gemm.kernel`."""
+        """A kernel from complete source text. The function ``launch`` returns its launch. The other arguments are those
+        of `deep_gemm.kernel`."""
         return cls(launch, parameters, source=source, **options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -72,18 +72,18 @@ class CustomKernel(Generic[P]):
             self._entry(*args)
 
     def reference(self, function: Callable[P, object]) -> Callable[P, object]:
-        """A decorator for the same computation in torch, with the same arguments: for tensors on the CPU, and for GPUs
-        that the kernel does not run on where DG_FALLBACK=torch."""
+        """A decorator for the same computation in torch, with the same arguments. It is used for tensors on the CPU,
+        and with DG_FALLBACK=torch on GPUs that the kernel does not support."""
         self._operation.in_torch = function
         return function
 
     def build(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> Binary:
-        """The binary that a call with these arguments needs, compiled if no cache has it: for compiling ahead, and for
-        its ``resources``. The tensors may be on the CPU, and no GPU is needed. Raises CompileError."""
+        """The binary for a call with these arguments. It is compiled if no cache has it. Use this to compile ahead, or
+        to look at ``resources``. No GPU is needed: the tensors may be on the CPU. Raises CompileError."""
         return default_builder().build(self._request(args, kwargs, arch))
 
     def source(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> str:
-        """The CUDA C++ that a call with these arguments needs."""
+        """The CUDA C++ source for a call with these arguments."""
         return self._request(args, kwargs, arch).source
 
     def _request(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: str) -> BuildRequest:
@@ -125,7 +125,7 @@ def kernel(
     strided: Sequence[str] = (),
     needs: tuple[int, int] | None = None,
 ) -> Callable[[Callable[P, LaunchConfig | None]], CustomKernel[P]]:
-    """Make a CUDA kernel of a function that says how it is launched. It is compiled when it is first called::
+    """Make a CUDA kernel from a function that returns its launch. It is compiled when it is first called::
 
         @deep_gemm.kernel(
             {"out": "f32*", "x": "const f32*", "y": "const f32*", "scale": "f32", "n": "u32"},
@@ -139,21 +139,21 @@ def kernel(
         scale_add(out, x, y, 2.0)  # on the current stream of out's device
 
     Args:
-        parameters: the kernel's parameters in order, each once: a number ("u32", "i32", "i64", "f32"), a pointer
-            ("const bf16*") or a tensor map ("const TensorMap<bf16> x"). A parameter has the name of an argument of the
-            function, or names the tensor behind its type; other values are the function's to give
-            (`LaunchConfig`). What is not "const" is written.
+        parameters: the kernel's parameters in order: a number ("u32", "i32", "i64", "f32"), a pointer ("const bf16*")
+            or a tensor map ("const TensorMap<bf16> x"). A parameter has the name of an argument of the function, or the
+            tensor's name follows its type. The function returns all other values (`LaunchConfig`). The kernel writes
+            tensors that are not "const".
         body: the statements of the kernel. source: a whole file instead; template: the path of one. All three are Jinja
             templates with delimiters that are C++ comments: fields are ``/*{ name }*/``, ``/*{ signature }*/``,
             ``/*{ num_threads }*/`` and the constants of `LaunchConfig`. Device headers of this package may be included;
             ``custom.cuh`` has the types. NVRTC has no header of CUDA or of C++.
         name: of the kernel, in profilers; the function's unless given.
-        strided: tensors that need not be contiguous, because the kernel is told their strides.
+        strided: tensors that need not be contiguous, because the kernel takes their strides as parameters.
         needs: the least compute capability, such as (9, 0).
 
-    Binaries are cached, packed and shipped as those of this package. A warm call looks its arguments up in a dictionary
-    and launches; the function is not asked then, nor where tensors have only moved, so that it must not look at
-    addresses. A call may be captured into a CUDA graph once it was made.
+    Binaries are cached, packed and shipped like those of this package. A warm call looks its arguments up in a
+    dictionary and launches. It does not call the function, even if tensors have other addresses, so the function must
+    not depend on addresses. After one call, calls may be captured into a CUDA graph.
 
     Raises InvalidInputError, which names the parameter, for a declaration or a call that is wrong; a call also
     CompileError, NotWarmError, DriverError and, for tensors on the CPU without a reference, UnsupportedError.

@@ -1,4 +1,4 @@
-"""How a user's kernel is launched: grid, block, shared memory, and what the caller did not give."""
+"""The launch of a user's kernel: grid, block, shared memory, and values that the caller does not give."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from .parameters import ELEMENTS, MAP_ELEMENTS, Declared, Parameter
 Size = int | tuple[int, ...]
 
 MAX_CLUSTER = 8
-"""Blocks of a cluster that every GPU with clusters can run."""
+"""The largest cluster, in blocks, that every GPU with clusters can run."""
 
 _DTYPES = {dtype: MAP_ELEMENTS[name] for name, dtype in ELEMENTS.items() if name in MAP_ELEMENTS}
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What the function of a kernel returns.
+    """A launch: the result of a kernel's function.
 
     Args:
         grid, cluster: in blocks, up to three numbers.
-        block: threads of a block.
-        shared: dynamic shared memory of a block, in bytes.
-        values: parameters that are no arguments of the function: sizes that it computes, and tensor maps.
-        constants: Jinja fields of the source: numbers, text, True or False. Other constants are another binary.
-        pdl: the kernel may start before its predecessor in the stream has ended; it must then call
-            ``wait_for_previous_kernel()`` of ``barrier.cuh`` before it reads or writes what that one may have written.
+        block: threads per block.
+        shared: dynamic shared memory per block, in bytes.
+        values: parameters that are not arguments of the function: sizes that it computes, and tensor maps.
+        constants: Jinja fields of the source: numbers, text, True or False. Different constants need another binary.
+        pdl: programmatic dependent launch: the kernel may start before the previous kernel of the stream has ended. It
+            must then call ``wait_for_previous_kernel()`` of ``barrier.cuh`` before it accesses memory that the previous
+            kernel may write.
         flops: floating-point operations of this call, for the monitor.
     """
 
@@ -50,7 +51,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class TileMap:
-    """What `tensor_map` returns: a tensor map without its address, and where the tensor lies now."""
+    """The result of `tensor_map`: a tensor map without its address, and the tensor's current address."""
 
     spec: TensorMapSpec
     address: int
@@ -58,12 +59,12 @@ class TileMap:
 
 
 def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int = 0, l2_promotion: int = 128) -> TileMap:
-    """A tensor map, by which TMA copies tiles of ``x`` between global and shared memory.
+    """A tensor map, with which TMA copies tiles of ``x`` between global and shared memory.
 
     Args:
-        x: 1 to 5 dimensions, the last one contiguous, other strides multiples of 16 bytes. It may be a view that begins
-            where the argument begins that the parameter is declared for.
-        box: the tile that one copy moves, in elements, in the order of x's dimensions; 256 at most in each.
+        x: a tensor with 1 to 5 dimensions, the last one contiguous, other strides multiples of 16 bytes. It may be a
+            view of the parameter's tensor, with the same address.
+        box: the size of the tile that one copy moves, in elements, in the order of x's dimensions; at most 256 in each.
         swizzle: 0, 32, 64 or 128 bytes. l2_promotion: 0, 64, 128 or 256 bytes.
 
     Elements outside of ``x`` read as zero and are not written. Raises InvalidInputError.
@@ -83,7 +84,7 @@ def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int = 0, l2_promotion: 
     size = x.element_size()
     strides, extent = [], x.shape[-1] * size
     for length, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        # Of a dimension of size 1 the stride may be anything.
+        # A dimension of size 1 may have any stride.
         strides.append(stride * size if length > 1 else align(extent, ADDRESS_ALIGNMENT))
         extent = max(extent, length * strides[-1])
     spec = TensorMapSpec(
@@ -98,7 +99,8 @@ def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int = 0, l2_promotion: 
 
 
 def checked_shape(kernel: str, config: object) -> LaunchShape:
-    """Grid, block, cluster and shared memory of what a kernel's function returned. Raises InvalidInputError."""
+    """Grid, block, cluster and shared memory of the launch that a kernel's function returned. Raises
+    InvalidInputError."""
     if not isinstance(config, LaunchConfig):
         raise InvalidInputError(
             f"the function of {kernel} must return a deep_gemm.LaunchConfig, or None where there is nothing to do, but "
@@ -132,7 +134,7 @@ def _three(kernel: str, name: str, size: Any) -> tuple[int, int, int]:
 def checked_values(
     declared: Declared, config: LaunchConfig, given: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The value of each number and map by its parameter: from the caller's arguments, or from ``config``. Raises
+    """The values of numbers and tensor maps by parameter, from the caller's arguments or from ``config``. Raises
     InvalidInputError."""
     kernel, wanted = declared.kernel, set(declared.computed)
     if set(config.values) != wanted:
@@ -155,7 +157,7 @@ def checked_values(
 
 def _map(kernel: str, parameter: Parameter, value: Any, tensor: Tensor) -> Any:
     if not isinstance(value, TileMap):
-        return value  # which the parameter refuses
+        return value  # `Parameter.check` refuses it
     where = f"{parameter.name} of {kernel}"
     if value.address != tensor.data_ptr() or value.spec.dtype != _DTYPES[tensor.dtype]:
         raise InvalidInputError(

@@ -27,19 +27,19 @@ from .parameters import ELEMENTS, Declared
 Constants = tuple[tuple[str, str | int | bool], ...]
 
 _GIVEN = ("name", "signature", "num_threads")
-"""Jinja fields of every source."""
+"""Jinja fields that every source has."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the source of a kernel comes from: text, or a template in a directory whose templates it may include."""
+    """The source of a kernel: text, or a template, which may include other templates of its directory."""
 
     name: str
     text: str | None
     directory: Path | None
 
     def render(self, fields: Mapping[str, str | int | bool]) -> str:
-        """The source. Raises InvalidInputError for a field that it lacks, and for one that nothing uses."""
+        """The rendered source. Raises InvalidInputError if a field is missing or unused."""
         unused = fields.keys() - variables(self.name, self.directory, self.text) - set(_GIVEN)
         if unused:
             raise InvalidInputError(
@@ -52,7 +52,7 @@ class Source:
 
 @dataclass(frozen=True)
 class CustomConfig(KernelConfig):
-    """What one binary of a user's kernel is made for."""
+    """The config of a binary of a user's kernel: its threads and constants."""
 
     num_threads: int
     constants: Constants
@@ -64,7 +64,7 @@ class CustomConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class CustomSpec:
-    """What is asked of a user's kernel: a binary of it, and its launch."""
+    """The spec of a user's kernel: a binary, and its launch."""
 
     config: CustomConfig
     launch: LaunchPlan
@@ -72,7 +72,7 @@ class CustomSpec:
 
 @dataclass(eq=False)
 class CustomOperands:
-    """The checked operands of a call, all its arguments, and what its function says."""
+    """The checked operands of a call, all arguments, and the spec that the function's launch gives."""
 
     tensors: Mapping[str, Tensor]
     arguments: tuple[Any, ...]
@@ -93,13 +93,13 @@ class CustomPlan(engine.Plan):
         return str(self.spec.config)
 
     def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
-        """As its function said, but for dependent launch where `set_pdl` switches it off."""
+        """The launch that its function returned. `set_pdl` may switch dependent launch off."""
         found: LaunchPlan = self.spec.launch
         return found if pdl else replace(found, shape=replace(found.shape, pdl=False))
 
 
 class CustomOperation(Operation):
-    """A user's kernel as an operation: what `deep_gemm.calls` remembers, monitors watch and DG_FALLBACK replaces."""
+    """A user's kernel as an operation, so that `deep_gemm.calls`, monitors and DG_FALLBACK work with it."""
 
     apart = False
 
@@ -120,7 +120,7 @@ class CustomOperation(Operation):
         self._requests: dict[tuple[KernelParams, str], BuildRequest] = {}
 
     def check(self, *arguments: Any) -> CustomOperands | None:
-        """None for fake tensors, and where the function says that there is nothing to do."""
+        """None for fake tensors, and if the function returns None because there is nothing to do."""
         given = dict(zip(self.parameters, arguments, strict=True))
         tensors = {name: given[name] for name in self.operands}
         for name, tensor in tensors.items():
@@ -172,7 +172,7 @@ class CustomOperation(Operation):
         return Work((Step(spec, {}, self.operands),))
 
     def plan(self, step: Step, device: int) -> CustomPlan:
-        """The kernel, compiled and loaded the first time."""
+        """The kernel. It is compiled and loaded the first time."""
         spec: Any = step.spec
         config, shape = spec.config, spec.launch.shape
         self._check_device(device)
@@ -181,7 +181,7 @@ class CustomOperation(Operation):
         request = self._requests.get(which)
         if request is None:
             request = self._requests[which] = self.request(params)
-        # By the source, so that a kernel that is declared again, as in a notebook, is loaded once.
+        # The key has the source, so that a kernel that is declared again, as in a notebook, is not loaded again.
         key = (request.name, request.source, request.arch, shape.dynamic_shared, device)
         function, _ = engine.load_once(key, lambda: _load(request, shape, device), f"{self.name} ({config})")
         return CustomPlan(spec, device, params, function)
@@ -196,7 +196,7 @@ class CustomOperation(Operation):
         )
 
     def request(self, params: KernelParams) -> BuildRequest:
-        """What the builder needs: the rendered source, and what it was rendered for."""
+        """The builder's input: the rendered source, and its parameters."""
         config = params.config
         if not isinstance(config, CustomConfig):
             raise TypeError(f"{self.name} is built for a CustomConfig, not {config}")
@@ -210,7 +210,7 @@ class CustomOperation(Operation):
         return BuildRequest(name=self.name, source=self.source.render(fields), arch=params.arch, meta=meta)
 
     def reference(self, x: CustomOperands) -> None:
-        """The caller's own. Raises UnsupportedError where there is none."""
+        """Calls the reference that the caller declared. Raises UnsupportedError if there is none."""
         if self.in_torch is None:
             raise UnsupportedError(
                 f"{self.name} has no reference to run on {x.device}: pass CUDA tensors, or give it one with "

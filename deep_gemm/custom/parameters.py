@@ -1,4 +1,4 @@
-"""The parameters of a user's kernel: one declaration of each, as C++ has it."""
+"""The parameters of a user's kernel, each declared once, with a type in C++ style."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ELEMENTS = {
 """Types of tensors' elements, by their names in ``custom.cuh``."""
 
 NUMBERS = {"i32": (-(1 << 31), (1 << 31) - 1), "u32": (0, (1 << 32) - 1), "i64": (-(1 << 63), (1 << 63) - 1)}
-"""Types of integers, and the least and the largest of each."""
+"""Integer types, with the least and the largest value of each."""
 FLOAT = "f32"
 
 MAP_ELEMENTS = {"f32": "f32", "f16": "f16", "bf16": "bf16", "e4m3": "u8", "i8": "u8", "u8": "u8"}
-"""What tensor maps call types of elements."""
+"""Element types of tensor maps, by their names in ``custom.cuh``."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEYWORDS = """
@@ -44,7 +44,7 @@ typedef typename union unsigned using virtual void volatile while blockDim block
 TensorMap
 """
 _TAKEN = frozenset(_KEYWORDS.split()).union(ELEMENTS)
-"""Words of C++ and CUDA, and our types."""
+"""Keywords of C++ and CUDA, and our types."""
 _DECLARATION = re.compile(
     r"(?P<const>const )?(?:(?P<element>\w+)\*|TensorMap<(?P<mapped>\w+)>)(?: (?P<operand>\w+))?|(?P<number>\w+)"
 )
@@ -59,7 +59,7 @@ def is_name(name: str) -> bool:
 class Parameter:
     """One parameter of a kernel: a pointer to a tensor, a tensor map of one, or a number.
 
-    ``operand`` is the tensor's name, and empty for a number; ``element`` the type of its elements, or the number's.
+    ``operand`` is the tensor's name, or empty for a number. ``element`` is the type of the elements or of the number.
     """
 
     argument: Argument
@@ -75,7 +75,7 @@ class Parameter:
 
     @classmethod
     def parse(cls, kernel: str, name: str, text: object) -> Parameter:
-        """What a declaration such as ``"const f32*"`` says. Raises InvalidInputError."""
+        """Parse a declaration such as ``"const f32*"``. Raises InvalidInputError."""
         match = _DECLARATION.fullmatch(text) if isinstance(text, str) else None
         element = match and (match["element"] or match["mapped"] or match["number"])
         known = match and (
@@ -102,7 +102,7 @@ class Parameter:
         return cls(Argument(name, ctype, operand), operand, element, bool(match["mapped"]), not const)
 
     def check(self, kernel: str, value: Any) -> Any:
-        """The value of a number or a tensor map, fit to be packed. Raises InvalidInputError."""
+        """The checked value of a number or a tensor map, ready to be packed. Raises InvalidInputError."""
         if self.is_map:
             if not isinstance(value, Map):
                 raise InvalidInputError(
@@ -140,9 +140,9 @@ class Declared:
     kernel: str
     parameters: tuple[Parameter, ...]
     arguments: tuple[str, ...]
-    """Of the function, in order."""
+    """The function's arguments, in order."""
     tensors: Mapping[str, str]
-    """The type of elements of each argument that is a tensor."""
+    """The element type of each argument that is a tensor."""
     written: tuple[str, ...]
     pointers: frozenset[str]
 
@@ -153,18 +153,18 @@ class Declared:
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Parameters whose values the launching function has to give: maps, and numbers that are not its arguments."""
+        """Parameters whose values the function returns: tensor maps, and numbers that are not its arguments."""
         return tuple(p.name for p in self.parameters if p.is_map or (not p.operand and p.name not in self.arguments))
 
     @property
     def floats(self) -> tuple[str, ...]:
-        """Arguments that are floats, or may be: those that no integer parameter takes."""
+        """Arguments that may be floats: those without an integer parameter."""
         integers = {p.name for p in self.parameters if p.element in NUMBERS and not p.operand}
         return tuple(name for name in self.arguments if name not in self.tensors and name not in integers)
 
 
 def declare(kernel: str, parameters: object, signature: inspect.Signature) -> Declared:
-    """Declarations by name, beside the function whose arguments they are. Raises InvalidInputError."""
+    """Parse ``parameters`` for a function with the given signature. Raises InvalidInputError."""
     if not isinstance(parameters, Mapping) or not parameters:
         raise InvalidInputError(
             f"parameters of {kernel} must be a dictionary of names and types, such as {{'out': 'f32*', 'n': 'u32'}}, "

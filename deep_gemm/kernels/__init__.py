@@ -1,4 +1,4 @@
-"""Kernel families. A module here with a ``KERNEL`` is a kernel; there is no other list."""
+"""Kernel families. Each module here that has a ``KERNEL`` is a family; there is no other list."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of(config: KernelConfig) -> Kernel[Any]:
 
 
 def for_spec(spec: Spec) -> list[Kernel[Any]]:
-    """The families that can do what is asked. Raises UnsupportedError, with each family's reason, if none can."""
+    """The families that can compute ``spec``. Raises UnsupportedError, with each family's reason, if none can."""
     reasons = {kernel: kernel.refuses(spec) for kernel in registry().values()}
     found = [kernel for kernel, reason in reasons.items() if reason is None]
     if not found:

@@ -1,4 +1,4 @@
-"""What a kernel module gives to everything else: what it can do, its configs, its launch, its template's fields."""
+"""The interface of a kernel family: the specs it computes, its configs, its launch, and its template's fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .features import Features
 ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of each operand by name, in elements, outermost dimension first."""
+"""The strides of each operand by name, in elements, outermost dimension first."""
 
 Value: TypeAlias = int | float | list[int] | Map | bytes | None
 
@@ -26,8 +26,8 @@ Value: TypeAlias = int | float | list[int] | Map | bytes | None
 class Argument:
     """One parameter of a kernel: its name and its type in the device code.
 
-    Pointers belong to the operand ``operand``, and it fills ``field`` of the device code's struct: both are the name if
-    they are empty.
+    ``operand`` is the operand that a pointer or a tensor map belongs to. ``field`` is the field of the device code's
+    struct that the parameter fills. Each is the parameter's name if it is empty.
     """
 
     name: str
@@ -37,17 +37,17 @@ class Argument:
 
     @property
     def is_value(self) -> bool:
-        """A number or an address, and no struct."""
+        """Whether it is a number or an address, not a struct."""
         return self.ctype in NUMBERS or self.ctype.endswith("*")
 
     @property
     def declaration(self) -> str:
-        """Its place in the kernel's signature. Structs stay in constant memory, where TMA can read them."""
+        """Its declaration in the kernel's signature. Structs stay in constant memory, where TMA can read them."""
         return f"{self.ctype} {self.name}" if self.is_value else f"const __grid_constant__ {self.ctype} {self.name}"
 
     @property
     def assignment(self) -> str:
-        """What gives it to its field of the device code's struct ``arguments``."""
+        """The statement that assigns it to its field of the device code's struct ``arguments``."""
         return f"arguments.{self.field or self.name} = {'' if self.is_value else '&'}{self.name};"
 
     def pack(self, value: Value) -> Parameter:
@@ -65,14 +65,14 @@ class Argument:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Grid, cluster and shared memory of one launch, and its parameters in order, all but addresses."""
+    """Grid, cluster and shared memory of one launch, and its parameters in order, without the operands' addresses."""
 
     shape: LaunchShape
     parameters: tuple[Parameter, ...]
 
 
 class Kernel(ABC, Generic[ConfigT]):
-    """One kernel family: a template and the Python that knows what may be put into it.
+    """One kernel family: a template, and the Python code that knows its legal configs.
 
     Discovery, selection, the golden renders, the compile tests, the GPU accuracy tests and precompilation follow from
     an instance named ``KERNEL`` in a module of this package.
@@ -82,13 +82,13 @@ class Kernel(ABC, Generic[ConfigT]):
     """The family's name, and the template's: ``templates/kernels/<name>.cu.jinja``."""
 
     archs: tuple[str, ...]
-    """Compiler targets that it can be built for."""
+    """Compiler targets that the family can be built for."""
 
     config_class: type[ConfigT]
-    """What configs of this family are: it tells the family."""
+    """The class of this family's configs. No other family has the same class."""
 
     mma_instruction: str = ""
-    """The tensor-core instruction that its SASS must hold; empty for a kernel without one."""
+    """The tensor-core instruction that the SASS must contain; empty for a kernel without one."""
 
     @property
     def template(self) -> str:
@@ -97,11 +97,11 @@ class Kernel(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def refuses(self, spec: Spec) -> str | None:
-        """Why this family cannot do what is asked, as a sentence, or None if it can."""
+        """Why this family cannot compute ``spec``, as a sentence, or None if it can."""
 
     @abstractmethod
     def configs(self, arch: ArchSpec) -> Iterator[ConfigT]:
-        """The serving set: the configs among which calls choose, each once, all of them legal on ``arch``."""
+        """The serving set: the configs that calls choose from, each once, all of them legal on ``arch``."""
 
     def legal(self, arch: ArchSpec) -> Iterator[ConfigT]:
         """Every config that is legal on ``arch``, each once: for surveys and tuners."""
@@ -112,11 +112,11 @@ class Kernel(ABC, Generic[ConfigT]):
         """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
 
     def runs(self, spec: Spec, config: ConfigT) -> bool:
-        """Whether ``config``, which is legal, can run ``spec``, however slowly."""
+        """Whether the legal config ``config`` can run ``spec``, however slowly."""
         return True
 
     def worthwhile(self, spec: Spec, config: ConfigT) -> bool:
-        """Whether the model must be asked about ``config``; False where another is known to be better."""
+        """Whether the model ranks ``config``; False where another config is known to be better."""
         return True
 
     def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
@@ -129,16 +129,16 @@ class Kernel(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
-        """The template's variables but for ``name`` and those that follow from `arguments`."""
+        """The template's variables, except ``name`` and those that follow from `arguments`."""
 
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
-        """The template's variables, all of them and no others."""
+        """All variables of the template, and no others."""
         signature = ", ".join(argument.declaration for argument in self.arguments(params))
         return {**self.constants(params), "name": self.entry(params), "signature": signature}
 
     def struct_fields(self, params: KernelParams) -> str:
-        """The fields of the device code's struct ``Arguments``: numbers, addresses, and pointers to what stays in
-        constant memory. A parameter whose field is ``name[i]`` is one of an array."""
+        """The fields of the device code's struct ``Arguments``: numbers, addresses, and pointers to structs in constant
+        memory. A parameter whose field is ``name[i]`` is an element of an array."""
         fields: dict[str, tuple[str, int]] = {}
         for argument in self.arguments(params):
             name, _, index = (argument.field or argument.name).partition("[")
@@ -154,26 +154,26 @@ class Kernel(ABC, Generic[ConfigT]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """The launch shape, and the values of `arguments` by name, but for pointers."""
+        """The launch shape, and the values of `arguments` by name, without pointers."""
 
     def launch(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool = False, constant: bool = False
     ) -> LaunchPlan:
-        """How ``params`` compute ``spec`` on operands with ``strides``.
+        """The launch with which the kernel of ``params`` computes ``spec`` on operands with ``strides``.
 
         Args:
-            pdl: launch so that the kernel may start before its predecessor in the stream has ended.
-            constant: nothing that still runs writes the weights (B and its scales).
+            pdl: programmatic dependent launch: the kernel may start before the previous kernel of the stream has ended.
+            constant: no kernel that still runs writes the weights (B and its scales).
         """
         shape, values = self.values(params, spec, strides, pdl, constant)
         return LaunchPlan(shape, tuple(argument.pack(values.get(argument.name)) for argument in self.arguments(params)))
 
     def features(self, spec: Spec, config: ConfigT) -> Features:
-        """What the model of speed needs to know. A family with one config need not say."""
+        """The inputs of the performance model. A family with one config does not need them."""
         raise NotImplementedError(f"{self.name} has one config: there is nothing to rank")
 
     def post_pass(self) -> PostPass | None:
-        """What is done to its cubins after they are compiled, by today's settings, if anything is."""
+        """The edit of compiled cubins under the current settings, or None."""
         return None
 
     @abstractmethod
@@ -185,7 +185,7 @@ class Kernel(ABC, Generic[ConfigT]):
         """The extern "C" name of the kernel: readable in a profiler, and a safe file name."""
 
     def describe(self, config: ConfigT) -> str:
-        """``config`` in a few letters, for people."""
+        """``config`` as a short text for people."""
         rows, columns = config.tile
         return f"{rows}x{columns}"
 
@@ -195,13 +195,13 @@ class Kernel(ABC, Generic[ConfigT]):
 
 
 class GemmKernel(Kernel[ConfigT]):
-    """What GEMM families have in common."""
+    """The base class of GEMM families."""
 
     label: str = ""
-    """What tells this family from others of its kind in `describe`, with a space behind it."""
+    """The family's prefix in `describe`, which ends in a space."""
 
     def describe(self, config: ConfigT) -> str:
-        """Tile, stages, consumers, cluster, CTAs an SM."""
+        """Tile, stages, consumers, cluster, and CTAs per SM."""
         c = config
         if not isinstance(c, GemmConfig):
             return super().describe(c)
@@ -210,7 +210,7 @@ class GemmKernel(Kernel[ConfigT]):
         return text + (f" r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "")
 
     def runs(self, spec: Spec, config: ConfigT) -> bool:
-        """Whether tile and cluster fit the caller's limits, and K is summed in one order where that is asked for."""
+        """Whether tile and cluster respect the caller's limits, and K is summed in one order if the spec wants that."""
         if not isinstance(spec, GemmSpec) or not isinstance(config, GemmConfig):
             return False
         multiple_m, multiple_n = spec.block_multiple
@@ -218,17 +218,17 @@ class GemmKernel(Kernel[ConfigT]):
             config.block_m % multiple_m == 0
             and config.block_n % multiple_n == 0
             and config.cluster_size <= spec.num_sms
-            # On part of a GPU, CTAs that are meant to share an SM would be spread over others.
+            # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
             and (spec.whole_gpu or config.ctas_per_sm == 1)
             and not (spec.batch_invariant and config.k_shares > 1)
         )
 
     def store(self, config: ConfigT, aligned: bool) -> str:
-        """How ``config`` stores D: "tma" where its rows allow that, else "direct"."""
+        """How ``config`` stores D: "tma" if its rows are aligned for TMA, otherwise "direct"."""
         return "tma" if aligned else "direct"
 
     def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
-        """With the store that D allows, and the dimensions that the caller wants compiled in."""
+        """See `Kernel.params`. Adds the store that D allows and the dimensions that the caller wants compiled in."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
         sizes = {"m": spec.m, "n": spec.n, "k": spec.k}

@@ -1,4 +1,4 @@
-"""Operands of two bytes an element into rows that TMA can address."""
+"""Copies operands with two bytes per element into rows that TMA can address."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..spec import CopySpec, Spec, ceil_div
 from .base import Argument, Kernel, Strides, Value
 
 MAX_CTAS = 1 << 14
-"""CTAs of one launch: each goes on with other tiles while there are any."""
+"""CTAs of one launch at most. Each CTA loops over tiles."""
 
 
 @dataclass(frozen=True)
 class CopyConfig(KernelConfig):
-    """What one CTA of ``num_threads`` threads copies at a time."""
+    """The tile that one CTA of ``num_threads`` threads copies at a time."""
 
     tile_rows: int
     tile_columns: int
@@ -37,15 +37,15 @@ class CopyRows(Kernel[CopyConfig]):
     config_class = CopyConfig
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is no copy."""
+        """Refuses every spec except copies."""
         return None if isinstance(spec, CopySpec) else "it copies matrices"
 
     def configs(self, arch: ArchSpec) -> Iterator[CopyConfig]:
-        """One: the kernel is limited by memory."""
+        """One config: memory bandwidth limits the kernel."""
         yield CopyConfig(tile_rows=64, tile_columns=64, num_threads=256)
 
     def illegal(self, config: CopyConfig, arch: ArchSpec) -> str | None:
-        """None for the one config that there is."""
+        """None for the only config."""
         return None if config in self.configs(arch) else f"there is one config only: {next(self.configs(arch))}"
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -55,7 +55,7 @@ class CopyRows(Kernel[CopyConfig]):
         return {"tile_rows": rows, "tile_columns": columns, "num_threads": config.num_threads}
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """From ``input`` to ``output``; strides in elements."""
+        """Copies ``input`` to ``output``; strides in elements."""
         return (
             Argument("input", "const u16*", operand="source"),
             Argument("output", "u16*", operand="target"),
@@ -69,7 +69,7 @@ class CopyRows(Kernel[CopyConfig]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Operand "source" (rows, columns), of any strides, is written to "target" (rows, ``spec.padded_columns``)."""
+        """Copies operand "source" (rows, columns), with any strides, to "target" (rows, ``spec.padded_columns``)."""
         if not isinstance(spec, CopySpec):
             raise TypeError(f"{self.name} copies matrices, but it was asked for {spec}")
         config = self._config(params)
@@ -85,7 +85,7 @@ class CopyRows(Kernel[CopyConfig]):
         }
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """None is dynamic."""
+        """None: shared memory is static."""
         return 0
 
     def entry(self, params: KernelParams) -> str:

@@ -1,4 +1,4 @@
-"""What the model of speed needs to know of a spec done with a config: counts, and times of the family's own."""
+"""Inputs of the performance model for a spec and a config: counts, and times that depend on the kernel family."""
 
 from __future__ import annotations
 
@@ -6,54 +6,55 @@ from typing import NamedTuple
 
 
 class Features(NamedTuple):
-    """Numbers, or arrays of them for many pairs at once. "A block" is one CTA's block of K.
+    """Numbers, or arrays of numbers for many pairs of spec and config at once. "A block" is one CTA's block of K.
 
-    All of them are a GEMM's, whatever its dtypes. A family adds terms by what it puts into ``promotion``, ``elements``
-    and ``prologue_us``, in the cycles and microseconds of its own instructions.
+    The fields apply to a GEMM of any dtype. A family expresses its own costs through ``promotion``, ``elements`` and
+    ``prologue_us``, in cycles and microseconds of its instructions.
     """
 
     waves: float
-    """Tiles that the busiest slot does, one after the other."""
+    """Tiles that the busiest resident CTA computes, one after the other."""
     steps: float
-    """Blocks of K that it goes through for that."""
+    """Blocks of K in these tiles."""
     resident: float
     """CTAs on the busiest SM."""
     tensor: float
-    """Cycles that the tensor cores take for a block of one CTA."""
+    """Cycles of the tensor cores for a block of one CTA."""
     consumers: float
     """Consumer warpgroups of a CTA."""
     consumers_k: float
-    """Consumers that have blocks of K of their own; the others multiply the same block."""
+    """Groups of consumers with their own blocks of K; consumers of one group multiply the same block."""
     promotion: float
-    """Cycles that a consumer adds up sums for a block; 0 where they stay in the tensor cores' accumulators."""
+    """Cycles of a consumer's promotion for a block; 0 where sums stay in the tensor cores' accumulators."""
     ahead: float
-    """1 where the next products are issued before promotion, else 0."""
+    """1 where the next block's products are issued before promotion, else 0."""
     stages: float
     filled: float
-    """Bytes that are loaded for a block."""
+    """Bytes that a CTA loads for a block."""
     elements: float
-    """Output elements of a tile that are stored, as far as they exist; more where each takes longer."""
+    """Output elements that are stored per tile, without those past the edge; weighted where an element takes longer."""
     prologue_us: float
-    """What a launch of this family takes more than others."""
+    """Extra microseconds of a launch of this family."""
     store_warp: float
-    """1 where a warp brings tiles to D while consumers go on to the next, else 0."""
+    """1 where the store warp stores a tile while consumers compute the next one, else 0."""
     cluster: float
     """1 where CTAs are launched in clusters, else 0."""
     shares: float
-    """1 where CTAs of a cluster exchange shares of K, else 0."""
+    """1 where the CTAs of a cluster split K and exchange sums, else 0."""
     handed: float
-    """Elements that a CTA hands over for that."""
+    """Elements that a CTA sends in the split-K exchange."""
     first: float
-    """Bytes that HBM moves before all CTAs have their first stage."""
+    """Bytes that HBM moves until all CTAs have their first stage."""
     traffic: float
-    """Bytes that HBM moves after them."""
+    """Bytes that HBM moves after that."""
     handed_out: float
-    """Bytes of both operands that the L2 hands out. Those that several tiles ask for at a time count less."""
+    """Bytes of both operands that SMs read from L2. Bytes that several tiles request at the same time count less."""
     unaligned: float
-    """Of the rows of 128 bytes of a block, the part that begins inside a line of the L2."""
+    """The fraction of a block's 128-byte rows that begin inside an L2 line."""
     crowded: float
-    """Rows of a block whose lines the L2 is asked for again and again, by how badly they crowd it."""
+    """Rows of a block whose L2 lines are requested repeatedly, weighted by the contention that they cause."""
     read: float
-    """Bytes of operands that instructions read from shared memory for a block. For power alone, as is `asked`."""
+    """Bytes of operands that instructions read from shared memory for a block. Only the power model uses this and
+    `asked`."""
     asked: float
-    """Rows of 128 bytes that a CTA asks the L2 for: of what a cluster shares, its part."""
+    """Rows of 128 bytes that a CTA requests from L2. Of rows that a cluster shares, only the CTA's own part counts."""

@@ -1,15 +1,16 @@
-"""Bursts of FFMA: how often ptxas lets the hardware change warps between them.
+"""FFMA bursts: fewer warp switches within the FFMA of promotion.
 
-Promotion is runs of FFMA by one scale factor. ptxas gives each instruction a hint, whether the scheduler may go on with
-another warp, and mostly gives it to every second FFMA of a run. One that follows a change of warps reads three
-registers, others two, for the factor stays in the operand cache; and while products run, the tensor cores take most
-of what registers can deliver. A change after every eighth made blocks of K 2 to 7% shorter (H200: 128x128 tiles 603
-to 561 cycles, 256x128 1131 to 1088, 128x96 542 to 519); no change at all keeps other consumers waiting. DeepGEMM's
-first releases edited the same hints, for more changes of warps. No option of ptxas asks for either.
+Promotion consists of runs of FFMA that multiply by one scale factor. Each instruction carries a yield hint, which lets
+the warp scheduler switch to another warp. ptxas sets it on most second FFMA of a run. The first FFMA after a switch
+reads three registers. The others read two, because the factor stays in the operand cache. While products run, the
+tensor cores use most of the register bandwidth, so the additional reads cost time. Switching after every eighth FFMA
+made blocks of K 2 to 7% shorter (H200: 128x128 tiles 603 to 561 cycles, 256x128 1131 to 1088, 128x96 542 to 519).
+Without any switch the other consumers wait. DeepGEMM's first releases edited the same hints, for more switches. ptxas
+has no option for either.
 
-Only hints are edited: the yield bit, and the reuse bit of the second operand, within a run that nothing jumps into and
-that leaves the factor as it is. They lie where they do in all 128-bit instructions since Volta; see Jia et al.,
-Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking, 2018, section 2.1.
+Only hints are edited: the yield bit, and the reuse bit of the second operand. They are edited only within a run that no
+instruction jumps into and that does not change the factor. Their positions are those of all 128-bit instructions since
+Volta; see Jia et al., Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking, 2018, section 2.1.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from ..jit.binary import PostPass
 from ..log import counted, warn_once
 
 BURST = 8
-"""Of 2 to 16, 6 to 8 were best for two and three consumers; lone consumers would like 16 (64x64 tiles by 2%)."""
+"""FFMA between two switches. Of 2 to 16, 6 to 8 were best for two and three consumers. With one consumer 16 would be
+better (2% in 64x64 tiles)."""
 
-_FFMA = 0x223  # of registers only
-_ALWAYS = 7  # the predicate of an instruction that has none
+_FFMA = 0x223  # with register operands only
+_ALWAYS = 7  # the predicate field of an instruction without a predicate
 _NO_YIELD = 1 << 45
 _REUSE = 15 << 58
 _REUSE_SECOND = 1 << 59
@@ -34,12 +36,12 @@ _UNKNOWN_TARGETS = {0x943, 0x944, 0x949, 0x94A, 0x94B, 0x94C, 0x94F, 0x950}  # c
 
 
 class _Unreadable(ValueError):
-    """This is no cubin that this module understands."""
+    """This module cannot parse the cubin."""
 
 
 def in_bursts(cubin: bytes, name: str) -> bytes:
-    """``cubin`` with its runs of FFMA in bursts of up to `BURST`. A cubin whose layout is not known stays as it is, and
-    a warning that names the kernel, ``name``, says so: it computes the same, slower."""
+    """``cubin`` with its runs of FFMA in bursts of up to `BURST`. A cubin with an unknown layout stays as it is: it
+    computes the same, more slowly, and a warning names the kernel, ``name``."""
     try:
         edited = bytearray(cubin)
         for begin, words in code_sections(cubin):
@@ -52,7 +54,7 @@ def in_bursts(cubin: bytes, name: str) -> bytes:
 
 
 def described(cubin: bytes) -> str:
-    """How many FFMAs of ``cubin`` are in how many runs, or why it was left as it is."""
+    """The number of FFMAs in runs and the number of runs, or why ``cubin`` was left as it is."""
     try:
         found = [run for _, words in code_sections(cubin) for run in runs(words)]
     except (ValueError, OverflowError, struct.error) as error:
@@ -61,14 +63,14 @@ def described(cubin: bytes) -> str:
 
 
 POST_PASS = PostPass(f"ffma-bursts-{BURST}", in_bursts, described)
-"""Another way to edit needs another identity: it is part of a kernel's key."""
+"""The version of the edit, a part of a kernel's key. A different edit needs a different version."""
 
 
 def _edit(code: bytearray, begin: int, words: list[tuple[int, int]], first: int, last: int) -> None:
     for index in range(first, last):
         low, high = words[index]
         if high & _REUSE & ~_REUSE_SECOND:
-            continue  # ptxas counts on the next one for another operand too
+            continue  # ptxas also reuses another operand in the next one
         held = index + 1 < last and (index - first) % BURST != BURST - 1
         high = high & ~_REUSE_SECOND | _NO_YIELD
         high = high | _REUSE_SECOND if held else high & ~_NO_YIELD
@@ -76,9 +78,9 @@ def _edit(code: bytearray, begin: int, words: list[tuple[int, int]], first: int,
 
 
 def runs(words: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of two FFMAs or more, as (first, past the last): they follow each other, have the same second operand, which
-    none but the last writes, and are only reached one from the other. ``words`` are the two of each instruction of a
-    kernel. ValueError where it cannot be known what is jumped to."""
+    """Runs of two FFMAs or more, as (first, past the last). The FFMAs of a run follow each other and have the same
+    second operand, which only the last may write; nothing jumps into the run. ``words`` has the two words of each
+    instruction of a kernel. Raises ValueError where the targets of jumps cannot be determined."""
     followers = {index for index in range(1, len(words)) if _continues(words[index - 1], words[index])}
     if followers:  # else there may be calls and indirect jumps
         followers -= _targets(words)
@@ -107,7 +109,7 @@ def second_operand(low: int) -> int:
 
 
 def _targets(words: list[tuple[int, int]]) -> set[int]:
-    """Indices of instructions that others jump to."""
+    """Indices of instructions that are targets of jumps."""
     found = set()
     for index, (low, _) in enumerate(words):
         opcode = low & 0xFFF
@@ -125,8 +127,8 @@ def _signed(value: int, bits: int) -> int:
 
 
 def code_sections(cubin: bytes) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Where in the file the code of each kernel begins, and the two words of its instructions. ValueError if this is no
-    cubin."""
+    """For each kernel, the offset of its code in the file and the two words of each instruction. Raises ValueError if
+    this is no cubin."""
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise _Unreadable("the first bytes are not those of a 64-bit ELF file")
     table = struct.unpack_from("<Q", cubin, 0x28)[0]

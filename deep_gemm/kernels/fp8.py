@@ -1,4 +1,4 @@
-"""What the FP8 families with 1x128 and 128x128 scales have in common: what they take, their constants, their launch."""
+"""The base of the FP8 families with 1x128 and 128x128 scales: the specs they accept, their constants, their launch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FP8ConfigT = TypeVar("FP8ConfigT", bound=FP8Config)
 
 
 class FP8Kernel(GemmKernel[FP8ConfigT]):
-    """A dense E4M3 GEMM with block scales, promoted every 128 of K, bf16 out."""
+    """A dense E4M3 GEMM with block scales, promotion after every 128 of K, and bf16 output."""
 
     mma_instruction = "QGMMA"
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is not one 1D2D product of E4M3 with bf16 output."""
+        """Refuses every spec except a single 1D2D product of E4M3 with bf16 output."""
         if not isinstance(spec, GemmSpec):
             return "it multiplies matrices"
         for name, operand, scaling in (("A", spec.a, "1x128"), ("B", spec.b, "128x128")):
@@ -48,7 +48,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         return None
 
     def post_pass(self) -> PostPass | None:
-        """Promotion's FFMAs in bursts, unless DG_FFMA_BURSTS is off."""
+        """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off."""
         return ffma_bursts.POST_PASS if settings.ffma_bursts else None
 
     @property
@@ -66,7 +66,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
 
     @abstractmethod
     def counts(self, config: FP8ConfigT, aligned: bool) -> Counts:
-        """What the model of speed counts of ``config``, where D is ``aligned`` for TMA or not."""
+        """The performance model's counts for ``config``. ``aligned``: TMA can store D."""
 
     def features(self, spec: Spec, config: FP8ConfigT) -> Features:
         """See ``gemm_features.py``."""
@@ -84,10 +84,10 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
 
     @abstractmethod
     def stores_by_tma(self, params: KernelParams) -> bool:
-        """Whether TMA brings tiles to D, and not the warps that staged or multiplied them."""
+        """Whether TMA stores tiles to D, instead of the warps that staged or multiplied them."""
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Constants of both templates: the tile, registers, and the wgmma."""
+        """Constants that both templates have: the tile, the registers, and the wgmma."""
         config = self.config(params)
         producer, consumer = self.registers(config)
         return {
@@ -117,15 +117,16 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         return params.config
 
     def entry_name(self, params: KernelParams, *parts: str) -> str:
-        """The kernel's name out of its parts; dimensions that are compiled in come last, such as ``n2112``."""
+        """The kernel's name, composed of ``parts``. Compiled dimensions come last, such as ``n2112``."""
         sizes = [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
         return "_".join([*filter(None, parts), params.store, *sizes])
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
-        B has a map for each segment of a tile's columns (see ``columns.cuh``), and each operand one of edge boxes (see
-        ``edge_boxes.cuh``), which have ``last_rows`` and ``last_columns`` rows. ``early_stages`` of B are loaded before
-        the previous kernel has ended; 0: it may write B and its scales. ``evict_first`` are bits (see ``tma.cuh``)."""
+        """Parameters in the order of first use: those of the prologue share a line of the constant cache, and each line
+        takes 110 cycles. B has a tensor map for each segment of a tile's columns (see ``columns.cuh``). Each operand
+        also has a map of edge boxes (see ``edge_boxes.cuh``), which have ``last_rows`` and ``last_columns`` rows.
+        ``early_stages`` stages of B are loaded before the previous kernel has ended; 0 means that it may still write B
+        and its scales. ``evict_first`` is a set of bits (see ``tma.cuh``)."""
         map_d = [Argument("map_d", "TensorMap")] if self.has_output_map else []
         more = [
             Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]")
@@ -151,7 +152,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Grid, order of tiles, and tensor maps. Operands: a, sfa (rows contiguous), b, sfb and d."""
+        """Grid, order of tiles, and tensor maps. Operands: a, sfa (contiguous along rows), b, sfb and d."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
         config = self.config(params)
@@ -205,7 +206,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         }
 
     def output_map(self, params: KernelParams, spec: GemmSpec, stride_d: int) -> Value:
-        """The map of D; nothing for kernels that have no parameter for it."""
+        """The tensor map of D, or an unused value for kernels without a parameter for it."""
         return None
 
 
@@ -216,15 +217,16 @@ def _words(operand: Operand) -> str:
 
 
 def turns(config: FP8Config) -> int:
-    """Consumers that start their products in turn, or 1. Left alone they promote at the same time, and the tensor cores
-    idle: at M = N = 4096, K = 7168 on an H200, order took 128x192 from 215 to 190 us and 256x128 from 172.4 to 170.8.
-    Products issued ahead lost by it."""
+    """The number of consumers that start products in turn, or 1 if they do not. Without turns all consumers promote at
+    the same time, and the tensor cores idle: with turns, M = N = 4096, K = 7168 took 190 instead of 215 us with 128x192
+    tiles and 170.8 instead of 172.4 us with 256x128 (H200). Configs that issue products ahead became slower with
+    turns."""
     return config.num_consumers if config.num_partials == config.k_shares == 1 else 1
 
 
 def _weights_maps(spec: Callable[[int], TensorMapSpec], n: int, config: FP8Config) -> tuple[list[Map], Map, int]:
-    """The maps of B: for each segment of a tile's columns, and for the one box that ends at the edge, with its rows, or
-    ``block_n`` if no box is cut."""
+    """The maps of B: one for each segment of a tile's columns, and one for the edge box; and the rows of the edge box,
+    or ``block_n`` if no box crosses the edge."""
     widths = segments(config.block_n)
     tiles = align(ceil_div(n, config.block_n), config.cluster_n)
     boxes = [width // config.cluster_m for width in widths]
@@ -240,7 +242,7 @@ def _weights_maps(spec: Callable[[int], TensorMapSpec], n: int, config: FP8Confi
 
 
 def check_whole_pieces(params: KernelParams, n: int) -> None:
-    """Refuse a direct copy of pieces of eight columns where N is not whole pieces. Raises InvalidInputError."""
+    """Refuse copies of eight columns at a time where N is not a multiple of eight. Raises InvalidInputError."""
     if params.store == "tma" and n % 8:
         raise InvalidInputError(
             "A config whose CTAs have one tile each copies eight columns of D at a time, so that N must be a "

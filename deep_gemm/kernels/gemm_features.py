@@ -1,4 +1,4 @@
-"""What the model of speed counts of a dense GEMM done with a config."""
+"""The performance model's counts for a dense GEMM with a config."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from .loads import SECTOR_BYTES
 from .tiles import last_rows, left
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
-"""Share of an H200's SMs that clusters of a size can fill: a cluster lives in one GPC, whose SMs are not all a multiple
-of four or eight. 16 clusters of eight took two rounds, 15 one; 32 of four took two on one H200 and one on another, 30
-one on both."""
+"""Fraction of an H200's SMs that clusters of a size can fill. A cluster runs within one GPC, and not every GPC has a
+multiple of four or eight SMs. 16 clusters of eight took two waves, 15 took one; 32 clusters of four took two waves on
+one H200 and one on another, 30 took one on both."""
 
 
 def _crowding(k: int) -> float:
-    """How badly rows of ``k`` bytes crowd the L2. SMs that want the same line together share an answer, but not for
-    pieces that begin inside a sector; and the fewer lines there are, the fewer slices of the L2 are asked. The same 128
-    rows, loaded by n of an H200's 132 SMs again and again, took each SM 4.5 + 0.13 n * 144 / k cycles a row where k was
-    an odd multiple of 16, about 0.4 of that excess where it was one of 32, and 2 cycles else. Longer rows count by
-    their blocks of K rather than by k, so that more work never takes less time."""
+    """The L2 contention of rows of ``k`` bytes. L2 answers SMs that request a line at the same time once, except for
+    boxes that begin inside a sector. Fewer lines also use fewer slices of L2. When n of an H200's 132 SMs loaded the
+    same 128 rows repeatedly, a row took each SM 4.5 + 0.13 n * 144 / k cycles for k an odd multiple of 16, about 0.4 of
+    that excess for an odd multiple of 32, and 2 cycles otherwise. Longer rows count by their blocks of K and not by k,
+    so that the model never predicts less time for more work."""
     return 1.0 if k % SECTOR_BYTES else 0.4 if k % (2 * SECTOR_BYTES) else 0.0
 
 
 LEAST_CYCLES = 8.0
-"""Of an instruction, however narrow."""
+"""The least cycles of a wgmma, however narrow."""
 
 PROMOTION_CYCLES = 0.5
-"""Promotion of one column of an m64 slice."""
+"""Cycles for the promotion of one column of an m64 slice."""
 
 TOKEN_CYCLES = 5.8
-"""Reading and multiplying one token's scale where tokens are columns: each column has another."""
+"""Cycles for reading and multiplying one token's scale with swapped operands, where each column has its own scale."""
 
 UPRIGHT_US = 0.16
-"""What a launch takes more where tokens are rows."""
+"""Extra microseconds of a launch whose operands are not swapped."""
 
 DIRECT_ELEMENTS = 10.0
-"""An element that is stored for itself takes as long as so many that TMA stores."""
+"""The cost of an element that is stored by itself, in elements that TMA stores."""
 
 L2_SHARING = 0.15
-"""Bytes that n tiles ask the L2 for count n to the power of minus this each: SMs that ask for the same line at a time
-share an answer."""
+"""Exponent of L2 sharing. Bytes that n tiles read count n ** -L2_SHARING times each, because L2 answers SMs that
+request a line at the same time once."""
 
 
 class Counts(NamedTuple):
-    """What does not depend on the spec. ``slices`` m64 slices of ``width`` columns are a consumer's, and each of the
-    ``groups`` that multiply the same block takes them in instructions of ``mma_n`` columns."""
+    """Counts that do not depend on the spec. A consumer multiplies ``slices`` m64 slices of ``width`` columns, in
+    instructions of ``mma_n`` columns. ``groups`` consumers multiply the same block of K."""
 
     groups: int
     slices: int
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
     direct: bool
     """D is stored element by element."""
     store_warp: bool
-    """A warp brings tiles to D while consumers go on to the next."""
+    """The store warp stores a tile while consumers compute the next one."""
     transposed: bool = False
     """Operands are swapped."""
     promotion: float = PROMOTION_CYCLES
@@ -69,7 +69,7 @@ class Counts(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
-    """Of `Features` those that are the same for all specs."""
+    """The `Features` that do not depend on the spec."""
     x = counts
     products = x.slices * (x.width // x.mma_n) * 4
     promotion = x.slices * x.width * x.promotion + (x.width * TOKEN_CYCLES if x.transposed else 0)
@@ -89,13 +89,13 @@ def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
 
 
 def _slots(config: GemmConfig, num_sms: int) -> int:
-    """Clusters that run at a time."""
+    """Clusters that run at the same time."""
     size = config.cluster_size
     return max(1, int(PACKING[size] * num_sms * config.ctas_per_sm / size))
 
 
 def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: int = 1) -> Features:
-    """The numbers of one pair. From here on K counts bytes of a row."""
+    """The features of one pair of spec and config. In this function k is the length of a row in bytes."""
     m, n, k = spec.m, spec.n, spec.k * element_bytes
     d_bytes = 4 if spec.d.dtype == "f32" else 2
     block_m, block_n, size, cluster_k = config.block_m, config.block_n, config.cluster_size, config.cluster_k
@@ -104,17 +104,18 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
     tiles = rows * columns * size
     clusters = _slots(config, spec.num_sms)
     blocks = ceil_div(ceil_div(k, SCALE_BLOCK), cluster_k)
-    # Rows that are loaded of A by a tile, and of both by all.
+    # Rows of A that one tile loads, and rows of A and of B that all tiles load.
     last = last_rows(config, m)
     tokens = last if m <= block_m else block_m
     all_tokens = (ceil_div(m, block_m) - 1) * block_m + last
     all_weights = (ceil_div(n, block_n) - 1) * block_n + left(n, block_n)
-    # What is handed over and stored is shared out among the shares of K.
+    # The parts of split K divide the elements that are exchanged and stored.
     finished = min(block_m, m) * min(block_n, n) / shares
     waves = ceil_div(tiles, clusters * size)
-    # What of B and A the tiles of the first wave begin with, as if each had rows of B of its own as long as there are
-    # any: too much where several rows of tiles share them, but there this is little of the whole, and more work must
-    # not take less time. Nor may more SMs take longer, so that it is always the first wave of a whole GPU.
+    # The bytes of the first stage of all tiles in the first wave, as if each tile had its own rows of B, up to all
+    # rows. That is too much where several rows of tiles share rows of B. But there it is a small part of the whole, and
+    # the model must not predict less time for more work. Nor may it predict more time for more SMs, so the first wave
+    # is always that of a whole GPU.
     whole = clusters if spec.num_sms >= SM90.num_sms else _slots(config, SM90.num_sms)
     at_once = min(tiles // size, whole)
     first = cluster_k * min(blocks, 1) * SCALE_BLOCK
@@ -129,7 +130,7 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
         resident=min(config.ctas_per_sm, ceil_div(tiles, spec.num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
         elements=finished * (DIRECT_ELEMENTS if counts.direct else 1.0) * d_bytes / 2,
-        # Slices of 64 tokens do so whole, whatever rows of them there are.
+        # Without swapped operands whole tiles are exchanged, also rows that do not exist.
         handed=(shares - 1) * (finished if counts.transposed else block_m * block_n / shares),
         first=first,
         traffic=m * k + n * k + d_bytes * m * n * (1 if spec.accumulate == "none" else 2) - first,

@@ -1,4 +1,4 @@
-"""What the kernels for 16-bit operands have in common: BF16 or FP16 in, the same or float32 out, C added."""
+"""The base of the kernels for 16-bit operands: BF16 or FP16 in, the same or float32 out, C added."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tiles import left
 HalfConfigT = TypeVar("HalfConfigT", bound=GemmConfig)
 
 BLOCK_K = 64
-"""Elements of K in a stage: rows of 128 bytes, which is as wide as shared memory is swizzled."""
+"""Elements of K in a stage: rows of 128 bytes, the widest swizzle of shared memory."""
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
@@ -33,7 +33,7 @@ _ACCUMULATE = {"none": "kNothing", "reads": "kReads", "reduces": "kReduces"}
 _MMA_TYPES = {"bf16": "k16.f32.bf16.bf16", "f16": "k16.f32.f16.f16"}
 
 _LAYOUTS = {"kk": "nt", "km": "nn", "mm": "tn", "mk": "tt"}
-"""What BLAS calls the operands' majors."""
+"""The BLAS names of the operands' majors."""
 
 
 class HalfKernel(GemmKernel[HalfConfigT]):
@@ -42,7 +42,7 @@ class HalfKernel(GemmKernel[HalfConfigT]):
     mma_instruction = "HGMMA"
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is not one product of 16-bit operands."""
+        """Refuses every spec except a single product of 16-bit operands."""
         if not isinstance(spec, GemmSpec):
             return "it multiplies matrices"
         if spec.a.dtype not in _MMA_TYPES or spec.b.dtype != spec.a.dtype:
@@ -61,11 +61,11 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         return self.refuses_majors(spec.a, spec.b)
 
     def refuses_majors(self, a: Operand, b: Operand) -> str | None:
-        """Why it cannot read operands that lie so, or None if it can."""
+        """Why it cannot read operands with these majors, as a sentence, or None if it can."""
         return None
 
     def runs(self, spec: Spec, config: HalfConfigT) -> bool:
-        """Each share of K has a block at least."""
+        """Each part of split K needs at least one block."""
         if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
             return False
         return config.k_shares <= ceil_div(spec.k, BLOCK_K)
@@ -84,18 +84,18 @@ class HalfKernel(GemmKernel[HalfConfigT]):
 
     @abstractmethod
     def counts(self, config: HalfConfigT, aligned: bool) -> Counts:
-        """What the model of speed counts of ``config``, where D is ``aligned`` for TMA or not."""
+        """The performance model's counts for ``config``. ``aligned``: TMA can store D."""
 
     def output_map(self, params: HalfParams, spec: GemmSpec, stride_d: int) -> TensorMapSpec | None:
-        """The map by which TMA stores D; None for kernels that have no parameter for it."""
+        """The tensor map of D; None for kernels without a parameter for it."""
         return None
 
     def accumulates(self, spec: GemmSpec) -> str:
-        """How C is added."""
+        """How C is added: see `HalfParams`."""
         return "none" if spec.accumulate == "none" else "reads"
 
     def params(self, spec: Spec, config: HalfConfigT, arch: ArchSpec) -> HalfParams:
-        """With the operands' types and majors."""
+        """See `Kernel.params`. Adds the operands' types and majors."""
         known = super().params(spec, config, arch)
         assert isinstance(spec, GemmSpec)  # checked above
         return HalfParams(
@@ -107,14 +107,14 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         )
 
     def of(self, params: KernelParams) -> tuple[HalfParams, HalfConfigT]:
-        """``params`` and their config as this family's; TypeError if they are another's."""
+        """``params`` and their config with this family's types. Raises TypeError if they belong to another family."""
         if not isinstance(params, HalfParams) or not isinstance(params.config, self.config_class):
             got = f"{type(params).__name__} with a {type(params.config).__name__}"
             raise TypeError(f"{self.name} takes HalfParams with a {self.config_class.__name__}, not {got}")
         return params, params.config
 
     def features(self, spec: Spec, config: HalfConfigT) -> Features:
-        """As the FP8 kernels', whose bytes and blocks are those of K twice as long; nothing is promoted."""
+        """As for the FP8 kernels with K twice as long: the bytes and the blocks are the same. There is no promotion."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
         return count(self._counts(config, spec.d.aligned), spec, config, element_bytes=2)
@@ -124,7 +124,7 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         return self.counts(config, aligned)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Constants of both templates."""
+        """Constants that both templates have."""
         p, config = self.of(params)
         producer, consumer = self.registers(config)
         return {
@@ -148,9 +148,9 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """What a CTA begins with comes first: it shares a line of the constants' cache, and each line takes 110 cycles.
-        As of the FP8 kernels (see ``fp8.py``), without scales; MN-major operands have no edge boxes, and their second
-        map is the first."""
+        """Parameters in the order of first use: those of the prologue share a line of the constant cache, and each line
+        takes 110 cycles. They are those of the FP8 kernels (see ``fp8.py``) without scales. MN-major operands have no
+        edge boxes, so both of their maps are the same."""
         p, _ = self.of(params)
         reads = [Argument("c", "const u8*"), Argument("c_stride", "i64")] if p.accumulate == "reads" else []
         return (
@@ -168,13 +168,13 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         )
 
     def has_output_map(self, params: HalfParams) -> bool:
-        """Whether TMA stores D."""
+        """Whether the kernel has a parameter for a tensor map of D."""
         return False
 
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Grid, order of tiles, and tensor maps. Operands: a, b, d, and c where it is read."""
+        """Grid, order of tiles, and tensor maps. Operands: a, b, d, and c if consumers read it."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
         p, config = self.of(params)
@@ -213,7 +213,7 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         return shape, values
 
     def entry_name(self, params: HalfParams, *parts: str) -> str:
-        """The kernel's name out of its parts: operands and output first, the store and compiled dimensions last."""
+        """The kernel's name, composed of operands and output, ``parts``, the store, and compiled dimensions."""
         output = params.output if params.output != params.dtype else ""
         adds = {"none": "", "reads": "add", "reduces": "reduce"}[params.accumulate]
         sizes = [f"{name}{size}" for name, size in zip("mnk", params.shape, strict=True) if size]
@@ -223,15 +223,15 @@ class HalfKernel(GemmKernel[HalfConfigT]):
 
 
 def letter(operand: Operand) -> str:
-    """Of `HalfParams.majors`."""
+    """The operand's letter in `HalfParams.majors`."""
     return "k" if operand.major == "k" else "m"
 
 
 def _maps(
     spec: GemmSpec, operand: Operand, name: str, size: int, box: int, last: int, strides: Strides
 ) -> tuple[Value, Value]:
-    """The maps of an operand of ``size`` rows: of boxes, and of the last one where rows are the boxes' outer
-    dimension."""
+    """The tensor maps of an operand of ``size`` rows: one of whole boxes and, if the operand is K-major, one of the
+    edge box."""
 
     def k_major(rows: int) -> TensorMapSpec:
         stride = strides[name][0] * 2
@@ -247,18 +247,18 @@ def _maps(
 
 
 def box_columns(finished: int, output: str) -> int:
-    """Columns of one part of a tile on its way out: rows of 128 bytes where it can be cut so."""
+    """Columns of one staged part of a tile: rows of 128 bytes if the width of the tile allows that."""
     widths = (32, 16) if output == "f32" else (64, 32, 16)
     return next((columns for columns in widths if finished % columns == 0), widths[-1])
 
 
 def operand_bytes(rows: int) -> int:
-    """Of an operand's tile in one stage."""
+    """Bytes of an operand's tile in one stage."""
     return rows * BLOCK_K * 2
 
 
 def stages_that_fit(arch: ArchSpec, config: GemmConfig, rest: int, at_most: int) -> int:
-    """Stages beside ``rest`` bytes of shared memory."""
+    """The number of stages that fit beside ``rest`` bytes of shared memory, at most ``at_most``."""
     budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
     stage = operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES
     return max(0, min(at_most, (budget - rest) // stage))

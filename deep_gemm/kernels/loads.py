@@ -1,4 +1,4 @@
-"""How operands are loaded: the maps of their boxes, what L2 is told of them, and what comes early."""
+"""How operands are loaded: the tensor maps of their boxes, L2 policies, and early loads."""
 
 from __future__ import annotations
 
@@ -12,57 +12,67 @@ from .raster import Raster
 from .tiles import left
 
 BARRIER_BYTES = 16
-"""A full and an empty mbarrier."""
+"""Bytes of a stage's full and empty mbarriers."""
 
 SECTOR_BYTES = 32
-"""What L2 reads and writes at a time."""
+"""The unit of L2 reads and writes."""
 
 
 def l2_promotion(spec: GemmSpec, stride: int, element_bytes: int = 1) -> int:
-    """How many bytes of a row of A or B, ``stride`` bytes from the next, come into L2 together: a block of K, or where
-    D is larger than B, two. Two at once keep what is wanted first waiting for what is wanted later: graphs of up to 64
-    tokens were 0 to 6% faster with one (H200, promised weights), single calls with M up to 512 mostly 1%. But what D's
-    writes interrupt is read better in long pieces: 1000 x 32768 x 512 took 9% longer with one, 4096 x 32768 x 512 4%.
-    Not so where rows begin inside sectors: of twelve such shapes none lost more than 1% by one, and where many SMs ask
-    for the same rows it is much better (6922 x 1280 x 3440 57.4 -> 52.4 us, 3465 x 1088 x 2960 29.2 -> 26.2)."""
+    """L2 promotion: how many bytes of a row of A or B are fetched into L2 together; rows are ``stride`` bytes apart.
+
+    It is one block of K, or two where D is larger than B. With two blocks, the first one waits for the second: with one
+    block graphs of up to 64 tokens were 0 to 6% faster (H200, constant weights), and single calls with M up to 512
+    mostly 1%. But writes of D interrupt the reads, and then longer reads are better: with one block 1000 x 32768 x 512
+    took 9% longer and 4096 x 32768 x 512 4%.
+
+    It is one block also where rows begin inside sectors. Of twelve such shapes none lost more than 1%, and where many
+    SMs read the same rows it is much better: 6922 x 1280 x 3440 went from 57.4 to 52.4 us, and 3465 x 1088 x 2960 from
+    29.2 to 26.2 us."""
     inside_sectors = stride % SECTOR_BYTES > 0
     return SCALE_BLOCK if inside_sectors or 2 * spec.m <= spec.k * element_bytes else 2 * SCALE_BLOCK
 
 
 _FEW_EARLY, _ALL_EARLY = 2, 255
-"""Stages; no ring has so many."""
+"""Numbers of stages. No ring has as many as the second."""
 
 
 def early_stages(config: GemmConfig, m: int, row_bytes: int) -> int:
-    """How many stages of constant weights are loaded before the previous kernel has ended: the whole ring, but few
-    where that one has more to do than loads. Where D has an eighth of B's bytes or more, all SMs store for long, and
-    who reads much meanwhile slows them down: graphs of 32 to 128 x 32768 x 512, 96 and 128 x 24576 x 1536 and 64 x
-    20000 x 1024 were 4 to 10% faster with few on an H200. But only where one row of tiles reads B: 128 x 7168 x 2048,
-    which two read at a time, was 4% slower, and 64 x 24576 x 1536, whose D is smaller, 3%. Few, too, where a stage has
-    more bytes of tokens, which come last, than of weights: 96 and 128 x 2112 x 7168 were 3% faster."""
+    """How many stages of constant weights are loaded before the previous kernel has ended. It is the whole ring, or two
+    stages in two cases.
+
+    First, where D has an eighth of B's bytes or more and one row of tiles reads B. The previous kernel, if it is alike,
+    then stores for a long time, and many reads would slow its stores down. Graphs of 32 to 128 x 32768 x 512, 96 and
+    128 x 24576 x 1536, and 64 x 20000 x 1024 were 4 to 10% faster with two stages on an H200. But 128 x 7168 x 2048,
+    where two rows of tiles read B, was 4% slower with two stages, and 64 x 24576 x 1536, whose D is smaller, 3%.
+
+    Second, where a stage has more bytes of tokens than of weights, because tokens are loaded last: 96 and 128 x 2112 x
+    7168 were 3% faster."""
     much_stored = m <= config.block_m and 16 * m >= row_bytes
     return _FEW_EARLY if much_stored or config.block_n < config.block_m else _ALL_EARLY
 
 
 _IN_STEP = 8
-"""With more blocks of K than these, tiles take so much longer than their starts differ that those below each other
-read the same rows of B at one time."""
+"""With more blocks of K than these, tiles in the same column read the same rows of B at about the same time: the
+difference between their starts is small compared with their duration."""
 
 _EVICT_B, _EVICT_D = 1, 2
 """Bits of ``evict_first``."""
 
 _LARGE_D = 100_000_000
-"""Bytes, twice an H200's L2: of such a D little would be left for who reads it from its beginning, and what it pushes
-out meanwhile is needed. With D evicted first, and tiles in another order too, ten such shapes gained 2.8% on cuBLASLt
-by geometric mean, at least 0 and at most 8, and twelve whose D has 34 to 91 MB 0.1%."""
+"""Bytes of a large D: twice an H200's L2. A kernel that reads such a D from its beginning finds little of it in L2, and
+D evicts operands that are needed again. With D evicted first, and also another order of tiles, ten such shapes gained
+2.8% on cuBLASLt (geometric mean; 0 to 8%), and twelve shapes whose D has 34 to 91 MB gained 0.1%."""
 
 
 def evict_first(spec: GemmSpec, order: Raster, row_bytes: int, large_d: bool) -> int:
-    """What is loaded or stored with evict-first. B where one row of tiles reads it, or several that read the same rows
-    of it at one time: kept, such weights push out what is needed again: M x N x K of 256 x 7168 x 16384 took 5% longer
-    on an H200, 256 x 24576 x 1536 4%. With few blocks of K some reader comes too late: 1000 x 32768 x 512 took up to
-    11% longer where they were let go. B also where it would push out A (see `raster`). And a large D, if ``large_d``
-    allows it."""
+    """The operands that are loaded or stored with evict-first, as bits.
+
+    B has this policy where one row of tiles reads it, or several rows read the same part of it at the same time.
+    Otherwise such weights evict data that is needed again: on an H200 256 x 7168 x 16384 (M x N x K) took 5% longer and
+    256 x 24576 x 1536 4%. With few blocks of K some tiles read B too late: with evict-first 1000 x 32768 x 512 took up
+    to 11% longer. B also has this policy where it would evict A (see `raster`), and a large D if ``large_d`` allows
+    it."""
     together = order.rows <= order.height and ceil_div(row_bytes, SCALE_BLOCK) > _IN_STEP
     bits = _EVICT_B if order.rows == 1 or together or order.evict_b else 0
     large = large_d and 2 * spec.m * spec.n > _LARGE_D
@@ -70,8 +80,9 @@ def evict_first(spec: GemmSpec, order: Raster, row_bytes: int, large_d: bool) ->
 
 
 def operand_maps(spec: Callable[[int], TensorMapSpec], operand: str, size: int, box: int, last: int) -> tuple[Map, Map]:
-    """The maps of an operand's ``size`` rows by what ``spec`` says of the rows of a box: for boxes of ``box``, and for
-    the last one, if ``last`` rows of the last tile are loaded. One map is both where no box is another."""
+    """The tensor maps of an operand's ``size`` rows: one of boxes of ``box`` rows, and one of the edge box, if ``last``
+    rows of the last tile are loaded. ``spec`` makes a map for a number of rows. Both maps are the same where there is
+    no edge box."""
     rest = left(last, box)
     ending = Map(spec(rest), operand)
     return (ending if rest == box or size <= box else Map(spec(box), operand)), ending

@@ -20,7 +20,7 @@ _BLOCKS = {"none": "kNothingShared", "row": "kRow", "column": "kColumn", "tile":
 
 @dataclass(frozen=True)
 class QuantizeConfig(KernelConfig):
-    """What one CTA of ``num_threads`` threads casts."""
+    """The tile that one CTA of ``num_threads`` threads casts."""
 
     tile_rows: int
     tile_columns: int
@@ -40,7 +40,7 @@ class Quantize(Kernel[QuantizeConfig]):
     config_class = QuantizeConfig
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is no cast that writes something."""
+        """Refuses every spec except casts with an output."""
         if not isinstance(spec, QuantizeSpec):
             return "it casts matrices to FP8"
         if spec.dtype not in _SOURCES:
@@ -50,15 +50,15 @@ class Quantize(Kernel[QuantizeConfig]):
         return None
 
     def configs(self, arch: ArchSpec) -> Iterator[QuantizeConfig]:
-        """One: the kernel is limited by memory."""
+        """One config: memory bandwidth limits the kernel."""
         yield QuantizeConfig(tile_rows=TILE, tile_columns=TILE, num_threads=256)
 
     def illegal(self, config: QuantizeConfig, arch: ArchSpec) -> str | None:
-        """None for the one config that there is."""
+        """None for the only config."""
         return None if config in self.configs(arch) else f"there is one config only: {next(self.configs(arch))}"
 
     def params(self, spec: Spec, config: QuantizeConfig, arch: ArchSpec) -> QuantizeParams:
-        """With the input's type and the outputs."""
+        """See `Kernel.params`. Adds the input's type and the outputs."""
         known = super().params(spec, config, arch)
         assert isinstance(spec, QuantizeSpec)  # see `refuses`
         return QuantizeParams(
@@ -83,7 +83,7 @@ class Quantize(Kernel[QuantizeConfig]):
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """The matrix, how scales are made, and for each output its values and scales; strides in elements."""
+        """The matrix, the rule for scales, and the values and scales of each output; strides in elements."""
         p = self._of(params)
         outputs: list[Argument] = []
         for prefix, blocks in (("", p.plain), ("t_", p.transposed)):
@@ -108,8 +108,8 @@ class Quantize(Kernel[QuantizeConfig]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Operand "x" (rows, columns) or (rows, 2 * columns), whose rows are contiguous, is cast to "values" and
-        "scales", and its transpose to "t_values" and "t_scales"."""
+        """Casts operand "x", (rows, columns) or (rows, 2 * columns) with contiguous rows, to "values" and "scales", and
+        its transpose to "t_values" and "t_scales"."""
         if not isinstance(spec, QuantizeSpec):
             raise TypeError(f"{self.name} casts matrices, but it was asked for {spec}")
         values: dict[str, Any] = {
@@ -128,7 +128,7 @@ class Quantize(Kernel[QuantizeConfig]):
         return LaunchShape(grid=(tiles, 1, 1), block=threads, dynamic_shared=0, pdl=pdl), values
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """None is dynamic."""
+        """None: shared memory is static."""
         return 0
 
     def entry(self, params: KernelParams) -> str:
@@ -138,7 +138,7 @@ class Quantize(Kernel[QuantizeConfig]):
         return "_".join(filter(None, [*parts, f"t_{p.transposed}" if p.transposed != "none" else ""]))
 
     def cases(self) -> list[KernelParams]:
-        """Each kind of output, each pair of them that has a use, and each type of input."""
+        """Each kind of output, each useful pair of outputs, and each type of input."""
         kinds = [
             *(("bf16", plain, "none", False) for plain in ("row", "column", "tile")),
             *(("bf16", "none", transposed, False) for transposed in ("column", "tile")),

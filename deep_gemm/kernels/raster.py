@@ -1,4 +1,4 @@
-"""In which order a launch walks its tiles."""
+"""Rasterisation: the order in which a launch computes its tiles."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from ..params import GemmConfig
 from ..spec import ceil_div
 
 _LONE_GROUP = 6
-"""Rows of tiles that may be one group."""
+"""Up to this many rows of tiles form a single group."""
 
 _NEIGHBOURS = 16
-"""CTAs next to each other in the order run in one cluster of SMs, 16 or 18 on an H200, which asks L2 once for a line
-that several want: 4 x 4 tiles want 8 rows or columns of operands, 16 x 1 want 17. Loads of 128x128 tiles alone took
-15.2 us in such an order and 23.4 in rows there, at M = 512, N = 4096, K = 7168; whole kernels became up to 12% faster,
-and 4% at M = 256 and 512."""
+"""Consecutive CTAs that run in one GPC, which has 16 or 18 SMs on an H200. A GPC requests a line once from L2 for all
+of its SMs: 4 x 4 tiles need 8 rows or columns of operands, 16 x 1 tiles need 17. For M = 512, N = 4096, K = 7168 the
+loads of 128x128 tiles alone took 15.2 us in this order and 23.4 us in rows (H200). Whole kernels became up to 12%
+faster, and 4% at M = 256 and 512."""
 
 _COUNTED_WAVES = 16
-"""Of launches up to so many waves long the bytes are counted. That takes 1 to 5 ms, once for each count of tiles."""
+"""Launches of up to this many waves get the order that reads the fewest bytes, by counting them. Counting takes 1 to
+5 ms, once for each number of tiles."""
 
 KEPT_BYTES = 30_000_000
-"""What stays in L2 until it is used again. Of an H200's 50 MB each half of the chip has copies of its own
-of what both read: bytes that launches read from HBM are those of one cache of 30 MB that forgets what was used longest
-ago (1893 x 30176 x 12800: 1147 MB by such a model, 1213 counted; 4096 x 7168 x 16384: 612 and 622)."""
+"""Bytes that stay in L2 until they are used again. An H200 has 50 MB, but each half of the chip keeps its own copy of
+lines that both halves read. An LRU cache of 30 MB predicts the bytes that launches read from HBM: 1147 MB for
+1893 x 30176 x 12800, of which 1213 were measured, and 612 for 4096 x 7168 x 16384, of which 622 were measured."""
 
 
 @dataclass(frozen=True)
 class Raster:
-    """Bands of ``band`` cluster tiles along n, the last of what is left, through all ``rows`` along m; inside a band
-    groups of ``height`` rows, the last of what is left, and m first inside a group (see ``raster.cuh``)."""
+    """An order of tiles: bands of ``band`` cluster tiles along n and all ``rows`` along m; in a band groups of
+    ``height`` rows; in a group m first. The last band and the last group may be smaller (see ``raster.cuh``)."""
 
     rows: int
     columns: int
     band: int
     height: int
     evict_b: bool = False
-    """Whether B, which is gone through once, would push out A if it were not loaded with evict-first."""
+    """Whether B, which is read once, would evict A from L2 if it were not loaded with evict-first."""
 
     @functools.cached_property
     def arguments(self) -> tuple[int, ...]:
-        """For the kernel: rows, columns and band, and what it divides by, each with the numbers that ``divisor``
-        gives: the rows of the last and of a whole group, the tiles of a whole band, of a group in a whole and in the
-        last band."""
+        """The kernel's arguments: rows, columns, band, and then each number that it divides by, as `divisor` returns
+        it: the rows of the last group and of a whole group, the tiles of a whole band, and the tiles of a group in a
+        whole band and in the last band."""
         last_band = self.columns - (ceil_div(self.columns, self.band) - 1) * self.band
         last_height = self.rows - (ceil_div(self.rows, self.height) - 1) * self.height
         return (
@@ -57,7 +58,7 @@ class Raster:
 
 
 def divisor(value: int) -> tuple[int, int, int]:
-    """``value``, and a factor and a shift that divide any x < 2**31 by it: (2 * x * factor >> 32) >> shift. From
+    """``value``, and a factor and a shift with x // value == (2 * x * factor >> 32) >> shift for any x < 2**31. From
     Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994."""
     shift = (value - 1).bit_length()
     return value, ceil_div(1 << (31 + shift), value), shift
@@ -65,24 +66,28 @@ def divisor(value: int) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def raster(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> Raster:
-    """The order in which a launch walks its tiles.
+    """The order in which a launch computes its tiles.
 
-    Where an operand stays in L2, the other is gone through once, in strips as narrow as neighbours want them. Where
-    neither does, a wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles: least bytes at
-    w = sqrt(C * cluster rows / cluster columns). Waves do not end where bands and groups do, so that of bands about as
-    wide, and of groups up to as high as neighbours would have them, those are taken whose waves read least: counted so,
-    4096 x 7168 x 16384 reads 570 MB for 612, and took 1.9% less time back to back and 1.1% less alone (H200), others
-    of 4096 rows and more 0.4 to 1.0% and 0.4 to 0.7%. Where nothing is counted, bands are equally wide, so that the
-    last is not a sliver.
+    If one operand stays in L2, the other one is read once, in strips. A strip is as narrow as makes consecutive CTAs
+    read the least.
 
-    One stays if what a wave reads of the other fits beside it, or if that is B and leaves L2 first. What does so is
-    sometimes gone before the last CTA asked for it, which pays only where a wave reads much: on an H200,
-    1893 x 30176 x 12800 (24 MB of A stay, a wave reads 25 of B) got 2 to 4% shorter, 4096 x 4096 x 7168 (29 and 9) 1%
-    longer. A never leaves: 8192 x 4096 x 7168 took 4% longer.
-    Remembered: a launch for tensors elsewhere is alike."""
+    If neither stays, a wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles. The fewest
+    bytes are read at w = sqrt(C * cluster rows / cluster columns). Waves do not end where bands and groups end. So the
+    bytes of all waves are counted for bands of about that width and groups up to the height that suits consecutive
+    CTAs, and the order with the fewest bytes is taken. With it 4096 x 7168 x 16384 reads 570 MB instead of 612, and
+    took 1.9% less time back to back and 1.1% less alone (H200); other shapes with 4096 rows and more took 0.4 to 1.0%
+    and 0.4 to 0.7% less. Where bytes are not counted, bands are equally wide, so that the last band is not narrow.
+
+    An operand stays in L2 if it fits there together with the part of the other that a wave reads. A also stays if B is
+    loaded with evict-first. Such parts of B are sometimes evicted before the last CTA has read them, so this pays only
+    where a wave reads much: on an H200 1893 x 30176 x 12800 (24 MB of A stay, a wave reads 25 MB of B) took 2 to 4%
+    less time, and 4096 x 4096 x 7168 (29 and 9 MB) 1% more. A is never loaded with evict-first: 8192 x 4096 x 7168 took
+    4% longer with it.
+
+    The result is cached, because it does not depend on addresses."""
     rows, columns = config.block_m * config.cluster_m, config.block_n * config.cluster_n
     tiles_m, tiles_n = ceil_div(m, rows), ceil_div(n, columns)
-    each = config.cluster_m  # CTAs of a row of cluster tiles
+    each = config.cluster_m  # rows of tiles in a row of cluster tiles
     clusters = min(num_sms * config.ctas_per_sm // config.cluster_size, tiles_m * tiles_n)
     few, kept = tiles_m * each <= _LONE_GROUP, min(m, n) * k
     if kept <= KEPT_BYTES and not few and clusters < tiles_m * tiles_n:
@@ -107,15 +112,15 @@ def raster(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> Raster:
 def _least_read(
     tiles_m: int, tiles_n: int, clusters: int, rows: int, columns: int, bands: range, heights: tuple[int, ...]
 ) -> tuple[int, int]:
-    """The width of bands and the height of groups with which waves read least."""
+    """The width of bands and the height of groups with which waves read the fewest bytes."""
     orders = [(band, height) for height in heights for band in bands]
     return min(orders, key=lambda order: _read(tiles_m, tiles_n, order[0], order[1], clusters, rows, columns))
 
 
 def _read(tiles_m: int, tiles_n: int, band: int, height: int, clusters: int, rows: int, columns: int) -> int:
-    """Rows of operands that waves read, each those of its tiles once, if tiles of ``rows`` x ``columns`` are walked
-    in such an order."""
-    total, left, wanted_m, wanted_n = 0, clusters, 0, 0  # of the wave: tiles to come, and bits for what has come
+    """Rows of A and B that all waves read with such an order of tiles of ``rows`` x ``columns``. A wave reads the rows
+    of its tiles once."""
+    total, left, wanted_m, wanted_n = 0, clusters, 0, 0  # of the current wave: tiles left, and bits of rows and columns
     for first in range(0, tiles_n, band):
         wide = min(band, tiles_n - first)
         for top in range(0, tiles_m, height):
@@ -136,6 +141,7 @@ def _read(tiles_m: int, tiles_n: int, band: int, height: int, clusters: int, row
 
 
 def _narrowest(together: int, across: int, along: int) -> int:
-    """How many tiles, ``across`` wide and ``along`` long, a strip is wide of which ``together`` tiles want least."""
+    """The width of a strip, in tiles of ``across`` x ``along`` rows of operands, with which ``together`` consecutive
+    tiles read the fewest rows."""
     widths = [1 << power for power in range(together.bit_length())]
     return min(widths, key=lambda width: width * across + ceil_div(together, width) * along)

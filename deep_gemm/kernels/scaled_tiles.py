@@ -1,4 +1,4 @@
-"""Tiles of the FP8 kernel with any scaling: which there are, and what they take of registers and shared memory."""
+"""Tiles of the FP8 kernel for any scaling, and the registers and shared memory that they need."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ SERVING: tuple[tuple[int, int, tuple[int, int]], ...] = (
 """(block_m, block_n, cluster) of the serving set: a ladder of tiles, not yet chosen by measurements."""
 
 REGISTERS = {1: (40, 208), 2: (40, 232)}
-"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups. Producers with 24 spill."""
+"""Registers per thread of producers and of consumers, by the number of consumer warpgroups. Producers with 24 spill."""
 
 _OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
 _OTHER_REGISTERS_OF_PARTS = 8
 _OTHER_REGISTERS_OF_WIDE = 6
 _ROWWISE_REGISTERS, _DIRECT_REGISTERS, _C_REGISTERS = 6, 16, 10
-"""What a consumer needs besides accumulators, for each m64 slice, where a slice is multiplied in two parts or in one of
-more than 128 columns, and for each slice where it reads scales of rows, writes D itself, or reads C; from ptxas: less
-would spill."""
+"""Registers of a consumer thread besides accumulators: always; for each m64 slice; if a slice is multiplied in two
+parts; if it is multiplied in one part of more than 128 columns; and for each slice if consumers read scales of rows,
+write D themselves, or read C. Measured with ptxas: with fewer registers it spills."""
 
 
 def make_config(
     block_m: int, block_n: int, cluster: tuple[int, int] = (1, 1), buffers: int = 2, arch: ArchSpec = SM90
 ) -> ScaledConfig:
-    """A config with as many stages as fit, and with two sets of partial sums where there are registers for them."""
+    """A config with as many stages as fit, and with two sets of partial sums if they fit in registers."""
     one = ScaledConfig(
         block_m=block_m,
         block_n=block_n,
@@ -67,23 +67,24 @@ def make_config(
 
 
 def fitted(config: ScaledConfig, scaling: str, output: str, arch: ArchSpec = SM90) -> ScaledConfig:
-    """``config`` with no more stages than fit beside the scales and staging buffers of such a product."""
+    """``config`` with no more stages than fit beside the scales and staging buffers for this scaling and output."""
     none, one = (config_shared_bytes(replace(config, num_stages=x), True, scaling, output) for x in (0, 1))
     return replace(config, num_stages=max(0, min(config.num_stages, (arch.shared_per_cta - none) // (one - none))))
 
 
 def instruction_columns(config: ScaledConfig) -> int:
-    """Columns of one wgmma: the tile's, or half of them where the accumulators would not fit beside the sums."""
+    """Columns of one wgmma: all of the tile's, or half of them if the accumulators would not fit beside the sums."""
     return config.block_n if fits(config, config.block_n) else config.block_n // 2
 
 
 def accumulators(config: ScaledConfig, mma_n: int) -> int:
-    """Registers a consumer thread spends on sums and partial sums, with instructions of ``mma_n`` columns."""
+    """Registers of a consumer thread for sums and partial sums, with instructions of ``mma_n`` columns."""
     return config.slices * config.block_n // 2 + config.num_partials * mma_n // 2
 
 
 def fits(config: ScaledConfig, mma_n: int, more: int = 0) -> bool:
-    """Whether a consumer thread has registers for instructions of ``mma_n`` columns, and ``more`` for each slice."""
+    """Whether instructions of ``mma_n`` columns, and ``more`` registers for each slice, fit in a consumer thread's
+    registers."""
     others = _OTHER_REGISTERS + config.slices * (_OTHER_REGISTERS_PER_SLICE + more)
     others += _OTHER_REGISTERS_OF_PARTS if mma_n < config.block_n else 0
     others += _OTHER_REGISTERS_OF_WIDE if mma_n > 128 else 0
@@ -91,19 +92,19 @@ def fits(config: ScaledConfig, mma_n: int, more: int = 0) -> bool:
 
 
 def more_registers(scaling: str, accumulate: str, tma_store: bool) -> int:
-    """Of each slice, where consumers do more with sums than stage them."""
+    """Additional registers for each slice if consumers do more with sums than stage them."""
     rowwise = _ROWWISE_REGISTERS if scaling == "rowwise" else 0
     return max(rowwise, 0 if tma_store else _DIRECT_REGISTERS, _C_REGISTERS if accumulate == "reads" else 0)
 
 
 def box_columns(config: ScaledConfig, output: str) -> int:
-    """Columns of one part of a tile on its way out: 128 bytes where a product can be cut so."""
+    """Columns of one staged part of a tile: 128 bytes if the columns of a wgmma are a multiple of that."""
     return 64 if output != "f32" and instruction_columns(config) % 64 == 0 and config.block_n % 64 == 0 else 32
 
 
 def config_shared_bytes(config: ScaledConfig, tma_store: bool, scaling: str, output: str) -> int:
-    """Dynamic shared memory of one CTA: stages with their scales, of which B's have twice as many slots, and the
-    staging buffers of each consumer."""
+    """Dynamic shared memory of one CTA: stages with their scales, and the staging buffers of each consumer. B's scales
+    have twice as many slots as there are stages."""
     stage = (config.block_m + config.block_n) * SCALE_BLOCK + BARRIER_BYTES
     if scaling != "rowwise":
         stage += align(config.block_m * 4, 128)

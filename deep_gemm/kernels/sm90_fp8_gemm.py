@@ -1,4 +1,4 @@
-"""Dense FP8 GEMM for Hopper: 1x128 scales for A, 128x128 for B, promoted every 128 of K, bf16 out."""
+"""Dense FP8 GEMM for Hopper: 1x128 scales for A, 128x128 scales for B, promotion after every 128 of K, bf16 output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .loads import BARRIER_BYTES
 from .tiles import segments
 
 MAX_STAGES = 16
-"""Of the narrow tiles, which could have more, 16 and 8 stages timed alike on an H200."""
+"""Narrow tiles could have more stages; 16 and 8 stages took the same time on an H200."""
 
 _CONSUMERS = {64: 1, 128: 2, 256: 2}
 """Consumer warpgroups by tile height."""
 
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4))
-"""How a tile's work is shared: CTAs of a cluster along m, n and k."""
+"""Cluster shapes: CTAs of a cluster along m, n and k."""
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
     (64, 16, (1, 1, 1), 1, False),
@@ -72,20 +72,20 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
     (256, 128, (1, 1, 1), 1, True),
     (256, 128, (1, 2, 1), 1, True),
 )
-"""(block_m, block_n, cluster, CTAs on an SM, persistent) of the serving set, by greedy cover of surveyed shapes (see
-``benchmarks/serving_set.py``)."""
+"""(block_m, block_n, cluster, CTAs per SM, persistent) of the serving set, chosen by a greedy cover of surveyed shapes
+(see ``benchmarks/serving_set.py``)."""
 
 _REGISTER_SPLITS = {1: ((40, 208), (40, 248)), 2: ((40, 232), (24, 240))}
-"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups; the first that does is
-taken, since producers with 24 spill easily, and a consumer with 248 has the SM for itself. A lone consumer with half of
-an SM could have 216, but 64x192 with a share of K would take that and spill."""
+"""Registers per thread of producers and of consumers, by the number of consumer warpgroups. The first sufficient split
+is chosen: producers with 24 registers spill easily, and a consumer with 248 leaves no room for a second CTA on the SM.
+A lone consumer with half of an SM could have 216, but then 64x192 tiles with split K would use this split and spill."""
 
 _OTHER_REGISTERS = 22
 _OTHER_REGISTERS_PER_SLICE = 4
 _OTHER_REGISTERS_PER_SEGMENT = 4
 _OTHER_REGISTERS_OF_PARTS = 20
-"""What the main loop needs besides accumulators, for each m64 slice, for each segment of columns after the first, and
-where a slice is multiplied in two parts; from ptxas: a config that leaves less would spill."""
+"""Registers of a consumer thread besides accumulators: always; for each m64 slice; for each segment of columns after
+the first; and if a slice is multiplied in two parts. Measured with ptxas: with fewer registers it spills."""
 
 
 class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
@@ -103,7 +103,8 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
                 yield config
 
     def legal(self, arch: ArchSpec) -> Iterator[UprightConfig]:
-        """Tiles from 64x16 to 256x128 and 128x256, alone or in clusters of two or four, one or two CTAs on an SM."""
+        """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
+        per SM."""
         for chosen in itertools.product(_CONSUMERS, range(16, 257, 16), _CLUSTERS, (1, 2), (True, False)):
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
@@ -152,7 +153,8 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         return None
 
     def runs(self, spec: Spec, config: UprightConfig) -> bool:
-        """CTAs with one tile each must all run at once, and copy eight columns of D at a time where TMA could."""
+        """Also refuses configs with one tile per CTA where the tiles do not all run at once, or where D needs copies of
+        less than eight columns."""
         if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
             return False
         if config.persistent:
@@ -183,7 +185,7 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         return instruction_shape(config)[1]
 
     def counts(self, config: UprightConfig, aligned: bool) -> Counts:
-        """Rows of A are the instructions' rows; a store warp brings tiles to D."""
+        """Rows of A are the rows of wgmma; the store warp stores tiles."""
         slices, mma_n = instruction_shape(config)
         return Counts(
             groups=config.num_consumers,
@@ -195,18 +197,18 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         )
 
     def num_ctas(self, config: UprightConfig, m: int, n: int, num_sms: int) -> int:
-        """One CTA for each resident slot, or fewer if there are fewer tiles; whole clusters. One for each tile where
-        CTAs are not persistent."""
+        """Persistent: as many CTAs as can be resident, or fewer if there are fewer tiles, in whole clusters. Not
+        persistent: one CTA per tile."""
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
         slots = max(1, num_sms * config.ctas_per_sm // config.cluster_size)
         return (min(tiles, slots) if config.persistent else tiles) * config.cluster_size
 
     def stores_by_tma(self, params: KernelParams) -> bool:
-        """Only persistent CTAs do."""
+        """Only persistent CTAs store by TMA."""
         return params.store == "tma" and self.config(params).persistent
 
     def output_map(self, params: KernelParams, spec: GemmSpec, stride_d: int) -> Value:
-        """Not read unless tiles are stored by TMA."""
+        """The kernel reads the map only if it stores tiles by TMA."""
         if not self.stores_by_tma(params):
             check_whole_pieces(params, spec.n)
             return bytes(128)
@@ -214,7 +216,7 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         return Map(TensorMapSpec("bf16", (spec.n, spec.m), (stride_d * 2,), (width, height), width * 2), "d")
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, staging area and barriers, as ``Fp8Gemm`` lays them out (it asserts the same number)."""
+        """Stages, staging area and barriers, in the layout of ``Fp8Gemm``, which asserts the same number."""
         return config_shared_bytes(self.config(params), params.store == "tma")
 
     def entry(self, params: KernelParams) -> str:
@@ -230,8 +232,8 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         )
 
     def cases(self) -> list[KernelParams]:
-        """The serving set; a cluster along m of tall tiles; direct stores of a plain, a straddling, a split and a
-        lone tile; compile-time dimensions."""
+        """The serving set; tall tiles in a cluster along m; direct stores of a plain tile, of a tile that crosses scale
+        blocks, with split K, and with one tile per CTA; compile-time dimensions."""
         direct = [(128, 128), (128, 192), (128, 64, (1, 1, 2)), (64, 128, (1, 1, 1), 1, False)]
         return (
             [make_params(config) for config in self.configs(SM90)]
@@ -249,10 +251,10 @@ def make_config(
     persistent: bool = True,
     arch: ArchSpec = SM90,
 ) -> UprightConfig:
-    """A config with as many stages as fit into shared memory beside the staging area that it has for D, and with two
-    sets of partial sums where whole-width instructions leave room for them: products issued ahead beat wide ones shared
-    out over consumers (H200, 217 shapes, both schedules as they then were: 2.6% by geometric mean over all pairs that
-    are legal both ways; most for narrow tiles)."""
+    """A config with as many stages as fit into shared memory beside the staging area, and with two sets of partial sums
+    if they fit in registers with instructions of the tile's width. Two sets, with products issued ahead, beat one set
+    by 2.6% (H200, 217 shapes, geometric mean over all pairs that are legal with both; most for narrow tiles; measured
+    with older schedules)."""
     cluster_m, cluster_n, cluster_k = cluster
     one = UprightConfig(
         block_m=block_m,
@@ -281,8 +283,8 @@ def make_params(config: UprightConfig, store: str = "tma", shape: tuple[int, int
 
 
 def instruction_shape(config: UprightConfig) -> tuple[int, int]:
-    """(m64 slices, columns of one wgmma) of one consumer. A tile is split into two instructions along n where the
-    accumulators of one would not fit beside the sums; wide instructions read least from shared memory."""
+    """(m64 slices, columns of one wgmma) of one consumer. Wide instructions read the least from shared memory. A tile
+    has two instructions along n only if the accumulators of one would not fit beside the sums."""
     return config.slices, config.block_n if _fits(config, config.block_n) else config.block_n // 2
 
 
@@ -292,7 +294,7 @@ def _fits(config: UprightConfig, mma_n: int) -> bool:
 
 
 def _register_splits(config: UprightConfig) -> tuple[tuple[int, int], ...]:
-    """What ``config`` may choose from."""
+    """The splits that ``config`` may choose from."""
     splits = _REGISTER_SPLITS[config.num_consumers]
     return splits if config.ctas_per_sm == 1 else splits[:1]
 
@@ -307,37 +309,38 @@ def _needed(config: UprightConfig, mma_n: int) -> int:
 
 
 def accumulators(config: UprightConfig, mma_n: int = 0) -> int:
-    """Registers a consumer thread spends on sums and partial sums, with instructions of ``mma_n`` columns."""
+    """Registers of a consumer thread for sums and partial sums, with instructions of ``mma_n`` columns."""
     return config.slices * config.block_n // 2 + config.num_partials * (mma_n or instruction_shape(config)[1]) // 2
 
 
 def register_split(config: UprightConfig) -> tuple[int, int]:
-    """(producer, consumer) registers a thread, for setmaxnreg. Most CTAs with one consumer get half of an SM's even
-    where they live there alone: that is enough, and without setmaxnreg ptxas does not see that a warp's threads stay
-    together: its code had divergence checks and computed addresses again in every block of K."""
+    """(producer, consumer) registers per thread, for setmaxnreg. Most CTAs with one consumer get half of an SM's
+    registers, even if only one CTA runs on the SM: that is enough. setmaxnreg is used all the same. Without it ptxas
+    does not know that a warp's threads stay converged, and its code checked for divergence and computed addresses again
+    in every block of K."""
     splits = _register_splits(config)
     needed = _needed(config, instruction_shape(config)[1])
     return next((split for split in splits if needed <= split[1]), splits[-1])
 
 
 def store_box(config: UprightConfig) -> tuple[int, int]:
-    """(columns, rows) of one box of staged sums: rows of 64 columns where the tile can be cut so."""
+    """(columns, rows) of one box of staged sums: the widest of 64, 32 and 16 columns that divides the tile."""
     finished = config.block_n // config.cluster_k
     return next(columns for columns in (64, 32, 16) if finished % columns == 0), 64
 
 
 def stage_bytes(config: UprightConfig) -> int:
-    """One stage: a tile of A, a tile of B, and A's scales."""
+    """Bytes of one stage: a tile of A, a tile of B, and A's scales."""
     return (config.block_m + config.block_n) * config.block_k + align(config.block_m * 4, 128)
 
 
 def staging_bytes(config: UprightConfig) -> int:
-    """What a CTA finishes of the tile, in bf16, on its way out; a lone tile waits in stages."""
+    """Bytes of the staging area for the bf16 elements that a CTA stores. 0 if not persistent: stages are used then."""
     return config.block_m * config.block_n * 2 // config.cluster_k if config.persistent else 0
 
 
 def exchange_bytes(config: UprightConfig) -> int:
-    """Of the split-K exchange: slots for the other shares of what each consumer finishes, and two barriers for each."""
+    """Bytes of the split-K exchange: each consumer has two barriers and a slot for the sums of each other split."""
     if config.cluster_k == 1:
         return 0
     slot = config.slices * config.block_n // config.cluster_k * 256
@@ -345,7 +348,7 @@ def exchange_bytes(config: UprightConfig) -> int:
 
 
 def next_tile_bytes(config: UprightConfig) -> int:
-    """Where the store warp publishes the next tile for two consumers."""
+    """Bytes of the slots in which the store warp publishes the next tile for two consumers."""
     return 16 if config.persistent and config.num_consumers == 2 else 0
 
 

@@ -1,5 +1,5 @@
-"""Dense FP8 GEMM for Hopper with any scaling: 1x128 scales on both sides (1D1D), 1x128 by 128x128 (1D2D), or one for
-each row of A and of B; 16-bit or float32 out, C added."""
+"""Dense FP8 GEMM for Hopper with any scaling: 1x128 scales on both sides (1D1D), 1x128 by 128x128 (1D2D), or one scale
+for each row of A and of B (rowwise); 16-bit or float32 output, C added."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
                 yield config
 
     def legal(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
-        """Tiles from 64x32 to 256x128 and 128x256, alone or in clusters of two."""
+        """Tiles from 64x32 to 256x128 and 128x256, without clusters or in clusters of two."""
         for chosen in itertools.product(CONSUMERS, range(32, 257, 32), CLUSTERS):
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
@@ -88,7 +88,8 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         return None
 
     def runs(self, spec: Spec, config: ScaledConfig) -> bool:
-        """Blocks of B's scales must not end inside a tile, but for one of 256 columns; and consumers need registers."""
+        """Also refuses tiles in which a block of B's scales ends, except those of 256 columns, and configs without
+        enough registers for the spec."""
         if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
             return False
         scaling = scaling_of(spec)
@@ -97,7 +98,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         return fits(config, instruction_columns(config), more_registers(scaling, self.adds(spec), spec.d.aligned))
 
     def worthwhile(self, spec: Spec, config: ScaledConfig) -> bool:
-        """Less than half of the tile is padding: else there is one of half its height."""
+        """Whether less than half of the tile is padding. Otherwise a config with half the height is better."""
         return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
 
     def adds(self, spec: GemmSpec) -> str:
@@ -162,7 +163,8 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         return Map(TensorMapSpec(params.output, shape, (stride_d * size,), (width, 64), width * size), "d")
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, scales, staging buffers and barriers, as ``Fp8ScaledLayout`` has them; it asserts the number."""
+        """Stages, scales, staging buffers and barriers, in the layout of ``Fp8ScaledLayout``, which asserts the same
+        number."""
         p, config = self.of(params)
         return config_shared_bytes(config, p.store == "tma", p.scaling, p.output)
 
@@ -176,7 +178,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         )
 
     def cases(self) -> list[KernelParams]:
-        """The serving set with 1D1D and float32; each scaling, output, way to add C and store; compile-time sizes."""
+        """The serving set with 1D1D and float32; each scaling, output, way to add C, and store; compile-time sizes."""
         tile, tall, lone = make_config(128, 128), make_config(256, 128), make_config(64, 64)
         wide, pair = make_config(128, 256), make_config(128, 256, (2, 1))
         square = make_config(128, 128, (1, 2))
@@ -204,7 +206,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
 
 
 def make_params(config: ScaledConfig, **options: object) -> ScaledParams:
-    """The identity of this kernel with ``config``: TMA stores float32 of 1D1D unless ``options`` say otherwise."""
+    """The identity of this kernel with ``config``. Defaults of ``options``: 1D1D, float32 output, TMA stores."""
     known = {"store": "tma", "scaling": "1d1d", "output": "f32", **options}
     config = fitted(config, str(known["scaling"]), str(known["output"]))
     return ScaledParams(kernel=KERNEL.name, arch=SM90.name, config=config, **known)  # type: ignore[arg-type]

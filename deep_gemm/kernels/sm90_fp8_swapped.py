@@ -1,4 +1,4 @@
-"""Dense FP8 GEMM for Hopper with operands swapped: weights on the tensor cores' rows, tokens on their columns."""
+"""Dense FP8 GEMM for Hopper with operands swapped: weights are the rows (M) of wgmma, tokens the columns (N)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SERVING: tuple[tuple[int, int, int, int], ...] = (
     (32, 8, 1, 1),
     (32, 8, 1, 2),
 )
-"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set, by greedy cover of surveyed shapes (see
-``benchmarks/serving_set.py``)."""
+"""(block_m, CTAs along k, consumers along k, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed
+shapes (see ``benchmarks/serving_set.py``)."""
 
 _OTHER_REGISTERS = 32
 _OTHER_REGISTERS_OF_CLUSTERS = 4
-"""What the main loop needs besides accumulators and scales, and in clusters of four or more; from ptxas: a config that
-leaves less would spill, or move descriptors in each block."""
+"""Registers of a consumer thread besides accumulators and scales, and additional ones in clusters of four or more.
+Measured with ptxas: with fewer registers it spills, or moves descriptors in each block."""
 
 _SIZES = sorted({chosen[0] for chosen in SERVING})
 
@@ -88,7 +88,7 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
 
     @property
     def has_output_map(self) -> bool:
-        """No: warps copy what TMA could store, 16 bytes at a time, since D is turned on the way."""
+        """No: D is transposed in shared memory, and then warps copy it, 16 bytes at a time."""
         return False
 
     def registers(self, config: SwappedConfig) -> tuple[int, int]:
@@ -96,11 +96,11 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
         return register_split(config)
 
     def mma_n(self, config: SwappedConfig) -> int:
-        """All tokens of the tile."""
+        """One wgmma has all tokens of the tile."""
         return config.block_m
 
     def counts(self, config: SwappedConfig, aligned: bool) -> Counts:
-        """Tokens are the instructions' columns, and D is turned on its way out."""
+        """Tokens are the columns of wgmma, and the epilogue transposes D."""
         return Counts(
             groups=1,
             slices=1,
@@ -121,7 +121,7 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
         return False
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, staging area, slots and barriers, as ``Fp8Swapped`` lays them out (it asserts the same number)."""
+        """Stages, staging area, slots and barriers, in the layout of ``Fp8Swapped``, which asserts the same number."""
         return config_shared_bytes(self.config(params), params.store == "tma")
 
     def entry(self, params: KernelParams) -> str:
@@ -135,7 +135,7 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
         )
 
     def cases(self) -> list[KernelParams]:
-        """The serving set; the widest tile alone; direct stores of a plain and a split tile; compile-time
+        """The serving set; the widest tile and direct stores, both without and with split K; compile-time
         dimensions."""
         return (
             [make_params(config) for config in self.configs(SM90)]
@@ -148,8 +148,8 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
 def make_config(
     block_m: int, cluster_k: int = 1, consumers_k: int = 1, ctas_per_sm: int = 1, arch: ArchSpec = SM90
 ) -> SwappedConfig:
-    """A config with two sets of partial sums, and with as many stages as fit into shared memory beside the staging area
-    and the slots."""
+    """A config with two sets of partial sums, and as many stages as fit into shared memory beside the staging area and
+    the slots of the split-K exchange."""
     config = SwappedConfig(
         block_m=block_m,
         block_n=swapped.WEIGHTS,
@@ -173,26 +173,27 @@ def make_params(config: SwappedConfig, store: str = "tma", shape: tuple[int, int
 
 
 def needed_registers(config: SwappedConfig) -> int:
-    """Of a consumer thread: sums, two sets of partial sums, and the token scales of the block at hand and the next."""
+    """Registers of a consumer thread: sums, two sets of partial sums, and the token scales of this and the next
+    block."""
     accumulators = config.block_m // 2 + config.num_partials * config.block_m // 2
     others = _OTHER_REGISTERS + (_OTHER_REGISTERS_OF_CLUSTERS if config.cluster_k > 2 else 0)
     return accumulators + 2 * config.block_m // 4 + others
 
 
 def register_split(config: SwappedConfig) -> tuple[int, int]:
-    """(producer, consumer) registers a thread, for setmaxnreg."""
+    """(producer, consumer) registers per thread, for setmaxnreg."""
     if config.num_consumers == 1:
         return 40, 216
     return (40, 232) if config.ctas_per_sm == 1 else (32, 104)
 
 
 def stage_bytes(config: SwappedConfig) -> int:
-    """One stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
+    """Bytes of one stage: a tile of A, a tile of B, and A's scales, which TMA writes to 128-byte boundaries."""
     return (config.block_m + config.block_n) * config.block_k + align(config.block_m * 4, 128)
 
 
 def config_shared_bytes(config: SwappedConfig, tma_store: bool) -> int:
-    """Dynamic shared memory of one CTA; where each element is stored for itself there is no staging area."""
+    """Dynamic shared memory of one CTA. There is no staging area if elements are stored one by one."""
     stages = config.num_stages * (stage_bytes(config) + BARRIER_BYTES)
     return stages + swapped.exchange_bytes(config) + (swapped.staging_bytes(config) if tma_store else 0)
 

@@ -1,4 +1,4 @@
-"""Dense BF16 and FP16 GEMM for Hopper: operands of any major dimension, 16-bit or float32 out, C added."""
+"""Dense BF16 and FP16 GEMM for Hopper: operands with any major dimension, 16-bit or float32 output, C added."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONSUMERS = {64: 1, 128: 2, 256: 2}
 """Consumer warpgroups by tile height."""
 
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4))
-"""How a tile's work is shared: CTAs of a cluster along m, n and k."""
+"""Cluster shapes: CTAs of a cluster along m, n and k."""
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (64, 32, (1, 1, 1), 2),
@@ -52,14 +52,14 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (256, 128, (1, 1, 1), 1),
     (256, 128, (1, 2, 1), 1),
 )
-"""(block_m, block_n, cluster, CTAs on an SM) of the serving set, from a greedy cover of surveyed shapes (see
+"""(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
 ``benchmarks/README.md``)."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
-"""Registers a thread, of producers and of consumers, by the number of consumer warpgroups."""
+"""Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
 
 _OTHER_REGISTERS = 32
-"""What a consumer needs besides sums and the words that wait to be stored; from ptxas: less would spill."""
+"""Registers of a consumer thread besides sums and words to be stored. Measured with ptxas: with fewer it spills."""
 
 
 class Sm90HalfGemm(HalfKernel[HalfConfig]):
@@ -77,7 +77,8 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
                 yield config
 
     def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
-        """Tiles from 64x16 to 256x128 and 128x256, alone or in clusters of two or four, one or two CTAs on an SM."""
+        """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
+        per SM."""
         for chosen in itertools.product(_CONSUMERS, range(16, 257, 16), _CLUSTERS, (1, 2)):
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
@@ -113,7 +114,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         return None
 
     def runs(self, spec: Spec, config: HalfConfig) -> bool:
-        """Rows of an MN-major operand come in boxes of 64, of which each CTA of a cluster loads some."""
+        """Also refuses an MN-major operand of which a CTA would load a part that is not whole boxes of 64 rows."""
         if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
             return False
         if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
@@ -121,11 +122,11 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         return spec.a.major == "k" or config.block_m % (64 * config.cluster_n) == 0
 
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
-        """Less than half of the tile is padding: else there is one of half its height."""
+        """Whether less than half of the tile is padding. Otherwise a config with half the height is better."""
         return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
 
     def accumulates(self, spec: GemmSpec) -> str:
-        """Where C is D and float32, TMA adds to it."""
+        """TMA adds to D if C is D and float32."""
         if spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned:
             return "reduces"
         return super().accumulates(spec)
@@ -147,15 +148,15 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         }
 
     def registers(self, config: HalfConfig) -> tuple[int, int]:
-        """By the number of consumers."""
+        """Depends on the number of consumers."""
         return _REGISTER_SPLITS[config.num_consumers]
 
     def mma_n(self, config: HalfConfig) -> int:
-        """All columns of the tile."""
+        """One wgmma has all columns of the tile."""
         return config.block_n
 
     def counts(self, config: HalfConfig, aligned: bool) -> Counts:
-        """Rows of A are the instructions' rows; a store warp brings tiles to D."""
+        """Rows of A are the rows of wgmma; the store warp stores tiles."""
         return Counts(
             groups=config.num_consumers,
             slices=config.slices,
@@ -167,18 +168,18 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         )
 
     def num_ctas(self, config: HalfConfig, m: int, n: int, num_sms: int) -> int:
-        """One CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
+        """As many CTAs as can be resident, or fewer if there are fewer tiles, in whole clusters."""
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
         slots = max(1, num_sms * config.ctas_per_sm // config.cluster_size)
         return min(tiles, slots) * config.cluster_size
 
     def params(self, spec: Spec, config: HalfConfig, arch: ArchSpec) -> HalfParams:
-        """With as many stages as fit beside the output's staging buffers."""
+        """See `Kernel.params`. Takes as many stages as fit beside the output's staging buffers."""
         found = super().params(spec, config, arch)
         return replace(found, config=fitted(config, found.output, arch))
 
     def has_output_map(self, params: HalfParams) -> bool:
-        """Unless each element is stored for itself."""
+        """Yes, unless elements are stored one by one."""
         return params.store == "tma"
 
     def output_map(self, params: HalfParams, spec: GemmSpec, stride_d: int) -> TensorMapSpec | None:
@@ -189,7 +190,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         return TensorMapSpec(params.output, (spec.n, spec.m), (stride_d * size,), (columns, 64), columns * size)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, staging buffers and barriers, as ``HalfGemmLayout`` lays them out (it asserts the same number)."""
+        """Stages, staging buffers and barriers, in the layout of ``HalfGemmLayout``, which asserts the same number."""
         p, config = self.of(params)
         return config_shared_bytes(config, p.store == "tma", p.output)
 
@@ -205,8 +206,8 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         )
 
     def cases(self) -> list[KernelParams]:
-        """The serving set; each layout, output, way to add C and store, of a plain, a tall, a shared and a split tile;
-        compile-time dimensions."""
+        """The serving set; each layout, output, way to add C, and store, with plain and tall tiles, clusters, and split
+        K; compile-time dimensions."""
         tile, tall, split = make_config(128, 128), make_config(256, 128), make_config(64, 64, (1, 1, 4))
         pair, wide = make_config(128, 256, (2, 1, 1)), make_config(128, 256)
         varied = [
@@ -233,7 +234,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
 
 
 def step(major: str) -> str:
-    """From one instruction to the next in a stage, as ``warpgroup.cuh`` calls it."""
+    """The step of descriptors from one instruction to the next in a stage, by its name in ``warpgroup.cuh``."""
     return "kStepMnMajor" if major == "m" else "kStepKMajor"
 
 
@@ -261,14 +262,13 @@ def make_config(
 
 
 def fitted(config: HalfConfig, output: str, arch: ArchSpec = SM90) -> HalfConfig:
-    """``config`` with no more stages than fit beside the staging buffers of such an output."""
+    """``config`` with no more stages than fit beside the staging buffers for this output."""
     rest = config_shared_bytes(replace(config, num_stages=0), True, output)
     return replace(config, num_stages=stages_that_fit(arch, config, rest, config.num_stages))
 
 
 def make_params(config: HalfConfig, **options: object) -> HalfParams:
-    """The identity of this kernel with ``config``; TMA stores bf16 of K-major operands unless ``options`` say
-    otherwise."""
+    """The identity of this kernel with ``config``. Defaults of ``options``: bf16, K-major operands, TMA stores."""
     config = fitted(config, str(options.get("output", "bf16")))
     return HalfParams(kernel=KERNEL.name, arch=SM90.name, config=config, **{"store": "tma", **options})  # type: ignore[arg-type]
 
@@ -279,16 +279,16 @@ def sums(config: HalfConfig) -> int:
 
 
 def staging_buffers(config: HalfConfig, output: str) -> int:
-    """One where tiles are stored late, beside the next tile's products: 16-bit elements of whole tiles, for which there
-    are registers. Else two, as consumers wait for them."""
+    """Staging buffers of a consumer. One if tiles are staged late, while the next tile's products run: that needs
+    16-bit elements, no split K, and enough registers. Otherwise two, because consumers wait for a free buffer."""
     registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
     late = output != "f32" and config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
     return 1 if late else 2
 
 
 def config_shared_bytes(config: HalfConfig, tma_store: bool, output: str = "bf16") -> int:
-    """Dynamic shared memory of one CTA: stages, staging buffers of each consumer, and the split-K exchange: slots for
-    the other shares of what each consumer finishes, and two barriers for each."""
+    """Dynamic shared memory of one CTA: stages, staging buffers of each consumer, and the split-K exchange, in which
+    each consumer has two barriers and a slot for the sums of each other split."""
     finished = config.block_n // config.cluster_k
     total = config.num_stages * (operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES)
     if tma_store:

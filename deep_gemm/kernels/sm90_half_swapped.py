@@ -1,4 +1,4 @@
-"""Dense BF16 and FP16 GEMM for Hopper with operands swapped: weights on the tensor cores' rows."""
+"""Dense BF16 and FP16 GEMM for Hopper with operands swapped: weights are the rows (M) of wgmma."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SERVING: tuple[tuple[int, int, int, int], ...] = (
     (64, 4, 1, 1),
     (64, 8, 1, 1),
 )
-"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set, from a greedy cover of surveyed shapes
-(see ``benchmarks/README.md``)."""
+"""(block_m, CTAs along k, consumers along k, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed
+shapes (see ``benchmarks/README.md``)."""
 
 _SIZES = sorted({chosen[0] for chosen in SERVING})
 
@@ -67,7 +67,7 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         return swapped.illegal(config, BLOCK_K, config_shared_bytes(config, staged=True), arch)
 
     def refuses_majors(self, a: Operand, b: Operand) -> str | None:
-        """A comes in boxes of rows."""
+        """A must be K-major, because TMA loads boxes of few rows."""
         return None if a.major == "k" else "A must be K-major, as few rows of it are loaded at a time"
 
     def worthwhile(self, spec: Spec, config: HalfSwappedConfig) -> bool:
@@ -75,7 +75,7 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         return isinstance(spec, GemmSpec) and swapped.worthwhile(spec.m, config.block_m, _SIZES)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Constants of ``sm90_half_swapped.cu.jinja``. Weights are the instructions' first operand."""
+        """Constants of ``sm90_half_swapped.cu.jinja``. Weights are the first operand of wgmma."""
         p, c = self.of(params)
         return {
             **super().constants(params),
@@ -86,17 +86,17 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         }
 
     def registers(self, config: HalfSwappedConfig) -> tuple[int, int]:
-        """Sums of 64 tokens are 32 registers."""
+        """The sums of 64 tokens take 32 registers."""
         if config.num_consumers == 1:
             return 40, 208
         return (40, 232) if config.ctas_per_sm == 1 else (32, 104)
 
     def mma_n(self, config: HalfSwappedConfig) -> int:
-        """All tokens of the tile."""
+        """One wgmma has all tokens of the tile."""
         return config.block_m
 
     def counts(self, config: HalfSwappedConfig, aligned: bool) -> Counts:
-        """Tokens are the instructions' columns, and D is turned on its way out."""
+        """Tokens are the columns of wgmma, and the epilogue transposes D."""
         return Counts(
             groups=1,
             slices=1,
@@ -114,8 +114,8 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         return swapped.num_ctas(config, m, n, num_sms)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, staging area, slots and barriers, as ``HalfSwappedLayout`` lays them out (it asserts the same
-        number)."""
+        """Stages, staging area, slots and barriers, in the layout of ``HalfSwappedLayout``, which asserts the same
+        number."""
         p, config = self.of(params)
         return config_shared_bytes(config, p.store == "tma" and p.output != "f32")
 
@@ -130,8 +130,8 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         )
 
     def cases(self) -> list[KernelParams]:
-        """The serving set; each layout, output, way to add C and store, of a plain, a split and a shared tile;
-        compile-time dimensions."""
+        """The serving set; each layout, output, way to add C, and store, with plain tiles, K split over CTAs, and K
+        split over consumers; compile-time dimensions."""
         plain, split, shared = make_config(64), make_config(16, 4), make_config(8, 1, 2)
         varied = [
             make_params(plain, majors="km"),
@@ -151,7 +151,8 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
 def make_config(
     block_m: int, cluster_k: int = 1, consumers_k: int = 1, ctas_per_sm: int = 1, arch: ArchSpec = SM90
 ) -> HalfSwappedConfig:
-    """A config with as many stages as fit into shared memory beside the staging area and the slots."""
+    """A config with as many stages as fit into shared memory beside the staging area and the slots of the split-K
+    exchange."""
     config = HalfSwappedConfig(
         block_m=block_m,
         block_n=swapped.WEIGHTS,
@@ -167,14 +168,14 @@ def make_config(
 
 
 def make_params(config: HalfSwappedConfig, **options: object) -> HalfParams:
-    """The identity of this kernel with ``config``: bf16 of K-major operands, copied in pieces of 16 bytes, unless
-    ``options`` say otherwise."""
+    """The identity of this kernel with ``config``. Defaults of ``options``: bf16, K-major operands, and stores of 16
+    bytes."""
     return HalfParams(kernel=KERNEL.name, arch=SM90.name, config=config, **{"store": "tma", **options})  # type: ignore[arg-type]
 
 
 def config_shared_bytes(config: HalfSwappedConfig, staged: bool) -> int:
-    """Dynamic shared memory of one CTA: stages, a staging area for what each consumer finishes where 16-bit tiles are
-    staged, and the split-K exchange: slots for the other shares, and two barriers for each consumer."""
+    """Dynamic shared memory of one CTA: stages, a staging area for each consumer if tiles are staged, and the split-K
+    exchange, in which each consumer has two barriers and a slot for the sums of each other split."""
     total = config.num_stages * (operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES)
     return total + swapped.exchange_bytes(config) + (swapped.staging_bytes(config) if staged else 0)
 

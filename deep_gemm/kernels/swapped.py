@@ -1,4 +1,4 @@
-"""What families with operands swapped have in common: weights are the tensor cores' rows, tokens their columns."""
+"""Shared code of the families with operands swapped: weights are the rows (M) of wgmma, tokens the columns (N)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .loads import BARRIER_BYTES
 Swapped = SwappedConfig | HalfSwappedConfig
 
 TOKENS = (8, 16, 24, 32, 48, 64)
-"""Tile sizes along M. Any multiple of 8 would do."""
+"""Tile sizes along M. Any multiple of 8 is possible."""
 
 WEIGHTS = 64
-"""Rows of B in a tile. Of FP8, tiles of 32, 128 and 256 were worth less than 0.1% over 216 surveyed rows of an H100."""
+"""Rows of B in a tile. With FP8, tiles of 32, 128 and 256 rows gained less than 0.1% over 216 surveyed rows (H100)."""
 
 MAX_STAGES = 24
-"""Of the smallest tiles, which could have more."""
+"""Stages at most. Only the smallest tiles could have more."""
 
 _CONSUMERS_K = (1, 2)
 _CLUSTERS_K = (1, 2, 4, 8)
@@ -28,13 +28,14 @@ _LITTLE_PADDING = 1.15
 
 
 def choices() -> Iterator[tuple[int, int, int, int]]:
-    """(block_m, CTAs along k, consumers along k, CTAs on an SM) of all configs: K in up to 8 shares."""
+    """(block_m, CTAs along k, consumers along k, CTAs per SM) of all configs; `illegal` refuses more than 8 parts of
+    split K."""
     return itertools.product(TOKENS, _CLUSTERS_K, _CONSUMERS_K, (1, 2))
 
 
 def illegal(c: Swapped, block_k: int, shared: int, arch: ArchSpec) -> str | None:
-    """Why ``c``, with ``shared`` bytes of shared memory, cannot run on ``arch``, or None if nothing of what families
-    have in common keeps it."""
+    """Why ``c``, with ``shared`` bytes of shared memory, cannot run on ``arch``, or None. Only checks that the families
+    share."""
     if (c.block_n, c.block_k) != (WEIGHTS, block_k):
         return f"block_n and block_k must be {WEIGHTS} and {block_k}, not {c.block_n} and {c.block_k}"
     if (c.cluster_m, c.cluster_n) != (1, 1) or c.cluster_k not in _CLUSTERS_K or c.consumers_k not in _CONSUMERS_K:
@@ -56,8 +57,8 @@ def illegal(c: Swapped, block_k: int, shared: int, arch: ArchSpec) -> str | None
 
 
 def worthwhile(m: int, block_m: int, sizes: Sequence[int]) -> bool:
-    """Few tokens are in the smallest tile that holds them, so that weights are read once. More are cut up, by tiles
-    that leave little over. ``sizes`` are those of the serving set."""
+    """Whether tiles of ``block_m`` tokens suit ``m`` tokens. Few tokens need the smallest tile that holds them, so that
+    weights are read once. More tokens need tiles with little padding. ``sizes`` are those of the serving set."""
     if m <= sizes[-1]:
         return block_m == min(x for x in sizes if x >= m)
     rows = {size: ceil_div(m, size) * size for size in sizes if size >= 32}
@@ -65,23 +66,23 @@ def worthwhile(m: int, block_m: int, sizes: Sequence[int]) -> bool:
 
 
 def num_ctas(c: Swapped, m: int, n: int, num_sms: int) -> int:
-    """One CTA for each resident slot, or fewer if there are fewer tiles; whole clusters."""
+    """As many CTAs as can be resident, or fewer if there are fewer tiles, in whole clusters."""
     slots = max(1, num_sms * c.ctas_per_sm // c.cluster_k)
     return min(ceil_div(m, c.block_m) * ceil_div(n, c.block_n), slots) * c.cluster_k
 
 
 def owned_chunks(c: Swapped) -> int:
-    """Chunks of eight tokens that one share of K finishes."""
+    """Chunks of eight tokens whose sums one split of K stores."""
     return ceil_div(c.block_m // 8, c.k_shares)
 
 
 def staging_bytes(c: Swapped) -> int:
-    """The 16-bit tile on its way out: what each consumer finishes of it."""
+    """Bytes of the staging areas for the 16-bit elements that each consumer stores."""
     return c.num_consumers * owned_chunks(c) * 1024
 
 
 def exchange_bytes(c: Swapped) -> int:
-    """Of the split-K exchange: slots for the other shares of what each consumer finishes, and two barriers for each."""
+    """Bytes of the split-K exchange: each consumer has two barriers and a slot for the sums of each other split."""
     if c.k_shares == 1:
         return 0
     return c.num_consumers * ((c.k_shares - 1) * owned_chunks(c) * 2048 + BARRIER_BYTES)

@@ -1,4 +1,4 @@
-"""FP8 operands whose K is not contiguous into rows that TMA can address."""
+"""Transposes FP8 operands whose K is not contiguous into rows that TMA can address."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..spec import Spec, TransposeBytesSpec, ceil_div
 from .base import Argument, Kernel, Strides, Value
 
 MAX_CTAS = 1 << 16
-"""CTAs of one launch: each goes on with other tiles while there are any."""
+"""CTAs of one launch at most. Each CTA loops over tiles."""
 
 
 class TransposeBytesConfig(TransposeConfig):
-    """Of this family."""
+    """The config class of this family."""
 
 
 class TransposeBytes(Kernel[TransposeBytesConfig]):
@@ -26,15 +26,15 @@ class TransposeBytes(Kernel[TransposeBytesConfig]):
     config_class = TransposeBytesConfig
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is no transpose of bytes."""
+        """Refuses every spec except transposes of bytes."""
         return None if isinstance(spec, TransposeBytesSpec) else "it transposes matrices of bytes"
 
     def configs(self, arch: ArchSpec) -> Iterator[TransposeBytesConfig]:
-        """One: the kernel is limited by memory."""
+        """One config: memory bandwidth limits the kernel."""
         yield TransposeBytesConfig(tile_rows=128, tile_columns=128, num_threads=256)
 
     def illegal(self, config: TransposeBytesConfig, arch: ArchSpec) -> str | None:
-        """None for the one config that there is."""
+        """None for the only config."""
         return None if config in self.configs(arch) else f"there is one config only: {next(self.configs(arch))}"
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -42,7 +42,7 @@ class TransposeBytes(Kernel[TransposeBytesConfig]):
         return {"num_threads": self._config(params).num_threads}
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """From ``input`` to ``output``; ``stride`` is from column to column of the input."""
+        """Transposes ``input`` to ``output``; ``stride`` is the distance between columns of the input."""
         return (
             Argument("input", "const u8*", operand="source"),
             Argument("output", "u8*", operand="target"),
@@ -54,7 +54,7 @@ class TransposeBytes(Kernel[TransposeBytesConfig]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Operand "source" (rows, columns), whose rows are next to each other, is written densely to "target"."""
+        """Writes operand "source" (rows, columns), whose columns are contiguous, densely to "target"."""
         if not isinstance(spec, TransposeBytesSpec):
             raise TypeError(f"{self.name} transposes bytes, but it was asked for {spec}")
         config = self._config(params)
@@ -63,7 +63,7 @@ class TransposeBytes(Kernel[TransposeBytesConfig]):
         return shape, {"rows": spec.rows, "columns": spec.columns, "stride": strides["source"][1]}
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """None is dynamic."""
+        """None: shared memory is static."""
         return 0
 
     def entry(self, params: KernelParams) -> str:

@@ -1,4 +1,4 @@
-"""Scale factors of A into the layout that TMA loads: MN-major, columns padded to 16 bytes."""
+"""Transposes scale factors of A into the layout that TMA loads: MN-major, columns padded to 16 bytes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class TransposeScales(Kernel[TransposeConfig]):
     config_class = TransposeConfig
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is no transpose."""
+        """Refuses every spec except transposes of scales."""
         return None if isinstance(spec, TransposeSpec) else "it transposes float32 matrices"
 
     def configs(self, arch: ArchSpec) -> Iterator[TransposeConfig]:
-        """One: the kernel moves a few kilobytes, and its launch is all that it costs."""
+        """One config: the kernel moves a few kilobytes, and takes only the time of its launch."""
         yield TransposeConfig(tile_rows=64, tile_columns=32, num_threads=256)
 
     def illegal(self, config: TransposeConfig, arch: ArchSpec) -> str | None:
-        """None for the one config that there is."""
+        """None for the only config."""
         return None if config in self.configs(arch) else f"there is one config only: {next(self.configs(arch))}"
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -36,7 +36,7 @@ class TransposeScales(Kernel[TransposeConfig]):
         return {"tile_rows": config.tile_rows, "num_threads": config.num_threads}
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """From ``input`` to ``output``; strides in elements."""
+        """Transposes ``input`` to ``output``; strides in elements."""
         return (
             Argument("input", "const float*", operand="source"),
             Argument("output", "float*", operand="target"),
@@ -51,7 +51,7 @@ class TransposeScales(Kernel[TransposeConfig]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Operand "source" (batch, rows, columns), of any strides, is written densely to "target" as (batch, columns,
+        """Writes operand "source" (batch, rows, columns), with any strides, densely to "target" as (batch, columns,
         align(rows, 4))."""
         if not isinstance(spec, TransposeSpec):
             raise TypeError(f"{self.name} transposes scales, but it was asked for {spec}")
@@ -69,7 +69,7 @@ class TransposeScales(Kernel[TransposeConfig]):
         }
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """None is dynamic."""
+        """None: shared memory is static."""
         return 0
 
     def entry(self, params: KernelParams) -> str:

@@ -9,7 +9,7 @@ from ..spec import GemmSpec
 from . import fp8_checks, fp8_dense, half_dense
 
 DEFAULT = fp8_dense.NAME
-"""What a layer of a model runs if nothing else is said of it."""
+"""The operation of a model's layer by default."""
 
 WGRAD = "fp8_gemm_nt_1d1d"
 """`fp8_gemm_nt` as weight gradients call it: scales of 1 x 128 on both sides, added to a float32 d."""
@@ -31,14 +31,14 @@ NAMES = tuple(_SPECS)
 
 
 def spec(m: int, n: int, k: int, num_sms: int, op: str = DEFAULT, whole_gpu: bool = True) -> GemmSpec:
-    """What a call of ``op`` with freshly allocated tensors of these sizes asks for, under the options of this
-    process. KeyError for an operation that does not exist."""
+    """The spec of a call of ``op`` with freshly allocated tensors of these sizes, under the options of this process.
+    Raises KeyError for an unknown operation."""
     return _SPECS[op](m, n, k, num_sms=num_sms, whole_gpu=whole_gpu)
 
 
 def helpers(op: str) -> tuple[str, ...]:
-    """The kernels that come before calls of ``op``: they bring operands that do not lie as TMA reads them into place,
-    and make those of weight gradients."""
+    """The kernels that may run before the GEMM of ``op``: they copy or transpose operands that TMA cannot read as they
+    are, and cast the operands of weight gradients."""
     if op in (half_dense.BF16, half_dense.FP16):
         return ("copy_rows",)
     transposes = ("transpose_scales", "transpose_bytes")

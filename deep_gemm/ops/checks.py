@@ -1,8 +1,8 @@
 """Checks that operations share: the only code that looks at a tensor's rank, strides, device and memory.
 
-They run when a combination of tensors is first seen, never on the warm path, so they spend their time on saying exactly
-what is wrong: `InvalidInputError` for what the caller can put right, `UnsupportedError` for what this version cannot
-do.
+They run when a combination of tensors is first seen, never on the warm path, so they can take the time for exact
+messages: `InvalidInputError` for what the caller can correct, `UnsupportedError` for what this version does not
+support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
 from ..spec import Accumulate, align
 
 TMA_BYTES = ADDRESS_ALIGNMENT
-"""The Tensor Memory Accelerator wants base addresses and row strides that are multiples of this many bytes."""
+"""The Tensor Memory Accelerator needs base addresses and row strides that are multiples of this many bytes."""
 
 MAX_SIZE = 2**31 - 1
 """Kernels count rows and columns in 32-bit signed integers (offsets are 64 bits wide)."""
@@ -50,7 +50,7 @@ def check_compiled_dims(compiled_dims: Any) -> str:
 
 
 def tma_readable(x: Tensor) -> bool:
-    """Whether TMA can read x (mn, columns) as it lies: mn contiguous, aligned base, aligned column stride."""
+    """Whether TMA can read x (mn, columns) without a copy: mn contiguous, aligned base, aligned column stride."""
     rows, columns = x.shape
     if x.numel() == 0:
         return True
@@ -60,8 +60,9 @@ def tma_readable(x: Tensor) -> bool:
 
 
 def tma_writable(d: Tensor) -> bool:
-    """Whether TMA can write d and nothing else: aligned base and rows, and rows of whole 16-byte units, since it writes
-    units whole (seen on an H200: with N = 2436, eight bytes past the end of each row were lost)."""
+    """Whether TMA can write d without writing past its rows. It needs an aligned base, aligned rows, and rows of whole
+    16-byte units, because it writes whole units (H200: with N = 2436 it overwrote eight bytes past the end of each
+    row)."""
     rows, columns = d.shape
     size = d.element_size()
     aligned = d.data_ptr() % TMA_BYTES == 0 and (rows <= 1 or d.stride(0) * size % TMA_BYTES == 0)
@@ -69,12 +70,12 @@ def tma_writable(d: Tensor) -> bool:
 
 
 def row_stride(x: Tensor, multiple: int) -> int:
-    """Elements from row to row. The stride of a single row may be anything, and TMA wants a multiple of 16 bytes."""
+    """Elements from row to row. A single row may have any stride, but TMA needs a multiple of 16 bytes."""
     return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], multiple)
 
 
 def refuse_unbuilt(epilogue: Any, alpha: Any) -> None:
-    """Refuse keywords of later versions of the interface, unless they are None."""
+    """Refuse keywords of later versions of the interface if they are not None."""
     for name, value in (("epilogue", epilogue), ("alpha", alpha)):
         if value is not None:
             raise UnsupportedError(f"{name} must be None: this version has no {name}. Apply it to d after the call.")
@@ -92,13 +93,13 @@ def pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:
 
 
 def is_fake(tensors: Iterable[Any]) -> bool:
-    """Whether one of them is a fake tensor, as `torch.compile` traces with: it has a shape, and no data to look at."""
+    """Whether one of them is a fake tensor, with which `torch.compile` traces: it has a shape, but no data."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and any(isinstance(tensor, module.FakeTensor) for tensor in tensors)
 
 
 def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
-    """Refuse what is no ordinary tensor with one of ``dims`` numbers of dimensions."""
+    """Refuse everything except ordinary tensors whose number of dimensions is one of ``dims``."""
     if not isinstance(tensor, Tensor):
         raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(tensor)}.")
     if tensor.is_quantized:
@@ -120,7 +121,7 @@ def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
 
 
 def check_memory(named: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that have elements and no memory for them: a kernel would read address 0, and every later CUDA
+    """Refuse tensors that have elements but no memory for them. A kernel would read address 0, and every later CUDA
     call of the process would fail."""
     for name, tensor in named.items():
         if tensor.numel() == 0:
@@ -155,7 +156,7 @@ def check_devices(named: Mapping[str, Tensor]) -> torch.device:
 
 
 def check_output_gradient(name: str, tensor: Tensor) -> None:
-    """Refuse an output that autograd follows. Inputs may require grad: nothing is recorded of them."""
+    """Refuse an output that requires grad. Inputs may require grad; autograd records nothing for them."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidInputError(
             f"{name} requires grad, but this function writes into it and records nothing for autograd. "
@@ -164,7 +165,7 @@ def check_output_gradient(name: str, tensor: Tensor) -> None:
 
 
 def check_sizes(name: str, x: Tensor) -> None:
-    """Refuse dimensions that kernels cannot count."""
+    """Refuse dimensions that do not fit in 32-bit signed integers."""
     if max(x.shape) > MAX_SIZE:
         raise UnsupportedError(
             f"{name} is {shape_of(x)}: a dimension above {MAX_SIZE} is not supported. Split the call."
@@ -187,8 +188,7 @@ def check_row_major(name: str, d: Tensor) -> None:
 
 
 def check_no_overlap(name: str, d: Tensor, inputs: Mapping[str, Tensor]) -> None:
-    """Refuse an output, row-major, that shares an element with an input. Columns of one buffer that lie between each
-    other's are apart."""
+    """Refuse a row-major output that shares an element with an input. Interleaved columns of one buffer share none."""
     start, end = byte_range(d)
     for other, tensor in inputs.items():
         other_start, other_end = byte_range(tensor)
@@ -201,9 +201,9 @@ def check_no_overlap(name: str, d: Tensor, inputs: Mapping[str, Tensor]) -> None
 
 
 def _share_bytes(d: Tensor, x: Tensor) -> bool:
-    """Whether a row of ``d`` (rows, columns), whose rows are contiguous, has a byte of an element of ``x`` in it.
+    """Whether a row of ``d`` (rows, columns), whose rows are contiguous, contains a byte of an element of ``x``.
 
-    Elements of ``x`` that lie side by side make a run; runs are looked at one by one, against all rows at once.
+    Adjacent elements of ``x`` form a run. Each run is compared with all rows at once.
     """
     size, dims = x.element_size(), sorted(zip(x.stride(), x.shape, strict=True))
     run = size
@@ -221,7 +221,8 @@ def _share_bytes(d: Tensor, x: Tensor) -> bool:
 
 
 def check_places(named: Mapping[str, Tensor]) -> Accumulate:
-    """How c and d lie, and that d shares no memory with another operand, unless c is d. Returns what is added to."""
+    """Check the memory of c and d: both are row-major, and d shares no memory with another operand, unless c is d.
+    Returns the spec's ``accumulate``."""
     d, c = named["d"], named.get("c")
     if d.numel():
         check_row_major("d", d)
@@ -242,14 +243,14 @@ def check_places(named: Mapping[str, Tensor]) -> Accumulate:
 
 
 def _same(c: Tensor, d: Tensor) -> bool:
-    """Whether c is d: the same elements at the same places."""
+    """Whether c is d: the same elements at the same addresses."""
     strides = zip(c.shape, c.stride(), d.stride(), strict=True)
     return c.data_ptr() == d.data_ptr() and all(size <= 1 or one == other for size, one, other in strides)
 
 
 def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate) -> None:
-    """What d is where K = 0: zeros, or c."""
-    with torch.inference_mode():  # which d may have been made in
+    """Write the result for K = 0: zeros, or c."""
+    with torch.inference_mode():  # d may be an inference tensor
         if accumulate == "none":
             d.zero_()
         elif c is not None and accumulate == "from c":
@@ -257,10 +258,10 @@ def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate) -> None
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
-    """For messages."""
+    """The shape of a tensor, for messages."""
     return tuple(x.shape)
 
 
 def kind_of(value: Any) -> str:
-    """For messages."""
+    """The type of a value, for messages."""
     return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"

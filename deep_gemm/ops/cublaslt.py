@@ -1,5 +1,5 @@
-"""The same products by torch, that is by cuBLAS: what tests and benchmarks compare with, and a fallback for GPUs
-without kernels of ours (DG_FALLBACK=cublaslt)."""
+"""GEMMs by torch, that is by cuBLAS. Tests and benchmarks compare with them, and they are a fallback for GPUs without
+kernels of ours (DG_FALLBACK=cublaslt)."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def half_by_cublaslt(x: Any) -> None:
 
 
 def fp8_by_cublaslt(x: Any) -> None:
-    """A product of scaled FP8 operands, in bfloat16: each dequantised value is rounded to 8 bits, a relative error of
-    2^-8 at most, as the result is. They take up to six bytes an element for as long as it runs. Raises UnsupportedError
-    where torch cannot do it."""
+    """A product of scaled FP8 operands, computed in bfloat16. Dequantised values and the result are rounded to 8 bits,
+    a relative error of at most 2^-8. The dequantised operands need up to six bytes per element while it runs. Raises
+    UnsupportedError where torch cannot do it."""
     tensors = x.tensors
     if tensors["d"].dtype == torch.float16:
         raise UnsupportedError("d is torch.float16, and torch multiplies bfloat16 into bfloat16 or float32.")

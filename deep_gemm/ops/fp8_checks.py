@@ -19,7 +19,7 @@ from .checks import TMA_BYTES, shape_of
 ROWS_ON_BOTH_SIDES: Scalings = ("1x128", "1x128")
 """1D1D."""
 WHOLE_ROWS: Scalings = ("row", "row")
-"""One scale for each row of A and of B, or for all rows of one."""
+"""One scale for each row of A and of B; one scale may also apply to all rows of an operand."""
 
 _RECIPES: dict[tuple[int, int, int], Scalings] = {
     (1, SCALE_BLOCK, SCALE_BLOCK): BLOCKS,
@@ -35,7 +35,7 @@ _OUTPUTS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Scalings | None:
-    """What a recipe asks for, in any of its spellings; None where none is given."""
+    """The scalings that a recipe asks for, in any of its forms; None if no recipe is given."""
     if (recipe_a is None) != (recipe_b is None):
         given, missing = ("recipe_a", "recipe_b") if recipe_b is None else ("recipe_b", "recipe_a")
         raise InvalidInputError(f"{given} is given and {missing} is not: give both or neither.")
@@ -62,7 +62,7 @@ def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Sca
 
 
 def check_shapes(named: Mapping[str, Any], asked: Scalings | None) -> tuple[int, int, int, Scalings]:
-    """Kinds and shapes of all, scales apart from values; returns M, N, K and the scaling."""
+    """Check types and shapes of all operands, values and scales separately. Returns M, N, K and the scaling."""
     a, sfa, b, sfb, d = (named[name] for name in ("a", "the scales of a", "b", "the scales of b", "d"))
     (m, k), (n, k_of_b) = _check_values("a", a), _check_values("b", b)
     if k != k_of_b:
@@ -87,13 +87,13 @@ def check_shapes(named: Mapping[str, Any], asked: Scalings | None) -> tuple[int,
 
 
 def is_k_major(x: Tensor) -> bool:
-    """Whether K is contiguous in x (rows, K), so that the tensor cores can read it as it lies."""
+    """Whether K is contiguous in x (rows, K), as the tensor cores need it."""
     rows, k = x.shape
     return x.numel() == 0 or ((k == 1 or x.stride(1) == 1) and (rows == 1 or x.stride(0) >= k))
 
 
 def check_alignment(name: str, x: Tensor) -> None:
-    """Refuse K-major values that begin inside 16 bytes."""
+    """Refuse K-major values whose address is not a multiple of 16 bytes."""
     if x.numel() == 0 or not is_k_major(x):
         return
     if past := x.data_ptr() % TMA_BYTES:
@@ -104,7 +104,8 @@ def check_alignment(name: str, x: Tensor) -> None:
 
 
 def _check_values(name: str, x: Tensor) -> tuple[int, int]:
-    """A or B: E4M3, K-major with rows that TMA can step through, or to be transposed. Returns its sizes."""
+    """Check A or B: E4M3, and K-major with strides that TMA allows, or MN-major and transposed later. Returns its
+    sizes."""
     rows, k = x.shape
     if x.dtype in _FP4_CARRIERS:
         raise UnsupportedError(
@@ -157,7 +158,7 @@ def _check_scales_dtype(name: str, sf: Tensor) -> None:
 
 
 def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: Scalings | None) -> Scalings:
-    """The scaling that fits the scales' shapes. Without a recipe, scales of whole rows are told by theirs."""
+    """The scaling that fits the scales' shapes. Without a recipe the shapes also tell scales of whole rows."""
     if asked is None and whole_rows(sfa, m) and whole_rows(sfb, n) and not _are_blocks(sfa, sfb, m, n, blocks):
         return WHOLE_ROWS
     scaling = asked or BLOCKS
@@ -181,7 +182,7 @@ def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: 
 
 
 def whole_rows(sf: Tensor, rows: int) -> bool:
-    """Whether these are one scale, or one for each of so many rows, as `torch._scaled_mm` takes them."""
+    """Whether ``sf`` is one scale, or one scale for each of ``rows`` rows, as `torch._scaled_mm` takes them."""
     return sf.numel() == 1 or tuple(sf.shape) in ((rows, 1), (1, rows), (rows,))
 
 

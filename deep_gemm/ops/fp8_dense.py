@@ -37,8 +37,8 @@ def spec(
     output: Dtype = "bf16",
     accumulate: Accumulate = "none",
 ) -> GemmSpec:
-    """What a call asks for, under the options of this process. ``aligned`` says whether TMA can write D (and read C);
-    None stands for freshly allocated ones."""
+    """The spec of a call, under the options of this process. ``aligned`` says whether TMA can write D (and read C);
+    None means that they are freshly allocated."""
     fresh = n % (4 if output == "f32" else 8) == 0  # rows that start at multiples of 16 bytes
     return GemmSpec(
         m=m,
@@ -58,8 +58,8 @@ def spec(
 
 @dataclass(frozen=True, eq=False)
 class FP8GemmOperands:
-    """Checked operands. a (m, k) and b (n, k) are E4M3, K-major or MN-major; sfa and sfb float32 of any strides, of the
-    shapes that ``scaling`` says; c, where there is one, and d are (m, n), row-major and of one dtype."""
+    """Checked operands. a (m, k) and b (n, k) are E4M3, K-major or MN-major. sfa and sfb are float32 with any strides;
+    their shapes follow from ``scaling``. d, and c if there is one, are (m, n), row-major and of one dtype."""
 
     tensors: Mapping[str, Tensor]
     m: int
@@ -87,10 +87,10 @@ class FP8GemmNT(Operation):
         self.in_place = "c" if accumulates else ""
 
     def check(self, *arguments: Any) -> FP8GemmOperands | None:
-        """None for fake tensors, of which only kinds and shapes are checked, and where there is no product to compute.
-        Arguments behind d may be left out.
+        """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.
+        Arguments after d may be left out.
 
-        ``disable_ue8m0_cast`` makes no difference on Hopper: float32 scales multiply as they are, powers of two or not.
+        ``disable_ue8m0_cast`` has no effect on Hopper: float32 scales are used as they are, powers of two or not.
         """
         given = dict(zip(self.parameters, arguments, strict=False))
         asked = fp8_checks.check_recipe(*(given.get(name) for name in ("recipe", "recipe_a", "recipe_b")))
@@ -121,7 +121,7 @@ class FP8GemmNT(Operation):
         return FP8GemmOperands(tensors, m, n, k, device, dims, scaling, accumulate)
 
     def work(self, x: FP8GemmOperands, device: int) -> Work:
-        """The GEMM, and before it the transposes of operands and of scales that TMA cannot read as they lie."""
+        """The GEMM, after transposes of those operands and scales that TMA cannot read as they are."""
         d, c = x.tensors["d"], x.tensors.get("c")
         asked = spec(
             x.m,
@@ -151,7 +151,7 @@ class FP8GemmNT(Operation):
         return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)
 
     def special(self, x: FP8GemmOperands) -> str:
-        """They take scales of blocks and K-major values, and write bfloat16."""
+        """Other libraries take scales of blocks and K-major values, and write bfloat16."""
         if x.scaling != BLOCKS:
             return f"scales of {x.scaling[0]} and {x.scaling[1]}"
         if x.tensors["d"].dtype != torch.bfloat16:
@@ -164,7 +164,7 @@ class FP8GemmNT(Operation):
 
 
 class _Preparation:
-    """What is launched before a GEMM, and where it finds its operands then."""
+    """The launches before a GEMM, and the places of its operands after them."""
 
     def __init__(self, operands: dict[str, str]) -> None:
         self.operands = operands
@@ -173,7 +173,7 @@ class _Preparation:
         self.scratch: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def values(self, name: str, x: Tensor) -> None:
-        """A or B, transposed first if it is MN-major."""
+        """Add A or B. It is transposed first if it is MN-major."""
         if is_k_major(x):
             self.strides[name] = (checks.row_stride(x, TMA_BYTES), 1)
             return
@@ -183,7 +183,7 @@ class _Preparation:
         self.strides[name] = (k, 1)
 
     def row_scales(self, name: str, sf: Tensor) -> None:
-        """Scales (rows, blocks of K), transposed first where TMA cannot read them as they lie."""
+        """Add scales (rows, blocks of K). They are transposed first if TMA cannot read them as they are."""
         rows, blocks = sf.shape
         padded = align(rows, 4)
         if checks.tma_readable(sf):
@@ -201,7 +201,7 @@ class _Preparation:
 
 
 def _stride_of_rows(sf: Tensor) -> int:
-    """From the scale of one row to the next: zero where all rows share one."""
+    """The stride from one row's scale to the next: zero if all rows share one scale."""
     if sf.numel() == 1:
         return 0
     return next(stride for size, stride in zip(sf.shape, sf.stride(), strict=True) if size > 1)
@@ -221,8 +221,8 @@ def call(
     compiled_dims: Any,
     disable_ue8m0_cast: Any,
 ) -> None:
-    """`fp8_gemm_nt` with all its arguments by position. With and without c are two operations, so that a call without
-    looks at five tensors."""
+    """`fp8_gemm_nt` with all arguments by position. Calls with and without c are two operations, so that a call without
+    c checks only five tensors."""
     if c is None:
         without_c(a, b, d, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
     else:
@@ -230,7 +230,7 @@ def call(
 
 
 def as_nt(x: tuple[Tensor, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """An operand given transposed, with its scales, as views the other way round."""
+    """Transposed views of an operand and its scales."""
     if (
         not isinstance(x, (tuple, list))
         or len(x) != 2

@@ -24,7 +24,7 @@ BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
 
 _DTYPES: dict[str, tuple[torch.dtype, Dtype]] = {BF16: (torch.bfloat16, "bf16"), FP16: (torch.float16, "f16")}
 PIECE = TMA_BYTES // 2
-"""Elements of 16 bytes."""
+"""The number of 16-bit elements in 16 bytes."""
 
 
 def spec(
@@ -40,9 +40,8 @@ def spec(
     accumulate: Accumulate = "none",
     compiled_dims: str = "",
 ) -> GemmSpec:
-    """What a call asks for, under the options of this process. ``majors`` are those of A and B, ``wide`` stands for
-    float32 output, and ``aligned`` says whether TMA can write D (and read C); None stands for freshly allocated ones.
-    """
+    """The spec of a call, under the options of this process. ``majors`` are those of A and B. ``wide`` means float32
+    output. ``aligned`` says whether TMA can write D (and read C); None means that they are freshly allocated."""
     dtype = _DTYPES[op][1]
     fresh = n % (PIECE // 2 if wide else PIECE) == 0
     return GemmSpec(
@@ -63,7 +62,7 @@ def spec(
 
 @dataclass(frozen=True, eq=False)
 class HalfGemmOperands:
-    """Checked operands. a (m, k) and b (n, k) are views of any strides; c, where there is one, and d are (m, n),
+    """Checked operands. a (m, k) and b (n, k) are views with any strides. d, and c if there is one, are (m, n),
     row-major and of one dtype."""
 
     tensors: Mapping[str, Tensor]
@@ -91,7 +90,7 @@ class HalfGemm(Operation):
         self.in_place = "c" if accumulates else ""
 
     def check(self, *arguments: Any) -> HalfGemmOperands | None:
-        """None for fake tensors, of which only kinds and shapes are checked, and where there is no product to compute.
+        """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.
 
         ``form`` says how a and b are given: "tn" for a (K, M) and b (K, N).
         """
@@ -148,7 +147,7 @@ class HalfGemm(Operation):
             checks.check_sizes(name, tensor)
 
     def work(self, x: HalfGemmOperands, device: int) -> Work:
-        """The GEMM, and before it a copy of A or B where TMA cannot read it as it lies."""
+        """The GEMM, after copies of A and B if TMA cannot read them as they are."""
         d, c = x.tensors["d"], x.tensors.get("c")
         ways = {name: addressed(x.tensors[name]) for name in ("a", "b")}
         asked = spec(
@@ -187,8 +186,8 @@ class HalfGemm(Operation):
 
 
 def addressed(x: Tensor) -> tuple[int, int] | None:
-    """Strides by which TMA can address x (rows, K): (row stride, 1) if it is K-major, (1, stride between steps of K) if
-    rows are contiguous, None if neither. Of a dimension of size 1 the stride may be anything."""
+    """Strides with which TMA can address x (rows, K): (row stride, 1) if it is K-major, (1, stride of K) if it is
+    contiguous along rows, None otherwise. A dimension of size 1 may have any stride."""
     (rows, k), (outer, inner) = x.shape, x.stride()
     if x.data_ptr() % TMA_BYTES:
         return None
@@ -200,29 +199,29 @@ def addressed(x: Tensor) -> tuple[int, int] | None:
 
 
 def _major(way: tuple[int, int] | None) -> Major:
-    """Copies are K-major."""
+    """The major dimension with the strides ``way``; None stands for a copy, which is K-major."""
     return "k" if way is None or way[1] == 1 else "mn"
 
 
 def _as_nt(named: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
-    """With a and b as views (M, K) and (N, K)."""
+    """The tensors, with a and b as views (M, K) and (N, K)."""
     flipped = {"a": form[0] == "t", "b": form[1] == "n"}
     return {name: tensor.t() if flipped.get(name) else tensor for name, tensor in named.items()}
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The functions behind a public one, all arguments by position. They are two operations, so that a call without c
-    looks at three tensors."""
+    """The functions behind a public function, with all arguments by position. Calls with and without c are two
+    operations, so that a call without c checks only three tensors."""
 
     without_c: Callable[..., None]
-    """a, b, d, compiled_dims, form."""
+    """Its arguments are a, b, d, compiled_dims, form."""
     with_c: Callable[..., None]
-    """a, b, c, d, compiled_dims, form."""
+    """Its arguments are a, b, c, d, compiled_dims, form."""
 
     @classmethod
     def of(cls, name: str) -> Entries:
-        """Those of an operation."""
+        """The entries of an operation."""
         return cls(entry(HalfGemm(name, accumulates=False)), entry(HalfGemm(name, accumulates=True)))
 
 

@@ -1,4 +1,4 @@
-"""Casts to FP8: values and scales of a matrix, of its transpose, or of both from one pass."""
+"""Casts to FP8: values and scales of a matrix, of its transpose, or of both in one pass."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _BLOCK: dict[Blocks, tuple[int, int]] = {
 
 @dataclass(frozen=True, eq=False)
 class QuantizeOperands:
-    """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated``, and for each output its E4M3 values and
-    float32 scales."""
+    """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated``; and E4M3 values and float32 scales for
+    each output."""
 
     tensors: Mapping[str, Tensor]
     device: torch.device
@@ -40,7 +40,7 @@ class QuantizeOperands:
 
 
 class Quantize(Operation):
-    """See ``deep_gemm.quantize``. ``plain`` and ``transposed``: which outputs there are."""
+    """See ``deep_gemm.quantize``. ``plain`` and ``transposed`` say which outputs there are."""
 
     def __init__(self, plain: bool, transposed: bool) -> None:
         self.written = (*(["plain"] if plain else []), *(["transposed"] if transposed else []))
@@ -105,7 +105,7 @@ class Quantize(Operation):
         return QuantizeOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
     def _check_places(self, named: Mapping[str, Tensor]) -> None:
-        """What is written has rows of its own and shares no memory with anything else."""
+        """Check that the rows of outputs do not overlap, and that outputs share no memory with other operands."""
         for name, tensor in named.items():
             if name == "x" or not tensor.numel():
                 continue
@@ -139,7 +139,7 @@ class Quantize(Operation):
 
 
 def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = False) -> tuple[int, int]:
-    """Of the scales of a matrix of these sizes, or of its transpose."""
+    """The shape of the scales of a matrix of these sizes, or of its transpose."""
     of_rows, of_columns = _BLOCK[blocks]
     shape = ceil_div(rows, of_rows), ceil_div(columns, of_columns)
     return shape[::-1] if transposed else shape
@@ -162,8 +162,8 @@ def _check_output(output: str, named: Mapping[str, Any], rows: int, columns: int
 def empty_output(
     rows: int, columns: int, blocks: Blocks, device: torch.device, transposed: bool = False, row_major: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Fresh values, whose rows begin at multiples of 16 bytes, and scales: those of 1 x 128 as TMA reads them, unless
-    ``row_major``."""
+    """Fresh values, whose rows begin at multiples of 16 bytes, and fresh scales. Scales of 1 x 128 have the layout that
+    TMA reads, unless ``row_major``."""
     size = (columns, rows) if transposed else (rows, columns)
     values = torch.empty((size[0], align(size[1], checks.TMA_BYTES)), dtype=torch.float8_e4m3fn, device=device)
     lines, steps = scales_shape(rows, columns, blocks, transposed)
@@ -175,4 +175,4 @@ def empty_output(
 
 
 plain, transposed, both = (entry(Quantize(*outputs)) for outputs in ((True, False), (False, True), (True, True)))
-"""x, an output or two, the blocks of each ("none" for the one that is not there), use_ue8m0, epsilon, gated."""
+"""Arguments: x, one or two outputs, the blocks of both ("none" for one that is absent), use_ue8m0, epsilon, gated."""

@@ -1,4 +1,4 @@
-"""Scale factors into the layout that TMA reads."""
+"""Transposes scale factors into the layout that TMA reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def transpose_scales(sf: Tensor) -> Tensor:
         checks.check_memory({"sf": sf})
     batched = sf if sf.dim() == 3 else sf.unsqueeze(0)
     batch, rows, columns = batched.shape
-    # Not empty_strided, which would leave out what lies past the last row of the last column.
+    # Not empty_strided, which would not allocate the padding after the last column.
     whole = torch.empty((batch, columns, align(rows, 4)), dtype=sf.dtype, device=sf.device)
     if sf.numel() and not fake:
         device = sf.get_device()

@@ -200,7 +200,7 @@ DG_DEVICE u32 cluster_rank() {
   return rank;
 }
 
-// The barrier behind the prologue, for all threads of the CTA or of its cluster. It only has to publish mbarriers, which
+// The barrier after the prologue, for all threads of the CTA or of its cluster. It only has to publish mbarriers, which
 // barrier_init_fence has fenced, so the arrival is relaxed. A releasing arrival is a membar.gpu in each warp: clusters waited 1300
 // cycles for it before their first load (H200).
 template <u32 kClusterSize>

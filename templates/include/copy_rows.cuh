@@ -9,7 +9,7 @@ template <u32 kTileRows, u32 kTileColumns, u32 kThreads>
 DG_DEVICE void copy_rows(const u16* input, u16* output, u32 rows, u32 columns, i64 stride_row, i64 stride_column,
                          u32 padded_columns) {
   constexpr u32 kElements = kTileRows * kTileColumns, kPairs = kTileColumns / 2;
-  // Two more elements a row: threads that store down a column meet other banks.
+  // Two more elements a row, so that threads that store down a column use different banks.
   __shared__ alignas(4) u16 tile[kTileRows][kTileColumns + 2];
   const bool down = stride_row < stride_column;
   const u32 across = ceil_div(padded_columns, kTileColumns);

@@ -1,4 +1,4 @@
-// Types for kernels of users' own, by the names with which parameters are declared. Narrow floats convert to and from float.
+// Types for users' own kernels. Their names are those of parameter declarations. Narrow floats convert to and from float.
 #pragma once
 #include "types.cuh"
 
@@ -31,7 +31,7 @@ struct f16 {
   }
 };
 
-// From sm_89 on. Values past 448 become 448.
+// Needs sm_89 or newer. Values above 448 become 448.
 struct e4m3 {
   u8 bits;
 

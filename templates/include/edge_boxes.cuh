@@ -1,6 +1,6 @@
 // Edge boxes: tiles that reach past the edge of an operand are loaded with tensor maps of their own, whose boxes end at the edge.
 // Rows outside a tensor cost TMA more time than rows inside: without edge boxes 133 x 28032 x 4864 took 101 us instead of 63
-// with 128x128 tiles, and 129 x 1792 x 10624 took 38 instead of 19 with 128x32 (H200). Shared memory behind an edge box keeps
+// with 128x128 tiles, and 129 x 1792 x 10624 took 38 instead of 19 with 128x32 (H200). Shared memory after an edge box keeps
 // old values. They are multiplied into rows or columns of D that do not exist and are never stored.
 #pragma once
 #include "columns.cuh"

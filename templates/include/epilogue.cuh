@@ -7,10 +7,10 @@
 #include "warpgroup.cuh"
 
 // Sums are staged in shared memory and then stored either by TMA, which clips at the edges of D (`store`), or by the warp that
-// staged them (`copy`). TMA leaves consumers free for the next tile. A copy is done sooner: TMA has to wait for a barrier and
-// some 300 cycles of fence, and takes as long for rows of 64 bytes as for rows of 128. A warpgroup's staging area has 64 x
-// kBlockN bf16 for each m64 slice, cut into boxes of kBoxColumns columns. Rows of a box are swizzled over their own length, as
-// the tensor map expects.
+// staged them (`copy`). A TMA store leaves consumers free for the next tile. A copy finishes sooner: a TMA store waits for a
+// barrier and for a fence of some 300 cycles, and takes as long for rows of 64 bytes as for rows of 128. A warpgroup's staging
+// area has 64 x kBlockN bf16 for each m64 slice, cut into boxes of kBoxColumns columns. Rows of a box are swizzled over their own
+// length, as the tensor map expects.
 template <u32 kBlockN, u32 kSlices, class Out = Output<kBf16>>
 struct TmaStore {
   enum : u32 { kBoxColumns = kBlockN % 64 == 0 ? 64 : kBlockN % 32 == 0 ? 32 : 16 };
@@ -115,8 +115,8 @@ DG_DEVICE void store_direct(u16* d, i64 stride, const float (&sum)[kSlices][kBlo
 // `wanted(chunk)` says which chunks of eight tokens this warpgroup stores: up to kStored of them, adjacent, and beginning with a
 // multiple of kStored.
 //
-// TMA stores need a fence and two barriers more. With constant weights in a graph, 32 x 576 x 7168 took 3.10 us with TMA and
-// 2.94 with copies, and 1 x 7168 x 2048 took 4.23 and 4.08 (H200).
+// TMA stores need an additional fence and two additional barriers. With constant weights in a graph, 32 x 576 x 7168 took 3.10 us
+// with TMA and 2.94 with copies, and 1 x 7168 x 2048 took 4.23 and 4.08 (H200).
 template <u32 kTokens, u32 kStored, class Out = Output<kBf16>>
 struct TransposedStore {
   enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom

@@ -249,7 +249,7 @@ struct Fp8Gemm {
       if (kStartsEarly && more) mainloop.start();
       finish(mainloop, sum, now, consumer, split, thread, kTmaStore || more);
     }
-    // For ptxas: without this barrier it assumes that products are in flight behind the loop, and serialises all of them.
+    // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
     mainloop.turns.end();
   }

@@ -1,5 +1,5 @@
-// D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T for FP8 operands with any scaling, and bf16 or float32 output. Warp-specialised as the
-// other FP8 kernels, with their main loop; tiles are stored in parts as by the 16-bit kernel.
+// D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T for FP8 operands with any scaling, and bf16, fp16 or float32 output. The roles of warps
+// and the main loop are those of the other FP8 kernels. Tiles are stored in parts, as in the 16-bit kernel.
 //
 // Constants supplies the block sizes, the scaling and the output, Mma the wgmma (see kernels/sm90_fp8_scaled.cu.jinja).
 #pragma once
@@ -30,7 +30,7 @@ struct Fp8ScaledLayout {
   using Store = PartStore<Tile::kElement, kBlockN, kSlices, kConsumers, Tile::kBuffers>;
   static_assert(Mma::kN % Store::kBoxColumns == 0, "a product's columns are whole parts");
 
-  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries, scales on TMA's of 128.
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries, and scales on the 128-byte boundaries of TMA.
   enum : u32 { kRowBytes = kScaling == kRowwise ? 0 : ceil_div(kBlockM * 4, 128) * 128 };
   enum : u32 { kColumnBytes = kScaling == k1D1D ? ceil_div(kBlockN * 4, 128) * 128 : 0 };
   enum : u32 { kOffsetA = 0, kOffsetB = kStages * A::kBytes, kOffsetStaging = kOffsetB + kStages * B::kBytes };
@@ -154,13 +154,13 @@ struct Fp8Scaled {
       if (more) mainloop.start();
       finish<Mainloop::kUnits - 1>(sum, row, column, at, which);
     }
-    // For ptxas: without this barrier it assumes that products are in flight behind the loop, and serialises all of them.
+    // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
     mainloop.turns.end();
   }
 
-  // Completes a unit's sums and stores them, or stages them for the store warp, part by part: there are no registers for what
-  // a whole unit needs of C or of scales.
+  // Completes a unit's sums and stores them, or stages them for the store warp. It works part by part, because a whole unit's
+  // elements of C or scales do not fit in registers.
   template <u32 kUnit>
   DG_DEVICE void finish(Sums& sums, u32 row, u32 column, const Place& at, u32& which) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
@@ -192,8 +192,8 @@ struct Fp8Scaled {
     }
   }
 
-  // Calls `use(sum, y, x)` for a part's pairs of neighbours in D, of which the first is at (y, x). This thread's first is the
-  // (row, column)-th.
+  // Calls `use(sum, y, x)` for each pair of sums of a part that are neighbours in D; (y, x) is the place of the first of the two.
+  // This thread's first sum belongs to (row, column).
   template <class Sum, class Use>
   DG_DEVICE void each_pair(Sum* sum, u32 row, u32 column, const Use& use) const {
 #pragma unroll
@@ -203,7 +203,7 @@ struct Fp8Scaled {
     }
   }
 
-  // Scales of rows of A and of B. Where all rows share one, its stride is zero.
+  // Applies the scales of rows of A and of B. Where all rows share one scale, the stride is zero.
   DG_DEVICE void scale(float* sum, u32 row, u32 column) const {
     const auto& arg = kernel.arg;
     const float low = scale_of(arg.scale_a, arg.scale_a_stride, row, kernel.m());

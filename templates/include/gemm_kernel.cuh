@@ -1,9 +1,9 @@
-// What most GEMM kernels have in common: the roles of warps, the prologue, and the loaders of both operands.
+// The frame of most GEMM kernels: the roles of warps, the prologue, and the loaders of both operands.
 //
-// Layout gives the tile and the shared memory of a kernel: kBlockM, kBlockN, kBlockK, kStages, kConsumers, kClusterM/N/K,
+// Layout describes a kernel's tile and its shared memory: kBlockM, kBlockN, kBlockK, kStages, kConsumers, kClusterM/N/K,
 // kConsumersK, Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the
-// types Scheduler, Order, Barriers, Exchange and Scales (what is loaded beside the operands: see NoScales). Arguments are the
-// kernel's parameters (see kernels/half.py).
+// types Scheduler, Order, Barriers, Exchange and Scales (the loader of scale factors, or NoScales). Arguments are the kernel's
+// parameters (see kernels/half.py).
 #pragma once
 #include "barrier.cuh"
 #include "operand.cuh"
@@ -15,7 +15,7 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// For kernels that load nothing beside the operands.
+// For kernels without scale factors in shared memory.
 struct NoScales {
   enum : bool { kLoads = false };
   enum : u32 { kStageBytes = 0 };  // that arrive in each stage, whatever the tile
@@ -58,7 +58,7 @@ struct GemmKernel {
   DG_DEVICE Order order(u32 turn = 0) const { return Order(ceil_div(k(), kBlockK), rank_k(), turn); }
   DG_DEVICE typename A::Source a() const { return {arg.map_a, arg.map_a_last, m(), arg.last_rows}; }
   DG_DEVICE typename B::Source b() const { return {arg.map_b, arg.map_b_last, n(), arg.last_columns}; }
-  // CTAs along n of a cluster load a part of A each, those along m a part of B.
+  // In a cluster each CTA along n loads a part of A, and each CTA along m a part of B.
   DG_DEVICE u32 part_a() const { return kClusterN > 1 ? cluster_rank() : 0; }
   DG_DEVICE u32 part_b() const { return kClusterM > 1 ? cluster_rank() : 0; }
 
@@ -111,7 +111,8 @@ struct GemmKernel {
     __syncwarp();
   }
 
-  // Two threads, each in its own warp, load B and A into the stages in order. With scales there is a third (see Layout::Scales). Constant weights do not wait for the previous kernel.
+  // Two threads, each in its own warp, load B and A into the stages in order. A third one loads scales, if there are any (see
+  // Layout::Scales). Loads of constant weights do not wait for the previous kernel.
   DG_DEVICE void load_weights(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();
@@ -128,7 +129,7 @@ struct GemmKernel {
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
   }
 
-  // This loader also tells the full barriers how many bytes all load.
+  // This loader also sets the number of bytes that each full barrier expects of all loaders.
   DG_DEVICE void load_tokens(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();

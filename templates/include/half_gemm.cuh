@@ -1,5 +1,5 @@
-// D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T for BF16 or FP16 operands, each K-major or MN-major. Warp-specialised as the FP8 kernel;
-// sums need no scales, so they stay in the accumulators of wgmma.
+// D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T for BF16 or FP16 operands, each K-major or MN-major. Warps have the same roles as in
+// the FP8 kernel. There are no scales, so sums stay in the accumulators of wgmma.
 //
 // Constants supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_half_gemm.cu.jinja).
 #pragma once
@@ -52,8 +52,8 @@ struct HalfGemm {
   using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
   using Sums = typename Mainloop::Sums;
   enum : u32 { kSlices = Layout::kSlices, kColumns = Layout::kColumns, kClusterK = Layout::kClusterK };
-  // Whether a tile waits in registers, as words of 16-bit elements, and is staged beside the next tile's products. One buffer then
-  // does: a part has been stored before the next is staged.
+  // Whether a finished tile stays in registers, as words of 16-bit elements, and is staged while the next tile's products run. One
+  // buffer is then enough: a part has been stored before the next part is staged.
   enum : bool { kStoresLate = Tile::kTmaStore && Tile::kBuffers == 1 };
   static_assert(!kStoresLate || (Tile::kElement != kF32 && kClusterK == 1));
 

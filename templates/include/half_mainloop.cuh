@@ -3,8 +3,8 @@
 #include "pipeline.cuh"
 #include "warpgroup.cuh"
 
-// One block's products are always in flight, so that the tensor cores do not wait for the next stage: a block's stage is released
-// when the products of the block after it have been issued.
+// One block's products are always in flight, so that the tensor cores do not wait for the next stage. A block's stage is released
+// after the products of the next block have been issued.
 //
 // Shape gives kStages; kStep (consumers that split K and take stages in turn); kSlices (m64 slices of the left operand); and the
 // bytes of a stage of the left and of the right operand.
@@ -29,8 +29,9 @@ struct HalfMainloop {
     issue(sum, opaque_zero);
   }
 
-  // The other blocks of a tile of `blocks`, one or more, that was started. Then the sums are final. `beside(Index<i>)` is called for
-  // i below kTimes, once each, while products run: behind a block's products each, as long as there are blocks.
+  // Multiplies the remaining blocks of a tile that `start` began; the tile has `blocks` blocks, at least one. Then the sums are
+  // final. `beside(Index<i>)` is called once for each i below kTimes, while products run: one call for each block, and the
+  // remaining calls beside the last block.
   template <u32 kTimes, class Beside>
   DG_DEVICE void resume(Sums& sum, u32 blocks, const Beside& beside) {
     u32 left = blocks - 1;

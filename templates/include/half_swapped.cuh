@@ -1,5 +1,5 @@
-// The same product with operands swapped: weights (B) are the M of wgmma and tokens (A) its N, so that few tokens waste no shared
-// memory and no products. K can be split over the consumers of a CTA and over the CTAs of a cluster, which add their sums through
+// The 16-bit GEMM with operands swapped: weights (B) are the M of wgmma and tokens (A) its N. With few tokens no shared memory and
+// no products are wasted. K can be split over the consumers of a CTA and over the CTAs of a cluster, which add their sums through
 // distributed shared memory.
 #pragma once
 #include "gemm_kernel.cuh"

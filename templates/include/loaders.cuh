@@ -6,7 +6,7 @@
 #include "pipeline.cuh"
 #include "tma.cuh"
 
-// A's rows of every tile. CTAs along n of a cluster load a part each, and multicast it.
+// A's rows of every tile. In a cluster each CTA along n loads a part and multicasts it.
 template <class Gemm>
 DG_DEVICE void load_tokens(const Gemm& gemm, typename Gemm::Scheduler tile) {
   ProducerCursor cursor;
@@ -31,8 +31,8 @@ DG_DEVICE void load_tokens(const Gemm& gemm, typename Gemm::Scheduler tile) {
   }
 }
 
-// A's scales of every tile. This loader has the least to do, so it also tells the full barriers how many bytes all loaders load.
-// Returns its position in the ring.
+// A's scales of every tile. This loader has the least to do, so it also sets the number of bytes that each full barrier expects of
+// all loaders. Returns its position in the ring.
 template <class Gemm>
 DG_DEVICE ProducerCursor load_scales(const Gemm& gemm, typename Gemm::Scheduler tile) {
   ProducerCursor cursor;

@@ -6,7 +6,7 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// A tile of kRows rows of A or B by a block of K of 128 bytes. kParts CTAs of a cluster load a part each and multicast it.
+// A tile of kRows rows of A or B by a block of K of 128 bytes. Each of kParts CTAs of a cluster loads a part and multicasts it.
 //   K-major: one box of 128 bytes of K by the part's rows, or an edge box (see edge_boxes.cuh).
 //   MN-major (16-bit elements only): boxes of 64 rows (128 bytes) by the block of K. Boxes past the edge are not loaded.
 // Either way 64 rows take 8192 bytes.
@@ -16,7 +16,7 @@ struct OperandTile {
   enum : u32 { kBytes = kRows * 128, kPartRows = kRows / kParts };
   static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
 
-  // What a launch says of the operand.
+  // The operand's launch arguments.
   struct Source {
     const TensorMap *map, *last;
     u32 edge, last_rows;  // its rows, and those of an edge box
@@ -31,9 +31,8 @@ struct OperandTile {
     }
   }
 
-  // Calls `use(bring)`. There `bring(load)` calls `load(map, place, x, y, per_block)` for each box of the part: `place` is the
-  // box's offset in the tile, x and y its coordinates in the first block of K; for block j, add 64 * j to the coordinate that
-  // kMnMajor says.
+  // Calls `use(bring)`. There `bring(block, load)` calls `load(map, place, x, y)` for each box of the part: `place` is the box's
+  // offset in the tile, x and y are its coordinates in that block of K, innermost first.
   template <class Use>
   static DG_DEVICE void with_boxes(const Source& from, u32 first, u32 part, const Use& use) {
     const u32 row = first + part * kPartRows;

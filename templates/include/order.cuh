@@ -1,4 +1,4 @@
-// Which blocks of K a CTA multiplies, and which of them each consumer.
+// The blocks of K that each CTA and each consumer multiplies.
 #pragma once
 #include "types.cuh"
 
@@ -7,7 +7,7 @@
 template <u32 kClusterK, u32 kConsumersK>
 struct BlockOrder {
   u32 begin, end;  // this CTA's blocks of K
-  u32 length;      // how many are taken, with those past the end
+  u32 length;      // how many are multiplied, including those past the end
   u32 blocks, turn;
 
   DG_DEVICE BlockOrder(u32 blocks, u32 rank, u32 turn) : blocks(blocks), turn(turn) {

@@ -1,11 +1,11 @@
-// Elements of D: what happens to float32 sums before they are stored. All stores go through here.
+// Elements of D: the conversion of float32 sums before they are stored. All stores go through here.
 #pragma once
 #include "types.cuh"
 
 enum Element : u32 { kBf16, kF16, kF32 };
 
-// How C is added to the product: not at all, by consumers, which read it, or by TMA, which adds the product to D in L2 (float32, and
-// C is D).
+// How C is added to the product. kNothing: there is no C. kReads: consumers read C and add it. kReduces: C is D and float32, and
+// TMA adds the product to D in L2.
 enum Accumulate : u32 { kNothing, kReads, kReduces };
 
 template <u32 kElement>

@@ -1,15 +1,17 @@
-// How the upright 16-bit kernel, and that of FP8 with any scaling, store a tile: parts of it through two small buffers for each
+// Stores a tile in parts, through one or two small buffers for each consumer. Used by the 16-bit kernel without
+// swapped operands, and by the FP8 kernel for any scaling.
 #pragma once
 #include "barrier.cuh"
 #include "output.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
-// A consumer's kSlices x 64 rows by kColumns columns are cut into parts of 64 rows by kBoxColumns columns, which are staged one
-// after the other, in one buffer or in two in turn. Rows of a buffer are swizzled over their own length, as the tensor map of D expects.
+// A consumer's kSlices x 64 rows by kColumns columns are cut into parts of 64 rows by kBoxColumns columns. Parts are staged one
+// after the other, in one buffer or in two buffers by turns. Rows of a buffer are swizzled over their own length, as the tensor map
+// of D expects.
 //
-// Named barriers tell when a buffer is free and when it is full. With mbarriers, whose wait is a loop, ptxas loses track of wgmma
-// in flight and serialises it.
+// Named barriers signal that a buffer is free or full. With mbarriers, whose wait is a loop, ptxas loses track of wgmma in flight
+// and serialises it.
 template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers>
 struct PartStore {
   using Out = Output<kElement>;
@@ -18,7 +20,8 @@ struct PartStore {
   enum : u32 { kRowBytes = kBoxColumns * Out::kBytes, kBoxBytes = 64 * kRowBytes };
   enum : u32 { kBoxes = kColumns / kBoxColumns, kParts = kSlices * kBoxes };
   enum : u32 { kBytes = kConsumers * kBuffers * kBoxBytes };
-  // Copies that may still be read when the next part is waited for. The one before these has been read, and its buffer is free.
+  // TMA stores that may still be reading shared memory when the store warp waits for the next part. All earlier ones have finished
+  // reading, so their buffers are free.
   enum : u32 { kPending = kConsumers * kBuffers - (kBuffers == 2 ? +kConsumers : 1) };
   enum : u32 { kThreads = 128 + 32 };  // a consumer and the store warp
   // A part's words of a thread: pairs of 16-bit elements, or float32.
@@ -53,8 +56,8 @@ struct PartStore {
     if constexpr (kBuffers == 2) which ^= 1;
   }
 
-  // The store warp: brings the parts of every tile to D in the order in which consumers stage them. `place(consumer)` gives a tile's
-  // first column and its first row for a consumer, `copy(source, x, y)` makes one copy.
+  // The store warp: stores the parts of every tile to D in the order in which consumers stage them. `place(tile, consumer, x, y)`
+  // sets the first column and row of a consumer's part of the tile; `copy(source, x, y)` stores one part.
   template <class Tile, class Place, class Copy>
   static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, u32 rows, u32 columns) {
     const u32 lane = threadIdx.x % 32;

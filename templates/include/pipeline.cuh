@@ -2,8 +2,8 @@
 #pragma once
 #include "barrier.cuh"
 
-// A consumer's position in the ring: the stage, and the parity of the current round. A wait tells a phase only from the one
-// before, so a reader must wait for every round of its stages.
+// A consumer's position in the ring: the stage, and the parity of the current round. A wait distinguishes a phase only from
+// the previous one, so a reader must wait for every round of its stages.
 template <u32 kStages>
 struct PipelineCursor {
   u32 stage = 0, parity = 0;

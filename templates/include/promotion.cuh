@@ -32,7 +32,7 @@ struct BlockScales {
 
   // Starts loading the first tile's factors, well before they are needed.
   DG_DEVICE void open() { fetch_first(); }
-  // Starts loading another tile's factors. For the current tile only those on the current page remain.
+  // Starts loading another tile's factors. Of the current tile's factors only those on the current page remain.
   DG_DEVICE void go_on(const Part& that) {
     part = that;
     fetch_first();
@@ -98,7 +98,7 @@ DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[
     promote<kFresh, Columns, kColumns, kOffset, kScale + 1>(sum, partial, scale_a, scale_b);
 }
 
-// Scaling with tokens on the accumulators' rows: a thread has two of them in each m64 slice, and every column scale.
+// Scaling with tokens on the accumulators' rows: a thread has two tokens in each m64 slice, and all scales of columns.
 template <class Weights, class Columns, u32 kSlices, u32 kBlockBytes>
 struct RowTokens {
   // The scale factors of one block of K.

@@ -1,14 +1,15 @@
-// Casts a matrix to FP8 (E4M3) with a scale for each block of it: value / scale, where scale = max(largest magnitude, epsilon) / 448,
-// or the next power of two. Every step is an IEEE float32 operation, so that torch computes the same bytes (see quantisation.py).
+// Casts a matrix to FP8 (E4M3) with a scale for each block of it: value / scale, where scale = max(largest magnitude, epsilon) /
+// 448, or the next power of two. Every step is an IEEE float32 operation, so that torch computes the same bytes (see
+// quantisation.py).
 #pragma once
 #include "barrier.cuh"
 
-// What shares a scale in a tile of 128 x 128: nothing is written, a row's columns, a column's rows, or the tile.
+// The elements of a 128 x 128 tile that share a scale: a row, a column, or the whole tile. kNothingShared: no output.
 enum Shared : u32 { kNothingShared, kRow, kColumn, kTileShared };
 
 enum Source : u32 { kSourceBf16, kSourceF16, kSourceF32 };
 
-// An output: values, whose rows are `stride` apart, and scales of any strides. `wide`: eight bytes may be stored at once.
+// An output: values, whose rows are `stride` bytes apart, and scales with any strides. `wide`: eight bytes may be stored at once.
 struct QuantizedOutput {
   u8* values;
   i64 stride;
@@ -32,7 +33,7 @@ struct ScaleRule {
     return power_of_two && exact == exact ? __uint_as_float((bits + 0x007FFFFF) & 0x7F800000) : exact;
   }
 
-  // What values are multiplied by. Blocks of zeros without an epsilon stay zeros.
+  // The factor for values: 1 / scale. Blocks of zeros without an epsilon stay zeros.
   static DG_DEVICE float inverse(float scale) {
     const float exact = __frcp_rn(scale), largest = __uint_as_float(0x7F7FFFFF);
     return scale == 0.0f ? 0.0f : exact > largest ? largest : exact;
@@ -68,7 +69,7 @@ struct SourceElement {
     else return widen(i % 2 == 0 ? words[i / 2] & 0xFFFF : words[i / 2] >> 16);
   }
 
-  // Eight elements from `at` on, of which `exist` do; the others are zeros.
+  // Eight elements from `at` on. The first `exist` of them exist; the others are read as zeros.
   static DG_DEVICE void load(const u8* at, bool wide, u32 exist, u32 (&words)[kWords]) {
     if (wide && exist >= 8) {
 #pragma unroll
@@ -90,11 +91,12 @@ struct SourceElement {
   }
 };
 
-// A CTA of 256 threads quantises one tile of 128 x 128. A thread has eight rows of eight columns: 16 threads cover a row, so that a
-// row's maximum takes four shuffles, and a column's goes through shared memory. The transposed tile is staged there, in units of
-// eight bytes; those of column c lie at their place XOR c / 8, so that threads of a warp write to and read from all banks.
+// A CTA of 256 threads quantises one tile of 128 x 128. A thread has eight rows of eight columns. 16 threads cover a row, so a
+// row's maximum takes four shuffles. A column's maximum goes through shared memory. The transposed tile is staged there in units
+// of eight bytes; the units of column c are swizzled (unit XOR c / 8), so that the threads of a warp write to and read from all
+// banks.
 //
-// With kGated the input has twice as many columns, and what is quantised is silu(left half) * right half.
+// With kGated the input has twice as many columns, and silu(left half) * right half is quantised.
 template <u32 kSource, u32 kPlain, u32 kTransposed, bool kGated, u32 kThreads>
 struct Quantize {
   enum : u32 { kTile = 128, kEach = 8 };
@@ -166,7 +168,7 @@ struct Quantize {
       if (thread < kTile && block_column * kTile + thread < columns) {
         const float scale = column_scale(shared, thread, rule);
         const u32 at = block_column * kTile + thread;
-        // Of the transpose a column is a row.
+        // A column of the input is a row of the transpose.
         if constexpr (kTransposed == kColumn)
           transposed.scales[at * transposed.scale_stride_row + block_row * transposed.scale_stride_column] = scale;
         if constexpr (kPlain == kColumn)
@@ -260,7 +262,7 @@ struct Quantize {
     return rule.scale(largest);
   }
 
-  // Eight bytes of a row, of which `exist` do.
+  // Stores eight bytes of a row, or only the first `exist` of them at the row's end.
   static DG_DEVICE void store(const QuantizedOutput& to, u32 row, u32 column, u32 exist, u32 low, u32 high) {
     u8* at = to.values + row * to.stride + column;
     if (to.wide && exist == kEach) {

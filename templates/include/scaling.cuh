@@ -1,9 +1,9 @@
-// How products of FP8 operands are scaled: 1 x 128 scales on both sides, or one scale for each row of A and of B. What is left,
-// 1 x 128 by 128 x 128, is in promotion.cuh.
+// Scaling of FP8 products with 1 x 128 scales on both sides, or with one scale for each row of A and of B. Scaling by 1 x 128 and
+// 128 x 128 scales is in promotion.cuh.
 #pragma once
 #include "promotion.cuh"
 
-// The names that kernels/sm90_fp8_scaled.py gives.
+// The names that kernels/sm90_fp8_scaled.py uses.
 enum ScalingKind : u32 { k1D1D, k1D2D, kRowwise };
 
 // For scales that are not kept in pages of registers (see BlockScales).
@@ -12,9 +12,9 @@ struct NoPages {
 };
 
 // 1D1D: each row of A and each row of B has a scale for each block of K. Scales of A are read before the block's products are
-// promoted, those of B meanwhile, in pairs: there are no registers for all of them. By then the stage has been released, so they
-// are in slots of their own, twice as many as stages: a slot is filled again two rounds later, when the round between has been
-// released, and that was after these were read.
+// promoted. Scales of B are read in pairs during promotion, because they do not all fit in registers. By then the block's stage
+// has been released, so B's scales have slots of their own, twice as many as stages. A slot is filled again two rounds later. A
+// consumer releases the stage of the round in between only after it has read this slot.
 template <u32 kSlices, u32 kStages, u32 kRowBytes, u32 kColumnBytes>
 struct RowColumnScales {
   struct Factors {
@@ -59,14 +59,14 @@ struct RowColumnScales {
   }
 };
 
-// Scales that are the same for all of K: products are added up as they are, and the sums are scaled.
+// For scales that are the same for all of K: unscaled products are added up, and the epilogue scales the sums.
 struct LateScales {
   struct Factors {};
   enum : bool { kStartsFresh = true };
   enum : u32 { kPage = 1u << 30 };
 
   NoPages weights;
-  float one;  // which the compiler must not know: it would read a copy out of the accumulators later, and serialise products
+  float one;  // 1, hidden from the compiler, which would otherwise delay reading the accumulators and serialise the products
 
   DG_DEVICE LateScales() { asm volatile("mov.f32 %0, 0f3F800000;" : "=f"(one)); }
 

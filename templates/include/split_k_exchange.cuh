@@ -1,5 +1,5 @@
-// The split-K exchange: consumers of one CTA, or of a cluster of CTAs along K, each have the sums of a part of a tile's K. They
-// are added in a fixed order, so that results repeat bitwise.
+// The split-K exchange. Each consumer of one CTA, or of a cluster of CTAs along K, has the sums over its part of a tile's K. The
+// exchange adds them in a fixed order, so that results repeat bitwise.
 #pragma once
 #include "barrier.cuh"
 
@@ -36,11 +36,11 @@ struct SplitKExchange {
     }
   }
 
-  // Sends the sums of chunks that other splits own, and adds what they sent of this split's chunks. `group` is the consumer
-  // group that multiplies the same rows, `consumer` this one's number in its CTA. Whole tiles are exchanged, also past the
-  // tensor's end: an owner frees a slot only after it was filled, so that no arrival comes a round early. After the last tile
-  // (`more` is false, for all alike) slots are not freed: nobody waits for it, a CTA might have left by then, and between CTAs
-  // it costs a membar.gpu.
+  // Sends this split's sums of the chunks that other splits own, and adds the sums that those sent of its own chunks. `group` is
+  // the group of consumers that multiply the same rows, `consumer` the number of this one in its CTA. Whole tiles are exchanged,
+  // also past the tensor's end: an owner frees a slot only after it was filled, so that no arrival comes a round early. After the
+  // last tile (`more` is false in all CTAs) slots are not freed: nobody waits for them, a CTA might have exited by then, and
+  // between CTAs the arrival costs a membar.gpu.
   DG_DEVICE void exchange(float (&sum)[kSlices][kColumns / 2], u32 group, u32 consumer, u32 split, u32 thread, bool more) {
     const u32 first = split * kOwned, owned = split < kOwners ? min_of(kOwned, kChunks - first) : 0;
     if (!kLocal && thread == 0 && owned > 0)

@@ -5,7 +5,7 @@
 #include "warpgroup.cuh"
 
 // One warp of the producer warpgroup stores finished tiles by TMA, so that consumers go on at once. It stores a few boxes at a
-// time, because TMA loads queue behind TMA stores. It also publishes which tile comes next (see next_tile_hint.cuh).
+// time, because TMA loads queue behind TMA stores. It also publishes the next tile (see next_tile_hint.cuh).
 template <class Gemm>
 DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   using Areas = typename Gemm::Areas;

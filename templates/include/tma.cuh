@@ -35,7 +35,7 @@ DG_DEVICE void tma_prefetch(const TensorMap* map, u32 x, u32 y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
-// The same box to the same offset of every CTA in `mask`, each completing on its own barrier at that offset.
+// Loads a box to the same offset of every CTA in `mask`. In each CTA the bytes complete on its own barrier at that offset.
 DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u16 mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -50,7 +50,8 @@ DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 bar
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask), "l"(policy) : "memory");
 }
 
-// Calls `use` with the policy evict-first or with none. A branch, because a selected policy would be an operand of every load.
+// Calls `use` with the policy evict-first or without a policy. This is a branch, because a selected policy would be an operand of
+// every load.
 template <class Use>
 DG_DEVICE void with_policy(bool evicts_first, const Use& use) {
   if (evicts_first) {
@@ -86,8 +87,8 @@ DG_DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders ordinary shared-memory writes, this thread's or those of threads that it has met at a barrier since, before later
-// TMA reads of them: the fence has to lie on the way from write to read, in the CTA of the latter (Lustig et al.,
-// Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model, ISCA 2022, section 5.4). Each one takes about
-// 300 cycles on an H200, so that who stores fences, not all who have written.
+// Orders ordinary shared-memory writes before later TMA reads of them. It covers this thread's writes, and those of threads that
+// have met it at a barrier since. The fence has to lie between write and read, in the CTA of the read (Lustig et al., Mixed-Proxy
+// Extensions for the NVIDIA PTX Memory Consistency Model, ISCA 2022, section 5.4). A fence takes about 300 cycles on an H200, so
+// only the thread that stores executes it, not every thread that has written.
 DG_DEVICE void fence_shared_to_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -20,9 +20,9 @@ DG_DEVICE void transpose_4x4(u32& a, u32& b, u32& c, u32& d) {
   d = pick_bytes(ab_high, cd_high, 0x7632);
 }
 
-// A CTA transposes tiles of 128 x 128. A thread reads 16 rows of four columns, transposes them in registers, so that
-// shared memory moves words, and writes 16 bytes of a row. Units of 16 bytes of row r lie at their place XOR r / 16: threads of a
-// warp write to and read from all banks. A grid of any size does all tiles.
+// A CTA transposes tiles of 128 x 128. A thread reads 16 rows of four columns and transposes them in registers, so that shared
+// memory moves words. Then it writes 16 bytes of a row. The 16-byte units of row r are swizzled (unit XOR r / 16), so that the
+// threads of a warp write to and read from all banks. A grid of any size does all tiles.
 template <u32 kThreads>
 DG_DEVICE void transpose_bytes(const u8* input, u8* output, u32 rows, u32 columns, i64 stride) {
   constexpr u32 kTile = 128;

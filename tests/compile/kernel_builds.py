@@ -1,4 +1,4 @@
-"""The real compilers for tests of our kernels."""
+"""Builds of our kernels with the real compilers, and readers of their machine code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("nvrtc", "nvcc")
 
 
 def open_compiler(kind: str) -> Compiler:
-    """NVRTC, which is one of our dependencies; NVCC or a skip."""
+    """NVRTC, which is one of our dependencies; or NVCC, whose absence skips the test."""
     if kind == "nvrtc":
         with settings.override(use_nvrtc=True):
             return choose()
@@ -50,8 +50,8 @@ class Built:
 
 @contextlib.contextmanager
 def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iterator[dict[KernelParams, Future[Built]]]:
-    """Every case on its way through `compiler`, as many at a time as there are cores. One that fails to compile fails
-    the tests that ask for it, and no others."""
+    """Futures of all cases compiled by ``compiler``, as many at a time as there are cores. A case that fails to compile
+    fails only the tests that use it."""
     builder = Builder(root, compiler)
 
     def build(params: KernelParams) -> Built:
@@ -64,8 +64,8 @@ def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iter
 
 
 def one_of_a_wide_tile(cases: list[KernelParams]) -> list[KernelParams]:
-    """What NVCC compiles as NVRTC does: of each tile that leaves few registers one, and of each kernel that is no GEMM
-    one or more. The two have the same optimiser and assembler, but not always of one version."""
+    """The cases that NVCC compiles too: one of each tile that leaves few registers, and one or more of each kernel that
+    is no GEMM. NVCC and NVRTC have the same optimiser and assembler, but maybe of different versions."""
     first = {(params.kernel, params.config.tile): params for params in reversed(cases)}
     return [params for (_, (rows, columns)), params in first.items() if rows * columns >= 128 * 128]
 
@@ -76,13 +76,13 @@ def upright(params: KernelParams) -> UprightConfig | None:
 
 
 def stores_by_tma(params: KernelParams) -> bool:
-    """Whether a warp brings tiles to D by TMA: the kernel reads a tensor map of D then."""
+    """Whether the store warp stores tiles by TMA. Then the kernel reads a tensor map of D."""
     config = upright(params)
     return config is not None and config.persistent and params.store == "tma"
 
 
 def starts_before_it_stores(params: KernelParams) -> bool:
-    """Whether consumers start the next tile's first product before they store this one, and add no sums of others."""
+    """Whether consumers start the next tile's first product before they store this tile. They do not with split K."""
     return stores_by_tma(params) and fp8(params).k_shares == 1
 
 
@@ -98,12 +98,12 @@ def argument_names(params: KernelParams) -> list[str]:
 
 
 def loaded_maps(params: KernelParams) -> list[str]:
-    """Those of its parameters that are tensor maps of what it loads: all but D's."""
+    """The kernel's parameters that are tensor maps for loads: all tensor maps except D's."""
     return [name for name in argument_names(params) if name.startswith("map_") and name != "map_d"]
 
 
 def main_loop(text: str) -> list[str]:
-    """The instructions of the innermost loop over blocks of K in a disassembly: the shortest that multiplies."""
+    """The instructions of the innermost loop over blocks of K in a disassembly: the shortest loop with products."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops: list[list[str]] = []
@@ -122,13 +122,14 @@ def main_loop(text: str) -> list[str]:
 
 
 def moves_to_uniform(loop: list[str]) -> list[str]:
-    """The moves into uniform registers that a product may have to wait for. Not those of the address space of a load,
-    which B's scales need once in 32 blocks, nor of scale factors: promotion multiplies by them, behind the products."""
+    """The moves into uniform registers that a product may have to wait for. Two kinds are left out: moves of a load's
+    address space, which B's scales need once in 32 blocks, and moves of scale factors, which only promotion uses after
+    the products."""
     moves = []
     for index, instruction in enumerate(loop):
         if move := re.search(r"\bR2UR UR(\d+)", instruction):
             number = int(move.group(1))
-            # A load names the first of the pair that it takes.
+            # A load names the first register of its pair.
             pair = re.compile(rf"\bLD.*desc\[UR({number}|{number - 1})\]")
             uses = (later for later in loop[index + 1 :] if pair.search(later) or re.search(rf"\bUR{number}\b", later))
             if not pair.search(next(uses, "")) and not _multiplies(loop, index, number):
@@ -137,7 +138,7 @@ def moves_to_uniform(loop: list[str]) -> list[str]:
 
 
 def _multiplies(loop: list[str], index: int, number: int) -> bool:
-    """Whether the next that is done, behind an instruction, with a uniform register is to multiply by it or a copy."""
+    """Whether the next use of a uniform register after an instruction is a multiplication by it or by a copy."""
     for place in range(index + 1, index + len(loop)):
         instruction = loop[place % len(loop)]
         if re.search(rf"\bUR{number}\b", instruction):
@@ -149,13 +150,13 @@ def _multiplies(loop: list[str], index: int, number: int) -> bool:
 
 
 def in_one_bank(loop: list[str]) -> list[str]:
-    """The FFMAs that add to a sum a product in the same of two banks of registers, those of even or of odd numbers:
-    they take both from one. In a trial of 256x144 tiles on an H200, where all did, it was 2% of the time."""
+    """The FFMAs whose sum and product are in the same register bank (even or odd numbers), so that both are read from
+    one bank. In a trial of 256x144 tiles on an H200, where all FFMAs were like this, it cost 2% of the time."""
     sums = {}
     for instruction in loop:
         parts = re.search(r"\bFFMA R(\d+), R(\d+)(\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)", instruction)
         if parts and parts[1] == parts[5]:
-            # The operand that is kept for the next is the factor.
+            # The operand that is kept for the next FFMA is the factor.
             sums[instruction] = int(parts[4] if parts[3] else parts[2]), int(parts[5])
     if not sums:
         raise LookupError("no loop of this kernel adds to sums: the disassembly is not as it was")
@@ -163,7 +164,7 @@ def in_one_bank(loop: list[str]) -> list[str]:
 
 
 def kept_operands(code: str) -> Iterator[tuple[str, str]]:
-    """(instruction, line after it) for each FFMA that keeps its second operand for one after it."""
+    """(instruction, next line) for each FFMA that keeps its second operand for reuse by a later one."""
     lines = [line.strip() for line in code.splitlines() if line.strip()]
     lines = [line for line in lines if re.match(r"/\*[0-9a-f]{4,}\*/|\.L_", line)]
     jumped_to = set(re.findall(r"`\((\.L_\w+)\)", code))

@@ -1,4 +1,4 @@
-"""The real compilers on small kernels: what they are given reaches them, and what they say comes back."""
+"""The real compilers with small kernels: options reach them, and their logs and errors come back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ extern "C" __global__ void kernel_name(float* out, const float* in, int at) {
 
 def compilers() -> list[Compiler]:
     found = {kind: next((f for f in find_all() if f.kind == kind and f.usable), None) for kind in ("nvrtc", "nvcc")}
-    # NVRTC is one of our dependencies, so its absence is a failure and no skip.
+    # NVRTC is one of our dependencies, so its absence is a failure and not a skip.
     assert found["nvrtc"] is not None
     some: list[Compiler] = [Nvrtc(found["nvrtc"].path, find._nvrtc_version(found["nvrtc"].path))]
     return [*some, Nvcc(found["nvcc"].path)] if found["nvcc"] else some
@@ -100,7 +100,7 @@ def test_an_error_comes_with_log_stored_source_and_options(tmp_path: Path, compi
         build(tmp_path / "root", compiler, include, SOURCE.replace("tile[127", "tale[127"))
     error = caught.value
     assert error.source_path is not None
-    # The message points at the line of the file that is there.
+    # The message points at a line of a file that exists.
     assert f"{error.source_path}(6): error" in error.log
     assert "tale[127" in Path(error.source_path).read_text().splitlines()[5]
     assert any("sm_90a" in option for option in error.options)
@@ -169,7 +169,7 @@ def test_nvrtc_compiles_in_several_threads(tmp_path: Path, include: Path) -> Non
 
 
 class Watched:
-    """The NVRTC library, and the times at which compiling began and ended."""
+    """The NVRTC library, which records when compilations begin and end."""
 
     def __init__(self, nvrtc: Nvrtc) -> None:
         self.library = nvrtc._open()
@@ -212,13 +212,13 @@ def test_nvrtc_lets_other_threads_run_while_it_compiles(include: Path) -> None:
         while thread.is_alive():
             ticks.append(time.perf_counter())
             time.sleep(0.001)
-    # With the lock held, not one of them could fall inside the call.
+    # If NVRTC held Python's lock, no tick could fall inside the call.
     assert sum(watched.began[0] < tick < watched.ended[0] for tick in ticks) >= 5
 
 
 def test_a_fork_waits_for_nvrtc(include: Path) -> None:
-    """Its locks would stay taken in the child: about one in ten such children hung."""
-    for _ in range(20):  # on a busy machine it may have ended before this thread looks
+    """Otherwise NVRTC's locks would stay taken in the child: about one in ten such children hung."""
+    for _ in range(20):  # on a busy machine the compilation may end before this thread looks
         with compiling(include) as (watched, _thread):
             while not watched.began:
                 time.sleep(0.0005)

@@ -1,4 +1,4 @@
-"""The cache in real processes to which something happens: no home, no space, another user, another version, a kill."""
+"""The cache in real processes with faults: no home, no space, another user, another version, a kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deep_gemm.jit.compilers.nvcc import Nvcc
 from deep_gemm.settings import settings
 
 BODY = "int body0;\n"
-# Half a second and more for a compiler, and enough registers for it to have to think.
+# A compiler takes half a second or more, because of the many registers.
 SLOW = (
     'extern "C" __global__ void k(float* out, const float* in) {\n  float a[64] = {};\n'
     + "".join(
@@ -43,7 +43,7 @@ def entries(root: Path) -> int:
 
 
 def test_an_empty_environment_and_no_home_means_memory_only(tmp_path: Path, start: Start) -> None:
-    """As in a container with an arbitrary user: not one variable, and a user that the system does not know."""
+    """As in a container with an arbitrary user: no variables, and a user that the system does not know."""
     job: dict[str, Any] = {"uid": 54321} if os.geteuid() == 0 else {"homeless": True}
     (tmp_path / "journal").touch()
     (tmp_path / "journal").chmod(0o666)
@@ -55,7 +55,7 @@ def test_an_empty_environment_and_no_home_means_memory_only(tmp_path: Path, star
 
 
 def test_an_empty_environment_with_a_known_user_uses_the_home(tmp_path: Path, start: Start) -> None:
-    """The one variable is HOME, so that nothing is written to the home of who runs the tests."""
+    """HOME is the only variable, so that nothing is written to the home of the user who runs the tests."""
     (tmp_path / "home").mkdir()
     answer = result(start(env={"HOME": str(tmp_path / "home")}, root=None))
     assert answer["root"] == str(tmp_path / "home" / ".deep_gemm")
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_written_whole_is_no_entry(tmp_path: Path, start: 
 
 
 def small_filesystem(at: Path, kilobytes: int) -> list[str]:
-    """A command prefix that mounts a small empty filesystem at `at` for one process, or a skip that says why not."""
+    """A command prefix that mounts a small empty filesystem at `at` for one process. Skips the test if it cannot."""
     if shutil.which("unshare") is None or shutil.which("mount") is None:
         pytest.skip("there are no unshare and mount here to make a small filesystem with")
     at.mkdir()
@@ -102,7 +102,7 @@ def small_filesystem(at: Path, kilobytes: int) -> list[str]:
 
 def test_a_full_filesystem_means_memory_only_for_what_does_not_fit(tmp_path: Path, start: Start) -> None:
     prefix = small_filesystem(tmp_path / "small", 128)
-    # Two rounds of one process, since the filesystem goes with it: what was stored is found, the rest compiled again.
+    # Two rounds in one process, because the filesystem ends with it. Stored kernels are found, others compiled again.
     answer = result(start(prefix, root=str(tmp_path / "small" / "root"), keys=20, rounds=2))
     first, second = answer["layers"][:20], answer["layers"][20:]
     assert answer["left"] == 0
@@ -128,14 +128,14 @@ def test_a_limit_keeps_a_small_filesystem_from_filling(tmp_path: Path, start: St
 
 
 def open_parents(path: Path) -> None:
-    """Let another user reach what root's tests made, also by pytest-xdist (popen-gw0)."""
+    """Let another user reach the directories of root's tests, also those of pytest-xdist (popen-gw0)."""
     for parent in [path, *list(path.parents)[:-1]]:
         if os.geteuid() == 0 and parent.name.startswith(("pytest-", "popen-", "test_")):
             parent.chmod(0o711)
 
 
 def test_a_root_that_belongs_to_another_user_is_not_used(tmp_path: Path, start: Start) -> None:
-    """Root makes such a directory; everybody else has /usr, which is root's."""
+    """As root the test makes such a directory. Other users take /usr, which belongs to root."""
     theirs, workers = Path("/usr"), 0
     if os.geteuid() == 0:
         theirs, workers = tmp_path / "theirs", 1
@@ -153,7 +153,7 @@ def test_a_root_that_belongs_to_another_user_is_not_used(tmp_path: Path, start: 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make an image's cache and be another user after it")
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_root_that_root_made_is_read_by_others(tmp_path: Path, start: Start, readable: bool) -> None:
-    """As in an image: root compiles while it is built, and a service of another user runs in it."""
+    """As in an image: root compiles when the image is built, and another user runs a service in it."""
     root = tmp_path / "root"
     builder(root).build(request(source=BODY))
     open_parents(tmp_path)
@@ -184,7 +184,7 @@ def test_a_linked_root_is_not_used(tmp_path: Path, start: Start) -> None:
 
 @pytest.mark.parametrize("differ", ["schema", "headers"])
 def test_two_versions_share_a_root(tmp_path: Path, start: Start, differ: str) -> None:
-    """Two versions of the package at once, which make different bytes of one source: each gets its own, always."""
+    """Two versions of the package run at once and compile the same source to different bytes. Each gets its own."""
     gate, jobs = tmp_path / "gate", []
     for version in ("old", "new"):
         include = tmp_path / version
@@ -222,10 +222,10 @@ def test_eight_processes_evict_at_once(tmp_path: Path, start: Start) -> None:
     assert sum(answer["wrong"] for answer in answers) == 0
     assert [said(tmp_path, worker) for worker in range(8)] == [[]] * 8
     evicted, made = sum(answer["evictions"] for answer in answers), len(compilations(tmp_path / "journal"))
-    # Each removal is counted by one process alone.
+    # Only one process counts each removal.
     assert 30 < evicted <= made - entries(root)
     assert {"disk", "compiled"} <= {layer for answer in answers for layer in answer["layers"]}
-    # What several wrote last, none of them had to evict.
+    # No process had to evict entries that several processes wrote last.
     with settings.override(cache_limit="20kB"):
         builder(root).build(request(source="int last;\n"))
     assert DiskCache(root).info()["bytes"] <= 20_000
@@ -299,7 +299,7 @@ def test_killed_inside_a_real_compiler(
     assert list((root / "tmp").iterdir()) == []
 
     def swept() -> bool:
-        # The nvcc of the victim may have gone on for a while, and made its folder young again.
+        # The victim's nvcc may have continued for a while, and changed the time of its folder.
         left = list(scratch.glob("deep_gemm-*"))
         for folder in left:
             with contextlib.suppress(FileNotFoundError):
@@ -313,7 +313,7 @@ def test_killed_inside_a_real_compiler(
 
 
 def test_killed_with_a_forked_child_that_lives_on(tmp_path: Path, start: Start) -> None:
-    """The child inherits the descriptor of the lock that a thread of its parent held: it must not keep it."""
+    """The child inherits the descriptor of a lock that a thread of its parent held. It must not keep the lock."""
     victim = start(seconds=600, abandon=True)
     assert victim.stdout is not None
     child = int(victim.stdout.readline())

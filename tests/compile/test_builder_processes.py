@@ -1,4 +1,4 @@
-"""The cache under many real processes: one compilation a key, and a killed process never matters."""
+"""The cache with many real processes: one compilation per key, and no harm from killed processes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_sixteen_processes_compile_one_key_once(tmp_path: Path, start: Start) ->
 
 
 def test_64_processes_compile_20_keys_once_each(tmp_path: Path, start: Start) -> None:
-    """As the ranks of a node and their workers start up, each with the keys in an order of its own."""
+    """Like the ranks of a node and their workers at startup. Each has its own order of keys."""
     gate = tmp_path / "gate"
-    # Several at a time: the first must not have given up before the last has imported torch.
+    # Several are started at a time, so that the first does not give up before the last has imported torch.
     with ThreadPoolExecutor(4) as pool:
         workers = list(pool.map(lambda i: start(gate=str(gate), seconds=0.05, keys=20, seed=i), range(64)))
     gate.touch()
@@ -74,7 +74,7 @@ def test_a_killed_lock_holder_blocks_nobody(tmp_path: Path, start: Start) -> Non
     victim.wait()
     begin = time.monotonic()
     assert builder(tmp_path / "root").build(request(source="int body0;\n")).layer == "compiled"
-    assert time.monotonic() - begin < 40  # of the 60 that a live one is waited for
+    assert time.monotonic() - begin < 40  # a live holder is waited for up to 60 s
 
 
 def test_a_slow_holder_is_not_waited_for_beyond_the_limit(
@@ -120,7 +120,7 @@ def test_a_read_only_root_is_read(tmp_path: Path, start: Start) -> None:
     builder(root).build(request(source="int body0;\n"))
     job: dict[str, Any] = {}
     if os.geteuid() == 0:
-        # Root may write anywhere: somebody else has to try.
+        # Root may write anywhere, so another user has to try.
         job["uid"] = 65534
         for path in [root, *root.rglob("*")]:
             os.chown(path, 65534, 65534)

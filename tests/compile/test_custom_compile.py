@@ -1,4 +1,4 @@
-"""Users' kernels through the real compilers: the example's, one of all types of elements, errors with their place."""
+"""Users' kernels through the real compilers: the example's kernels, all element types, errors with their lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_example_compiles_and_spills_nothing(kind: str, tmp_path: Path) -> N
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a GPU it launches both kernels."""
+    """With a GPU the example launches both kernels."""
     example().main()
     assert "Both agree with torch on" in capsys.readouterr().out
 
@@ -62,7 +62,7 @@ def every_type(out: Any, *tensors: Any) -> LaunchConfig:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_is_known_to_device_code(kind: str, tmp_path: Path) -> None:
-    """Each converts to and from a float."""
+    """Each type converts to and from float."""
     names = ", ".join(f"x_{element}" for element in ELEMENTS)
     parameters = {"out": "f32*", "f": "f32", **{f"n_{name}": name for name in NUMBERS}}
     parameters |= {f"x_{element}": f"{element}*" for element in ELEMENTS}

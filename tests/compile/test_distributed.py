@@ -1,4 +1,4 @@
-"""Compiling ahead on four ranks, each with a cache directory of its own unless said otherwise: real processes, gloo."""
+"""Compiling ahead on four ranks, which are real processes with gloo. By default each has its own cache directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deep_gemm.aot.workload import GemmShape
 
 SIZE = 4
 LIMIT = 8.0
-"""Seconds that ranks wait for a kernel in other hands: more than a kernel takes on a busy machine."""
+"""Seconds that ranks wait for another rank's kernel: more than a compilation takes on a busy machine."""
 SHAPES = [GemmShape(m, n, 512) for m in (1, 64) for n in (576, 4096)]
 OTHERS = [GemmShape(1, 576, 512), GemmShape(64, 576, 7168)]
 
@@ -34,7 +34,7 @@ def total(answers: list[Any], what: str = "compiled") -> int:
 
 
 def everything_is_there(answers: list[Any]) -> int:
-    """Each rank has every kernel, with the same bytes; how many there are."""
+    """Check that each rank has every kernel with the same bytes. Returns the number of kernels."""
     for answer in answers:
         assert answer["failed"] == 0
         assert answer["cubins"] == answers[0]["cubins"]
@@ -43,7 +43,7 @@ def everything_is_there(answers: list[Any]) -> int:
 
 
 def test_each_kernel_is_compiled_once_in_all_and_is_everywhere(ranks: Ranks, tmp_path: Path) -> None:
-    for call in ("first", "second"):  # the second, with empty directories, must not be given what the first published
+    for call in ("first", "second"):  # the second has empty directories, and must not get the first's published kernels
         answers = ranks.run(jobs(tmp_path / call))
         count = everything_is_there(answers)
         assert count >= 3
@@ -54,7 +54,7 @@ def test_each_kernel_is_compiled_once_in_all_and_is_everywhere(ranks: Ranks, tmp
         assert [answer["warnings"] for answer in answers] == [[]] * SIZE
     answers = ranks.run(jobs(tmp_path / "first"))
     assert (total(answers), total(answers, "adopted")) == (0, 0)
-    # Nothing is left but each rank's count of calls.
+    # Only each rank's count of calls is left in the store.
     before = ranks.store.num_keys()
     ranks.run(jobs(tmp_path / "third"))
     assert ranks.store.num_keys() == before
@@ -96,7 +96,7 @@ def test_wrong_bytes_are_refused_and_compiled_here(ranks: Ranks, tmp_path: Path,
 
 
 def test_ranks_that_die(tmp_path: Path) -> None:
-    """One that is dead at the start costs no time; one that dies with a kernel in its hands, at most the timeout."""
+    """A rank that is dead at the start costs no time. One that dies while it compiles costs at most the timeout."""
     ranks = Ranks(SIZE)
     try:
         assert ranks.run(jobs(tmp_path / "warm", []))[3] is not None

@@ -1,5 +1,4 @@
-"""Where a launch asks for it, what is read once leaves L2 first: loads of B, and of nothing else, come with that policy
-too."""
+"""The L2 policy evict-first: the code has loads with and without it for B, and only loads without it for all else."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ CONFIGS = [
     find_config(PLAIN, block_m=128, block_n=128),
     find_config(PLAIN, block_m=128, block_n=192),  # columns in two segments, each with a map
     find_config(PLAIN, block_m=128, block_n=128, cluster_m=2),  # B is multicast
-    find_config(PLAIN, block_m=256, block_n=128, cluster_n=2),  # A is
+    find_config(PLAIN, block_m=256, block_n=128, cluster_n=2),  # A is multicast
     find_config(SWAPPED, block_m=16),
 ]
 EVICT_FIRST = 0x12F0000000000000
 
 
 def loads(config: FP8Config, headers: Path) -> tuple[Counter[str], Counter[str]]:
-    """How many loads PTX has through each tensor map, by the name of the kernel's parameter: those with the policy, and
-    those without one."""
+    """The number of loads in PTX through each tensor map, by the name of the kernel's parameter: loads with the policy,
+    and loads without."""
     params, compiler = make_params(config), open_compiler("nvrtc")
     request = engine.build_request(params)
     compiled = compiler.compile(
@@ -70,7 +69,7 @@ def test_without_it_none_has(tmp_path: Path) -> None:
 
 
 def test_on_tokens_it_would_be_seen(tmp_path: Path) -> None:
-    """They are loaded as often, so that a count of all loads would not tell."""
+    """Tokens have as many loads as weights, so a count of all loads would not show a wrong one."""
     headers = edited_headers(
         tmp_path / "include",
         "loaders.cuh",

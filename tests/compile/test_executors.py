@@ -1,4 +1,4 @@
-"""Compiling ahead by threads, processes and a Dask cluster: what comes back is adopted, what does not is built here."""
+"""Compiling ahead by threads, processes and a Dask cluster: results are adopted, and missing ones are built here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.log import reset_warnings
 
 SHAPES = [GemmShape(m, 576, 7168) for m in (1, 64, 256)]
-TOTAL = len(build.choose(SHAPES).kernels)  # of three products on each GPU model, and the transpose of scales
+TOTAL = len(build.choose(SHAPES).kernels)  # for three products on each GPU model, and the transpose of scales
 FIRST = len(build.choose(SHAPES[:1]).kernels)
 
 
 @pytest.fixture(autouse=True)
 def fresh(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """NVRTC, for speed, and an empty cache, also of the workers that a test starts."""
+    """NVRTC, for speed, and an empty cache, also for the workers that a test starts."""
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
     reset_warnings()
     return cache_dir
@@ -48,7 +48,7 @@ def process_pool(workers: int = 2, **environment: str) -> Iterator[Executor]:
 
 @pytest.fixture(scope="module")
 def shared_worker() -> Iterator[Executor]:
-    """One process for several tests, since importing torch takes it seconds."""
+    """One process for several tests, since it takes seconds to import torch."""
     with process_pool(1) as pool:
         yield pool
 
@@ -113,7 +113,7 @@ def test_a_process_that_shares_the_disk_writes_it_once(cache_dir: Path, worker: 
 
 
 class Deadly(Executor):
-    """A pool whose workers die of the second kernel that is submitted."""
+    """A pool whose workers die at the second submitted kernel."""
 
     def __init__(self, pool: Executor) -> None:
         self.pool = pool

@@ -1,4 +1,4 @@
-"""Directories with any name: paths are bytes to NVRTC, and mean nothing to the shell that NVCC uses."""
+"""Directories with any name: NVRTC takes paths as bytes, and the shell that NVCC uses does not interpret them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deep_gemm.settings import settings
 
 SOURCE = '#include "twice.cuh"\nextern "C" __global__ void k(int* out) { *out = twice(threadIdx.x); }\n'
 HEADER = "#pragma once\n__device__ int twice(int x) { return 2 * x; }\n"
-# What a shell may take for a command, unquoted and inside either kind of quotes; and bytes that are no UTF-8.
+# Text that a shell may run as a command, unquoted and inside both kinds of quotes; and bytes that are not UTF-8.
 COMMANDS = "x$(touch a)`touch b`\"; touch c; \"'; touch d; '& touch e & \n touch f\n \\ # * ü \udcff"
 NAMES = [COMMANDS, "it's a; touch g & b", "aüb"]
 
@@ -41,7 +41,7 @@ def test_every_directory_may_have_any_name(
     monkeypatch.setenv("TMPDIR", str(places["tmp"]))
     monkeypatch.chdir(places["cwd"])
     build = Builder(places["root"], compiler, places["include"])
-    # NVRTC cannot have a header's name with a quotation mark in line information.
+    # NVRTC does not support quotation marks in headers' names with line information.
     with settings.override(lineinfo=compiler.kind == "nvcc" or '"' not in name, dump_ptx=True):
         built = build.build(request(source=SOURCE))
     assert (built.layer, built.cubin[:4]) == ("compiled", b"\x7fELF")
@@ -65,7 +65,7 @@ def test_nvrtc_takes_a_source_with_a_quotation_mark_in_its_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_a_locale_decides_nothing(tmp_path: Path, encoding: str) -> None:
-    """Under LC_ALL=C without Python's own remedies, text is ASCII wherever no encoding is named."""
+    """Under LC_ALL=C, without Python's UTF-8 mode, text is ASCII wherever code names no encoding."""
     code = """
 import os, sys
 sys.path.insert(0, os.environ["TESTS"])
@@ -108,7 +108,7 @@ def test_without_a_plain_directory_nvcc_is_not_run(tmp_path: Path, monkeypatch: 
 
 
 def test_the_command_line_prints_any_path(tmp_path: Path) -> None:
-    """Where standard output takes text only, as in most locales."""
+    """Standard output takes only text, as in most locales."""
     root = os.fsencode(tmp_path) + b"/\xff\xc3\xbc"
     environment = {**os.environb, b"DG_JIT_CACHE_DIR": root, b"PYTHONIOENCODING": b"utf-8:strict"}
     command = [sys.executable, "-m", "deep_gemm", "cache", "verify"]

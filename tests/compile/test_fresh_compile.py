@@ -1,4 +1,4 @@
-"""A tile's first block makes its sums. Whether they are cleared all the same no result tells, only time does."""
+"""A tile's first block overwrites the sums. Clearing them first would not change results, only the time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CONFIGS = [
 
 
 def zeros_behind_the_first_product(tmp_path: Path, config: FP8Config, headers: Path) -> int:
-    """How many registers are cleared, in the order of the code, between a tile's first two groups of products. What is
-    done for tiles of one block alone stands elsewhere."""
+    """The number of registers that are cleared between a tile's first two groups of products, in the order of the code.
+    The code for tiles with one block is elsewhere."""
     builder = Builder(tmp_path / "cache", open_compiler("nvrtc"), headers)
     text = sass(builder.build(engine.build_request(make_params(config))).cubin)
     first, second = [found.end() for found in re.finditer(r"GMMA\.[^;]*gsb0", text)][:2]

@@ -1,4 +1,4 @@
-"""The 16-bit GEMM kernels as machine code: the instructions that they ask for, and short main loops."""
+"""The machine code of the 16-bit GEMM kernels: the expected instructions, and short main loops."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def entry(params: KernelParams) -> str:
 
 
 KERNELS_OF = {"nvrtc": CASES, "nvcc": one_of_a_wide_tile(CASES)}
-"""What each compiler compiles: NVRTC has NVCC's optimiser and assembler."""
+"""The cases for each compiler. NVCC gets few, because NVRTC has the same optimiser and assembler."""
 
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, KernelParams], Built]]:
-    """What a compiler makes of a kernel."""
+    """Kernels built by a compiler."""
     with contextlib.ExitStack() as stack:
         started: dict[str, dict[KernelParams, Future[Built]]] = {}
 
@@ -47,12 +47,12 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    """What builds kernels that are not mutated, each once."""
+    """A builder of kernels without mutations, which builds each once."""
     return Builder(tmp_path_factory.mktemp("sound"), open_compiler("nvrtc"))
 
 
 def pairs(cases: list[HalfParams]) -> list[Any]:
-    """Of compilers and kernels."""
+    """Pairs of compilers and kernels."""
     found = [(kind, params) for kind in KINDS for params in cases if params in KERNELS_OF[kind]]
     return [pytest.param(*pair, id=f"{pair[0]}-{entry(pair[1])}") for pair in found]
 
@@ -66,14 +66,14 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(
     assert (resources.stack, resources.spill_stores, resources.spill_loads, resources.warnings) == (0, 0, 0, ())
     assert (resources.problems(), resources.shared_static) == ([], 0)
     assert re.findall(r"\b(?:LDL|STL|LDLM|STLM)\b.*", text) == []
-    # Operands that are not K-major are transposed by the instruction.
+    # The instruction transposes operands that are not K-major.
     kind = ".BF16" if params.dtype == "bf16" else ""
     products = set(re.findall(r"\bHGMMA\.\S+", text))
     assert products == {f"HGMMA.64x{fields['mma_n']}x16.F32{kind}"}
     transposed = {name for line in re.findall(r"\bHGMMA\..*", text) for name in re.findall(r"\b(tnsp[AB])\b", line)}
     left, right = params.majors if params.kernel == UPRIGHT.name else (params.majors[1], "k")
     assert transposed == {name for name, major in (("tnspA", left), ("tnspB", right)) if major == "m"}
-    # What is stored: boxes by TMA, added in L2 or not; pieces of 16 bytes; or single elements.
+    # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes; or single elements.
     upright, tma = params.kernel == UPRIGHT.name, params.store == "tma"
     assert ("UTMASTG.2D" in text) == (upright and tma and params.accumulate != "reduces")
     assert ("UTMAREDG.2D.ADD" in text) == (params.accumulate == "reduces")
@@ -98,7 +98,7 @@ LOOPS = [
 def test_the_main_loop_is_products_and_a_barrier(
     builds: Callable[[str, KernelParams], Built], kind: str, params: KernelParams
 ) -> None:
-    """Descriptors stay in uniform registers: moving each over before every product cost FP8 kernels 5 to 20%."""
+    """Descriptors stay in uniform registers. Moving them there before every product cost FP8 kernels 5 to 20%."""
     loop = main_loop(builds(kind, params).sass)
     assert len(moves_to_uniform(loop)) <= 2
     assert len(loop) < 70
@@ -106,7 +106,7 @@ def test_the_main_loop_is_products_and_a_barrier(
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_each_mutation_applies_once_and_changes_the_code(mutation: Mutation, sound: Builder, tmp_path: Path) -> None:
-    """Those of tests/gpu/test_half_mutations.py."""
+    """The mutations of tests/gpu/test_half_mutations.py."""
     request = engine.build_request(KERNELS[mutation.kernels[0]])
     broken = Builder(tmp_path / "broken", open_compiler("nvrtc"), mutation.headers(tmp_path / "include"))
     assert broken.build(request).cubin != sound.build(request).cubin

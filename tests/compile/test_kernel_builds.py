@@ -1,4 +1,4 @@
-"""How machine code is read, by code made up for it."""
+"""The readers of machine code, tested with made-up code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel and case through both compilers: fast code, and the resources that the host counted on."""
+"""Every kernel and case through both compilers: fast code, and the resources that the host computed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from deep_gemm.params import KernelParams, QuantizeParams
 from deep_gemm.settings import settings
 from deep_gemm.spec import align
 
-# The 16-bit GEMMs are those of test_half_compile.py.
+# 16-bit GEMMs are in test_half_compile.py.
 FOUND = [kernel for kernel in kernels.registry().values() if kernel.mma_instruction != "HGMMA"]
 CASES = [params for kernel in FOUND for params in kernel.cases()]
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
@@ -52,21 +52,21 @@ STATIC_SHARED = {"transpose_scales": 32 * 65 * 4, "copy_rows": 64 * 66 * 2, "tra
 
 
 def static_shared(params: KernelParams) -> int:
-    """Bytes of shared memory that are no part of a launch."""
+    """Bytes of static shared memory, which are not part of the launch."""
     if not isinstance(params, QuantizeParams):
         return STATIC_SHARED.get(params.kernel, 0)
     blocks = {params.plain, params.transposed}
     if blocks == {"row", "none"}:
         return 0
-    # Maxima of eight warps, of each column and of the tile, and the transposed tile; one element where there are none.
+    # Maxima of eight warps for each column and for the tile, and the transposed tile; one element where one is unused.
     maxima = align((8 * 128 * 4 if "column" in blocks else 4) + 8 * 4, 16)
     return align(maxima + (128 * 128 if params.transposed != "none" else 4), 16)
 
 
-# Descriptors of operands live in uniform registers. Where ptxas takes a loop count for divergent, it keeps them in
-# ordinary ones and moves each over before every product: that cost 5 to 20% on an H200. Scale factors do not count:
-# 128x192 tiles, where they are moved so, took 0 to 2% less on an H200 than when they were not (four shapes, single
-# calls in turns).
+# Descriptors of operands must stay in uniform registers. If ptxas believes that a loop count is divergent, it keeps
+# them in ordinary registers and moves each before every product, which cost 5 to 20% on an H200. Moves of scale factors
+# are allowed: 128x192 tiles with such moves took 0 to 2% less time on an H200 than without (four shapes, single calls
+# in turns).
 LOOPS = [
     make_params(config)
     for config in (
@@ -97,7 +97,7 @@ def compiler(request: pytest.FixtureRequest) -> Compiler:
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, KernelParams], Built]]:
-    """What a kind of compiler makes of a kernel. All kernels of a kind are compiled from when one is asked for."""
+    """Kernels built by a compiler. All kernels for a compiler are compiled when the first one is needed."""
     with contextlib.ExitStack() as stack:
         started: dict[str, dict[KernelParams, Future[Built]]] = {}
 
@@ -116,7 +116,7 @@ def built(builds: Callable[[str, KernelParams], Built], kind: str, params: Kerne
 
 
 def each(cases: Iterable[KernelParams]) -> pytest.MarkDecorator:
-    """A test of each of these, as NVRTC compiles it; and of the tiles that NVCC compiles too."""
+    """Parametrises a test with these cases compiled by NVRTC, and some of them also by NVCC."""
     listed = list(cases)
     pairs = [(kind, params) for kind in KINDS for params in listed if params in KERNELS[kind]]
     return pytest.mark.parametrize(("kind", "params"), pairs, ids=[f"{kind}-{entry(params)}" for kind, params in pairs])
@@ -129,10 +129,10 @@ def test_nothing_is_spilled_or_serialised(built: Built, params: KernelParams) ->
     assert resources.warnings == ()
     assert resources.problems() == []
     assert resources.shared_static == static_shared(params)
-    # Variables of the module, which the driver would have to allocate and to relocate at each load.
+    # There are no module variables, which the driver would have to allocate and relocate at each load.
     assert b".nv.global" not in built.binary.cubin
     assert b".nv.constant4" not in built.binary.cubin
-    # Local memory under any name: loads and stores, and what indexing an array of registers would become.
+    # There is no local memory in any form: loads and stores, or indexed arrays of registers.
     assert re.findall(r"\b(?:LDL|STL|LDLM|STLM)\b.*", built.sass) == []
     instruction = kernels.get(params.kernel).mma_instruction
     assert instruction in built.sass
@@ -143,22 +143,23 @@ def test_nothing_is_spilled_or_serialised(built: Built, params: KernelParams) ->
 @each(GEMMS)
 def test_the_gemm_is_made_of_the_instructions_it_asks_for(built: Built, params: KernelParams) -> None:
     fields, config = kernels.get(params.kernel).fields(params), fp8(params)
-    # Consumers that take turns meet at a named barrier before each product, and let the next one go.
+    # Consumers that take turns wait at a named barrier before each product, and then release the next consumer.
     assert any("BAR.ARV" in instruction for instruction in built.loop) == takes_turns(params)
     assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{fields['mma_n']}x32.F32.E4M3.E4M3"}
     loads, stores = "UTMALDG.2D" in built.sass, "UTMASTG.2D" in built.sass
     assert (loads, stores) == (True, stores_by_tma(params))
-    # Of the weights and of D a launch says whether they leave L2 first.
+    # The launch chooses the policy evict-first for weights and for D.
     for instruction, some in (("UTMALDG", True), ("UTMASTG", stores)):
         told = {"desc[" in line for line in re.findall(rf"\b{instruction}\.2D.*", built.sass)}
         assert told == ({False, True} if some else set())
-    # What is staged, but not for TMA, warps copy 16 bytes at a time.
+    # Warps copy staged tiles 16 bytes at a time if TMA does not store them.
     if params.store == "tma" and not stores:
         assert "STG.E.128" in built.sass
     assert "UTMALDG.3D" not in built.sass
     # Operands are multicast in clusters along m or n, and only there.
     assert ("UTMALDG.2D.MULTICAST" in built.sass) == (config.cluster_m * config.cluster_n > 1)
-    # A fence for a whole GPU takes hundreds of cycles. CTAs that hand over sums have one, and none has any to meet.
+    # A fence for the whole GPU takes hundreds of cycles. Only the split-K exchange between CTAs has one; cluster
+    # barriers have none.
     assert len(re.findall(r"MEMBAR\.\S*GPU", built.sass)) <= int(config.cluster_k > 1)
     assert ("USETMAXREG" in built.sass) == (int(fields["consumer_registers"]) > 0)
     threads = int(fields["num_threads"]) * int(fields["min_ctas"])
@@ -199,7 +200,7 @@ def test_shared_memory_that_the_host_counts_otherwise_is_an_error(builder: Build
 
 
 def test_serialised_products_would_be_seen(builder: Builder, compiler: Compiler, tmp_path: Path) -> None:
-    """The check above must be able to fail: here sums are changed while products are still being added to them."""
+    """The check above must be able to fail: here code changes sums while products are still added to them."""
     commit = "    wgmma_commit();\n"
     folder = edited_headers(tmp_path / "include", "fp8_mainloop.cuh", (commit, "    set[0] += 1.0f;\n" + commit))
     broken = Builder(tmp_path / "broken", compiler, folder)
@@ -218,7 +219,7 @@ def test_a_debug_build_compiles(builder: Builder) -> None:
     with settings.override(debug=True):
         debug = builder.build(request)
     assert debug.key != plain.key
-    # The bounded waits are what it is for.
+    # The debug build has bounded waits.
     assert debug.cubin != plain.cubin
 
 
@@ -245,7 +246,8 @@ def test_the_maps_of_loads_are_asked_for_ahead(built: Built, params: KernelParam
 
 @each(GEMMS)
 def test_a_tiles_first_product_waits_for_no_scale_of_b(built: Built, params: KernelParams) -> None:
-    """The first ones are asked for before it, and may come from HBM: what moves them on would wait for them."""
+    """The loads of B's first scales are issued before it, and may come from HBM. A move of a loaded scale would
+    wait."""
     asked: set[str] = set()
     for line in built.sass.split("WARPGROUP.ARRIVE")[0].splitlines():
         if loaded := re.search(r"\bLDG\.\S+ (R\d+),", line):
@@ -259,8 +261,8 @@ def test_a_tiles_first_product_waits_for_no_scale_of_b(built: Built, params: Ker
 
 @each(GEMMS)
 def test_weights_come_nearer_before_the_wait(built: Built, params: KernelParams) -> None:
-    """Blocks of B, in boxes that are whole or end at the edge, are brought into L2 before a CTA's warps meet: before
-    they wait, and before anything is loaded."""
+    """Blocks of B, in whole boxes or edge boxes, are prefetched into L2 before the CTA's first barrier, and so before
+    the wait for the previous kernel and before any load."""
     meeting = r"BAR\.SYNC\.DEFER_BLOCKING 0x0|UCGABAR_WAIT"
     order = re.findall(rf"UTMAPF|UTMALDG|ACQBULK|{meeting}", built.sass)
     boxes = sum(boxes_of_weights(params))
@@ -271,16 +273,16 @@ def test_weights_come_nearer_before_the_wait(built: Built, params: KernelParams)
 
 
 def boxes_of_weights(params: KernelParams) -> tuple[int, int]:
-    """Loads of B's boxes in the code for a block of K: of a tile that is whole, and of one at the edge, where all its
-    boxes are looked at if there are several."""
+    """The number of loads of B's boxes in the code for a block of K: for a whole tile, and for a tile at the edge. With
+    several boxes the code for the edge tests each of them."""
     boxes = len(segments(fp8(params).block_n))
     return boxes, boxes if boxes == 1 else 2 * boxes
 
 
 @each(GEMMS)
 def test_producers_go_round_short_loops(built: Built, params: KernelParams) -> None:
-    """A stage of narrow tiles is filled in less than 200 cycles. What does not change within a tile was worked out
-    before: with a third more instructions 64x32 took 6% longer at 64 x 2112 x 7168."""
+    """A stage of a narrow tile is filled in less than 200 cycles. Values that are constant within a tile are computed
+    before the loop: with a third more instructions 64x32 tiles took 6% longer at 64 x 2112 x 7168."""
     lines = [line.strip() for line in built.sass.splitlines()]
     lines = [line for line in lines if re.match(r"/\*[0-9a-f]{4,}\*/|\.L_\w+:", line)]
     places = {line.rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L_")}
@@ -298,20 +300,22 @@ def test_producers_go_round_short_loops(built: Built, params: KernelParams) -> N
 
 @each(GEMMS)
 def test_constant_weights_are_not_asked_for_too_fast(built: Built, params: KernelParams) -> None:
-    """What the previous kernel wrote is loaded behind them. Rings of few stages wait for room anyway, and where tokens
-    are more bytes than weights they are what is waited for."""
+    """The outputs of the previous kernel are loaded after them. Rings with few stages wait for a free stage anyway. If
+    a stage has more bytes of tokens than of weights, there is no pause."""
     config = fp8(params)
     loads = built.sass.split("UTMALDG")
     clocks = ["SR_CLOCKLO" in after for after in loads[1:]]
     assert any(clocks) == (config.num_stages >= 4 and config.block_n >= config.block_m)
-    # Of weights only, whole or at the edge and with either hint, in a ring's first round: the first loads of the code.
+    # Only loads of weights in the ring's first round have pauses: whole or at the edge, with and without the policy.
+    # These are the first loads of the code.
     first = 4 * sum(boxes_of_weights(params))
     assert sum(clocks) == sum(clocks[:first]) == (4 if any(clocks) else 0)
 
 
 @each(GEMMS)
 def test_weights_wait_behind_early_ones(built: Built, params: KernelParams) -> None:
-    """Through either map, with either hint: a wait, later rounds' loads, the first's, a wait behind the early ones."""
+    """For each map, with and without the policy, the code has a wait, the loads of later rounds, the loads of the first
+    round, and a wait after the early loads."""
     order = "".join(found[0] for found in re.findall(r"ACQBULK|UTMALDG", built.sass))
     whole, edge = boxes_of_weights(params)
     waits = re.search(f"(AU{{{2 * edge}}}A+){{2}}(AU{{{2 * whole}}}A+){{2}}", order)
@@ -320,7 +324,8 @@ def test_weights_wait_behind_early_ones(built: Built, params: KernelParams) -> N
 
 @each(GEMMS)
 def test_consumers_with_time_to_lose_look_early_for_the_next_stage(built: Built, params: KernelParams) -> None:
-    """While the products of a block run, and before the one before it is promoted: once for each block of the loop."""
+    """They test the next stage's barrier once for each block of the loop, while the block's products run, and before
+    the previous block is promoted."""
     config = upright(params)
     loop = built.loop
     steps = [re.sub(r"^@\S+ ", "", step).split(" ")[0] for step in loop]
@@ -330,7 +335,7 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(built: Built,
         return
     slices, mma_n = sm90_fp8_gemm.instruction_shape(config)
     assert sum("GMMA" in step for step in steps) == 4 * slices * (config.block_n // mma_n) * len(looks) > 0
-    for look in looks:  # promotion lies between it and where its answer is used
+    for look in looks:  # promotion lies between the test and the use of its result
         onwards = (steps + steps)[look + 1 :]
         until = onwards.index("SYNCS.PHASECHK.TRANS64.TRYWAIT")
         assert onwards[:until].count("FFMA") >= config.block_n / 4
@@ -338,7 +343,7 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(built: Built,
 
 @each(filter(starts_before_it_stores, GEMMS))
 def test_no_tile_ends_with_a_wait_for_the_first_product_of_the_next(built: Built, params: KernelParams) -> None:
-    """That product is the last in the code; who waits for it is the loop over blocks, which comes before."""
+    """That product is the last in the code. The loop over blocks, which comes earlier in the code, waits for it."""
     code = built.sass
     last = code.rindex("GMMA.")
     assert "WARPGROUP.DEPBAR" in code[:last]
@@ -347,15 +352,15 @@ def test_no_tile_ends_with_a_wait_for_the_first_product_of_the_next(built: Built
 
 @each(GEMMS)
 def test_promotion_comes_in_bursts(built: Built, params: KernelParams, caplog: pytest.LogCaptureFixture) -> None:
-    # The hints were understood and edited: nothing is left to do, and nothing to say.
+    # The hints were recognised and edited. A second edit changes nothing and gives no warning.
     with caplog.at_level(logging.WARNING, logger=log.name):
         assert bursts.in_bursts(built.binary.cubin, built.binary.name) == built.binary.cubin
     assert not caplog.records
     ((_, words),) = bursts.code_sections(built.binary.cubin)
     found = bursts.runs(words)
     assert found
-    # Nearly all are in runs, and these as long as a thread's columns with one scale; ptxas now and then moves one of
-    # eight or four away from the others, and one of sixteen where there are other scales.
+    # Nearly all FFMA are in runs, and a run is as long as a thread's columns with one scale. ptxas sometimes moves one
+    # of eight or four FFMA away from the others, and one of sixteen where there are several scales.
     if config := upright(params):
         several = len(segments(config.block_n)) > 1
         columns = min(64 if several else 128, segments(config.block_n)[0]) // 4

@@ -1,4 +1,4 @@
-"""The mutations that tests/gpu runs apply to today's device code, and compile."""
+"""The mutations of tests/gpu apply to the current device code, and compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNELS = mutated_kernels()
 
 
 def one_in_turn(mutation: Mutation) -> str:
-    """One of the kernels that it breaks. All of them are compiled where they run (tests/gpu/test_mutations.py)."""
+    """One of the kernels that the mutation breaks. tests/gpu/test_mutations.py compiles and runs all of them."""
     return mutation.kernels[MUTATIONS.index(mutation) % len(mutation.kernels)]
 
 
@@ -56,7 +56,7 @@ def test_it_applies_once_compiles_and_changes_the_code(
     mutant, original = broken.build(request), sound.build(request)
     assert mutant.key != original.key
     assert mutant.cubin != original.cubin
-    # It must run as it did: spills would do no harm, but more registers would not launch.
+    # The mutant must still launch: spills would do no harm, but more registers would.
     assert mutant.resources.registers <= original.resources.registers
 
 

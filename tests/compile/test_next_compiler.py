@@ -1,4 +1,4 @@
-"""A compiler that fails for reasons of its own is passed by: the next one is tried, once per process."""
+"""A compiler that cannot compile anything is skipped: the next one is used, and is chosen once per process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_CC1PLUS = "gcc: fatal error: cannot execute 'cc1plus': execvp: No such file o
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """NVCC is a script that fails as with a broken host compiler and writes a line here; NVRTC is a real one."""
+    """The file to which a fake NVCC writes a line per run. It fails as with a broken host compiler. NVRTC is real."""
     nvrtc = compiler_of("nvrtc")
     path = tmp_path / "journal"
     fake_nvcc(tmp_path / "bin" / "nvcc", body=f'echo run >> {path}; echo "{NO_CC1PLUS}" >&2; exit 1')
@@ -44,7 +44,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_next_compiler_is_used_from_then_on(
     tmp_path: Path, journal: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose().kind == "nvcc"  # as it has not been tried yet
+    assert choose().kind == "nvcc"  # it has not been tried yet
     build = Builder(tmp_path / "root", include_dir=tmp_path)
     with ThreadPoolExecutor(4) as pool:
         built = list(pool.map(lambda i: build.build(request(source=SOURCE % i)), range(4)))
@@ -62,7 +62,7 @@ def test_the_next_compiler_is_used_from_then_on(
 
 
 def test_what_the_next_compiler_stored_is_found_where_compiling_is_forbidden(tmp_path: Path, journal: Path) -> None:
-    """As in an image whose kernels were compiled ahead, with a compiler that does not work."""
+    """As in an image with kernels compiled ahead and a compiler that does not work."""
     with settings.override(use_nvrtc=True):
         Builder(tmp_path / "root", include_dir=tmp_path).build(request(source=SOURCE % 1))
     with settings.override(forbid_compile=True):

@@ -1,4 +1,4 @@
-"""Triton's and TileLang's kernels compile for sm_90a on a machine without a GPU, to what Hopper is fast with."""
+"""Triton's and TileLang's kernels compile for sm_90a without a GPU, and use wgmma and TMA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks of weights a kernel asks into L2 while it sets itself up: no result tells, only time does."""
+"""How many blocks of weights a kernel prefetches into L2 in its prologue. Results do not show it, only times do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.base import Kernel
 
 IN_L2 = 65536
-"""Bytes of them at most."""
+"""The most bytes of weights that a CTA prefetches."""
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def compiler() -> Compiler:
 
 
 def counts_before_prefetch(text: str) -> tuple[list[int], list[int]]:
-    """Of the instructions that lead up to the first prefetch of a tensor map's box, the numbers that one is the least
-    with, and that are chosen between (by each thread: what is known to the compiler is a uniform instruction)."""
+    """Constants in the instructions before the first prefetch of a box: those of minima, and those of selections. Only
+    selections by threads count; those that depend on constants are uniform instructions."""
     before = text[: text.index("UTMAPF")].splitlines()[-40:]
     least = [int(found[1], 16) for line in before if (found := re.search(r"\sVIMNMX\S* \w+, \w+, (0x\w+)", line))]
     chosen = [int(found[1], 16) for line in before if (found := re.search(r"\sSEL \w+, \w+, (0x\w+)", line))]
@@ -38,8 +38,8 @@ def counts_before_prefetch(text: str) -> tuple[list[int], list[int]]:
 def test_three_blocks_of_weights_come_into_l2_where_there_is_time(
     compiler: Compiler, tmp_path: Path, family: Kernel[Any], block_n: int, cluster_k: int
 ) -> None:
-    """CTAs that share K wait for their cluster: three, or as many as `IN_L2` holds. Alone, only if some are early too,
-    which is known at run time, else one."""
+    """CTAs with split K wait for their cluster: they prefetch three blocks, or as many as `IN_L2` allows. Other CTAs do
+    so only with early loads, which they know at run time, and otherwise prefetch one block."""
     config = find_config(family, block_n=block_n, cluster_k=cluster_k)
     several = min(3, IN_L2 // (config.block_n * config.block_k))
     text = sass(Builder(tmp_path, compiler).build(engine.build_request(make_params(config))).cubin)

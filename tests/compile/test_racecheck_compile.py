@@ -1,4 +1,4 @@
-"""Headers for racecheck (see `tests/racecheck_headers.py`) suit the kernels: without a GPU, nobody else would tell."""
+"""Kernels compile with the headers for racecheck (see `tests/racecheck_headers.py`). Other tests of them need a GPU."""
 
 from __future__ import annotations
 

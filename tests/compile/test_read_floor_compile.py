@@ -1,4 +1,4 @@
-"""The kernel that reads and does nothing else."""
+"""The read-floor kernel, which only reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_it_reads_by_bulk_copies_and_spills_nothing(tmp_path: Path) -> None:
     assert (binary.resources.spill_stores, binary.resources.spill_loads, binary.resources.stack) == (0, 0, 0)
     text = sass(binary.cubin)
     assert "UBLKCP" in text
-    # What arrives is read, and whether the sum is stored only the sum tells.
+    # Loaded data is read from shared memory. Whether the sum is stored depends on the sum, so reads are not removed.
     assert "LDS" in text
     assert "STG" in text
-    # It lets its successor start before it waits for its predecessor.
+    # It lets the next kernel start before it waits for the previous one.
     assert text.index("PREEXIT") < text.index("ACQBULK")

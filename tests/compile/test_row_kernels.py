@@ -1,5 +1,5 @@
-"""Our element-wise and row-wise kernels: they compile without spills, and compute the right numbers where each thread
-of the GPU is one of the host's."""
+"""Our element-wise and row-wise kernels compile without spills, and compute right results on the host, where each
+thread of a CTA is a host thread."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_kernels_compile_without_spills(op: str, columns: int) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the path")
 @pytest.mark.parametrize("op", OPS)
 def test_the_kernels_are_right_on_the_host(op: str, tmp_path: Path) -> None:
-    rows, columns = 3, 520  # of the last vectors, some threads have none
+    rows, columns = 3, 520  # some threads have no vector in the last round
     operation = backends.get_operation(op)
     operands = operation.make((rows, columns), torch.device("cpu"))
     out = operation.output(operands)

@@ -1,4 +1,4 @@
-"""Signals that arrive while NVRTC compiles: the process does what it would do anywhere else."""
+"""Signals that arrive while NVRTC compiles: the process reacts as it would elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deep_gemm.jit.generator import include_dir
 from deep_gemm.settings import settings
 
 WORKER = Path(__file__).parents[1] / "signal_worker.py"
-LIMIT = 60.0  # seconds; what hangs never ends, and a busy machine may take some
+LIMIT = 60.0  # seconds; more than a busy machine takes, so a longer time is a hang
 
 
 @pytest.fixture
@@ -34,7 +34,8 @@ def nvrtc() -> Compiler:
 
 
 def end(seed: str, number: signal.Signals, **job: Any) -> tuple[int, str, float]:
-    """Send a process the signal at a random moment. Its exit status, what it said, and how long that took."""
+    """Send a process the signal at a random moment. Returns its exit status, its output, and the time until it
+    ended."""
     command = [sys.executable, str(WORKER), json.dumps({"parts": 1200, **job})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
@@ -67,7 +68,7 @@ def test_an_exception_of_a_handler_ends_a_process_that_compiles() -> None:
 
 
 def test_an_interrupted_compilation_is_cancelled(nvrtc: Compiler) -> None:
-    """The interrupt comes at once, and at exit Python does not have to wait for the rest of the work."""
+    """The interrupt arrives at once, and Python does not wait for the rest of the compilation at exit."""
     assert isinstance(nvrtc, Nvrtc)
     library = nvrtc._open()
     if not hasattr(library, "nvrtcSetFlowCallback"):

@@ -1,4 +1,4 @@
-"""Packs from end to end, in real processes: built where no GPU is, used where no compiler is, under another path."""
+"""Packs from end to end, in real processes: built without a GPU, used without a compiler and under another path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deep_gemm.settings import child_environment
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "static_wheel"
 
-# What a service does when it starts: it needs no GPU until the cubins are loaded.
+# The start of a service. It needs no GPU until cubins are loaded.
 USE = """
 import json, sys
 from pathlib import Path
@@ -65,8 +65,8 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def python(
     *arguments: str | Path, path: list[Path], bare: bool = False, before: Sequence[str] = (), **environment: str | Path
 ) -> str:
-    """Run a Python that finds `path` before anything else; `bare`: with no other variable in its environment; `before`:
-    what runs it."""
+    """Run a Python with `path` first in its module search path. `bare`: without other environment variables. `before`:
+    a command prefix."""
     inherited = {} if bare else child_environment("PYTHONPATH", "DG_JIT_CACHE_DIR", "DG_JIT_PRECOMPILED")
     env = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, path)), **{k: str(v) for k, v in environment.items()}}
     cwd = environment.get("PWD", path[0])
@@ -104,14 +104,14 @@ def test_a_pack_made_without_a_gpu_in_one_prefix_serves_another(prefixes: tuple[
     assert (found["stats"]["compiled"], found["stats"]["misses"]) == (0, 0)
     assert found["stats"]["pack"] == len(found["cubins"]) == found["packs"][0]["kernels"] > 1
     assert not (tmp_path / "cache two").exists()
-    # Without the pack the same process would have failed: it is the pack that served.
+    # Without the pack the same process fails, so the kernels came from the pack.
     without = use(shapes, [second], DG_JIT_CACHE_DIR=tmp_path / "cache two", **forbidden)
     assert all("DG_JIT_FORBID_COMPILE forbids" in layer for layer in without["layers"])
 
 
 @pytest.fixture(scope="module")
 def with_wheel(prefixes: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's wheel, built with one installation of this project and installed into a directory of its own."""
+    """The example's wheel, built with one installation of this project and installed into a separate directory."""
     scratch = tmp_path_factory.mktemp("wheel")
     shutil.copytree(EXAMPLE, scratch / "sources")
     command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", scratch]
@@ -140,7 +140,7 @@ def test_a_wheel_carries_its_kernels(with_wheel: Path, prefixes: tuple[Path, Pat
 
 
 def test_a_wheel_serves_a_bare_container(with_wheel: Path, prefixes: tuple[Path, Path], tmp_path: Path) -> None:
-    """No HOME, no PATH, and nowhere to write: neither the current directory nor that of the cache."""
+    """There is no HOME and no PATH, and neither the current directory nor the cache directory can be written."""
     read_only = tmp_path / "read-only"
     read_only.mkdir()
     (read_only / "cache").mkdir(mode=0o500)
@@ -150,7 +150,7 @@ def test_a_wheel_serves_a_bare_container(with_wheel: Path, prefixes: tuple[Path,
     found = use(EXAMPLE / "shapes.json", path, bare=True, DG_JIT_CACHE_DIR=read_only / "cache", **settings)
     read_only.chmod(0o700)
     served(found, with_wheel, prefixes[1])
-    # Even root, who may write anywhere, finds nothing there.
+    # Nothing was written, even by root, who may write anywhere.
     assert list((read_only / "cache").iterdir()) == []
     assert [path.name for path in read_only.iterdir()] == ["cache"]
 
@@ -158,7 +158,7 @@ def test_a_wheel_serves_a_bare_container(with_wheel: Path, prefixes: tuple[Path,
 def test_a_wheel_serves_where_the_whole_root_is_read_only(
     with_wheel: Path, prefixes: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A container started with --read-only, and nothing mounted into it."""
+    """As in a container that was started with --read-only and without mounts."""
     before = read_only(tmp_path)
     settings = {"DG_JIT_FORBID_COMPILE": "1", "DG_JIT_NVCC_COMPILER": "/nonexistent", "PWD": str(tmp_path)}
     path = [with_wheel, prefixes[1]]

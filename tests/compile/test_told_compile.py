@@ -1,4 +1,4 @@
-"""Who finds out which tile is next: no result tells, only time does."""
+"""The next-tile hint: whether consumers compute the next tile themselves. Results do not show it, only times do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deep_gemm.params import FP8Config
 
 
 def divisions_between_products(tmp_path: Path, config: FP8Config) -> list[str]:
-    """The upper halves of products of integers, by which a tile's place in the order is found, that stand in the code
-    between the first and the last product of matrices: there is nothing but consumers' code."""
+    """The integer multiplications for upper halves, which locate a tile in the order, between the first and the last
+    wgmma. This part of the code belongs to consumers only."""
     text = sass(Builder(tmp_path, open_compiler("nvrtc")).build(engine.build_request(make_params(config))).cubin)
     return re.findall(r"IMAD\.HI\.U32", text[text.index("GMMA") : text.rindex("GMMA")])
 
@@ -36,5 +36,5 @@ def test_two_consumers_are_told_their_next_tile(tmp_path: Path, config: FP8Confi
 
 
 def test_one_looks_for_it_itself(tmp_path: Path) -> None:
-    """So that it is seen what the others do not do."""
+    """The check above must be able to fail: a lone consumer has these multiplications."""
     assert divisions_between_products(tmp_path, find_config(block_m=64, block_n=64))

@@ -1,4 +1,4 @@
-"""What the GPU tests share: shapes, memory layouts, and a call whose every buffer is guarded."""
+"""Shared code of the GPU tests: shapes, memory layouts, and calls with guarded buffers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import deep_gemm
 from deep_gemm.spec import align
 from deep_gemm.testing import Guarded, Operand, guarded, guarded_copy, random_operands
 
-# On a machine without a GPU these tests are skipped, but their bodies can be run against the reference (without the
-# conftest that skips them), to find mistakes that have nothing to do with a GPU.
+# On a machine without a GPU these tests are skipped. Without the conftest that skips them, they run against the
+# reference, which finds mistakes that do not depend on a GPU.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # N x K of DeepSeek-V3's projections.
@@ -21,7 +21,7 @@ PROJECTIONS = [(2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16
 
 
 def nan_output(m: int, n: int) -> torch.Tensor:
-    """An output whose every element is NaN, so that one that is not written shows."""
+    """An output full of NaN, so that elements that are not written are found."""
     return torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
 
 
@@ -34,7 +34,7 @@ def call(a: Operand, b: Operand, **options: Any) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1)
 def projection(n: int, k: int, max_m: int) -> tuple[Operand, Operand, torch.Tensor, torch.Tensor]:
-    """Operands that tests of one N x K share; kept for the last one only, because of their size."""
+    """Operands that tests of one N x K share. Only those of the last N x K are kept, because of their size."""
     return random_operands(max_m, n, k, DEVICE, seed=n + k)
 
 
@@ -46,7 +46,7 @@ def busy() -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of a call lie in memory. Paddings are in elements, offsets in bytes."""
+    """The memory layouts of a call's tensors. Paddings are in elements, offsets in bytes."""
 
     scales: str = (
         "rows"  # "rows", "columns", "slice" (of a larger column-major tensor) or "sparse" (every other element)
@@ -69,7 +69,7 @@ def scale_strides(kind: str, rows: int, columns: int) -> tuple[int, int]:
 
 
 def guarded_call(a: Operand, b: Operand, layout: Layout, **options: Any) -> torch.Tensor:
-    """Run with every tensor between bytes of NaN, and check that nothing but d was written."""
+    """Make a call with NaN before and after every tensor, and check that it wrote only d."""
     (x, sfx), (y, sfy) = a, b
     (m, k), n = x.shape, y.shape[0]
     inputs = {

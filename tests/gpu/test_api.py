@@ -1,4 +1,4 @@
-"""The public interface on a GPU: every way of calling that callers use, and every utility."""
+"""The public interface on a GPU: every form of call, and every utility."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_what_is_refused(operands: tuple[Operand, Operand], expected: torch.Tens
 def test_weights_may_be_parameters_in_grad_mode(
     operands: tuple[Operand, Operand], expected: torch.Tensor, ready: bool
 ) -> None:
-    """As callers inside an autograd.Function and Transformers' linear layers pass them: nothing is recorded."""
+    """Callers inside an autograd.Function and Transformers' linear layers pass such weights; autograd records
+    nothing."""
     (a, sfa), b = operands
     a = (a, deep_gemm.get_mn_major_tma_aligned_tensor(sfa) if ready else sfa)
     weights = tuple(torch.nn.Parameter(tensor) for tensor in b)
@@ -209,7 +210,7 @@ def test_transposing_scales_of_groups(groups: int) -> None:
 
 
 def launched_grids(fn: Any, path: Path) -> list[int]:
-    """The number of CTAs of each GEMM kernel that ``fn`` launches, as the profiler saw it."""
+    """The number of CTAs of each GEMM kernel that ``fn`` launches, from the profiler."""
     fn()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         fn()
@@ -241,7 +242,7 @@ def test_set_num_sms_is_honoured(tmp_path: Path) -> None:
 
 @cuda_only
 def test_part_of_the_gpu_has_no_more_ctas_than_sms(tmp_path: Path) -> None:
-    """A shape for which two CTAs on an SM would be best, and would spread over SMs that were left to others."""
+    """For this shape two CTAs per SM would be best, but they would spread over SMs that are reserved for others."""
     a, b, _, _ = random_operands(32, 65536, 512, DEVICE)
     device = torch.cuda.get_device_properties(0).multi_processor_count
     for num_sms in (device // 2, device - 24):
@@ -256,7 +257,7 @@ def test_part_of_the_gpu_has_no_more_ctas_than_sms(tmp_path: Path) -> None:
 def test_programmatic_launch_changes_nothing(operands: tuple[Operand, Operand], expected: torch.Tensor) -> None:
     deep_gemm.set_pdl(True)
     assert deep_gemm.get_pdl() is True
-    # The scales are row-major, so that each GEMM follows directly on the kernel that writes what it reads.
+    # The scales are row-major, so that each GEMM directly follows the kernel that transposes its scales.
     (a, sfa), (b, sfb) = operands
     for _ in range(20):
         source = torch.zeros_like(a)

@@ -1,4 +1,4 @@
-"""What surrounds the numbers: streams, graphs, threads, repetition, and what a call leaves alone."""
+"""Behaviour besides numbers: streams, graphs, threads, repetition, and state that a call must not change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M, N, K = 100, 1152, 2064
 
 @pytest.fixture(scope="module")
 def cases() -> list[tuple[Operand, Operand, torch.Tensor]]:
-    """Operands whose product is exact, in several sizes, with what must come out."""
+    """Operands of several sizes whose product is exact, with the expected results."""
     out = []
     for index, (m, n, k) in enumerate(
         [(M, N, K), (1, 576, 7168), (64, 2112, 1040), (1000, 4096, 512), (4096, 264, 128)]
@@ -44,7 +44,7 @@ def test_warm_after_cold(cases: list[tuple[Operand, Operand, torch.Tensor]]) -> 
 
 
 def test_new_pointers_and_data_on_a_warm_plan() -> None:
-    """A plan is kept for a shape; nothing of the tensors that made it may stay behind."""
+    """A plan is kept for a shape. It must not keep anything of the tensors of the first call."""
     kept = []
     for seed in range(12):
         a, b = integer_operands(M, N, K, DEVICE, seed)
@@ -120,7 +120,7 @@ def test_a_warm_call_neither_synchronises_nor_copies(ready: bool) -> None:
     (a, sfa), b, _, _ = random_operands(M, N, K, DEVICE)
     sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa) if ready else sfa
     d = nan_output(M, N)
-    for _ in range(2):  # the first may be as another was that moved, and the second is then prepared
+    for _ in range(2):  # the first call may patch another call's launch; the second gets its own launch record
         deep_gemm.fp8_gemm_nt((a, sfa), b, d)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -169,7 +169,7 @@ def test_capture_and_replay(ready: bool) -> None:
 
 @cuda_only
 def test_a_cold_shape_cannot_be_captured_and_says_so() -> None:
-    # All three sizes compiled in: nobody else has made this kernel.
+    # All three sizes are compiled in, so that no other test has made this kernel.
     a, b = integer_operands(37, 1736, 944, DEVICE)
     d = nan_output(37, 1736)
     graph = torch.cuda.CUDAGraph()
@@ -188,7 +188,7 @@ def test_a_cold_shape_cannot_be_captured_and_says_so() -> None:
 
 
 def test_threads(cases: list[tuple[Operand, Operand, torch.Tensor]]) -> None:
-    """Four threads, each on a stream of its own, all with all shapes; one shape is cold for all of them at once."""
+    """Four threads with all shapes, each on its own stream. One shape is cold, and all threads call it at once."""
     cold = integer_operands(43, 1000, 1296, DEVICE)
     everything = [*cases, (*cold, exact_product(*cold[0], *cold[1]).bfloat16())]
     if DEVICE == "cuda":
@@ -221,7 +221,7 @@ def test_threads(cases: list[tuple[Operand, Operand, torch.Tensor]]) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("ready", [True, False])
 def test_a_thread_that_has_done_nothing_on_the_gpu_yet(ready: bool) -> None:
-    """Its first CUDA action is ours, on tensors that others made, of a warm shape at new addresses."""
+    """Our call is its first CUDA action. The tensors are from another thread, with a warm shape at new addresses."""
     a, b = integer_operands(67, 520, 784, DEVICE)
     if ready:
         a = (a[0], deep_gemm.get_mn_major_tma_aligned_tensor(a[1]))
@@ -258,7 +258,7 @@ def test_tensors_of_a_device_that_is_not_current() -> None:
 
 
 def test_the_caller_may_free_everything_at_once() -> None:
-    """Scratch memory belongs to the stream: freeing inputs after the call, before it ran, must be safe."""
+    """Freeing inputs after the call, before the kernel has run, must be safe: scratch memory belongs to the stream."""
     expected = []
     results = []
     for seed in range(8):

@@ -1,4 +1,4 @@
-"""Every backend that is here gives the right result on a GPU, at small and odd shapes, and is timed in every mode."""
+"""Every installed backend gives right results on a GPU, with small and odd shapes, and can be timed in every mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shapes(op: str) -> tuple[tuple[int, ...], ...]:
 def test_every_backend_is_right(op: str) -> None:
     report = backends.compare(op, shapes(op))
     wrong = [group for group in report.left_out() if group.shapes]
-    # cuBLASLt's block scales want M a multiple of 4; TileLang's and Triton's TMA rows at multiples of 16 bytes.
+    # cuBLASLt's block scales need M a multiple of 4; TMA in TileLang and Triton needs rows at multiples of 16 bytes.
     refused = [group for group in wrong if not any(row.status == "wrong" for row in report.results)]
     assert wrong == refused, [str(group) for group in wrong]
     ran = {row.backend for row in report.results if row.status in ("ok", "easier")}

@@ -1,4 +1,4 @@
-"""Every legal config, whatever the selector thinks of it, against the oracle."""
+"""Every legal config against the oracle, also those that the selector would not choose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deep_gemm.spec import align
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 
 ALL_SMS = SM90.num_sms
-# Few SMs, so that every CTA walks many tiles. A multiple of the largest cluster.
+# Few SMs, so that every CTA computes many tiles. A multiple of the largest cluster.
 FEW_SMS = 8
 
 # M, N, K, SMs. N is a multiple of 8, for CTAs with one tile.
@@ -33,23 +33,23 @@ SHAPES = [
     (1024, 1536, 512, FEW_SMS),
     (300, 776, 656, FEW_SMS),
     (33, 80, 16, ALL_SMS),  # an eighth of a block of K
-    (65, 144, 128, ALL_SMS),  # one block of K, fewer than shares
+    (65, 144, 128, ALL_SMS),  # one block of K, fewer than parts of split K
     (200, 400, 256, ALL_SMS),  # two
     (130, 264, 384, ALL_SMS),  # three
     (300, 776, 4240, FEW_SMS),  # 34 blocks: scales of B are fetched 32 at a time, and so are the next tile's
 ]
-# For element by element stores, of odd widths.
+# Odd widths, for stores element by element.
 DIRECT_SHAPES = [(100, 333, 400, ALL_SMS), (513, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
 
-# Between them these leave swapped tiles short along M, N and K.
+# With these shapes swapped tiles cross the edge along M, N and K.
 SWAPPED_SHAPES = [
-    (300, 776, 656, FEW_SMS),  # many tiles a CTA, and a block of K cut short
-    (8, 1003, 896, ALL_SMS),  # pieces of eight columns do not end where D does; its rows are padded
-    (65, 256, 128, ALL_SMS),  # one block of K, fewer than shares
+    (300, 776, 656, FEW_SMS),  # many tiles per CTA, and a partial block of K
+    (8, 1003, 896, ALL_SMS),  # N is not a multiple of eight columns; rows of D are padded
+    (65, 256, 128, ALL_SMS),  # one block of K, fewer than parts of split K
     (300, 776, 4240, FEW_SMS),  # 34 blocks: scales of B are fetched 32 at a time, and so are the next tile's
 ]
 SWAPPED_DIRECT_SHAPES = [(269, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)]
-# For configs that calls do not choose among: they are surveyed, and may be chosen one day.
+# For configs outside the serving set: surveys use them, and they may be added to the serving set.
 OTHER_SHAPES = [(333, 592, 1552, ALL_SMS), (300, 776, 4240, FEW_SMS)]
 
 Shape = tuple[int, int, int, int]
@@ -65,7 +65,7 @@ USUAL, DIRECT = ([make_params(config, store) for config in LEGAL] for store in (
 
 
 def shapes_of(params: KernelParams) -> list[Shape]:
-    """The shapes that a config is forced on: a thousand checks in all."""
+    """The shapes that a config must compute: a thousand checks in all."""
     direct = params.store == "direct"
     if params.config not in SERVING:
         return DIRECT_SHAPES[:1] if direct else OTHER_SHAPES
@@ -75,7 +75,7 @@ def shapes_of(params: KernelParams) -> list[Shape]:
 
 
 def launched_early() -> list[KernelParams]:
-    """One config for each way to share K, width of tile, residency, and way to store."""
+    """One config for each way to split K, width of tile, residency, and way to store."""
     chosen: dict[tuple[object, ...], KernelParams] = {}
     for params in USUAL + DIRECT:
         c = params.config
@@ -94,7 +94,7 @@ def shape_id(shape: Shape) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    """Functions by their params: all compiled at once, each loaded when it is first asked for."""
+    """Functions by their params. All are compiled at once, and each is loaded at its first use."""
     builder = Builder(tmp_path_factory.mktemp("configs"), nvrtc())
     with compiled((params, builder, params) for params in USUAL + DIRECT) as binaries:
         yield functools.cache(lambda params: load(params, binaries[params].result()))
@@ -138,18 +138,18 @@ def test_every_config(loaded: Loaded, params: KernelParams, shape: Shape) -> Non
 
 
 RAGGED = (333, 592, 1552)
-"""M, N and K that no tile divides."""
+"""M, N and K that are not multiples of any tile."""
 
 
 def hundred_runs(params: KernelParams, function: Function, pdl: bool = False, constant_b: bool = False) -> torch.Tensor:
-    """The output of a hundred runs on `RAGGED`, checked to be the same bits. CTAs that do more than one tile also run
-    on few SMs, where each has many, and hands one over to the next."""
+    """The output of a hundred runs on `RAGGED`, after a check that all have the same bits. Persistent configs also run
+    on few SMs, where each CTA has many tiles."""
     (m, n, _), (a, b) = RAGGED, real_data(*RAGGED)
     stream = engine.raw_stream(torch.cuda.current_device())
     found = []
     for num_sms in (ALL_SMS, FEW_SMS) if getattr(params.config, "persistent", True) else (ALL_SMS,):
         outputs = torch.full((100, m, n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-        # Prepared first: they then follow each other without a gap, so that one can disturb the next.
+        # Launches are prepared first and then follow each other without a gap, so that one can disturb the next.
         for run in [force(params, function, a, b, d, num_sms, stream, pdl, constant_b) for d in outputs]:
             run()
         assert_close_to_exact(outputs[0], *a, *b)
@@ -166,7 +166,7 @@ def test_a_hundred_runs_agree_bit_for_bit(loaded: Loaded, params: KernelParams) 
 
 @pytest.mark.parametrize("params", launched_early(), ids=entry)
 def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
-    """Each begins, and reads B, while the one before it still runs; the bits are those of an ordinary launch."""
+    """Each kernel begins and reads B while the previous one still runs. The bits are those of ordinary launches."""
     early = hundred_runs(params, loaded(params), pdl=True, constant_b=True)
     a, b = real_data(*RAGGED)
     alone = torch.full_like(early, float("nan"))

@@ -1,7 +1,7 @@
-"""Kernels that start before their predecessors have finished: who may write which operand, with a promise and without.
+"""Programmatic dependent launch: which operands the previous kernel may write, with constant weights and without.
 
-Each sequence runs back to back, from a queue that the host has filled, and must give bit for bit what the same calls
-give with a synchronisation between them.
+Each sequence runs back to back, from a queue that the host has filled. Its results must have the same bits as those of
+the same calls with a synchronisation between them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ promises_only = pytest.mark.skipif(not constant._ends_are_told(), reason="promis
 MODES = ["eager", pytest.param("graph", marks=cuda_only)]
 
 Step = Callable[[int, Callable[[], None]], None]
-"""One repetition, by its number; it calls its second argument between one operation and the next."""
+"""One repetition of a sequence. It takes its number and a function, which it calls between two operations."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def synchronise() -> None:
 
 
 def outputs(m: int, n: int) -> torch.Tensor:
-    """One output for each repetition, so that nothing comes between a call and the next one's first kernel."""
+    """One output for each repetition, so that no copy runs between a call and the next call's first kernel."""
     return torch.full((REPEATS, m, n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
 
 
@@ -52,7 +52,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def apart(step: Step, out: torch.Tensor) -> torch.Tensor:
-    """What the steps write with a synchronisation after each operation; warms everything for `back_to_back`."""
+    """The outputs of the steps with a synchronisation after each operation. It makes all calls of `back_to_back`
+    warm."""
     for i in range(REPEATS):
         step(i, synchronise)
         synchronise()
@@ -60,7 +61,7 @@ def apart(step: Step, out: torch.Tensor) -> torch.Tensor:
 
 
 def back_to_back(step: Step, out: torch.Tensor, mode: str) -> Iterator[torch.Tensor]:
-    """What the steps write one right after the other, several times over."""
+    """The outputs of the steps run back to back, several times."""
 
     def all_steps() -> None:
         for i in range(REPEATS):
@@ -75,7 +76,7 @@ def back_to_back(step: Step, out: torch.Tensor, mode: str) -> Iterator[torch.Ten
     for _ in range(ROUNDS):
         out.fill_(float("nan"))
         synchronise()
-        busy()  # the host is slower than these kernels: let it run ahead
+        busy()  # the host is slower than these kernels; now it can fill the queue
         run()
         synchronise()
         yield out
@@ -90,7 +91,7 @@ def check(step: Step, out: torch.Tensor, mode: str) -> None:
 
 
 def write(target: torch.Tensor, source: torch.Tensor, how: str) -> None:
-    """Bring ``source`` to ``target``, of one dtype: by a copy engine's copy or by a kernel."""
+    """Copy ``source`` to ``target`` of the same dtype, by a copy engine or by a kernel."""
     if how == "copy":
         target.copy_(source)
     else:
@@ -109,14 +110,14 @@ def with_ready_scales(a: Operand) -> Operand:
 
 
 SHAPES = [(4, 2112, 1024), (32, 12288, 512), (64, 576, 7168), (96, 2112, 7168), (700, 1024, 512)]
-"""For kernels that load, before their predecessor has ended, all constant weights that fit, or few."""
+"""Shapes for which kernels load all stages of constant weights early, and shapes for which they load few."""
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["copy", "kernel", "quantisation"])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_the_kernel_before_writes_the_activations(m: int, n: int, k: int, how: str, mode: str) -> None:
-    """The promise is of B alone: A and its scales are those of the kernel just before."""
+    """Only B is declared constant. The previous kernel writes A and its scales."""
     first, b, x, _ = random_operands(m, n, k, DEVICE, seed=1)
     second, _, y, _ = random_operands(m, n, k, DEVICE, seed=2)
     b = declared(b)
@@ -129,7 +130,7 @@ def test_the_kernel_before_writes_the_activations(m: int, n: int, k: int, how: s
             a = deep_gemm.per_token_cast_to_fp8((x, y)[i % 2], use_ue8m0=False)
             between()
         else:
-            # Which of the two is written last differs from one repetition to the next.
+            # The order of the two writes alternates between repetitions.
             pairs = [(values, sources[i % 2][0]), (scales, sources[i % 2][1])]
             for target, source in pairs if i % 4 < 2 else reversed(pairs):
                 write(target, source, how)
@@ -145,13 +146,13 @@ def test_the_kernel_before_writes_the_activations(m: int, n: int, k: int, how: s
 @pytest.mark.parametrize("which", ["values", "scales"])
 @pytest.mark.parametrize(("m", "n", "k"), [(4, 2112, 2048), (700, 1024, 512)])
 def test_the_kernel_before_writes_the_weights(m: int, n: int, k: int, which: str, how: str, mode: str) -> None:
-    """Nothing was promised of what is written, so a kernel must wait before it reads B or its scales."""
+    """The written tensors are not declared constant, so a kernel must wait before it reads B or its scales."""
     a, first, _, _ = random_operands(m, n, k, DEVICE, seed=1)
     _, second, _, _ = random_operands(m, n, k, DEVICE, seed=2)
     a = with_ready_scales(a)
     b = first[0].clone(), first[1].clone()
     index = 0 if which == "values" else 1
-    # A promise of the other tensor alone must not count.
+    # A declaration of the other tensor alone must have no effect.
     synchronise()
     deep_gemm.declare_constant(b[1 - index])
     out = outputs(m, n)
@@ -165,11 +166,11 @@ def test_the_kernel_before_writes_the_weights(m: int, n: int, k: int, which: str
 
 
 class Chain:
-    """Two GEMMs of ours, the second of which reads the first one's output as E4M3.
+    """Two of our GEMMs. The second reads the output of the first as E4M3.
 
-    The first picks columns of B: rows of A hold a single 1, so that D holds E4M3 values times powers of two. As bf16
-    these have four low bits of zero and a middling exponent, so that none of their bytes is a NaN of E4M3, and an
-    element of the second product shows every difference in what was read.
+    The first selects columns of B: each row of A has a single 1, so that D has E4M3 values times powers of two. As bf16
+    their low four bits are zero and their exponents are moderate, so that no byte is a NaN of E4M3. Then every wrong
+    byte that is read changes an element of the second product.
     """
 
     def __init__(self, m: int, n: int, k: int) -> None:
@@ -186,7 +187,7 @@ CHAINS = [(64, 512, 1024), (512, 1024, 512), (576, 1024, 2048)]
 
 
 def chain_into_weights(m: int, n: int, k: int, tokens: int) -> tuple[Chain, Operand, torch.Tensor, Step]:
-    """Steps in which the first GEMM's D (m, n) is the second one's B (m, 2 * n); its tensors."""
+    """Steps in which the D (m, n) of the first GEMM is the B (m, 2 * n) of the second; and the tensors."""
     chain = Chain(m, n, k)
     a = with_ready_scales(integer_operands(tokens, m, 2 * n, DEVICE, seed=3)[0])
     b = chain.as_fp8, torch.ones((-(-m // 128), 2 * n // 128), device=DEVICE)
@@ -204,8 +205,8 @@ def chain_into_weights(m: int, n: int, k: int, tokens: int) -> tuple[Chain, Oper
 @pytest.mark.parametrize("tokens", [8, 64, 600])
 @pytest.mark.parametrize(("m", "n", "k"), CHAINS)
 def test_one_gemm_writes_the_weights_of_the_next(m: int, n: int, k: int, tokens: int, mode: str) -> None:
-    """Our kernels let their successors start early, so this is where a wait that is missing shows. The weights of the
-    first GEMM are constant, those of the second are not."""
+    """Our kernels let their successors start early, so a missing wait shows here. The weights of the first GEMM are
+    constant; those of the second are not."""
     chain, _, out, step = chain_into_weights(m, n, k, tokens)
     declared(chain.source)
     check(step, out, mode)
@@ -216,8 +217,8 @@ def test_one_gemm_writes_the_weights_of_the_next(m: int, n: int, k: int, tokens:
 @promises_only
 @pytest.mark.parametrize("switched_off", ["retracted", "pdl"])
 def test_a_false_promise_shows_and_can_be_taken_back(switched_off: str) -> None:
-    """The same chain with a promise that is not kept goes wrong: the tests above can fail. The first GEMM is long and
-    leaves SMs free, on which the second one reads what the repetition before left behind."""
+    """The same chain with a false declaration goes wrong, so the tests above can fail. The first GEMM is long and
+    leaves SMs free, on which the second reads the data of the previous repetition."""
     _, b, out, step = chain_into_weights(128, 512, 16384, 8)
     expected = apart(step, out)
     declared(b)
@@ -236,8 +237,8 @@ def test_a_false_promise_shows_and_can_be_taken_back(switched_off: str) -> None:
 @pytest.mark.parametrize("n2", [576, 4096])
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 512, 1024), *CHAINS])
 def test_one_gemm_writes_the_activations_of_the_next(m: int, n: int, k: int, n2: int, ready: bool, mode: str) -> None:
-    """As in a model: all weights are constant, and each kernel reads what the one before wrote. The next repetition
-    overwrites it. Where scales are not ready, the kernel that transposes them comes between."""
+    """As in a model, all weights are constant, and each kernel reads the output of the previous one, which the next
+    repetition overwrites. If scales are not ready, a kernel that transposes them runs in between."""
     chain = Chain(m, n, k)
     declared(chain.source)
     b = declared(integer_operands(1, n2, 2 * n, DEVICE, seed=3)[1])
@@ -257,7 +258,8 @@ def test_one_gemm_writes_the_activations_of_the_next(m: int, n: int, k: int, n2:
 @cuda_only
 @promises_only
 def test_memory_that_is_handed_out_again_is_not_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Declared, called until warm, freed: new weights at the same address are written by the kernel just before."""
+    """Weights are declared constant, used until the call is warm, and freed. Then the previous kernel writes new
+    weights at the same address."""
     made: list[bool] = []
     launch = engine.launch
 
@@ -267,7 +269,7 @@ def test_memory_that_is_handed_out_again_is_not_constant(monkeypatch: pytest.Mon
         return launch(plan, strides, addresses, stream, constant)
 
     monkeypatch.setattr(engine, "launch", noted)
-    # More than 10 MiB and whole pages: torch gives such a tensor, and the next of its size, a segment of its own.
+    # More than 10 MiB and whole pages: torch allocates such a tensor, and the next of its size, in a separate segment.
     m, n, k = 8, 2048, 8192
     a, (first, scales), _, _ = random_operands(m, n, k, DEVICE, seed=1)
     second = random_operands(m, n, k, DEVICE, seed=2)[1][0]

@@ -1,4 +1,4 @@
-"""fp8_gemm with scales of every kind, float32 and 16-bit output, C, and operands whose K is not contiguous."""
+"""fp8_gemm with every scaling, float32 and 16-bit output, C, and operands whose K is not contiguous."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def normal(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def operand(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (rows, K) in E4M3, with such scales."""
+    """x (rows, K) in E4M3, with scales of this kind."""
     if scaling == "1x128":
         return quantisation.per_token_cast_to_fp8(x, False)
     if scaling == "128x128":
@@ -47,7 +47,7 @@ def operand(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tens
     return (x / sf).to(E4M3), sf
 
 
-# M, N, K, SMs: tiles cut short along M, N and K; several tiles a CTA; one block of K, and 34.
+# M, N, K, SMs: tiles that cross the edge along M, N and K; several tiles per CTA; one block of K, and 34 blocks.
 SHAPES = [
     (200, 520, 656, FEW_SMS),
     (130, 264, 128, SM90.num_sms),
@@ -92,7 +92,7 @@ def tensors_of(params: ScaledParams, a: Any, b: Any, c: torch.Tensor, d: torch.T
 def test_every_kernel_is_right_whatever_the_edges(
     loaded: Callable[[ScaledParams], Function], params: ScaledParams
 ) -> None:
-    """Within the bound, nothing outside is touched, and a second launch has the same bits."""
+    """Results are within the bound, nothing outside D is written, and a second launch has the same bits."""
     stream = engine.raw_stream(torch.cuda.current_device())
     for m, n, k, num_sms in SHAPES if params.store == "tma" else ODD_SHAPES:
         a, b = data(params.scaling, m, n, k)
@@ -121,7 +121,7 @@ FORMS = ("nt", "nn", "tn", "tt")
 @pytest.mark.parametrize("output", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(kind: str, output: str, accumulate: str) -> None:
-    """As callers make them: scales row-major, in every form, K-major or not, and all with the same bits."""
+    """Calls like those of users: row-major scales, every form, K-major or not. All have the same bits."""
     rng = random.Random(f"{kind} {output} {accumulate}")
     for index in range(3):
         m, n, k = rng.choice([1, 7, rng.randint(8, 300)]), rng.randint(1, 700), 16 * rng.randint(1, 70)
@@ -129,7 +129,7 @@ def test_products(kind: str, output: str, accumulate: str) -> None:
         c = normal(m, n, index).to(DTYPES[output])
         found = []
         for form in FORMS:
-            for stored in (True, False):  # a view of K-major storage, and the other way round
+            for stored in (True, False):  # a view of K-major storage, and MN-major storage
                 x = (a.t() if stored else a.t().contiguous(), sfa.t()) if form[0] == "t" else (a, sfa)
                 y = (b.t() if stored else b.t().contiguous(), sfb.t()) if form[1] == "n" else (b, sfb)
                 d = guarded((m, n), DTYPES[output], DEVICE, (align(n, 8), 1) if index else None)
@@ -144,7 +144,7 @@ def test_products(kind: str, output: str, accumulate: str) -> None:
 
 @pytest.mark.parametrize("kind", ["1d1d", "1d2d"])
 def test_integers_are_exact(kind: str) -> None:
-    """Sums of small integers with scales that are powers of two: any wrong scale, row, column or block shows."""
+    """Sums of small integers with powers of two as scales are exact: any wrong scale, row, column or block shows."""
     for m, n, k in ((300, 400, 1040), (64, 72, 4096), (1, 1000, 144)):
         (a, sfa), (b, sfb) = integer_operands(m, n, k, DEVICE, seed=m)
         if kind == "1d1d":
@@ -156,7 +156,7 @@ def test_integers_are_exact(kind: str) -> None:
 
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_each_scale_belongs_to_its_row_and_block(side: str) -> None:
-    """1D1D: one scale changed at a time."""
+    """1D1D, with one scale changed at a time."""
     m, n, k = 70, 140, 640
     (a, sfa), (b, sfb) = data("1d1d", m, n, k)
     for row, block in ((0, 0), (69, 4), (33, 2), (8, 3)):
@@ -202,7 +202,7 @@ def test_nan_stays_in_its_row_or_column(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_agree_bit_for_bit(kind: str) -> None:
-    """A hundred, each onto the same C; a race shows in one of many."""
+    """A hundred runs, each with the same C. A race shows in few of them."""
     m, n, k = 384, 1032, 2064
     a, b = data(kind, m, n, k)
     c = normal(m, n, 1)
@@ -216,7 +216,7 @@ def test_runs_agree_bit_for_bit(kind: str) -> None:
 
 @cuda_only
 def test_capture_and_replay() -> None:
-    """With both transposes of scales and of an operand in the graph."""
+    """The graph has transposes of both scales and of an operand."""
     m, n, k = 60, 264, 208
     (a, sfa), (b, sfb) = data("1d1d", m, n, k)
     stored = b.t().contiguous()
@@ -238,7 +238,8 @@ def test_capture_and_replay() -> None:
 
 
 def test_as_torch_scaled_mm_is_called() -> None:
-    """One scale, and scales of rows as (M, 1) and (1, N): nearer to the exact product than fast accumulation."""
+    """One scale, and scales of rows as (M, 1) and (1, N). Results are closer to the exact product than those of fast
+    accumulation."""
     m, n, k = 256, 512, 7168
     (a, sfa), (b, sfb) = data("rowwise", m, n, k)
     d = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
@@ -255,7 +256,7 @@ def test_as_torch_scaled_mm_is_called() -> None:
 
 
 def test_as_prime_rl_and_torchao_call_weight_gradients() -> None:
-    """The former adds to d itself; the latter gives recipes as pairs, and scales that are columns of a wider tensor."""
+    """prime-rl adds to d itself. torchao passes recipes as pairs, and scales that are columns of a wider tensor."""
     m, n, k = 256, 384, 1024
     (a, sfa), (b, sfb) = data("1d1d", m, n, k)
     d = torch.zeros(m, n, device=DEVICE)
@@ -276,7 +277,7 @@ def test_as_prime_rl_and_torchao_call_weight_gradients() -> None:
 )
 @pytest.mark.parametrize("offset", [0, 1])
 def test_transposed_bytes(rows: int, columns: int, offset: int) -> None:
-    """Every byte, whether 16 can be read at once or not."""
+    """Every byte is right, whether the kernel reads 16 bytes at once or not."""
     bits = torch.randint(0, 256, (columns, rows), dtype=torch.uint8, device=DEVICE)
     stride = align(rows, 16) + 16 if offset == 0 else rows + 3
     source = guarded_copy(bits.view(E4M3), (stride, 1), offset=offset).tensor

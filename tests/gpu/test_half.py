@@ -1,4 +1,4 @@
-"""bf16_gemm and fp16_gemm on a GPU: numbers, bits, memory, graphs and promises. And batch invariance, of FP8 too."""
+"""bf16_gemm and fp16_gemm on a GPU: numbers, bits, memory, graphs, constant weights. Batch invariance, also of FP8."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def switch_off() -> Iterator[None]:
 
 
 def prepare(specs: Iterable[GemmSpec]) -> None:
-    """Build what these ask for at once, side by side: calls build one after the other."""
+    """Build the kernels of these specs in parallel. Calls would build them one after another."""
     if DEVICE == "cpu":
         return
     target, known = arch.for_device(0), calibration.of(torch.cuda.get_device_name(0))
@@ -65,8 +65,8 @@ def normal(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tens
 
 
 def laid_out(x: torch.Tensor, transposed: bool, padded: bool) -> torch.Tensor:
-    """x (rows, K) with NaN around it and between its rows: K-major, or stored the other way round. What is not padded
-    to 16 bytes may have to be copied."""
+    """x (rows, K) with NaN around it and between its rows, K-major or MN-major. Without padding to 16 bytes it may have
+    to be copied."""
     stored = x.t() if transposed else x
     width = stored.shape[1]
     stride = -(-width // 8) * 8 + 8 if padded else width
@@ -74,7 +74,7 @@ def laid_out(x: torch.Tensor, transposed: bool, padded: bool) -> torch.Tensor:
 
 
 def pair(form: str, a: torch.Tensor, b: torch.Tensor, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """a (M, K) and b (N, K) as a form takes them."""
+    """a (M, K) and b (N, K) in the layouts of a form."""
     return laid_out(a, form[0] == "t", padded), laid_out(b, form[1] == "n", padded)
 
 
@@ -93,8 +93,8 @@ ACCUMULATIONS = ("none", "in place", "from c")
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", DTYPES)
 def test_products(kind: str, wide: bool, accumulate: Any) -> None:
-    """Each layout within the bound, none reading or writing outside, and all with the same bits while K is summed in
-    one order."""
+    """Results of each layout are within the bound; nothing outside is read or written. All layouts have the same bits
+    as long as K is summed in one order."""
     dtype = DTYPES[kind]
     out = torch.float32 if wide else dtype
     rng = random.Random(f"{kind} {wide} {accumulate}")
@@ -128,7 +128,7 @@ def test_products(kind: str, wide: bool, accumulate: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", DTYPES)
 def test_the_identity_picks_rows(kind: str, form: str) -> None:
-    """Each element of the other operand comes out once, exactly: one wrong descriptor, step of K or row shows."""
+    """The result is the other operand, exactly: a wrong descriptor, step of K or row shows."""
     dtype = DTYPES[kind]
     for k, n in ((16, 24), (64, 64), (200, 136), (333, 257)):
         eye = torch.eye(k, device=DEVICE, dtype=dtype)
@@ -139,7 +139,7 @@ def test_the_identity_picks_rows(kind: str, form: str) -> None:
         d = torch.full((n, k), float("nan"), device=DEVICE, dtype=dtype)
         function(kind, form)(*pair(form, other, eye, padded=True), d)
         assert torch.equal(d, other), f"K = {k}, the identity as b"
-        # Each step of 16 alone, for few tokens, where K may be split.
+        # Each step of 16 of K alone, with few tokens, where K may be split.
         for start in range(0, k, 16):
             rows = eye[start : start + 16]
             d = torch.full((len(rows), n), float("nan"), device=DEVICE, dtype=dtype)
@@ -180,7 +180,7 @@ SPLITS = 150
 
 
 def splits(total: int, seed: int) -> list[slice]:
-    """Parts of a batch: of one row, of few, of most."""
+    """Parts of a batch: one row, few rows, most rows."""
     rng = random.Random(seed)
     found = []
     for _ in range(SPLITS):
@@ -193,7 +193,7 @@ def splits(total: int, seed: int) -> list[slice]:
 @pytest.mark.parametrize(("n", "k"), [(576, 7168), (2112, 1024)])
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(kind: str, n: int, k: int) -> None:
-    """While the switch is on, which is set for each call, as SGLang does."""
+    """The switch is set around each call, as SGLang does."""
     total = 600
     parts = splits(total, n)
     deep_gemm.set_batch_invariant(True)
@@ -226,7 +226,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(kind: str, n: int, k: int
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("form", ["nt", "tn"])
 def test_capture_and_replay(form: str, padded: bool) -> None:
-    """With c in place; what is not padded is copied in the graph too."""
+    """c is d. An operand without padding is copied inside the graph."""
     m, n, k = 60, 264, 203
     operands = [(normal(m, k, torch.bfloat16, seed), normal(n, k, torch.bfloat16, seed + 9)) for seed in (1, 2)]
     a, b = pair(form, *operands[0], padded)
@@ -249,7 +249,7 @@ def test_capture_and_replay(form: str, padded: bool) -> None:
 
 @pytest.mark.parametrize("offset", [0, 2])
 def test_promised_weights(offset: int) -> None:
-    """Also where they are copied first: the GEMM must not read the copy before it is there."""
+    """Also if weights are copied first: the GEMM must not read the copy before it is complete."""
     m, n, k = 16, 576, 1024
     x, y = normal(m, k, torch.bfloat16, 1), normal(n, k, torch.bfloat16, 2)
     weights = guarded_copy(y, (k, 1), offset).tensor
@@ -262,7 +262,7 @@ def test_promised_weights(offset: int) -> None:
         found = [torch.zeros(m, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(30)]
         busy()
         for d in found:
-            a = x.clone()  # a kernel just before writes the tokens
+            a = x.clone()  # the previous kernel writes the tokens
             deep_gemm.bf16_gemm_nt(a, weights, d)
         assert all(torch.equal(d, plain) for d in found)
     finally:
@@ -272,7 +272,7 @@ def test_promised_weights(offset: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_cublaslt(form: str, dtype: torch.dtype) -> None:
-    """FP8 as torch can: nt."""
+    """FP8 only in the form nt, as torch supports it."""
     m, n, k = 48, 64, 96
     a, b = normal(m, k, torch.float32, 1).to(dtype), normal(n, k, torch.float32, 2).to(dtype)
     fp8 = dtype == torch.float8_e4m3fn
@@ -293,7 +293,8 @@ def test_cublaslt(form: str, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("way", ["rows", "columns", "sparse", "expanded"])
 def test_copied_rows(rows: int, columns: int, way: str) -> None:
-    """Every bit, whatever the strides, and zeros as padding. The last has more tiles than a grid has CTAs."""
+    """Every bit is right, with any strides, and padding is zero. The last case has more tiles than the grid has
+    CTAs."""
     assert copy_rows.MAX_CTAS < -(-9000 // 64) * -(-12000 // 64)
     strides = {"columns": (1, rows + 3), "sparse": (2 * columns + 1, 2)}.get(way, (columns, 1))
     own = 1 if way == "expanded" else rows

@@ -16,8 +16,8 @@ from deep_gemm.jit.driver.module import Function
 from deep_gemm.params import HalfParams
 from deep_gemm.testing import assert_half_close_to_exact
 
-# Several tiles in both directions, eight blocks of K, of which the last is cut short; and so few SMs that CTAs do
-# several tiles.
+# Several tiles in both directions, eight blocks of K with a partial last one, and so few SMs that CTAs compute several
+# tiles.
 M, N, K, NUM_SMS = 200, 520, 504, 4
 
 

@@ -1,4 +1,4 @@
-"""A test of the tests: kernels that are broken on purpose are found out by each layer of the oracle."""
+"""A test of the tests: each layer of the oracle finds kernels that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deep_gemm.reference import exact_product
 from deep_gemm.testing import assert_close_to_exact, calc_diff, integer_operands
 
 KERNELS = mutated_kernels()
-# Several tiles of every kernel in both directions, rows that none of them divides, eight blocks of K, of which the last
-# is cut short; and so few SMs that CTAs do several tiles.
+# Several tiles of every kernel in both directions, a number of rows that no tile divides, eight blocks of K with a
+# partial last one, and so few SMs that CTAs compute several tiles.
 M, N, K = 200, 520, 1008
 NUM_SMS = 4
 
@@ -46,13 +46,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedMutant]:
 
 
 def complaints(kernel: str, function: Function, k: int = 0) -> list[str]:
-    """The layers of the oracle that find fault with a kernel, at this K or the usual one."""
+    """The layers of the oracle that find a fault in a kernel, at this K or the usual one."""
     stream = engine.raw_stream(torch.cuda.current_device())
     found = []
     k = k or K
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, y = (torch.randn(rows, k, device=DEVICE, generator=generator) for rows in (M, N))
-    # What has scales of its own, in A and in B, differs by more than a factor of ten: a wrong scale is a wrong result.
+    # Rows and blocks with different scales differ by more than a factor of ten, so that a wrong scale shows.
     factors_a, factors_b = (
         torch.rand(rows, -(-k // 128), device=DEVICE, generator=generator) * 4 + 0.25 for rows in (M, -(-N // 128))
     )

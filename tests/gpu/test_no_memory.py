@@ -1,4 +1,4 @@
-"""Tensors whose storage was freed, as FSDP does between uses: an error by name, and a CUDA context that lives on."""
+"""Tensors whose storage was freed, as FSDP does between uses: the error names them, and the CUDA context survives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Operands = dict[str, torch.Tensor]
 
 
 def fresh(ready: bool = True, seed: int = 0) -> tuple[Operands, torch.Tensor]:
-    """Tensors with storages of their own, and what must come out."""
+    """Tensors with their own storages, and the expected result."""
     (a, sfa), (b, sfb) = integer_operands(M, N, K, DEVICE, seed)
     expected = exact_product(a, sfa, b, sfb).bfloat16()
     if ready:
@@ -33,7 +33,7 @@ def gemm(x: Operands) -> torch.Tensor:
 
 
 def still_works(ready: bool = True) -> None:
-    """A valid call, and CUDA itself: an illegal address would have ended both."""
+    """Check that a valid call and CUDA itself still work. An illegal address would have ended both."""
     x, expected = fresh(ready, seed=1)
     for _ in range(3):
         x["d"].fill_(float("nan"))
@@ -47,7 +47,7 @@ def still_works(ready: bool = True) -> None:
 @pytest.mark.parametrize("calls_before", [0, 1, 2])
 @pytest.mark.parametrize("freed", NAMES)
 def test_a_storage_that_was_freed_is_named(freed: str, calls_before: int, ready: bool) -> None:
-    """Before any call, after a first one, and after a warm one."""
+    """The storage is freed before any call, after a first call, or after a warm call."""
     x, expected = fresh(ready)
     calls.forget_all()
     for _ in range(calls_before):
@@ -59,7 +59,7 @@ def test_a_storage_that_was_freed_is_named(freed: str, calls_before: int, ready:
         with pytest.raises(InvalidInputError, match=f"^{freed} has no memory"):
             gemm(x)
     still_works(ready)
-    # Gathered again, it may be used again.
+    # After it is gathered again, it can be used again.
     storage.resize_(size)
     x[freed].copy_(values)
     assert torch.equal(gemm(x), expected)
@@ -67,7 +67,7 @@ def test_a_storage_that_was_freed_is_named(freed: str, calls_before: int, ready:
 
 @pytest.mark.parametrize("freed", NAMES)
 def test_a_replay_names_it_too(freed: str) -> None:
-    """Other tensors were multiplied before, so that the call is a replay; of these one has no memory."""
+    """A call with other tensors came before, so that this call is a replay. One of its tensors has no memory."""
     for seed in range(3):
         first, expected = fresh(seed=seed)
         assert torch.equal(gemm(first), expected)

@@ -1,4 +1,4 @@
-"""The numbers that fp8_gemm_nt writes, from bit-exact to statistical."""
+"""The numbers that fp8_gemm_nt writes: bit-exact and statistical tests."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_integers_are_exact_in_larger_sizes(m: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 140, 272), (130, 300, 1040), (500, 1100, 2048)])
 def test_one_hot_rows_pick_columns(m: int, n: int, k: int) -> None:
-    """A row that reads another's data, or a column, shows at once: no sum hides it."""
+    """A row or column that reads another's data shows, because each result is a single element and not a sum."""
     (a, sfa), index = one_hot_operand(m, k, DEVICE)
     _, (b, sfb) = integer_operands(1, n, k, DEVICE)
     d = call((a, sfa), (b, sfb), compiled_dims="")
@@ -149,7 +149,7 @@ def test_power_of_two_scales(use_ue8m0: bool, disable_ue8m0_cast: bool) -> None:
 
 
 def test_data_of_one_sign() -> None:
-    """Sums of positive numbers cut off always downwards; the bound for it is wider, but it holds."""
+    """With positive data truncation always rounds sums down. The bound is wider there, and must hold."""
     (a, sfa), (b, sfb), _, _ = random_operands(128, 512, 4096, DEVICE)
     a, b = (x.float().abs().to(x.dtype) for x in (a, b))
     d = call((a, sfa), (b, sfb))
@@ -164,7 +164,7 @@ def test_long_sums(k: int) -> None:
 
 
 def random_bytes(rows: int, k: int, seed: int) -> torch.Tensor:
-    """Finite E4M3 of any bits below 2 in magnitude, without temporaries as large as itself."""
+    """Random finite E4M3 values below 2 in magnitude, made without temporaries of the same size."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     out = torch.randint(0, 256, (rows, k), dtype=torch.uint8, device=DEVICE, generator=generator)
     return out.bitwise_and_(0xBF).view(torch.float8_e4m3fn)
@@ -177,7 +177,7 @@ def random_scales(rows: int, columns: int, seed: int) -> torch.Tensor:
 @pytest.mark.skipif(DEVICE == "cpu", reason="gigabytes")
 @pytest.mark.parametrize(("m", "n", "k"), [(1 << 18 | 3, 256, 8208), (1 << 21 | 5, 1040, 128), (65, 1 << 18 | 8, 8208)])
 def test_offsets_past_two_to_the_31(m: int, n: int, k: int) -> None:
-    """A of more than 2^31 elements, then D, then B."""
+    """A, D and B in turn have more than 2^31 elements."""
     assert max(m * k, m * n, n * k) > 1 << 31
     a: Operand = random_bytes(m, k, 1), random_scales(m, -(-k // 128), 2)
     b: Operand = random_bytes(n, k, 3), random_scales(-(-n // 128), -(-k // 128), 4)

@@ -1,4 +1,4 @@
-"""Users' kernels on a GPU: right to the bit, on the caller's stream, in graphs, timed by the monitor."""
+"""Users' kernels on a GPU: exact results, the caller's stream, graphs, and the monitor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_transpose_by_tma_writes_what_it_must_and_nothing_else(example: Any,
 
 @pytest.mark.parametrize("element", ["f16", "bf16", "e4m3"])
 def test_conversions_are_those_of_torch(element: str) -> None:
-    """All values of the narrow type to float, and floats back, rounded to nearest even."""
+    """All values of the narrow type convert to float, and floats back, rounded to nearest even."""
     from deep_gemm.custom.parameters import ELEMENTS
 
     dtype = ELEMENTS[element]
@@ -158,10 +158,10 @@ def test_monitored_calls_have_times_of_the_gpu(example: Any) -> None:
         for _ in range(20):
             example.scale_add(out, x, y, 2.0)
         out, x, y = vectors(1 << 24)
-        example.scale_add(out, x, y, 2.0)  # elsewhere: the same series
+        example.scale_add(out, x, y, 2.0)  # other addresses, but the same series
     (entry,) = m.report()["calls"]
     assert (entry["calls"], entry["timed"]) == (21, 20)
-    # 100 MB: between 1 and 100 TB/s would be a mistake of units.
+    # 100 MB are moved: a time outside of this range would be a mistake of units.
     assert 10 < entry["us"]["p50"] < 1000
     assert 100 < entry["gbps"] < 10_000
 

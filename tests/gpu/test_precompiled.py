@@ -1,4 +1,4 @@
-"""What is compiled ahead is what a call then uses."""
+"""Calls use the kernels that were compiled ahead."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ print(json.dumps({"worst": worst, "statistics": deep_gemm.cache_info()["statisti
 
 @pytest.mark.parametrize("root", ["as it is", "read-only"])
 def test_a_pack_is_all_that_a_container_needs(root: str, tmp_path: Path) -> None:
-    """No compiler (the one that is named does not exist, so looking for any raises), no home, nowhere to write: neither
-    where the cache would be, nor, with a read-only root, anywhere."""
+    """There is no compiler (the named one does not exist, so a search would raise) and no home. The cache directory, or
+    with a read-only root every directory, cannot be written."""
     shapes = [GemmShape(1, 1488, 1680), GemmShape(77, 1488, 1680), GemmShape(1000, 1488, 1680)]
     pack = tmp_path / "kernels.dgpack"
     with settings.override(cache_dir=tmp_path / "cache"):

@@ -1,4 +1,4 @@
-"""Casts to FP8 on a GPU: the bytes that torch computes on the CPU."""
+"""Casts to FP8 on a GPU give the bytes that torch computes on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(1, 128), (1, 7168), (64, 512), (128, 128), (129, 136), (127, 250), (2
 
 
 def awkward(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Normal numbers, and in some blocks what goes wrong easily."""
+    """Normal data, with difficult values in some blocks."""
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     x *= 10.0 ** torch.randint(-6, 4, (rows, 1), generator=torch.Generator().manual_seed(seed + 1))
     special = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 65504.0, -1e-5]
@@ -30,7 +30,7 @@ def awkward(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit for bit, but that any NaN is as good as another."""
+    """Whether all bits are the same; all NaN count as equal."""
     a, b = found.cpu(), expected.cpu()
     bits = torch.uint8 if a.dtype == E4M3 else torch.int32
     nan = a.float().isnan() & b.float().isnan()
@@ -57,7 +57,7 @@ def test_bytes(cast: str, dtype: torch.dtype, use_ue8m0: bool, epsilon: float) -
     function, block, flip = CASTS[cast]
     for index, (rows, columns) in enumerate(SHAPES):
         x = awkward(rows, columns, dtype, index)
-        # Aligned rows, and rows of which eight elements cannot be read at once.
+        # Aligned rows, and rows without alignment for reads of eight elements.
         strides = (columns + 8 - columns % 8, 1) if index % 2 else (columns, 1)
         source = guarded_copy(x.to(DEVICE), strides, offset=0 if index % 3 else x.element_size()).tensor
         values, scales = function(source, use_ue8m0=use_ue8m0, epsilon=epsilon)
@@ -96,7 +96,7 @@ def test_nothing_outside_of_out_is_written(row_major: bool) -> None:
 
 
 def test_gated() -> None:
-    """silu(left) * right in float32; the kernel's exponential is an approximation, so that the last bit may differ."""
+    """silu(left) * right in float32. The kernel approximates the exponential, so the last bit may differ."""
     for rows, columns in ((1, 128), (130, 264), (64, 2048)):
         x = torch.randn(rows, 2 * columns, generator=torch.Generator().manual_seed(rows)).bfloat16()
         x[0, :4] = torch.tensor([-0.0, 88.0, -88.0, -8.0])
@@ -143,7 +143,7 @@ def test_capture_and_replay_without_synchronising() -> None:
 
 
 def test_a_linear_layers_three_products() -> None:
-    """Forward, gradient of the input, gradient of the weights: everything ours."""
+    """Forward, input gradient and weight gradient, all with our kernels and casts."""
     tokens, n, k = 384, 512, 640
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, w, g = (

@@ -1,4 +1,4 @@
-"""A kernel that was built before, and is not in our cache any more."""
+"""A kernel that was built before, but is no longer in our cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deep_gemm.settings import settings
 
 
 def test_nvrtc_builds_again_what_it_has_built_at_the_same_place(tmp_path: Path) -> None:
-    """Where there is a driver, NVRTC has a cache of its own, whose binaries came without ptxas' report."""
+    """With a driver NVRTC has its own cache, and its cached binaries came without ptxas' report."""
     with settings.override(use_nvrtc=True):
         compiler = choose()
     request = engine.build_request(transpose_scales.KERNEL.cases()[0])

@@ -1,4 +1,4 @@
-"""Replays: calls that differ from one before in nothing but where their operands are."""
+"""Replays: calls that differ from an earlier call only in the addresses of operands."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from deep_gemm.testing import Operand, integer_operands
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
-# Swapped, 64 and 128 rows, shares of K, and a D that TMA cannot store.
+# Swapped operands, tiles of 64 and 128 rows, split K, and a D that TMA cannot store.
 SHAPES = [(20, 192, 256), (7, 2112, 7168), (128, 576, 7168), (1000, 2112, 1040), (130, 333, 400)]
 
 Case = tuple[Operand, Operand, torch.Tensor]
 
 
 def cases(m: int, n: int, k: int, ready: bool, count: int) -> list[Case]:
-    """Operands of other values at other addresses, and what their products are."""
+    """Operands with other values at other addresses, and their products."""
     out = []
     for seed in range(count):
         (a, sfa), b = integer_operands(m, n, k, DEVICE, seed=seed)
@@ -73,7 +73,7 @@ def test_a_graph_takes_a_replay(m: int, n: int, k: int, ready: bool) -> None:
 @cuda_only
 @pytest.mark.parametrize("ready", [True, False])
 def test_threads_with_operands_of_their_own(ready: bool) -> None:
-    """On one stream: all of them patch one launch record."""
+    """On one stream, where all threads patch one launch record."""
     found = cases(128, 576, 7168, ready, 6)
     call(*found[0][:2])
     wrong: list[int] = []
@@ -83,7 +83,7 @@ def test_threads_with_operands_of_their_own(ready: bool) -> None:
         for _ in range(20):
             if index == 0:
                 for known in list(calls.Calls.every):
-                    known.warm = {}  # so that no call has a record of its own for long
+                    known.warm = {}  # so that calls lose their own launch records
             if not torch.equal(call(a, b), expected):
                 wrong.append(index)
 

@@ -17,8 +17,8 @@ from deep_gemm.params import ScaledParams
 from deep_gemm.spec import align
 from deep_gemm.testing import assert_close_to_exact
 
-# Several tiles in both directions; more blocks of K than two rounds of any ring, of which the last is cut short; and so
-# few SMs that CTAs do several tiles.
+# Several tiles in both directions; more blocks of K than two rounds of any ring, with a partial last block; and so few
+# SMs that CTAs compute several tiles.
 M, N, K, NUM_SMS = 200, 520, 128 * 33 + 64, 4
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -42,7 +42,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mutat
 def is_right(params: ScaledParams, function: Function) -> bool:
     """Whether a kernel's result is within the bound."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    # Rows and columns of very different sizes, so that another one's scale shows.
+    # Rows and columns with very different magnitudes, so that a wrong scale shows.
     x, y = (
         torch.randn(rows, K, device=DEVICE, generator=generator)
         * 4.0 ** torch.randint(-3, 4, (rows, 1), device=DEVICE, generator=generator)

@@ -1,4 +1,4 @@
-"""The three timing modes on a real kernel: times that are possible, and cuBLASLt beside them."""
+"""The three timing modes with a real kernel: plausible times, and cuBLASLt for comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE = GemmShape(64, 4096, 4096)
 @pytest.mark.parametrize("mode", ["flush", "graph"])
 def test_measure(mode: str) -> None:
     row = run.measure(SHAPE, mode)
-    # No GPU reads 16 MiB of weights faster than 10 TB/s, and none needs a millisecond for it.
+    # No GPU reads 16 MiB of weights faster than 10 TB/s, and none takes a millisecond.
     assert 1.0 < row["us"] < 1000.0
     assert 0.1 < row["ratio_tensorwise"] < 10.0
 
@@ -40,6 +40,6 @@ def test_host_costs() -> None:
     rows = {row["what"]: row["us"] for row in costs.host()}
     ours = rows["fp8_gemm_nt, warm, scales ready"]
     assert 0.5 < ours < 200.0
-    # Hosts differ by a factor of two, and in all that they do: 0.40 to 0.45 where it was measured.
+    # Hosts differ by a factor of two, but the ratio does not: it was 0.40 to 0.45 on all.
     assert ours < 0.6 * rows["torch._scaled_mm tensorwise, out="]
     assert ours < rows["fp8_gemm_nt, warm, scales to transpose"]

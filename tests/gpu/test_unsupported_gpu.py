@@ -1,4 +1,4 @@
-"""A GPU that no kernel exists for: played by the one that is there."""
+"""A GPU without kernels, simulated on the GPU of this machine."""
 
 from __future__ import annotations
 
