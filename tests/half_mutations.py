@@ -105,7 +105,8 @@ MUTATIONS = [
     Mutation(
         "store weights of the upper half in the lower",
         "swapped_output.cuh",
-        "lane / 4 + i / 2 * 8,lane / 4,",
+        "lane / 4 + i / 2 * 8,",
+        "lane / 4,",
         ("swapped split",),
     ),
 ]
