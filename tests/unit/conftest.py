@@ -1,5 +1,6 @@
 """Fixtures that several unit tests share."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,15 @@ def _warnings_are_new() -> Iterator[None]:
     reset_warnings()
     yield
     reset_warnings()
+
+
+@pytest.fixture(autouse=True)
+def _the_path_stays() -> Iterator[None]:
+    """A test that leaves another `sys.path` fails here, not in whatever its process runs next."""
+    before = list(sys.path)
+    yield
+    after, sys.path[:] = list(sys.path), before
+    assert after == before
 
 
 @pytest.fixture
