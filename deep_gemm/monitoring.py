@@ -102,12 +102,13 @@ class Series:
         self._on_gpu = labels.device != "cpu"
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Make a call, and count it. One call in ``every`` is timed, but never the first, which may load a kernel."""
+        """Make a call, and count it. One call in ``every`` is timed. The first, which may load a kernel, is timed only
+        if all are."""
         monitor = self.monitor
         with monitor.lock.lock:
             number = self.calls
             self.calls = number + 1
-        if (number - 1) % monitor.every and monitor.every > 1:
+        if (number - 1) % monitor.every:
             function(*arguments)
         elif not self._on_gpu:
             start = time.perf_counter()

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,56 @@ def private_directory() -> Iterator[Path]:
         yield Path(folder)
 
 
+class _Child:
+    """A command that is started at most once, and by a thread of its own: Python's signal handlers run in the main
+    thread, where one could raise after the fork and before the process is known to anyone who could kill it."""
+
+    def __init__(self, command: list[str], folder: Path | None, environment: dict[str, str]) -> None:
+        self._command, self._folder, self._environment = command, folder, environment
+        self._lock = threading.Lock()
+        self._ended = False
+        self._process: subprocess.Popen[str] | None = None
+        self._error: Exception | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        """Raises OSError."""
+        thread = threading.Thread(target=self._start, daemon=True)
+        thread.start()
+        thread.join()
+        if self._process is None:
+            raise self._error or OSError(f"{self._command[0]} was not started")
+        return self._process
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    encoding="utf-8",
+                    errors="replace",
+                    cwd=self._folder,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            except Exception as error:
+                self._error = error
+
+    def end(self) -> None:
+        """Kills whatever was started, waits for the command, and closes its pipes. Nothing starts afterwards."""
+        with self._lock:
+            self._ended = True
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with self._process:
+                pass
+
+
 def run(command: list[str], limit: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command's output and status. `folder` is where it runs and keeps temporary files.
 
@@ -53,21 +104,11 @@ def run(command: list[str], limit: float, folder: Path | None = None) -> subproc
     environment = child_environment(*_HIDDEN_FLAGS)
     if folder is not None:
         environment["TMPDIR"] = "."
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=limit)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
+    child = _Child(command, folder, environment)
+    try:
+        process = child.start()
+        output, errors = process.communicate(timeout=limit)
+    except BaseException:
+        child.end()
+        raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

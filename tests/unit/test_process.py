@@ -75,6 +75,23 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, scratch: Path) -
     assert list(scratch.iterdir()) == []
 
 
+def test_an_interrupt_right_after_the_fork_ends_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes before the caller has the process."""
+    pid = tmp_path / "pid"
+    execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def interrupted(self: object, *args: object) -> None:
+        execute(self, *args)
+        wait_for(pid.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(["/bin/sh", "-c", SLOW.format(pid=pid)], 60)
+    wait_for(lambda: gone(int(pid.read_text())))
+
+
 @pytest.mark.parametrize(
     "output",
     [
