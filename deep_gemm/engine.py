@@ -112,7 +112,7 @@ def build_request(params: KernelParams) -> BuildRequest:
         arch=params.arch,
         meta={"params": params.to_json()},
         render_key=key,
-        post_pass=kernel.post_pass(),
+        post_pass=kernel.post_pass(params),
     )
 
 
@@ -177,7 +177,7 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         "compiler": binary.compiler,
         "source": binary.source_path,
         "resources": binary.resources.to_json(),
-        "post_pass": post_pass.identity if (post_pass := kernels.of(config).post_pass()) else None,
+        "post_pass": post_pass.identity if (post_pass := kernels.of(config).post_pass(params)) else None,
         "seconds": {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected},
     }
     if ranked:

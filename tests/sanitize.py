@@ -52,7 +52,7 @@ HALF: list[KernelParams] = [
 
 SCALED: list[KernelParams] = [
     *scaled_mutations.KERNELS.values(),
-    sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 256, (2, 1))),
+    sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 160, (2, 1))),
     sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 128, (1, 2)), scaling="1d2d"),
     sm90_fp8_scaled_swapped.make_params(sm90_fp8_scaled_swapped.make_config(24, 2, 2), store="direct"),
 ]

@@ -11,7 +11,7 @@ from deep_gemm.params import ScaledParams
 
 KERNELS: dict[str, ScaledParams] = {
     "rows": make_params(make_config(128, 128)),
-    "parts": make_params(make_config(128, 256), accumulate="reduces"),
+    "parts": make_params(make_config(128, 160), accumulate="reduces"),
     "blocks": make_params(make_config(64, 64), scaling="1d2d", accumulate="reads"),
     "whole": make_params(make_config(128, 128), scaling="rowwise", output="bf16"),
     "direct": make_params(make_config(64, 64), scaling="rowwise", store="direct"),
@@ -40,15 +40,15 @@ MUTATIONS = [
     Mutation(
         "give a column its neighbour's scale",
         "scaling.cuh",
-        "low * odd, partial[i + 1]",
-        "low * even, partial[i + 1]",
+        "partial[i + 2 * row + 1] * odd",
+        "partial[i + 2 * row + 1] * even",
         _1D1D,
     ),
     Mutation(
         "give a row the scale of the one eight above",
         "scaling.cuh",
-        "high * even, partial[i + 2]",
-        "low * even, partial[i + 2]",
+        "factors.row[kSlice][row], partial[i + 2 * row] * even",
+        "factors.row[kSlice][0], partial[i + 2 * row] * even",
         _1D1D,
     ),
     Mutation(
@@ -87,7 +87,18 @@ MUTATIONS = [
         ("blocks",),
     ),
     Mutation(
-        "scale by rows of A alone", "fp8_scaled.cuh", "sum[j] *= low * weight;", "sum[j] *= low;", ("whole", "direct")
+        "scale a column by A alone",
+        "scaling.cuh",
+        "sum[i] *= row[slice][0] * even;",
+        "sum[i] *= row[slice][0];",
+        ("whole", "direct"),
+    ),
+    Mutation(
+        "take B's scales of another lane",
+        "scaling.cuh",
+        "from = place % 32 + lane % 4 * 2;",
+        "from = lane % 4 * 2;",
+        ("whole", "direct"),
     ),
     Mutation("add C to one of two neighbours", "fp8_scaled.cuh", "      pair[1] += second;\n", "", ("blocks",)),
     Mutation(

@@ -51,7 +51,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     ranked = select.rank(asked, spec)
     params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
-    post_pass = kernels.get(params.kernel).post_pass()
+    post_pass = kernels.get(params.kernel).post_pass(params)
     configs = [
         {
             "config": dataclasses.asdict(choice.config),

@@ -172,8 +172,9 @@ class Kernel(ABC, Generic[ConfigT]):
         """The inputs of the performance model. A family with one config does not need them."""
         raise NotImplementedError(f"{self.name} has one config: there is nothing to rank")
 
-    def post_pass(self) -> PostPass | None:
-        """The edit of compiled cubins under the current settings, or None."""
+    def post_pass(self, params: KernelParams | None = None) -> PostPass | None:
+        """The edit of the cubin of ``params`` under the current settings, or None; without ``params``, that of any
+        cubin of the family."""
         return None
 
     @abstractmethod

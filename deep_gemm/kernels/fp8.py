@@ -47,7 +47,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             return "it writes the product as it is, without C or an epilogue"
         return None
 
-    def post_pass(self) -> PostPass | None:
+    def post_pass(self, params: KernelParams | None = None) -> PostPass | None:
         """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off."""
         return ffma_bursts.POST_PASS if settings.ffma_bursts else None
 

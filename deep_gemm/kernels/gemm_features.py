@@ -64,6 +64,8 @@ class Counts(NamedTuple):
     """Operands are swapped."""
     promotion: float = PROMOTION_CYCLES
     """Cycles in which a consumer promotes one column of an m64 slice; 0 where sums stay in the accumulators."""
+    busy: float = 0.0
+    """Cycles for each column of an m64 slice in which shared memory serves promotion and cannot feed products."""
     consumers_k: int = 1
 
 
@@ -74,7 +76,7 @@ def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
     products = x.slices * (x.width // x.mma_n) * 4
     promotion = x.slices * x.width * x.promotion + (x.width * TOKEN_CYCLES if x.transposed else 0)
     return {
-        "tensor": x.groups * products * max(x.mma_n / 2, LEAST_CYCLES),
+        "tensor": x.groups * (products * max(x.mma_n / 2, LEAST_CYCLES) + x.slices * x.width * x.busy),
         "consumers": config.num_consumers,
         "consumers_k": x.consumers_k,
         "promotion": promotion if x.promotion else 0.0,

@@ -14,7 +14,7 @@ from ..params import KernelParams, ScaledConfig, ScaledParams
 from ..spec import SCALE_BLOCK, GemmSpec, Spec, ceil_div
 from .fp8 import turns
 from .gemm_features import Counts
-from .scaled import BYTES, PROMOTION, ScaledKernel, scaling_of
+from .scaled import BUSY, BYTES, PROMOTION, ScaledKernel, scaling_of
 from .scaled_tiles import (
     CLUSTERS,
     CONSUMERS,
@@ -47,11 +47,16 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
                 yield config
 
     def legal(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
-        """Tiles from 64x32 to 256x128 and 128x256, without clusters or in clusters of two."""
-        for chosen in itertools.product(CONSUMERS, range(32, 257, 32), CLUSTERS):
-            config = make_config(*chosen, arch=arch)
-            if self.illegal(config, arch) is None:
-                yield config
+        """Tiles from 64x32 to 256x128 and 128x256, without clusters or in clusters of two, with one set of partial sums
+        or two; with one staging buffer where that leaves room for another stage."""
+        for tile in itertools.product(CONSUMERS, range(32, 257, 16), CLUSTERS):
+            for partials in (1, 2):
+                one, two = (make_config(*tile, buffers=x, partials=partials, arch=arch) for x in (1, 2))
+                yield from (
+                    config
+                    for config in ((two, one) if one.num_stages > two.num_stages else (two,))
+                    if self.illegal(config, arch) is None
+                )
 
     def illegal(self, config: ScaledConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, or None."""
@@ -60,8 +65,8 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             return f"block_k must be {SCALE_BLOCK}, not {c.block_k}"
         if CONSUMERS.get(c.block_m) != c.num_consumers:
             return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {CONSUMERS}"
-        if c.block_n % 32 or not 32 <= c.block_n <= 256:
-            return f"block_n must be a multiple of 32 from 32 to 256, not {c.block_n}"
+        if c.block_n % 16 or not 32 <= c.block_n <= 256:
+            return f"block_n must be a multiple of 16 from 32 to 256, not {c.block_n}"
         if (c.cluster_m, c.cluster_n) not in CLUSTERS or c.cluster_k != 1:
             return f"a cluster of {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
         if c.cluster_size > 1 and (c.block_m < 128 or c.block_n < 128):
@@ -74,8 +79,8 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
         if c.num_consumers == 1 and mma_n < c.block_n:
             return f"a lone consumer would multiply {c.block_n} columns in two parts"
-        if mma_n % 32:
-            return f"instructions of {mma_n} columns do not end on a part of 32 columns"
+        if mma_n % 16:
+            return f"instructions of {mma_n} columns do not end on a part of 16 columns"
         if not fits(c, mma_n):
             return f"{accumulators(c, mma_n)} accumulators leave a consumer thread too few registers"
         if c.num_stages < 2:
@@ -149,6 +154,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             direct=not aligned,
             store_warp=aligned,
             promotion=PROMOTION[scaling],
+            busy=BUSY[config.num_partials] if scaling == "1d1d" else 0.0,
         )
 
     def has_output_map(self, params: ScaledParams) -> bool:
@@ -175,18 +181,21 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             p,
             f"{c.block_m}x{c.block_n}_s{c.num_stages}_p{c.num_partials}",
             f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_size > 1 else "",
+            "b1" if c.buffers == 1 else "",
         )
 
     def cases(self) -> list[KernelParams]:
-        """The serving set with 1D1D and float32; each scaling, output, way to add C, and store; compile-time sizes."""
-        tile, tall, lone = make_config(128, 128), make_config(256, 128), make_config(64, 64)
-        wide, pair = make_config(128, 256), make_config(128, 256, (2, 1))
-        square = make_config(128, 128, (1, 2))
+        """The serving set with 1D1D and float32, or with scales of rows where registers do not suffice; each scaling,
+        output, way to add C, and store; compile-time sizes."""
+        tile, tall, lone = make_config(128, 128), make_config(256, 64, buffers=1, partials=2), make_config(64, 64)
+        wide, pair = make_config(128, 256, buffers=1), make_config(128, 256, (2, 1), buffers=1)
+        most, square = make_config(128, 160), make_config(128, 128, (1, 2))
+        rows = {"scaling": "rowwise", "output": "bf16"}
         return [
-            *(make_params(config) for config in self.configs(SM90)),
-            make_params(wide, accumulate="reduces"),
+            *(make_params(config, **{} if _multiplies(config) else rows) for config in self.configs(SM90)),
+            make_params(most, accumulate="reduces"),
             make_params(tall, output="bf16"),
-            make_params(make_config(128, 160), accumulate="reads"),
+            make_params(most, accumulate="reads"),
             make_params(tile, output="bf16", accumulate="reads"),
             make_params(lone, output="f16"),
             make_params(make_config(128, 96), store="direct"),
@@ -196,13 +205,16 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             make_params(tile, scaling="1d2d", output="bf16", accumulate="reads"),
             make_params(square, scaling="1d2d", accumulate="reduces"),
             make_params(lone, scaling="1d2d", store="direct", accumulate="reads"),
-            make_params(wide, scaling="rowwise", output="bf16"),
-            make_params(make_config(256, 128, (2, 1)), scaling="1d2d"),
-            make_params(make_config(128, 192), scaling="rowwise", output="bf16"),
-            make_params(lone, scaling="rowwise", output="bf16", store="direct"),
-            make_params(tile, scaling="rowwise", output="bf16", accumulate="reads"),
+            make_params(make_config(128, 112), **rows),
+            make_params(lone, **rows, store="direct"),
+            make_params(tile, **rows, accumulate="reads"),
             make_params(tile, shape=(0, 2112, 7168)),
         ]
+
+
+def _multiplies(config: ScaledConfig) -> bool:
+    """Whether a consumer has enough registers for 1D1D."""
+    return fits(config, instruction_columns(config), more_registers("1d1d", "none", True))
 
 
 def make_params(config: ScaledConfig, **options: object) -> ScaledParams:

@@ -20,6 +20,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_WAIT = 0.05  # seconds
+
 # From <dlfcn.h> and <elf.h>: the same on all 64-bit Linux.
 _RTLD_DI_LINKMAP = 2
 _DT_NULL, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_JMPREL = 0, 2, 5, 6, 23
@@ -88,8 +90,9 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
             thread.start()
         except RuntimeError:  # no thread can be started: a limit is reached, or the interpreter is shutting down
             return work()
-        result = future.result()
-        thread.join()
-        return result
+        # In short waits: a signal that arrives just before a wait begins does not end it.
+        while thread.is_alive():
+            thread.join(_WAIT)
+        return future.result()
     finally:
         cancel()

@@ -27,7 +27,7 @@ struct Fp8ScaledLayout {
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Exchange = SplitKExchange<kBlockN, kSlices, 1, 1, kConsumers>;
   using Scales = TileScales<Fp8ScaledLayout>;
-  using Store = PartStore<Tile::kElement, kBlockN, kSlices, kConsumers, Tile::kBuffers>;
+  using Store = PartStore<Tile::kElement, kBlockN, kSlices, kConsumers, Tile::kBuffers, Mma::kN>;
   static_assert(Mma::kN % Store::kBoxColumns == 0, "a product's columns are whole parts");
 
   // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries, and scales on the 128-byte boundaries of TMA.
@@ -80,6 +80,9 @@ struct Fp8Scaled {
   using Scaling = typename ScalingOf<kScaling>::Type;
   using Mainloop = Fp8Mainloop<Shape, Mma, typename Layout::Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
+  using Factors = TileFactors<kSlices, kBlockN>;
+  // Whether scales for the epilogue are loaded when a tile begins, and not near its end. Wide tiles have no registers for that.
+  enum : bool { kScalesEarly = Mainloop::kParts == 1 && Mma::kN <= 128 };
 
   Kernel kernel;
 
@@ -119,6 +122,11 @@ struct Fp8Scaled {
     }
   }
 
+  DG_DEVICE void load_factors(Factors& factors, u32 row, u32 column, const Place& at) const {
+    if constexpr (kScaling == kRowwise)
+      factors.load(kernel.arg, row + at.first_row + at.warp * 16 + at.lane / 4, column, kernel.m(), kernel.n(), at.lane);
+  }
+
   // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile.
   DG_DEVICE void consume() {
     const u32 consumer = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
@@ -126,6 +134,7 @@ struct Fp8Scaled {
     const u32 blocks = uniform(kernel.order().mine());
     float sum[kSlices][kBlockN / 2];
     u32 which = 0;  // the staging buffer that comes next
+    Factors factors;
     Scheduler tile(kernel.arg.raster);
     Mainloop mainloop(kernel.barriers, scaling(tile, at), uniform(descriptor_low(kernel.shared + at.first_row * 128)),
                       uniform(descriptor_low(kernel.shared + Layout::kOffsetB)), consumer, at.lane);
@@ -138,21 +147,23 @@ struct Fp8Scaled {
     // A CTA's last tile has a copy of `finish` of its own, see Fp8Gemm::consume.
     for (bool more = tile.valid(); more;) {
       const u32 row = tile.row, column = tile.column;
-      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, at, which); };
+      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, at, which, factors); };
       const auto look_ahead = [&] {
+        if constexpr (!kScalesEarly) load_factors(factors, row, column, at);
         tile.advance();
         if constexpr (kScaling == k1D2D) {
           if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
         }
       };
+      if constexpr (kScalesEarly) load_factors(factors, row, column, at);
       mainloop.resume(sum, blocks, look_ahead, finished);
       more = tile.valid();
       if (Tile::kTmaStore && !more) {
-        finish<Mainloop::kUnits - 1>(sum, row, column, at, which);
+        finish<Mainloop::kUnits - 1>(sum, row, column, at, which, factors);
         break;
       }
       if (more) mainloop.start();
-      finish<Mainloop::kUnits - 1>(sum, row, column, at, which);
+      finish<Mainloop::kUnits - 1>(sum, row, column, at, which, factors);
     }
     // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
@@ -162,14 +173,14 @@ struct Fp8Scaled {
   // Completes a unit's sums and stores them, or stages them for the store warp. It works part by part, because a whole unit's
   // elements of C or scales do not fit in registers.
   template <u32 kUnit>
-  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, const Place& at, u32& which) const {
+  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, const Place& at, u32& which, const Factors& factors) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 y = row + at.first_row + kSlice * 64 + at.warp * 16 + at.lane / 4;
 #pragma unroll
     for (u32 box = 0; box < Mma::kN; box += kBoxColumns) {
       float* sum = &sums[kSlice][(kColumn + box) / 2];
       const u32 x = column + kColumn + box + at.lane % 4 * 2;
-      if constexpr (kScaling == kRowwise) scale(sum, y, x);
+      if constexpr (kScaling == kRowwise) factors.template apply<kBoxColumns>(sum, kSlice, kColumn + box, at.lane);
       if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x);
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
@@ -200,22 +211,6 @@ struct Fp8Scaled {
     for (u32 i = 0; i < kBoxColumns / 2; i += 2) {
       const u32 y = row + (i & 2) * 4, x = column + i / 4 * 8;
       if (y < kernel.m() && x < kernel.n()) use(sum + i, y, x);
-    }
-  }
-
-  // Applies the scales of rows of A and of B. Where all rows share one scale, the stride is zero.
-  DG_DEVICE void scale(float* sum, u32 row, u32 column) const {
-    const auto& arg = kernel.arg;
-    const float low = scale_of(arg.scale_a, arg.scale_a_stride, row, kernel.m());
-    const float high = scale_of(arg.scale_a, arg.scale_a_stride, row + 8, kernel.m());
-#pragma unroll
-    for (u32 i = 0; i < kBoxColumns / 2; i += 4) {
-#pragma unroll
-      for (u32 j = i; j < i + 2; ++j) {
-        const float weight = scale_of(arg.scale_b, arg.scale_b_stride, column + i * 2 + j - i, kernel.n());
-        sum[j] *= low * weight;
-        sum[j + 2] *= high * weight;
-      }
     }
   }
 

@@ -8,15 +8,15 @@
 
 // A consumer's kSlices x 64 rows by kColumns columns are cut into parts of 64 rows by kBoxColumns columns. Parts are staged one
 // after the other, in one buffer or in two buffers by turns. Rows of a buffer are swizzled over their own length, as the tensor map
-// of D expects.
+// of D expects. A consumer completes kWidth columns at a time, which are whole parts.
 //
 // Named barriers signal that a buffer is free or full. With mbarriers, whose wait is a loop, ptxas loses track of wgmma in flight
 // and serialises it.
-template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers>
+template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers, u32 kWidth = kColumns>
 struct PartStore {
   using Out = Output<kElement>;
   enum : u32 { kWidest = kElement == kF32 ? 32 : 64 };
-  enum : u32 { kBoxColumns = kColumns % kWidest == 0 ? +kWidest : kColumns % 32 == 0 ? 32 : 16 };
+  enum : u32 { kBoxColumns = kWidth % kWidest == 0 ? +kWidest : kWidth % 32 == 0 ? 32 : 16 };
   enum : u32 { kRowBytes = kBoxColumns * Out::kBytes, kBoxBytes = 64 * kRowBytes };
   enum : u32 { kBoxes = kColumns / kBoxColumns, kParts = kSlices * kBoxes };
   enum : u32 { kBytes = kConsumers * kBuffers * kBoxBytes };

@@ -33,10 +33,3 @@ struct TileScales {
     }
   }
 };
-
-// The scale of one of `rows` rows, and 0 for rows that do not exist.
-DG_DEVICE float scale_of(const float* scales, i64 stride, u32 row, u32 rows) {
-  float value = 0.0f;
-  if (row < rows) asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(scales + row * stride) : "memory");
-  return value;
-}
