@@ -61,8 +61,8 @@ MUTATIONS = [
     Mutation(
         "give a weight the scale of the one eight above",
         "fp8_scaled_swapped.cuh",
-        "sum[0][chunk * 4 + 2] *= even * high;",
-        "sum[0][chunk * 4 + 2] *= even * low;",
+        "i & 2 ? high : low",
+        "low",
         ("swapped",),
     ),
     Mutation(
@@ -89,14 +89,14 @@ MUTATIONS = [
     Mutation(
         "scale a column by A alone",
         "scaling.cuh",
-        "sum[i] *= row[slice][0] * even;",
-        "sum[i] *= row[slice][0];",
+        "      sum[i] *= even;\n",
+        "",
         ("whole", "direct"),
     ),
     Mutation(
         "take B's scales of another lane",
         "scaling.cuh",
-        "from = place % 32 + lane % 4 * 2;",
+        "from = column % 32 + lane % 4 * 2;",
         "from = lane % 4 * 2;",
         ("whole", "direct"),
     ),

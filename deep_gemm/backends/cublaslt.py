@@ -42,7 +42,7 @@ def blockwise_both(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call
     """The same scales of 1 x 128 on both sides. It does not add c, which must be zeros, and returns its result."""
     from torch.nn.functional import ScalingType, scaled_mm
 
-    (values, sfa), weights, sfb = a, b[0].t(), b[1].t()
+    (values, sfa), weights, sfb = a, b[0].t(), b[1]
     recipe = ScalingType.BlockWise1x128
     return lambda: scaled_mm(values, weights, sfa, recipe, sfb, recipe, output_dtype=d.dtype)
 

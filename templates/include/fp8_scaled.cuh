@@ -67,7 +67,7 @@ struct Fp8Scaled {
 
   template <u32 kKind, class = void>
   struct ScalingOf {
-    using Type = LateScales;
+    using Type = RowScales<kSlices>;
   };
   template <class T>
   struct ScalingOf<k1D1D, T> {
@@ -80,8 +80,9 @@ struct Fp8Scaled {
   using Scaling = typename ScalingOf<kScaling>::Type;
   using Mainloop = Fp8Mainloop<Shape, Mma, typename Layout::Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
-  using Factors = TileFactors<kSlices, kBlockN>;
-  // Whether scales for the epilogue are loaded when a tile begins, and not near its end. Wide tiles have no registers for that.
+  // B's scales of rows for one unit.
+  using LateScales = ColumnScales<Mma::kN>;
+  // Whether they are loaded when a tile begins, and not near its end. Wide tiles have no registers for that.
   enum : bool { kScalesEarly = Mainloop::kParts == 1 && Mma::kN <= 128 };
 
   Kernel kernel;
@@ -118,13 +119,19 @@ struct Fp8Scaled {
       return Scaling(Weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(kernel.n(), 128), at.lane,
                              part(tile)), rows);
     } else {
-      return Scaling();
+      return Scaling(kernel.arg.scale_a, kernel.arg.scale_a_stride, kernel.m());
     }
   }
 
-  DG_DEVICE void load_factors(Factors& factors, u32 row, u32 column, const Place& at) const {
+  // Starts loading A's scales for a tile.
+  DG_DEVICE void fetch(Scaling& scaling, const Scheduler& tile, const Place& at) const {
+    if constexpr (kScaling == kRowwise) scaling.fetch(tile.row + at.first_row + at.warp * 16 + at.lane / 4);
+  }
+
+  // Starts loading B's scales for a unit that begins with this column.
+  DG_DEVICE void load_late(LateScales& late, u32 column, const Place& at) const {
     if constexpr (kScaling == kRowwise)
-      factors.load(kernel.arg, row + at.first_row + at.warp * 16 + at.lane / 4, column, kernel.m(), kernel.n(), at.lane);
+      late.load(kernel.arg.scale_b, kernel.arg.scale_b_stride, column, kernel.n(), at.lane);
   }
 
   // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile.
@@ -134,7 +141,7 @@ struct Fp8Scaled {
     const u32 blocks = uniform(kernel.order().mine());
     float sum[kSlices][kBlockN / 2];
     u32 which = 0;  // the staging buffer that comes next
-    Factors factors;
+    LateScales late;
     Scheduler tile(kernel.arg.raster);
     Mainloop mainloop(kernel.barriers, scaling(tile, at), uniform(descriptor_low(kernel.shared + at.first_row * 128)),
                       uniform(descriptor_low(kernel.shared + Layout::kOffsetB)), consumer, at.lane);
@@ -143,27 +150,33 @@ struct Fp8Scaled {
       if (tile.valid()) mainloop.scaling.weights.open();
     }
     mainloop.turns.begin();
-    if (tile.valid()) mainloop.start();
+    if (tile.valid()) {
+      mainloop.start();
+      fetch(mainloop.scaling, tile, at);
+    }
     // A CTA's last tile has a copy of `finish` of its own, see Fp8Gemm::consume.
     for (bool more = tile.valid(); more;) {
       const u32 row = tile.row, column = tile.column;
-      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, at, which, factors); };
+      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, at, which, late); };
       const auto look_ahead = [&] {
-        if constexpr (!kScalesEarly) load_factors(factors, row, column, at);
+        if constexpr (!kScalesEarly) load_late(late, column, at);
         tile.advance();
         if constexpr (kScaling == k1D2D) {
           if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
         }
       };
-      if constexpr (kScalesEarly) load_factors(factors, row, column, at);
+      if constexpr (kScalesEarly) load_late(late, column, at);
       mainloop.resume(sum, blocks, look_ahead, finished);
       more = tile.valid();
       if (Tile::kTmaStore && !more) {
-        finish<Mainloop::kUnits - 1>(sum, row, column, at, which, factors);
+        finish<Mainloop::kUnits - 1>(sum, row, column, at, which, late);
         break;
       }
-      if (more) mainloop.start();
-      finish<Mainloop::kUnits - 1>(sum, row, column, at, which, factors);
+      if (more) {
+        mainloop.start();
+        fetch(mainloop.scaling, tile, at);
+      }
+      finish<Mainloop::kUnits - 1>(sum, row, column, at, which, late);
     }
     // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
@@ -173,14 +186,14 @@ struct Fp8Scaled {
   // Completes a unit's sums and stores them, or stages them for the store warp. It works part by part, because a whole unit's
   // elements of C or scales do not fit in registers.
   template <u32 kUnit>
-  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, const Place& at, u32& which, const Factors& factors) const {
+  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, const Place& at, u32& which, LateScales& late) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 y = row + at.first_row + kSlice * 64 + at.warp * 16 + at.lane / 4;
 #pragma unroll
     for (u32 box = 0; box < Mma::kN; box += kBoxColumns) {
       float* sum = &sums[kSlice][(kColumn + box) / 2];
       const u32 x = column + kColumn + box + at.lane % 4 * 2;
-      if constexpr (kScaling == kRowwise) factors.template apply<kBoxColumns>(sum, kSlice, kColumn + box, at.lane);
+      if constexpr (kScaling == kRowwise) late.template apply<kBoxColumns>(sum, box, at.lane);
       if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x);
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
@@ -201,6 +214,8 @@ struct Fp8Scaled {
         });
       }
     }
+    if constexpr (Mainloop::kParts > 1 && kUnit + 1 < Mainloop::kUnits)
+      load_late(late, column + (kUnit + 1) % Mainloop::kParts * Mma::kN, at);
   }
 
   // Calls `use(sum, y, x)` for each pair of sums of a part that are neighbours in D; (y, x) is the place of the first of the two.

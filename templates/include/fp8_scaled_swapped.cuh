@@ -58,7 +58,7 @@ struct Fp8ScaledSwapped {
 
   template <u32 kKind, class = void>
   struct ScalingOf {
-    using Type = LateScales;
+    using Type = TokenScales<kBlockM>;
   };
   template <class T>
   struct ScalingOf<k1D2D, T> {
@@ -88,7 +88,17 @@ struct Fp8ScaledSwapped {
       return Scaling(Weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(kernel.n(), 128), lane,
                              part(tile, turn)), kernel.shared + Layout::kOffsetRows + lane % 4 * 8);
     } else {
-      return Scaling();
+      return Scaling(kernel.arg.scale_a, kernel.arg.scale_a_stride, kernel.m());
+    }
+  }
+
+  // Starts loading the scales that promotion needs from a tile's first block on and that no stage brings.
+  DG_DEVICE void fetch(Scaling& scaling, const Scheduler& tile, u32 turn, u32 lane) const {
+    if (!tile.valid()) return;
+    if constexpr (kScaling == k1D2D) {
+      scaling.weights.go_on(part(tile, turn));
+    } else {
+      scaling.fetch(tile.row + lane % 4 * 2);
     }
   }
 
@@ -105,43 +115,30 @@ struct Fp8ScaledSwapped {
                       uniform(descriptor_low(kernel.shared + Layout::kOffsetA)), consumer, lane);
     mainloop.at.stage = consumer;
     wait_for_previous_kernel();  // before scales and C are read, and D is overwritten
-    if constexpr (kScaling == k1D2D) {
-      if (tile.valid()) mainloop.scaling.weights.open();
-    }
+    fetch(mainloop.scaling, tile, consumer, lane);
     while (tile.valid()) {
       mainloop.multiply(sum, blocks, [] {});
       const u32 row = tile.row, column = tile.column;
       tile.advance();
-      if constexpr (kScaling == k1D2D) {
-        if (tile.valid()) mainloop.scaling.weights.go_on(part(tile, consumer));
-      }
+      fetch(mainloop.scaling, tile, consumer, lane);
       const u32 active = ceil_div(min_of(kBlockM, kernel.m() - row), 8);
       if constexpr (kSplits > 1) kernel.exchange.exchange(sum, 0, consumer, split, thread, tile.valid());
       const auto wanted = [&](u32 chunk) {
         return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
-      if constexpr (kScaling == kRowwise) scale(sum, row, column, warp, lane, wanted);
+      if constexpr (kScaling == kRowwise) scale(sum, column + warp * 16 + lane / 4, wanted);
       Ending::store(kernel, sum, row, column, staging, split, warp, lane, wanted);
     }
   }
 
-  // Scales of tokens and of weights. Where all share one, its stride is zero.
+  // Multiplies by the scales of weights; a thread has two of them.
   template <class Wanted>
-  DG_DEVICE void scale(Sums& sum, u32 row, u32 column, u32 warp, u32 lane, const Wanted& wanted) const {
+  DG_DEVICE void scale(Sums& sum, u32 weight, const Wanted& wanted) const {
     const auto& arg = kernel.arg;
-    const u32 weight = column + warp * 16 + lane / 4, token = row + lane % 4 * 2;
     const float low = scale_of(arg.scale_b, arg.scale_b_stride, weight, kernel.n());
     const float high = scale_of(arg.scale_b, arg.scale_b_stride, weight + 8, kernel.n());
 #pragma unroll
-    for (u32 chunk = 0; chunk < kBlockM / 8; ++chunk) {
-      if (wanted(chunk)) {
-        const float even = scale_of(arg.scale_a, arg.scale_a_stride, token + chunk * 8, kernel.m());
-        const float odd = scale_of(arg.scale_a, arg.scale_a_stride, token + chunk * 8 + 1, kernel.m());
-        sum[0][chunk * 4] *= even * low;
-        sum[0][chunk * 4 + 1] *= odd * low;
-        sum[0][chunk * 4 + 2] *= even * high;
-        sum[0][chunk * 4 + 3] *= odd * high;
-      }
-    }
+    for (u32 i = 0; i < kBlockM / 2; ++i)
+      if (wanted(i / 4)) sum[0][i] *= i & 2 ? high : low;
   }
 };

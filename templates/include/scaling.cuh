@@ -71,16 +71,30 @@ struct RowColumnScales {
   }
 };
 
-// For scales that are the same for all of K: unscaled products are added up, and the epilogue scales the sums.
-struct LateScales {
+// For scales that are the same for all of K: products are added times A's scale, and the epilogue multiplies the sums by B's.
+// Whether A's rows are the accumulators' rows or their columns, sums are the same bits. A tile's scales of A are loaded when the
+// tile before it has been multiplied.
+//
+// Here A's rows are the accumulators' rows: a thread has two in each m64 slice.
+template <u32 kSlices>
+struct RowScales {
   struct Factors {};
   enum : bool { kStartsFresh = true };
   enum : u32 { kPage = 1u << 30 };
 
   NoPages weights;
-  float one;  // 1, hidden from the compiler, which would otherwise delay reading the accumulators and serialise the products
+  const float* scales;
+  i64 stride;
+  u32 rows;
+  float scale[kSlices][2];
 
-  DG_DEVICE LateScales() { asm volatile("mov.f32 %0, 0f3F800000;" : "=f"(one)); }
+  DG_DEVICE RowScales(const float* scales, i64 stride, u32 rows) : scales(scales), stride(stride), rows(rows) {}
+
+  // Starts loading the scales of a tile; `row` is this thread's first row.
+  DG_DEVICE void fetch(u32 row) {
+#pragma unroll
+    for (u32 i = 0; i < kSlices * 2; ++i) scale[i / 2][i % 2] = scale_of(scales, stride, row + i / 2 * 64 + i % 2 * 8, rows);
+  }
 
   DG_DEVICE void begin(Factors&) const {}
   DG_DEVICE void before_arrival(Factors&, u32) const {}
@@ -90,38 +104,64 @@ struct LateScales {
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors&) const {
 #pragma unroll
-    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], one, partial[i]);
+    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], scale[kSlice][i / 2 % 2], partial[i]);
   }
 };
 
-// Those scales of one tile: two rows of A in each m64 slice of a thread, and every 32nd row of B, which a lane passes on to the
-// other lanes.
-template <u32 kSlices, u32 kColumns>
-struct TileFactors {
-  float row[kSlices][2], column[ceil_div(kColumns, 32)];
+// The same with A's rows on the accumulators' columns: a thread has two of every eight.
+template <u32 kTokens>
+struct TokenScales {
+  struct Factors {};
+  enum : bool { kStartsFresh = false };
+  enum : u32 { kPage = 1u << 30 };
 
-  // `row` is this thread's first row of D, `column` the tile's first column.
-  template <class Arguments>
-  DG_DEVICE void load(const Arguments& arg, u32 row, u32 column, u32 m, u32 n, u32 lane) {
+  NoPages weights;
+  const float* scales;
+  i64 stride;
+  u32 rows;
+  float scale[kTokens / 4];
+
+  DG_DEVICE TokenScales(const float* scales, i64 stride, u32 rows) : scales(scales), stride(stride), rows(rows) {}
+
+  DG_DEVICE void fetch(u32 row) {
 #pragma unroll
-    for (u32 i = 0; i < kSlices * 2; ++i)
-      this->row[i / 2][i % 2] = scale_of(arg.scale_a, arg.scale_a_stride, row + i / 2 * 64 + i % 2 * 8, m);
-#pragma unroll
-    for (u32 i = 0; i < kColumns; i += 32) this->column[i / 32] = scale_of(arg.scale_b, arg.scale_b_stride, column + i + lane, n);
+    for (u32 i = 0; i < kTokens / 4; ++i) scale[i] = scale_of(scales, stride, row + i / 2 * 8 + i % 2, rows);
   }
 
-  // Scales kCount columns of a slice, from the tile's column `first` on. `sum` is this thread's first one.
+  DG_DEVICE void begin(Factors&) const {}
+  DG_DEVICE void before_arrival(Factors&, u32) const {}
+  DG_DEVICE void arrive(Factors&, u32, u32) const {}
+  DG_DEVICE void after_arrival(Factors&, u32) const {}
+
+  template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
+  DG_DEVICE void promote(float* sum, const float* partial, const Factors&) const {
+#pragma unroll
+    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], scale[(kColumn + i / 4 * 8) / 4 + i % 2], partial[i]);
+  }
+};
+
+// B's scales for the epilogue of one tile: each lane has those of every 32nd column, and passes them on to the other lanes.
+template <u32 kColumns>
+struct ColumnScales {
+  float scale[ceil_div(kColumns, 32)];
+
+  DG_DEVICE void load(const float* scales, i64 stride, u32 column, u32 columns, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < kColumns; i += 32) scale[i / 32] = scale_of(scales, stride, column + i + lane, columns);
+  }
+
+  // Multiplies the sums of kCount columns from the tile's column `first` on. `sum` is this thread's first one.
   template <u32 kCount>
-  DG_DEVICE void apply(float* sum, u32 slice, u32 first, u32 lane) const {
+  DG_DEVICE void apply(float* sum, u32 first, u32 lane) const {
 #pragma unroll
     for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
-      const u32 place = first + 2 * i, from = place % 32 + lane % 4 * 2;
-      const float even = __shfl_sync(0xffffffffu, column[place / 32], from);
-      const float odd = __shfl_sync(0xffffffffu, column[place / 32], from + 1);
-      sum[i] *= row[slice][0] * even;
-      sum[i + 1] *= row[slice][0] * odd;
-      sum[i + 2] *= row[slice][1] * even;
-      sum[i + 3] *= row[slice][1] * odd;
+      const u32 column = first + 2 * i, from = column % 32 + lane % 4 * 2;
+      const float even = __shfl_sync(0xffffffffu, scale[column / 32], from);
+      const float odd = __shfl_sync(0xffffffffu, scale[column / 32], from + 1);
+      sum[i] *= even;
+      sum[i + 1] *= odd;
+      sum[i + 2] *= even;
+      sum[i + 3] *= odd;
     }
   }
 };
