@@ -142,13 +142,15 @@ def test_misaligned_operands_are_refused_and_the_next_call_works(
 
 def test_what_is_refused(operands: tuple[Operand, Operand], expected: torch.Tensor) -> None:
     a, b = operands
-    for d in (nan_output(M, N).float(), nan_output(M, N)[:, :0], nan_output(N, M).t(), nan_output(1, N).expand(M, N)):
+    for d in (nan_output(M, N).double(), nan_output(M, N)[:, :0], nan_output(N, M).t(), nan_output(1, N).expand(M, N)):
         with pytest.raises((InvalidInputError, UnsupportedError)):
             deep_gemm.fp8_gemm_nt(a, b, d)
     with pytest.raises(UnsupportedError, match="recipe"):
+        call(a, b, recipe=(1, 64, 128))
+    with pytest.raises(InvalidInputError, match="scales of b must"):
         call(a, b, recipe=(1, 1, 128))
-    with pytest.raises(UnsupportedError, match="c must be None"):
-        call(a, b, c=nan_output(M, N))
+    with pytest.raises(InvalidInputError, match="c must"):
+        call(a, b, c=nan_output(M, N).double())
     assert torch.equal(call(a, b), expected)
 
 
