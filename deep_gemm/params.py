@@ -94,6 +94,11 @@ class ScaledConfig(FP8Config):
 
 
 @dataclass(frozen=True)
+class ScaledGroupedConfig(ScaledConfig):
+    """The same for groups along M."""
+
+
+@dataclass(frozen=True)
 class SwappedConfig(FP8Config):
     """A config with operands swapped: ``block_n`` rows of B are the M of wgmma, ``block_m`` rows of A its N.
     ``consumers_k`` consumers multiply the same rows and take blocks of K in turn."""
@@ -120,6 +125,11 @@ class HalfConfig(GemmConfig):
     def slices(self) -> int:
         """m64 slices of rows that one consumer multiplies."""
         return self.block_m // (64 * self.num_consumers)
+
+
+@dataclass(frozen=True)
+class HalfGroupedConfig(HalfConfig):
+    """The same for groups along M."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +200,22 @@ class ScaledParams(KernelParams):
     scaling: str = "1d1d"
     output: str = "f32"
     accumulate: str = "none"
+
+
+@dataclass(frozen=True)
+class HalfGroupedParams(HalfParams):
+    """The same for groups along M. ``grouping`` is as in `GemmSpec`, ``segments`` the size of the table of groups."""
+
+    grouping: str = "contiguous"
+    segments: int = 32
+
+
+@dataclass(frozen=True)
+class ScaledGroupedParams(ScaledParams):
+    """The same for groups along M; see `HalfGroupedParams`."""
+
+    grouping: str = "contiguous"
+    segments: int = 32
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ class GemmSpec:
     may use. ``whole_gpu`` says whether these are all SMs; if not, two CTAs must not share an SM, since the GPU would
     spread them over other SMs. ``block_multiple`` restricts (block_m, block_n). ``batch_invariant``: a row of D must
     have the same bits whatever M is, so K is summed in an order that does not depend on M.
+
+    ``grouping`` says which rows of A and D belong to which of ``groups`` matrices B, of N x K each. The sizes of groups
+    are on the device. "contiguous": ``m`` rows in all, each with a label. "psum": ``m`` rows in all, and the end of
+    each group. In both forms a group starts at a multiple of ``alignment`` rows. "masked": ``m`` rows for each group,
+    of which the first ones exist; the caller expects ``expected_m`` of them.
     """
 
     m: int
@@ -64,6 +69,8 @@ class GemmSpec:
     batch: int = 1
     groups: int = 1
     grouping: Grouping = "none"
+    alignment: int = 1
+    expected_m: int = 0
     accumulate: Accumulate = "none"
     epilogue: str = "none"
     batch_invariant: bool = False
@@ -71,12 +78,14 @@ class GemmSpec:
     @property
     def flops(self) -> int:
         """Floating-point operations; a multiply-add counts as two."""
-        return 2 * self.m * self.n * self.k * self.batch
+        rows = self.groups * (self.expected_m or self.m) if self.grouping == "masked" else self.m
+        return 2 * rows * self.n * self.k * self.batch
 
     def __str__(self) -> str:
         scales = [x.scaling for x in (self.a, self.b) if x.scaling != "none"]
         scaled = f" with scales {' and '.join(scales)}" if scales else ""
-        return f"M={self.m}, N={self.n}, K={self.k}, {self.a.dtype} x {self.b.dtype} -> {self.d.dtype}{scaled}"
+        grouped = "" if self.grouping == "none" else f" in {self.groups} groups ({self.grouping})"
+        return f"M={self.m}, N={self.n}, K={self.k}{grouped}, {self.a.dtype} x {self.b.dtype} -> {self.d.dtype}{scaled}"
 
 
 @dataclass(frozen=True)

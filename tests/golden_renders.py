@@ -18,10 +18,12 @@ from deep_gemm.kernels import (
     copy_rows,
     quantize,
     sm90_fp8_gemm,
+    sm90_fp8_grouped,
     sm90_fp8_scaled,
     sm90_fp8_scaled_swapped,
     sm90_fp8_swapped,
     sm90_half_gemm,
+    sm90_half_grouped,
     sm90_half_swapped,
     transpose_bytes,
     transpose_scales,
@@ -74,6 +76,8 @@ def golden_params() -> list[KernelParams]:
         sm90_fp8_scaled_swapped.make_params(
             sm90_fp8_scaled_swapped.make_config(24, 2, 2), scaling="1d2d", output="f32", accumulate="reads"
         ),
+        sm90_fp8_grouped.make_params(sm90_fp8_scaled.make_config(128, 128), grouping="masked"),
+        sm90_half_grouped.make_params(sm90_half_gemm.make_config(64, 64), majors="km"),
         quantize.KERNEL.cases()[0],
         next(params for params in quantize.KERNEL.cases() if "silu" in quantize.KERNEL.entry(params)),
         *transpose_bytes.KERNEL.cases(),

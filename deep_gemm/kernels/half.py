@@ -54,11 +54,17 @@ class HalfKernel(GemmKernel[HalfConfigT]):
                 return f"{name} must begin and step by 16 bytes, as TMA reads it"
         if spec.d.dtype not in (spec.a.dtype, "f32") or (spec.d.major, spec.d.scaling) != ("mn", "none"):
             return f"D must be row-major {spec.a.dtype} or f32, not {spec.d.major}-major {spec.d.dtype}"
-        if spec.batch != 1 or spec.grouping != "none":
-            return "it computes one product, without batch or groups"
+        if spec.batch != 1:
+            return "it computes no batch of products"
+        if why := self.refuses_groups(spec):
+            return why
         if spec.epilogue != "none":
             return "it writes the product as it is, or with C added"
         return self.refuses_majors(spec.a, spec.b)
+
+    def refuses_groups(self, spec: GemmSpec) -> str | None:
+        """Why it cannot compute these groups, as a sentence, or None if it can."""
+        return None if spec.grouping == "none" else "it computes one product, without groups"
 
     def refuses_majors(self, a: Operand, b: Operand) -> str | None:
         """Why it cannot read operands with these majors, as a sentence, or None if it can."""

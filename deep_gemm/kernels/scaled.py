@@ -70,10 +70,16 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
             return f"scales of A and B must be {known}, not {spec.a.scaling} and {spec.b.scaling}"
         if spec.d.dtype not in _ELEMENTS or (spec.d.major, spec.d.scaling) != ("mn", "none"):
             return f"D must be row-major bf16, f16 or f32, not {spec.d.major}-major {spec.d.dtype}"
-        if spec.batch != 1 or spec.grouping != "none":
-            return "it computes one product, without batch or groups"
+        if spec.batch != 1:
+            return "it computes no batch of products"
         if spec.epilogue != "none":
             return "it writes the product as it is, or with C added"
+        return self.refuses_groups(spec)
+
+    def refuses_groups(self, spec: GemmSpec) -> str | None:
+        """Why it cannot compute these groups, as a sentence, or None if it can."""
+        if spec.grouping != "none":
+            return "it computes one product, without groups"
         if scaling_of(spec) == "1d2d" and spec.d.dtype == "bf16" and spec.accumulate == "none":
             return "1D2D with bf16 output and without C has kernels of its own"
         return None

@@ -14,6 +14,7 @@ from ..params import KernelParams, ScaledConfig, ScaledParams
 from ..spec import SCALE_BLOCK, GemmSpec, Spec, ceil_div
 from .fp8 import turns
 from .gemm_features import Counts
+from .groups import LEAST_SEGMENTS
 from .scaled import BUSY, BYTES, PROMOTION, ScaledKernel, scaling_of
 from .scaled_tiles import (
     CLUSTERS,
@@ -129,6 +130,8 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             "num_partials": c.num_partials,
             "turns": turns(c),
             "buffers": c.buffers,
+            "grouping": "kUngrouped",
+            "segments": LEAST_SEGMENTS,
         }
 
     def registers(self, config: ScaledConfig) -> tuple[int, int]:

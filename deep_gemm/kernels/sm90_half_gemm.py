@@ -11,6 +11,7 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import HalfConfig, HalfParams, KernelParams
 from ..spec import GemmSpec, Spec, ceil_div
 from .gemm_features import Counts
+from .groups import LEAST_SEGMENTS
 from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 
@@ -145,6 +146,8 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             "mma_majors": "".join(f", {int(major == 'm')}" for major in p.majors),
             "step_a": step(p.majors[0]),
             "step_b": step(p.majors[1]),
+            "grouping": "kUngrouped",
+            "segments": LEAST_SEGMENTS,
         }
 
     def registers(self, config: HalfConfig) -> tuple[int, int]:

@@ -22,7 +22,9 @@ struct Fp8ScaledLayout {
 
   using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1>;
   using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1>;
-  using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, 1>;
+  enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
+  using Table = GroupTable<kGrouping, kBlockM, kSegments, (kConsumers + 1) * 128>;
+  using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = BlockOrder<1, 1>;
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Exchange = SplitKExchange<kBlockN, kSlices, 1, 1, kConsumers>;
@@ -36,7 +38,8 @@ struct Fp8ScaledLayout {
   enum : u32 { kOffsetA = 0, kOffsetB = kStages * A::kBytes, kOffsetStaging = kOffsetB + kStages * B::kBytes };
   enum : u32 { kOffsetRows = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
   enum : u32 { kOffsetColumns = kOffsetRows + kStages * kRowBytes };
-  enum : u32 { kOffsetBarriers = kOffsetColumns + 2 * kStages * kColumnBytes, kOffsetSlots = kOffsetBarriers };
+  enum : u32 { kOffsetGroups = kOffsetColumns + 2 * kStages * kColumnBytes };
+  enum : u32 { kOffsetBarriers = kOffsetGroups + (kGrouping == kUngrouped ? 0 : +Table::kBytes), kOffsetSlots = kOffsetBarriers };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 };
@@ -92,6 +95,7 @@ struct Fp8Scaled {
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
       if constexpr (Tile::kTmaStore) store_tiles(tile);
+      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore);
     });
   }
 
@@ -123,6 +127,12 @@ struct Fp8Scaled {
     }
   }
 
+  // Starts loading B's scales of 128 x 128 blocks for a tile. Those of each group are a matrix of their own.
+  DG_DEVICE void fetch_blocks(Weights& weights, const Scheduler& tile) const {
+    if constexpr (Kernel::kGrouped) weights.base = kernel.arg.scale_b + tile.group * kernel.arg.scale_b_stride_g;
+    weights.go_on(part(tile));
+  }
+
   // Starts loading A's scales for a tile.
   DG_DEVICE void fetch(Scaling& scaling, const Scheduler& tile, const Place& at) const {
     if constexpr (kScaling == kRowwise) scaling.fetch(tile.row + at.first_row + at.warp * 16 + at.lane / 4);
@@ -142,12 +152,12 @@ struct Fp8Scaled {
     float sum[kSlices][kBlockN / 2];
     u32 which = 0;  // the staging buffer that comes next
     LateScales late;
-    Scheduler tile(kernel.arg.raster);
+    Scheduler tile = kernel.tiles();
     Mainloop mainloop(kernel.barriers, scaling(tile, at), uniform(descriptor_low(kernel.shared + at.first_row * 128)),
                       uniform(descriptor_low(kernel.shared + Layout::kOffsetB)), consumer, at.lane);
     wait_for_previous_kernel();  // before scales and C are read, and D is overwritten
     if constexpr (kScaling == k1D2D) {
-      if (tile.valid()) mainloop.scaling.weights.open();
+      if (tile.valid()) fetch_blocks(mainloop.scaling.weights, tile);
     }
     mainloop.turns.begin();
     if (tile.valid()) {
@@ -156,27 +166,27 @@ struct Fp8Scaled {
     }
     // A CTA's last tile has a copy of `finish` of its own, see Fp8Gemm::consume.
     for (bool more = tile.valid(); more;) {
-      const u32 row = tile.row, column = tile.column;
-      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, at, which, late); };
+      const u32 row = tile.row, column = tile.column, end = kernel.end(tile);
+      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, end, at, which, late); };
       const auto look_ahead = [&] {
         if constexpr (!kScalesEarly) load_late(late, column, at);
         tile.advance();
         if constexpr (kScaling == k1D2D) {
-          if (tile.valid()) mainloop.scaling.weights.go_on(part(tile));
+          if (tile.valid()) fetch_blocks(mainloop.scaling.weights, tile);
         }
       };
       if constexpr (kScalesEarly) load_late(late, column, at);
       mainloop.resume(sum, blocks, look_ahead, finished);
       more = tile.valid();
       if (Tile::kTmaStore && !more) {
-        finish<Mainloop::kUnits - 1>(sum, row, column, at, which, late);
+        finish<Mainloop::kUnits - 1>(sum, row, column, end, at, which, late);
         break;
       }
       if (more) {
         mainloop.start();
         fetch(mainloop.scaling, tile, at);
       }
-      finish<Mainloop::kUnits - 1>(sum, row, column, at, which, late);
+      finish<Mainloop::kUnits - 1>(sum, row, column, end, at, which, late);
     }
     // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
@@ -186,7 +196,7 @@ struct Fp8Scaled {
   // Completes a unit's sums and stores them, or stages them for the store warp. It works part by part, because a whole unit's
   // elements of C or scales do not fit in registers.
   template <u32 kUnit>
-  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, const Place& at, u32& which, LateScales& late) const {
+  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, u32 end, const Place& at, u32& which, LateScales& late) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 y = row + at.first_row + kSlice * 64 + at.warp * 16 + at.lane / 4;
 #pragma unroll
@@ -207,7 +217,7 @@ struct Fp8Scaled {
         }
         Store::stage(staging(), words, at.consumer, which, at.warp, at.lane);
       } else {
-        each_pair(sum, y, x, [&](const float* pair, u32 y, u32 x) {
+        each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
           const i64 index = y * kernel.arg.d_stride + x;
           Out::store(kernel.arg.d, index, pair[0]);
           if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
@@ -221,17 +231,17 @@ struct Fp8Scaled {
   // Calls `use(sum, y, x)` for each pair of sums of a part that are neighbours in D; (y, x) is the place of the first of the two.
   // This thread's first sum belongs to (row, column).
   template <class Sum, class Use>
-  DG_DEVICE void each_pair(Sum* sum, u32 row, u32 column, const Use& use) const {
+  DG_DEVICE void each_pair(Sum* sum, u32 row, u32 column, u32 end, const Use& use) const {
 #pragma unroll
     for (u32 i = 0; i < kBoxColumns / 2; i += 2) {
       const u32 y = row + (i & 2) * 4, x = column + i / 4 * 8;
-      if (y < kernel.m() && x < kernel.n()) use(sum + i, y, x);
+      if (y < end && x < kernel.n()) use(sum + i, y, x);
     }
   }
 
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
   DG_DEVICE void add_c(float* sum, u32 row, u32 column) const {
-    each_pair(sum, row, column, [&](float* pair, u32 y, u32 x) {
+    each_pair(sum, row, column, kernel.m(), [&](float* pair, u32 y, u32 x) {
       const i64 index = y * kernel.arg.c_stride + x;
       float first, second = 0.0f;
       if constexpr (Tile::kTmaStore) {
@@ -249,11 +259,12 @@ struct Fp8Scaled {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
     with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::store_all(
+      Store::template store_all<Kernel::kGrouped>(
           staging(), tile,
           [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
             x = at.column;
             y = at.row + consumer * 64 * kSlices;
+            return kernel.end(at);
           },
           [&](u32 source, u32 x, u32 y) {
             if constexpr (Tile::kAccumulate == kReduces) {
@@ -262,7 +273,11 @@ struct Fp8Scaled {
               tma_store(arg.map_d, source, x, y, policy...);
             }
           },
-          kernel.m(), kernel.n());
+          [&](u32 source, u32 x, u32 y, u32 rows) {
+            u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
+            Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
+          },
+          kernel.n());
     });
   }
 };

@@ -1,11 +1,12 @@
 // The frame of most GEMM kernels: the roles of warps, the prologue, and the loaders of both operands.
 //
-// Layout describes a kernel's tile and its shared memory: kBlockM, kBlockN, kBlockK, kStages, kConsumers, kClusterM/N/K,
+// Layout describes a kernel's tile and its shared memory: kGrouping (see groups.cuh), kBlockM, kBlockN, kBlockK, kStages, kConsumers, kClusterM/N/K,
 // kConsumersK, Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the
 // types Scheduler, Order, Barriers, Exchange and Scales (the loader of scale factors, or NoScales). Arguments are the kernel's
 // parameters (see kernels/half.py).
 #pragma once
 #include "barrier.cuh"
+#include "groups.cuh"
 #include "operand.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
@@ -23,6 +24,17 @@ struct NoScales {
   static DG_DEVICE void load(const Kernel&, typename Kernel::Scheduler) {}
 };
 
+// The scheduler of a kernel with groups, or without.
+template <class Tile, class Table, bool kGrouped = Tile::kGrouping != kUngrouped>
+struct SchedulerOf {
+  using Type = TileScheduler<Tile::kBlockM, Tile::kBlockN, Tile::kClusterM, Tile::kClusterN, Tile::kClusterK>;
+};
+template <class Tile, class Table>
+struct SchedulerOf<Tile, Table, true> {
+  static_assert(Tile::kClusterM * Tile::kClusterN * Tile::kClusterK == 1);
+  using Type = GroupedScheduler<Table, Tile::kBlockM, Tile::kBlockN, Tile::kSegments>;
+};
+
 template <class Layout, class Arguments>
 struct GemmKernel {
   using Tile = typename Layout::Tile;
@@ -37,7 +49,7 @@ struct GemmKernel {
   enum : u32 { kClusterM = Layout::kClusterM, kClusterN = Layout::kClusterN, kClusterK = Layout::kClusterK };
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
-  enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1 };
+  enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1, kGrouped = Layout::kGrouping != kUngrouped };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
   const Arguments& arg;
@@ -54,6 +66,45 @@ struct GemmKernel {
   DG_DEVICE u32 k() const { return Tile::kShapeK ? Tile::kShapeK : arg.k; }
   DG_DEVICE u32 n() const { return Tile::kShapeN ? Tile::kShapeN : arg.n; }
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
+  // The CTA's tiles, from the first one on.
+  DG_DEVICE Scheduler tiles() const {
+    if constexpr (kGrouped) {
+      return Scheduler(arg.raster, shared + Layout::kOffsetGroups, m());
+    } else {
+      return Scheduler(arg.raster);
+    }
+  }
+  // The first row of D that a tile must not write.
+  DG_DEVICE u32 end(const Scheduler& tile) const {
+    if constexpr (kGrouped) {
+      return tile.end;
+    } else {
+      return m();
+    }
+  }
+  // Called by the store warp after all tiles.
+  template <u32 kBytes>
+  DG_DEVICE void zero_padding(bool aligned) const {
+    if constexpr (Layout::kGrouping == kIndex)
+      ::zero_padding<typename Layout::Table, Layout::kBlockM, Layout::kSegments, kBytes>(
+          shared + Layout::kOffsetGroups, arg.d, arg.d_stride, m(), n(), aligned, threadIdx.x % 32);
+  }
+  // The first row of B of a tile. Matrices B of groups lie one after the other; MN-major ones along K.
+  DG_DEVICE u32 weights_row(const Scheduler& tile) const {
+    if constexpr (kGrouped && !Layout::B::kAlongRows) {
+      return tile.group * n() + tile.column;
+    } else {
+      return tile.column;
+    }
+  }
+  // The block of K of B in a step.
+  DG_DEVICE u32 weights_block(const Scheduler& tile, const Order& order, u32 step) const {
+    if constexpr (kGrouped && Layout::B::kAlongRows) {
+      return order.step_block(step) + tile.group * ceil_div(k(), kBlockK);
+    } else {
+      return order.step_block(step);
+    }
+  }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
   DG_DEVICE Order order(u32 turn = 0) const { return Order(ceil_div(k(), kBlockK), rank_k(), turn); }
   DG_DEVICE typename A::Source a() const { return {arg.map_a, arg.map_a_last, m(), arg.last_rows}; }
@@ -66,20 +117,28 @@ struct GemmKernel {
   template <class Consume, class Store>
   DG_DEVICE void run(const Consume& consume, const Store& store) {
     const u32 warp = threadIdx.x / 32;
+    if constexpr (kGrouped) {
+      wait_for_previous_kernel();
+      Layout::Table::build(arg, shared + Layout::kOffsetGroups, m());
+    }
     if (threadIdx.x >= kConsumers * 128) {
       Scheduler first;  // the first tile
       if (warp == kConsumers * 4 + 3) {
         init_barriers<kSplits>(barriers, exchange, rank_k());
       } else {
-        first = Scheduler::early(arg.raster);
-        if (warp == kConsumers * 4) prefetch_weights(first);
+        if constexpr (kGrouped) {
+          first = tiles();
+        } else {
+          first = Scheduler::early(arg.raster);
+          if (warp == kConsumers * 4) prefetch_weights(first);
+        }
       }
       prologue_sync<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) load_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(first);
       if (Scales::kLoads && warp == kConsumers * 4 + 2 && elect_one()) Scales::load(*this, first);
-      if (warp == kConsumers * 4 + 3) store(Scheduler(arg.raster));
+      if (warp == kConsumers * 4 + 3) store(tiles());
       __syncwarp();
     } else {
       if (threadIdx.x == 0) prefetch_maps();
@@ -117,11 +176,11 @@ struct GemmKernel {
     ProducerCursor cursor;
     const Order order = this->order();
     for (; tile.valid(); tile.advance()) {
-      B::with_boxes(b(), tile.column, part_b(), [&](const auto& bring) {
+      B::with_boxes(b(), weights_row(tile), part_b(), [&](const auto& bring) {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-            load<(kClusterM > 1)>(bring, Layout::kOffsetB + stage * B::kBytes, stage, order.step_block(step), policy...);
+            load<(kClusterM > 1)>(bring, Layout::kOffsetB + stage * B::kBytes, stage, weights_block(tile, order, step), policy...);
           }, EarlyLoads(arg.early_stages, B::kBytes, A::kBytes));
         });
       });
@@ -134,7 +193,7 @@ struct GemmKernel {
     ProducerCursor cursor;
     const Order order = this->order();
     for (; tile.valid(); tile.advance()) {
-      const u32 bytes = A::bytes(a(), tile.row) + B::bytes(b(), tile.column) + Scales::kStageBytes;
+      const u32 bytes = A::bytes(a(), tile.row) + B::bytes(b(), weights_row(tile)) + Scales::kStageBytes;
       A::with_boxes(a(), tile.row, part_a(), [&](const auto& bring) {
         wait_for_previous_kernel();
         allow_next_kernel();

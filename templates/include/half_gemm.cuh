@@ -20,7 +20,9 @@ struct HalfGemmLayout {
 
   using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters>;
   using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
-  using Scheduler = TileScheduler<kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+  enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
+  using Table = GroupTable<kGrouping, kBlockM, kSegments, (kConsumers + 1) * 128>;
+  using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = BlockOrder<kClusterK, 1>;
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Scales = NoScales;
@@ -30,7 +32,8 @@ struct HalfGemmLayout {
   // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
   enum : u32 { kOffsetA = 0, kOffsetB = kStages * A::kBytes };
   enum : u32 { kOffsetStaging = kOffsetB + kStages * B::kBytes };
-  enum : u32 { kOffsetSlots = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
+  enum : u32 { kOffsetGroups = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
+  enum : u32 { kOffsetSlots = kOffsetGroups + (kGrouping == kUngrouped ? 0 : +Table::kBytes) };
   enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
@@ -64,6 +67,7 @@ struct HalfGemm {
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
       if constexpr (Tile::kTmaStore) store_tiles(tile);
+      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore);
     });
   }
 
@@ -81,7 +85,7 @@ struct HalfGemm {
     Mainloop mainloop(kernel.barriers, uniform(Layout::A::descriptor(kernel.shared + Layout::kOffsetA + first_row * 128)),
                       uniform(Layout::B::descriptor(kernel.shared + Layout::kOffsetB)), lane);
     wait_for_previous_kernel();  // before D is overwritten
-    Scheduler tile(kernel.arg.raster);
+    Scheduler tile = kernel.tiles();
     if (!tile.valid()) return;
     mainloop.start(sum);
     if constexpr (kStoresLate) {
@@ -98,7 +102,7 @@ struct HalfGemm {
       }
     } else {
       for (;;) {
-        const u32 row = tile.row + first_row, column = tile.column;
+        const u32 row = tile.row + first_row, column = tile.column, end = kernel.end(tile);
         mainloop.template resume<0>(sum, blocks, Index<0>());
         tile.advance();
         const bool more = tile.valid();
@@ -109,7 +113,7 @@ struct HalfGemm {
           for (u32 owner = 0; owner < kClusterK; ++owner)
             if (owner == split) stage_sums(sum, owner, consumer, which, warp, lane);
         } else {
-          store_direct(sum, row, column, split, warp, lane);
+          store_direct(sum, row, column, end, split, warp, lane);
         }
         if (!more) return;
         mainloop.start(sum);
@@ -148,11 +152,12 @@ struct HalfGemm {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
     with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::store_all(
+      Store::template store_all<Kernel::kGrouped>(
           staging(), tile,
           [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
             x = at.column + kernel.rank_k() * kColumns;
             y = at.row + consumer * 64 * kSlices;
+            return kernel.end(at);
           },
           [&](u32 source, u32 x, u32 y) {
             if constexpr (Tile::kAccumulate == kReduces) {
@@ -161,19 +166,24 @@ struct HalfGemm {
               tma_store(arg.map_d, source, x, y, policy...);
             }
           },
-          kernel.m(), kernel.n());
+          [&](u32 source, u32 x, u32 y, u32 rows) {
+            u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
+            Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
+          },
+          kernel.n());
     });
   }
 
-  // Calls `use(sum, y, x)` for pairs of neighbours, of which the first is at (y, x), in the columns that this split owns.
+  // Calls `use(sum, y, x)` for pairs of neighbours, of which the first is at (y, x), in rows before `end` and in the columns that
+  // this split owns.
   template <class Array, class Use>
-  DG_DEVICE void each_pair(Array& sum, u32 row, u32 column, u32 split, u32 warp, u32 lane, const Use& use) const {
+  DG_DEVICE void each_pair(Array& sum, u32 row, u32 column, u32 end, u32 split, u32 warp, u32 lane, const Use& use) const {
 #pragma unroll
     for (u32 slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
       for (u32 i = 0; i < Layout::kBlockN / 2; i += 2) {
         const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (i & 2) * 4, x = column + i / 4 * 8 + lane % 4 * 2;
-        if (y < kernel.m() && x < kernel.n() && (kClusterK == 1 || i / (kColumns / 2) == split)) use(&sum[slice][i], y, x);
+        if (y < end && x < kernel.n() && (kClusterK == 1 || i / (kColumns / 2) == split)) use(&sum[slice][i], y, x);
       }
     }
   }
@@ -181,7 +191,7 @@ struct HalfGemm {
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
   DG_DEVICE void add_c(Sums& sum, u32 row, u32 column, u32 split, u32 warp, u32 lane) const {
     const auto& arg = kernel.arg;
-    each_pair(sum, row, column, split, warp, lane, [&](float* pair, u32 y, u32 x) {
+    each_pair(sum, row, column, kernel.m(), split, warp, lane, [&](float* pair, u32 y, u32 x) {
       const i64 at = y * arg.c_stride + x;
       float first, second = 0.0f;
       if constexpr (Tile::kTmaStore) {
@@ -196,9 +206,9 @@ struct HalfGemm {
   }
 
   // Element by element, for a D whose rows do not begin on 16-byte boundaries.
-  DG_DEVICE void store_direct(const Sums& sum, u32 row, u32 column, u32 split, u32 warp, u32 lane) const {
+  DG_DEVICE void store_direct(const Sums& sum, u32 row, u32 column, u32 end, u32 split, u32 warp, u32 lane) const {
     const auto& arg = kernel.arg;
-    each_pair(sum, row, column, split, warp, lane, [&](const float* pair, u32 y, u32 x) {
+    each_pair(sum, row, column, end, split, warp, lane, [&](const float* pair, u32 y, u32 x) {
       const i64 at = y * arg.d_stride + x;
       Out::store(arg.d, at, pair[0]);
       if (x + 1 < kernel.n()) Out::store(arg.d, at + 1, pair[1]);

@@ -8,6 +8,7 @@
 
 template <class Constants, class MmaType>
 struct HalfSwappedLayout {
+  enum : u32 { kGrouping = kUngrouped };
   using Tile = Constants;
   using Mma = MmaType;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 64, kStages = Tile::kStages, kConsumers = Tile::kConsumers };

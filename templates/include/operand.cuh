@@ -14,6 +14,7 @@ template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside, u32 kElemen
 struct OperandTile {
   enum : u32 { kBlockK = 128 / kElementBytes, kBoxBytes = 64 * 128 };
   enum : u32 { kBytes = kRows * 128, kPartRows = kRows / kParts };
+  enum : bool { kAlongRows = kMnMajor };  // rows, not K, are contiguous
   static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
 
   // The operand's launch arguments.

@@ -57,9 +57,11 @@ struct PartStore {
   }
 
   // The store warp: stores the parts of every tile to D in the order in which consumers stage them. `place(tile, consumer, x, y)`
-  // sets the first column and row of a consumer's part of the tile; `copy(source, x, y)` stores one part.
-  template <class Tile, class Place, class Copy>
-  static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, u32 rows, u32 columns) {
+  // sets the first column and row of a consumer's part of the tile, and returns the first row that it must not write;
+  // `copy(source, x, y)` stores one part by TMA, which clips at the edges of D. If kEnds, tiles end inside D as well:
+  // `copy_rows(source, x, y, rows)` stores the first rows of a part, with the whole warp.
+  template <bool kEnds, class Tile, class Place, class Copy, class CopyRows>
+  static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, const CopyRows& copy_rows, u32 columns) {
     const u32 lane = threadIdx.x % 32;
     for (u32 consumer = 0; consumer < kConsumers; ++consumer)
       for (u32 which = 0; which < kBuffers; ++which) named_barrier_arrive(free_barrier(consumer, which), kThreads);
@@ -71,13 +73,21 @@ struct PartStore {
 #pragma unroll 1
         for (u32 consumer = 0; consumer < kConsumers; ++consumer) {
           named_barrier_sync(full_barrier(consumer, which), kThreads);
+          if constexpr (kEnds) {
+            u32 x, y;
+            const u32 end = place(tile, consumer, x, y);
+            x += part % kBoxes * kBoxColumns;
+            y += part / kBoxes * 64;
+            if (x < columns && y < end && end - y < 64) copy_rows(buffer(staging, consumer, which), x, y, end - y);
+            __syncwarp();
+          }
           if (lane == 0) {
             u32 x, y;
-            place(tile, consumer, x, y);
+            const u32 end = place(tile, consumer, x, y);
             x += part % kBoxes * kBoxColumns;
             y += part / kBoxes * 64;
             fence_shared_to_tma();
-            if (x < columns && y < rows) copy(buffer(staging, consumer, which), x, y);
+            if (x < columns && (kEnds ? y + 64 <= end : y < end)) copy(buffer(staging, consumer, which), x, y);
             tma_store_commit();
             tma_store_wait_read<kPending>();
           }
@@ -96,6 +106,17 @@ struct PartStore {
       }
     }
     if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads
+  }
+
+  // Copies the first `rows` rows of a buffer of 16-bit elements to D, whose rows begin at multiples of 16 bytes, and of which
+  // `columns` are left.
+  static DG_DEVICE void copy_rows(u32 source, u8* d, i64 stride, u32 rows, u32 columns, u32 lane) {
+    constexpr u32 kUnits = kRowBytes / 16, kRows = 32 / kUnits, kEach = 16 / Out::kBytes;
+    const u32 unit = lane % kUnits;
+#pragma unroll 4
+    for (u32 row = lane / kUnits; row < rows; row += kRows)
+      if (unit * kEach < columns)
+        store_16(d + (row * stride + unit * kEach) * Out::kBytes, load_shared_16(source + row * kRowBytes + swizzled(row, unit) * 16));
   }
 
  private:

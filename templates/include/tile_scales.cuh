@@ -20,9 +20,13 @@ struct TileScales {
       wait_for_previous_kernel();
       for (; tile.valid(); tile.advance()) {
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          const u32 block = order.step_block(step);
+          u32 row = tile.row, block = order.step_block(step);
+          if constexpr (Layout::kGrouping == kMasked) {  // each group's scales are a matrix of their own, below the one before
+            row -= tile.group * kernel.m();
+            block += tile.group * order.blocks;
+          }
           tma_load(kernel.shared + Layout::kOffsetRows + stage * Layout::kRowBytes, kernel.arg.map_scale_a, barriers.full(stage),
-                   tile.row, block);
+                   row, block);
           if constexpr (kColumns) {
             const u32 slot = stage + (cursor.round & 1) * Layout::kStages;
             tma_load(kernel.shared + Layout::kOffsetColumns + slot * Layout::kColumnBytes, kernel.arg.map_scale_b,

@@ -97,7 +97,13 @@ def test_doctor() -> None:
     text = run("doctor").output
     assert report["headers"]["path"] in text
     edited = {name for name, post_pass in report["post_passes"].items() if post_pass == "ffma-bursts-8"}
-    assert edited == {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_fp8_scaled", "sm90_fp8_scaled_swapped"}
+    assert edited == {
+        "sm90_fp8_gemm",
+        "sm90_fp8_swapped",
+        "sm90_fp8_scaled",
+        "sm90_fp8_scaled_swapped",
+        "sm90_fp8_grouped",
+    }
     lines = [line for line in text.splitlines() if "ffma-bursts-8" in line]
     assert {name for name in edited for line in lines if name in line.replace(":", "").split()} == edited
     assert len(lines) == len(edited)

@@ -48,6 +48,8 @@ def test_the_registry_finds_every_module_with_a_kernel() -> None:
         "sm90_fp8_scaled_swapped",
         "sm90_half_gemm",
         "sm90_half_swapped",
+        "sm90_fp8_grouped",
+        "sm90_half_grouped",
     }
     assert gemms | {"transpose_scales", "transpose_bytes", "copy_rows", "quantize"} == kernels.registry().keys()
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
@@ -73,7 +75,7 @@ A, B, D = SPEC.a, SPEC.b, SPEC.d
         ({"d": replace(D, dtype="e4m3")}, "D must be row-major .* bf16 without scales, not MN-major e4m3 without"),
         ({"d": replace(D, major="k")}, "D must be .*, not K-major bf16"),
         ({"batch": 2}, "without batch or groups"),
-        ({"groups": 4, "grouping": "masked"}, "without batch or groups"),
+        ({"groups": 4, "grouping": "k"}, "without batch or groups"),
         ({"epilogue": "gelu"}, "or an epilogue"),
     ],
 )
@@ -108,7 +110,9 @@ OPERANDS = st.builds(
 )
 def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     """If no family looked at a field, the result would be wrong."""
-    plain = (spec.grouping, spec.d.major, spec.d.scaling) == ("none", "mn", "none")
+    rows = (spec.d.major, spec.d.scaling) == ("mn", "none")
+    plain = spec.grouping == "none" and rows
+    grouped = spec.grouping == "contiguous" and rows and (spec.d.dtype, spec.accumulate) == ("bf16", "none")
     half = [(x.dtype, x.scaling, x.aligned) for x in (spec.a, spec.b)] == [("bf16", "none", True)] * 2
     fp8 = [(x.dtype, x.major, x.aligned) for x in (spec.a, spec.b)] == [("e4m3", "k", True)] * 2
     scaling = (spec.a.scaling, spec.b.scaling)
@@ -120,6 +124,10 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     elif plain and half and spec.d.dtype == "bf16":
         names = ["sm90_half_gemm", "sm90_half_swapped"] if spec.a.major == "k" else ["sm90_half_gemm"]
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
+    elif grouped and fp8 and scaling == ("1x128", "128x128"):
+        assert [kernel.name for kernel in kernels.for_spec(spec)] == ["sm90_fp8_grouped"]
+    elif grouped and half and spec.a.major == "k" and (spec.b.major == "k" or spec.k % 64 == 0):
+        assert [kernel.name for kernel in kernels.for_spec(spec)] == ["sm90_half_grouped"]
     else:
         with pytest.raises(UnsupportedError):
             kernels.for_spec(spec)

@@ -10,6 +10,7 @@ struct Constants {
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : bool { kTmaStore = true, kMnMajorB = false };
   enum : u32 { kElement = kBf16, kAccumulate = kNothing };
+  enum : u32 { kGrouping = kUngrouped, kSegments = 32 };
   enum : u32 { kSharedBytes = 213056 };
 };
 

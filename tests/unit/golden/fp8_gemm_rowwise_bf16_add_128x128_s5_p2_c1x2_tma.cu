@@ -3,12 +3,13 @@
 struct Constants {
   enum : u32 { kBlockM = 128, kBlockN = 128 };
   enum : u32 { kStages = 5, kConsumers = 2 };
-  enum : u32 { kClusterM = 1, kClusterN = 2 };
+  enum : u32 { kClusterM = 1, kClusterN = 2, kClusterK = 1 };
   enum : u32 { kPartials = 2, kTurns = 1, kBuffers = 2 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : u32 { kScaling = kRowwise, kElement = kBf16, kAccumulate = kReads };
   enum : bool { kTmaStore = true };
+  enum : u32 { kGrouping = kUngrouped, kSegments = 32 };
   enum : u32 { kSharedBytes = 196688 };
 };
 

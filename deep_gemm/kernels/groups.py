@@ -1,0 +1,116 @@
+"""Grouped GEMMs: the table of groups in a CTA's shared memory, and the order of tiles (see ``groups.cuh``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import UnsupportedError
+from ..jit.driver.launch import LaunchShape
+from ..params import GemmConfig
+from ..spec import GemmSpec, Spec, align, ceil_div
+from .base import Argument, Strides
+from .features import Features
+from .raster import divisor
+
+GROUPINGS = {"contiguous": "kIndex", "psum": "kPsum", "masked": "kMasked"}
+"""Forms in which groups along M are given, and their names in device code."""
+
+LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
+"""Sizes of the table are powers of two."""
+
+_STRIP = 16
+"""Rows of tiles in a strip."""
+_CHUNK_BYTES = 1024
+"""Of the labels that are looked at together."""
+
+
+def segments(grouping: str, groups: int) -> int:
+    """Entries of the table: one for each group. Where rows have labels, padding may lie inside a group, which then has
+    several entries: two on average. Raises UnsupportedError for too many groups."""
+    wanted = groups * (2 if grouping == "contiguous" else 1)
+    if wanted > MOST_SEGMENTS:
+        most = MOST_SEGMENTS * groups // wanted
+        raise UnsupportedError(f"{groups} groups are more than {most}, the most in this form.")
+    return max(LEAST_SEGMENTS, 1 << (wanted - 1).bit_length())
+
+
+def table_bytes(grouping: str, entries: int) -> int:
+    """Shared memory of the table: three words for each entry, and one more."""
+    return align((3 * entries + 1) * 4 + (_CHUNK_BYTES if grouping == "contiguous" else 0), 128)
+
+
+def order(config: GemmConfig, n: int) -> Sequence[int]:
+    """The kernel's argument ``raster``: columns of tiles, and what it divides by."""
+    columns = ceil_div(n, config.block_n)
+    return [columns, *divisor(columns), *divisor(columns * _STRIP)]
+
+
+def rows_of_tiles(spec: GemmSpec, config: GemmConfig) -> int:
+    """The most rows of tiles that a call can have, whatever the sizes of its groups."""
+    if spec.grouping == "masked":
+        return spec.groups * ceil_div(spec.m, config.block_m)
+    return ceil_div(spec.m, config.block_m)
+
+
+def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
+    """A spec without groups that is about as much work: rows of each group are rounded up to whole tiles."""
+    return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
+
+
+def as_gemm(spec: Spec) -> GemmSpec:
+    """``spec``, if it is one of a GEMM; TypeError if not."""
+    if not isinstance(spec, GemmSpec):
+        raise TypeError(f"it multiplies matrices, but it was asked for {spec}")
+    return spec
+
+
+def with_groups(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    """The parameters of a kernel without groups with another order of tiles, and the groups."""
+    return (
+        *(replace(x, ctype="GroupRaster") if x.name == "raster" else x for x in arguments),
+        Argument("groups", "u32"),
+        Argument("alignment", "u32"),
+        Argument("layout", "const int*"),
+    )
+
+
+def launch_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[str, Any]:
+    """Values of those parameters that depend on no family."""
+    return {
+        "m": spec.m,
+        "n": spec.n,
+        "k": spec.k,
+        "last_rows": config.block_m,
+        "last_columns": config.block_n,
+        "early_stages": 0,
+        "raster": list(order(config, spec.n)),
+        "evict_first": 0,
+        "d_stride": strides["d"][0],
+        "groups": spec.groups,
+        "alignment": spec.alignment,
+    }
+
+
+def launch_shape(spec: GemmSpec, config: GemmConfig, shared: int, pdl: bool) -> LaunchShape:
+    """One CTA for each SM, or fewer if there cannot be as many tiles."""
+    tiles = rows_of_tiles(spec, config) * ceil_div(spec.n, config.block_n)
+    return LaunchShape(
+        grid=(min(tiles, spec.num_sms), 1, 1),
+        block=config.num_threads,
+        dynamic_shared=shared,
+        cluster=(1, 1, 1),
+        pdl=pdl,
+    )
+
+
+def one_group(spec: GemmSpec) -> GemmSpec:
+    """A spec of the rows that are expected in one group."""
+    rows = min(spec.expected_m or spec.m, spec.m) if spec.grouping == "masked" else ceil_div(spec.m, spec.groups)
+    return replace(spec, m=max(rows, 1), grouping="none", groups=1)
+
+
+def with_weights(found: Features, spec: GemmSpec, element_bytes: int) -> Features:
+    """``found`` with the weights of all groups."""
+    return found._replace(traffic=found.traffic + (spec.groups - 1) * spec.n * spec.k * element_bytes)

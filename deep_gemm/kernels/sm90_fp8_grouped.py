@@ -1,0 +1,193 @@
+"""FP8 GEMM for Hopper in groups along M: each group of rows of A has a matrix B of its own. Scales: 1x128, 128x128."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ..arch import SM90, ArchSpec
+from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import KernelParams, ScaledConfig, ScaledGroupedConfig, ScaledGroupedParams, ScaledParams
+from ..spec import SCALE_BLOCK, GemmSpec, Spec, ceil_div
+from . import groups
+from .base import Argument, Strides, Value
+from .features import Features
+from .loads import l2_promotion
+from .scaled import BYTES, scaling_of
+from .scaled_tiles import box_columns, config_shared_bytes, make_config
+from .sm90_fp8_scaled import Sm90Fp8Scaled
+
+SERVING: tuple[tuple[int, int, int], ...] = ((64, 64, 2), (64, 128, 2), (128, 64, 2), (128, 128, 2), (128, 256, 1))
+"""(block_m, block_n, staging buffers) of the serving set: a ladder of tiles, not yet chosen by measurements."""
+
+
+class Sm90Fp8Grouped(Sm90Fp8Scaled):
+    """The kernel without groups with another scheduler; see ``templates/include/groups.cuh``."""
+
+    name = "sm90_fp8_grouped"
+    config_class = ScaledGroupedConfig
+
+    @property
+    def template(self) -> str:
+        """That of the kernel without groups."""
+        return "sm90_fp8_scaled.cu.jinja"
+
+    def refuses_groups(self, spec: GemmSpec) -> str | None:
+        """It scales 1x128 by 128x128 blocks, and writes bf16 without C."""
+        if spec.grouping not in groups.GROUPINGS:
+            return "it computes groups along M"
+        if scaling_of(spec) != "1d2d":
+            return f"scales must be 1x128 and 128x128, not {spec.a.scaling} and {spec.b.scaling}"
+        if spec.d.dtype != "bf16" or spec.accumulate != "none":
+            return "it writes bf16 and adds no C"
+        return None
+
+    def configs(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
+        """`SERVING`, with as many stages as fit."""
+        for block_m, block_n, buffers in SERVING:
+            config = grouped(make_config(block_m, block_n, buffers=buffers, arch=arch))
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def legal(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
+        """The tiles of the kernel without groups that are not shared by clusters and that hold whole blocks of B's
+        scales."""
+        for config in super().legal(arch):
+            if config.cluster_size == 1 and config.block_n & (config.block_n - 1) == 0:
+                yield grouped(config)
+
+    def illegal(self, config: ScaledConfig, arch: ArchSpec) -> str | None:
+        """Also refuses clusters, whose CTAs would have to stay in one group."""
+        if config.cluster_size > 1:
+            return "it runs without clusters"
+        return super().illegal(config, arch)
+
+    def runs(self, spec: Spec, config: ScaledConfig) -> bool:
+        """Also refuses tiles that would reach from one group into the next."""
+        if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
+            return False
+        return spec.grouping == "masked" or spec.alignment % config.block_m == 0
+
+    def worthwhile(self, spec: Spec, config: ScaledConfig) -> bool:
+        """Whether the rows that are expected in a group fill more than half of the tile."""
+        return isinstance(spec, GemmSpec) and super().worthwhile(groups.one_group(spec), config)
+
+    def params(self, spec: Spec, config: ScaledConfig, arch: ArchSpec) -> ScaledGroupedParams:
+        """With the form of the groups and the size of the table, and as many stages as fit beside it."""
+        known = super().params(spec, config, arch)
+        grouping = groups.as_gemm(spec).grouping
+        found = ScaledGroupedParams(
+            **{field.name: getattr(known, field.name) for field in fields(ScaledParams)},
+            grouping=grouping,
+            segments=groups.segments(grouping, groups.as_gemm(spec).groups),
+        )
+        return fitted(found, arch)
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """Those of the kernel without groups, and the form of the groups."""
+        p = self.grouped(params)
+        return super().constants(params) | {"grouping": groups.GROUPINGS[p.grouping], "segments": p.segments}
+
+    def grouped(self, params: KernelParams) -> ScaledGroupedParams:
+        """``params`` as this family's; TypeError if they are another's."""
+        if not isinstance(params, ScaledGroupedParams):
+            raise TypeError(f"{self.name} takes ScaledGroupedParams, not {type(params).__name__}")
+        return params
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """Those of the kernel without groups, another order of tiles, the groups, and the stride of B's scales from
+        group to group."""
+        return (*groups.with_groups(super().arguments(params)), Argument("scale_b_stride_g", "i64"))
+
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Operands: a, sfa, b, sfb, layout, d. Matrices of all groups lie one after the other in one tensor map. With
+        "masked", A's scales of all groups are the rows of one matrix of (groups x blocks of K, rows of a group)."""
+        gemm = groups.as_gemm(spec)
+        p, config = self.of(params)
+        masked = gemm.grouping == "masked"
+        rows, blocks = gemm.m * (gemm.groups if masked else 1), ceil_div(gemm.k, SCALE_BLOCK)
+
+        def operand(name: str, size: int, box: int) -> Map:
+            stride = strides[name][0]
+            promotion = l2_promotion(gemm, stride)
+            return Map(TensorMapSpec("u8", (gemm.k, size), (stride,), (SCALE_BLOCK, box), 128, promotion), name)
+
+        map_a, map_b = operand("a", rows, config.block_m), operand("b", gemm.groups * gemm.n, config.block_n)
+        scales = (gemm.m, blocks * (gemm.groups if masked else 1))
+        values: dict[str, Any] = groups.launch_values(gemm, config, strides) | {
+            "map_a": map_a,
+            "map_b": map_b,
+            "map_a_last": map_a,
+            "map_b_last": map_b,
+            "map_scale_a": Map(TensorMapSpec("f32", scales, (strides["sfa"][1] * 4,), (config.block_m, 1)), "sfa"),
+            "scale_b_stride_g": strides["sfb"][0],
+            "scale_b_stride_n": strides["sfb"][1],
+            "scale_b_stride_k": strides["sfb"][2],
+        }
+        if self.has_output_map(p):
+            width, size = box_columns(config, p.output), BYTES[p.output]
+            stride_d = strides["d"][0] * size
+            values["map_d"] = Map(TensorMapSpec(p.output, (gemm.n, rows), (stride_d,), (width, 64), width * size), "d")
+        return groups.launch_shape(gemm, config, self.shared_bytes(params), pdl), values
+
+    def features(self, spec: Spec, config: ScaledConfig) -> Features:
+        """Those of about as much work without groups."""
+        gemm = groups.as_gemm(spec)
+        return groups.with_weights(super().features(groups.expected(gemm, config), config), gemm, 1)
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """With the table of groups."""
+        p = self.grouped(params)
+        return super().shared_bytes(params) + groups.table_bytes(p.grouping, p.segments)
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``m_grouped_fp8_gemm_1d2d_bf16_128x256_s3_p1_masked_g32_tma``."""
+        p = self.grouped(params)
+        form = f"{p.grouping}_g{p.segments}"
+        name = super().entry(params)
+        return f"m_grouped_{name.replace(f'_{p.store}', f'_{form}_{p.store}', 1)}"
+
+    def cases(self) -> list[KernelParams]:
+        """The serving set; each form and store."""
+        tile, lone = make_config(128, 128), make_config(64, 64)
+        return [
+            *(make_params(config) for config in self.configs(SM90)),
+            make_params(tile, grouping="psum"),
+            make_params(make_config(128, 256, buffers=1), grouping="masked"),
+            make_params(lone, grouping="masked", segments=512),
+            make_params(lone, grouping="masked", store="direct"),
+            make_params(tile, store="direct"),
+            make_params(tile, shape=(0, 4096, 7168), grouping="masked"),
+        ]
+
+
+def grouped(config: ScaledConfig) -> ScaledGroupedConfig:
+    """The same config of this family."""
+    return ScaledGroupedConfig(**vars(config))
+
+
+def fitted(params: ScaledGroupedParams, arch: ArchSpec = SM90) -> ScaledGroupedParams:
+    """``params`` with no more stages than fit beside the table of groups."""
+    config = params.config
+    if not isinstance(config, ScaledConfig):
+        raise TypeError(f"it takes a ScaledConfig, not a {type(config).__name__}")
+    table = groups.table_bytes(params.grouping, params.segments)
+    none, one = (
+        config_shared_bytes(replace(config, num_stages=x), params.store == "tma", params.scaling, params.output)
+        for x in (0, 1)
+    )
+    stages = (arch.shared_per_cta - none - table) // (one - none)
+    return replace(params, config=replace(config, num_stages=min(config.num_stages, stages)))
+
+
+def make_params(config: ScaledConfig, **options: object) -> ScaledGroupedParams:
+    """The identity of this kernel with ``config``. Defaults of ``options``: labels, TMA stores."""
+    known = {"store": "tma", "scaling": "1d2d", "output": "bf16", **options}
+    return fitted(ScaledGroupedParams(kernel=KERNEL.name, arch=SM90.name, config=grouped(config), **known))  # type: ignore[arg-type]
+
+
+KERNEL = Sm90Fp8Grouped()

@@ -1,0 +1,226 @@
+// Grouped GEMMs: which rows of A and D belong to which matrix B, and the order of tiles. Sizes of groups are in device memory.
+#pragma once
+#include "barrier.cuh"
+#include "raster.cuh"
+
+// How groups are given (see GemmSpec). kIndex: a label for each row, of which negative ones are padding. kPsum: the end of each
+// group's rows. kMasked: how many of a group's rows exist.
+enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked };
+
+DG_DEVICE u32 load_word(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+DG_DEVICE void store_word(u32 address, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory"); }
+
+// A word of the groups' description. The previous kernel may have written it.
+DG_DEVICE int load_label(const int* from) {
+  int value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// The order of tiles. Tiles of a group come one after the other. A group is cut into strips of kStrip rows of tiles, and in a strip
+// tiles run along m first. `strip` is the number of tiles in a whole strip.
+struct GroupRaster {
+  u32 columns;  // tiles in a row of tiles
+  Divisor column, strip;
+};
+enum : u32 { kStrip = 16, kStripShift = 4 };
+
+// Where groups lie in A and D, in the shared memory of a CTA, as a list of segments: consecutive rows of one group that begin at a
+// multiple of the tile's height. The words are
+//   begin[kSegments + 1]: how many rows of tiles lie before a segment; past the last segment, how many there are in all;
+//   row[kSegments]: a segment's first row;
+//   last[kSegments]: for kIndex a segment's group, otherwise the first row that does not belong to it any more.
+// With kPsum and kMasked the g-th segment is the g-th group, and may be empty.
+template <u32 kGrouping, u32 kBlockM, u32 kSegments, u32 kThreads>
+struct GroupTable {
+  enum : u32 { kBegin = 0, kRow = (kSegments + 1) * 4, kLast = kRow + kSegments * 4, kLabels = kLast + kSegments * 4 };
+  enum : u32 { kChunk = 256 };  // rows of tiles whose labels are looked at together
+  enum : u32 { kBytes = ceil_div(kLabels + (kGrouping == kIndex ? kChunk * 4 : 0), 128) * 128 };
+  static_assert((kSegments & (kSegments - 1)) == 0 && kSegments >= 32);
+
+  // Called by all threads of the CTA. `rows` is M, or for kMasked the rows of each group.
+  template <class Arguments>
+  static DG_DEVICE void build(const Arguments& arg, u32 shared, u32 rows) {
+    if constexpr (kGrouping == kIndex) {
+      find_runs(arg, shared, rows);
+    } else {
+      for (u32 group = threadIdx.x; group < arg.groups; group += kThreads)
+        store_word(shared + kLast + group * 4, static_cast<u32>(load_label(arg.layout + group)));
+      __syncthreads();
+      if (threadIdx.x < 32) list_groups(arg, shared, rows);
+    }
+    __syncthreads();
+  }
+
+  // The first row that does not belong to the segment.
+  static DG_DEVICE u32 end_of(u32 shared, u32 segment, u32 rows) {
+    return kGrouping == kIndex ? rows : load_word(shared + kLast + segment * 4);
+  }
+  static DG_DEVICE u32 group_of(u32 shared, u32 segment) {
+    return kGrouping == kIndex ? load_word(shared + kLast + segment * 4) : segment;
+  }
+
+ private:
+  // One warp.
+  template <class Arguments>
+  static DG_DEVICE void list_groups(const Arguments& arg, u32 shared, u32 rows) {
+    const u32 lane = threadIdx.x;
+    u32 total = 0;
+    int before = 0;  // the end of the group before this warp's
+#pragma unroll 1
+    for (u32 first = 0; first < kSegments; first += 32) {
+      const u32 group = first + lane;
+      const int given = group < arg.groups ? static_cast<int>(load_word(shared + kLast + group * 4)) : before;
+      int previous = __shfl_up_sync(0xffffffffu, given, 1);
+      if (lane == 0) previous = before;
+      before = __shfl_sync(0xffffffffu, given, 31);
+      u32 row, end;
+      if constexpr (kGrouping == kPsum) {
+        row = ceil_div(static_cast<u32>(max_of(previous, 0)), arg.alignment) * arg.alignment;
+        end = min_of(static_cast<u32>(max_of(given, 0)), rows);
+      } else {
+        row = group * rows;
+        end = row + min_of(static_cast<u32>(max_of(given, 0)), rows);
+      }
+      const u32 count = group < arg.groups && row < end ? ceil_div(end - row, kBlockM) : 0;
+      u32 sum = count;  // becomes the count of this lane and of those before it
+#pragma unroll
+      for (u32 step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      store_word(shared + kBegin + group * 4, total + sum - count);
+      store_word(shared + kRow + group * 4, row);
+      store_word(shared + kLast + group * 4, end);
+      total += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    if (lane == 0) store_word(shared + kBegin + kSegments * 4, total);
+  }
+
+  // A row of tiles has the largest label of its rows: padding may come first. Runs of rows of tiles with one label are segments,
+  // and those of padding alone are left out.
+  template <class Arguments>
+  static DG_DEVICE void find_runs(const Arguments& arg, u32 shared, u32 rows) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = ceil_div(rows, kBlockM);
+    u32 segments = 0, total = 0;
+    int before = -1;  // the label of the row of tiles before this warp's
+    for (u32 first = 0; first < tiles; first += kChunk) {
+      const u32 count = min_of(kChunk, tiles - first);
+#pragma unroll 1
+      for (u32 tile = warp; tile < count; tile += kThreads / 32) {
+        const u32 from = (first + tile) * kBlockM;
+        int label = -1;
+#pragma unroll
+        for (u32 row = lane; row < kBlockM; row += 32) {
+          const int other = from + row < rows ? load_label(arg.layout + from + row) : -1;
+          if (other < static_cast<int>(arg.groups)) label = max_of(label, other);
+        }
+        label = __reduce_max_sync(0xffffffffu, label);
+        if (lane == 0) store_word(shared + kLabels + tile * 4, static_cast<u32>(label));
+      }
+      __syncthreads();
+      if (warp == 0) {
+#pragma unroll 1
+        for (u32 part = 0; part < count; part += 32) {
+          const u32 tile = part + lane;
+          const int label = tile < count ? static_cast<int>(load_word(shared + kLabels + tile * 4)) : -1;
+          int previous = __shfl_up_sync(0xffffffffu, label, 1);
+          if (lane == 0) previous = before;
+          before = __shfl_sync(0xffffffffu, label, 31);
+          const u32 computed = __ballot_sync(0xffffffffu, label >= 0);
+          const u32 starts = __ballot_sync(0xffffffffu, label >= 0 && label != previous);
+          const u32 lower = (1u << lane) - 1, segment = segments + __popc(starts & lower);
+          if (label >= 0 && label != previous) {
+            if (segment >= kSegments) __trap();  // rows of a group are scattered
+            store_word(shared + kBegin + segment * 4, total + __popc(computed & lower));
+            store_word(shared + kRow + segment * 4, (first + tile) * kBlockM);
+            store_word(shared + kLast + segment * 4, static_cast<u32>(label));
+          }
+          segments += __popc(starts);
+          total += __popc(computed);
+        }
+      }
+      __syncthreads();
+    }
+    if (warp == 0)
+      for (u32 segment = segments + lane; segment <= kSegments; segment += 32) store_word(shared + kBegin + segment * 4, total);
+  }
+
+  static DG_DEVICE int max_of(int x, int y) { return x < y ? y : x; }
+};
+
+// Rows of tiles that are padding alone, between the segments of kIndex: writes zeros to them. All CTAs share the work, one warp of
+// each.
+template <class Table, u32 kBlockM, u32 kSegments, u32 kBytes>
+DG_DEVICE void zero_padding(u32 shared, u8* d, i64 stride, u32 rows, u32 columns, bool aligned, u32 lane) {
+  const u32 total = load_word(shared + Table::kBegin + kSegments * 4);
+  u32 from = 0, before = 0;  // the first row after the segment before, and the rows of tiles up to there
+#pragma unroll 1
+  for (u32 segment = 0; from < rows; ++segment) {
+    const bool past = before == total;
+    const u32 to = past ? rows : min_of(load_word(shared + Table::kRow + segment * 4), rows);
+#pragma unroll 1
+    for (u32 row = from + blockIdx.x; row < to; row += gridDim.x) {
+      u8* line = d + row * stride * kBytes;
+      if (aligned) {
+        for (u32 x = lane * 16; x < columns * kBytes; x += 32 * 16) store_16(line + x, Bytes16{});
+      } else {
+        for (u32 x = lane * 2; x < columns * kBytes; x += 32 * 2) *reinterpret_cast<u16*>(line + x) = 0;
+      }
+    }
+    if (past) return;
+    const u32 after = load_word(shared + Table::kBegin + (segment + 1) * 4);
+    from = to + (after - before) * kBlockM;
+    before = after;
+  }
+}
+
+// The tiles of a CTA, like TileScheduler. `row` and `column` are in D, `group` is the tile's, and rows from `end` on are not stored.
+template <class Table, u32 kBlockM, u32 kBlockN, u32 kSegments>
+struct GroupedScheduler {
+  const GroupRaster* raster;
+  u32 shared, rows, count, index;
+  u32 row, column, group, end;
+
+  GroupedScheduler() = default;
+
+  DG_DEVICE GroupedScheduler(const GroupRaster* raster, u32 shared, u32 rows)
+      : raster(raster), shared(shared), rows(rows), count(load_word(shared + Table::kBegin + kSegments * 4) * raster->columns),
+        index(blockIdx.x) {
+    if (valid()) locate();
+  }
+
+  DG_DEVICE bool valid() const { return index < count; }
+
+  DG_DEVICE void advance() {
+    index += gridDim.x;
+    if (valid()) locate();
+  }
+
+ private:
+  DG_DEVICE void locate() {
+    // The last segment that begins at this row of tiles or before. Steps are unrolled, since ptxas would serialise products in
+    // flight because of a loop.
+    const u32 target = raster->column.quotient(index);
+    u32 segment = 0;
+#pragma unroll
+    for (u32 step = kSegments / 2; step > 0; step /= 2)
+      if (load_word(shared + Table::kBegin + (segment + step) * 4) <= target) segment += step;
+    const u32 before = load_word(shared + Table::kBegin + segment * 4);
+    const u32 height = load_word(shared + Table::kBegin + (segment + 1) * 4) - before;
+    const u32 in_segment = index - before * raster->columns, strip = raster->strip.quotient(in_segment);
+    const u32 in_strip = in_segment - strip * raster->strip.value, above = strip * kStrip, left = height - above;
+    // Fewer rows of tiles than a whole strip: numbers are small, so that the quotient of floats is never off by one.
+    const u32 x = left >= kStrip ? in_strip >> kStripShift
+                                 : static_cast<u32>(__fdividef(static_cast<float>(in_strip) + 0.5f, static_cast<float>(left)));
+    row = load_word(shared + Table::kRow + segment * 4) + (above + in_strip - x * min_of(left, kStrip)) * kBlockM;
+    column = x * kBlockN;
+    group = Table::group_of(shared, segment);
+    end = Table::end_of(shared, segment, rows);
+  }
+};
