@@ -133,6 +133,11 @@ class HalfGroupedConfig(HalfConfig):
 
 
 @dataclass(frozen=True)
+class HalfKGroupedConfig(HalfConfig):
+    """The same for groups along K."""
+
+
+@dataclass(frozen=True)
 class HalfSwappedConfig(GemmConfig):
     """A config for 16-bit operands swapped: ``block_n`` rows of B are the M of wgmma, ``block_m`` rows of A its N.
     ``consumers_k`` consumers multiply the same rows and take blocks of K in turn."""

@@ -266,7 +266,7 @@ struct Fp8Scaled {
             y = at.row + consumer * 64 * kSlices;
             return kernel.end(at);
           },
-          [&](u32 source, u32 x, u32 y) {
+          [&](const Scheduler&, u32 source, u32 x, u32 y) {
             if constexpr (Tile::kAccumulate == kReduces) {
               tma_add(arg.map_d, source, x, y);
             } else {

@@ -32,7 +32,7 @@ struct SchedulerOf {
 template <class Tile, class Table>
 struct SchedulerOf<Tile, Table, true> {
   static_assert(Tile::kClusterM * Tile::kClusterN * Tile::kClusterK == 1);
-  using Type = GroupedScheduler<Table, Tile::kBlockM, Tile::kBlockN, Tile::kSegments>;
+  using Type = GroupedScheduler<Table, Tile::kGrouping, Tile::kBlockM, Tile::kBlockN, Tile::kSegments>;
 };
 
 template <class Layout, class Arguments>
@@ -50,6 +50,7 @@ struct GemmKernel {
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
   enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1, kGrouped = Layout::kGrouping != kUngrouped };
+  enum : bool { kByDepth = Layout::kGrouping == kAlongK };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
   const Arguments& arg;
@@ -68,7 +69,9 @@ struct GemmKernel {
   DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
   // The CTA's tiles, from the first one on.
   DG_DEVICE Scheduler tiles() const {
-    if constexpr (kGrouped) {
+    if constexpr (kByDepth) {
+      return Scheduler(arg.raster, shared + Layout::kOffsetGroups, arg.groups);
+    } else if constexpr (kGrouped) {
       return Scheduler(arg.raster, shared + Layout::kOffsetGroups, m());
     } else {
       return Scheduler(arg.raster);
@@ -76,7 +79,7 @@ struct GemmKernel {
   }
   // The first row of D that a tile must not write.
   DG_DEVICE u32 end(const Scheduler& tile) const {
-    if constexpr (kGrouped) {
+    if constexpr (kGrouped && !kByDepth) {
       return tile.end;
     } else {
       return m();
@@ -91,18 +94,41 @@ struct GemmKernel {
   }
   // The first row of B of a tile. Matrices B of groups lie one after the other; MN-major ones along K.
   DG_DEVICE u32 weights_row(const Scheduler& tile) const {
-    if constexpr (kGrouped && !Layout::B::kAlongRows) {
+    if constexpr (kGrouped && !kByDepth && !Layout::B::kAlongRows) {
       return tile.group * n() + tile.column;
     } else {
       return tile.column;
     }
   }
-  // The block of K of B in a step.
-  DG_DEVICE u32 weights_block(const Scheduler& tile, const Order& order, u32 step) const {
-    if constexpr (kGrouped && Layout::B::kAlongRows) {
-      return order.step_block(step) + tile.group * ceil_div(k(), kBlockK);
+  // The group whose matrix D a tile belongs to, if each group has one.
+  DG_DEVICE u32 matrix(const Scheduler& tile) const {
+    if constexpr (kByDepth) {
+      return tile.group;
     } else {
-      return order.step_block(step);
+      return 0;
+    }
+  }
+  // How many blocks of K the CTA multiplies for a tile. With groups along K it is at least one, see half_mainloop.cuh.
+  DG_DEVICE u32 steps(const Scheduler& tile, const Order& order) const {
+    if constexpr (kByDepth) {
+      return max_of(1u, ceil_div(tile.depth, kBlockK));
+    } else {
+      return order.length;
+    }
+  }
+  // Where a step's block of K begins in A, and in B.
+  DG_DEVICE u32 tokens_k(const Scheduler& tile, const Order& order, u32 step) const {
+    if constexpr (kByDepth) {
+      return tile.first_k + step * kBlockK;
+    } else {
+      return order.step_block(step) * kBlockK;
+    }
+  }
+  DG_DEVICE u32 weights_k(const Scheduler& tile, const Order& order, u32 step) const {
+    if constexpr (kGrouped && !kByDepth && Layout::B::kAlongRows) {
+      return order.step_block(step) * kBlockK + tile.group * k();
+    } else {
+      return tokens_k(tile, order, step);
     }
   }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
@@ -164,7 +190,7 @@ struct GemmKernel {
       B::with_boxes(b(), first.column, part_b(), [&](const auto& bring) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
-          bring(order.step_block(step), [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
+          bring(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
       });
     }
     __syncwarp();
@@ -179,8 +205,8 @@ struct GemmKernel {
       B::with_boxes(b(), weights_row(tile), part_b(), [&](const auto& bring) {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
-          barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-            load<(kClusterM > 1)>(bring, Layout::kOffsetB + stage * B::kBytes, stage, weights_block(tile, order, step), policy...);
+          barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
+            load<(kClusterM > 1)>(bring, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
           }, EarlyLoads(arg.early_stages, B::kBytes, A::kBytes));
         });
       });
@@ -197,17 +223,17 @@ struct GemmKernel {
       A::with_boxes(a(), tile.row, part_a(), [&](const auto& bring) {
         wait_for_previous_kernel();
         allow_next_kernel();
-        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+        barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
-          load<(kClusterN > 1)>(bring, Layout::kOffsetA + stage * A::kBytes, stage, order.step_block(step));
+          load<(kClusterN > 1)>(bring, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step));
         });
       });
     }
   }
 
   template <bool kMulticast, class Bring, class... Policy>
-  DG_DEVICE void load(const Bring& bring, u32 offset, u32 stage, u32 block, Policy... policy) const {
-    bring(block, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
+  DG_DEVICE void load(const Bring& bring, u32 offset, u32 stage, u32 k, Policy... policy) const {
+    bring(k, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
       if constexpr (kMulticast) {
         tma_load_multicast(shared + offset + place, map, barriers.full(stage), x, y, kAll, policy...);
       } else {

@@ -4,8 +4,8 @@
 #include "raster.cuh"
 
 // How groups are given (see GemmSpec). kIndex: a label for each row, of which negative ones are padding. kPsum: the end of each
-// group's rows. kMasked: how many of a group's rows exist.
-enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked };
+// group's rows. kMasked: how many of a group's rows exist. kAlongK: how much of K is each group's; D has a matrix for each group.
+enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked, kAlongK };
 
 DG_DEVICE u32 load_word(u32 address) {
   u32 value;
@@ -35,7 +35,8 @@ enum : u32 { kStrip = 16, kStripShift = 4 };
 //   begin[kSegments + 1]: how many rows of tiles lie before a segment; past the last segment, how many there are in all;
 //   row[kSegments]: a segment's first row;
 //   last[kSegments]: for kIndex a segment's group, otherwise the first row that does not belong to it any more.
-// With kPsum and kMasked the g-th segment is the g-th group, and may be empty.
+// With kPsum and kMasked the g-th segment is the g-th group, and may be empty. With kAlongK there are only begin[]: where a group's
+// part of K begins.
 template <u32 kGrouping, u32 kBlockM, u32 kSegments, u32 kThreads>
 struct GroupTable {
   enum : u32 { kBegin = 0, kRow = (kSegments + 1) * 4, kLast = kRow + kSegments * 4, kLabels = kLast + kSegments * 4 };
@@ -52,7 +53,7 @@ struct GroupTable {
       for (u32 group = threadIdx.x; group < arg.groups; group += kThreads)
         store_word(shared + kLast + group * 4, static_cast<u32>(load_label(arg.layout + group)));
       __syncthreads();
-      if (threadIdx.x < 32) list_groups(arg, shared, rows);
+      if (threadIdx.x < 32) list_groups(arg, shared, rows);  // for kAlongK `rows` does not matter
     }
     __syncthreads();
   }
@@ -80,14 +81,17 @@ struct GroupTable {
       if (lane == 0) previous = before;
       before = __shfl_sync(0xffffffffu, given, 31);
       u32 row, end;
-      if constexpr (kGrouping == kPsum) {
+      if constexpr (kGrouping == kAlongK) {
+        row = 0;
+        end = static_cast<u32>(max_of(given, 0));
+      } else if constexpr (kGrouping == kPsum) {
         row = ceil_div(static_cast<u32>(max_of(previous, 0)), arg.alignment) * arg.alignment;
         end = min_of(static_cast<u32>(max_of(given, 0)), rows);
       } else {
         row = group * rows;
         end = row + min_of(static_cast<u32>(max_of(given, 0)), rows);
       }
-      const u32 count = group < arg.groups && row < end ? ceil_div(end - row, kBlockM) : 0;
+      const u32 count = group < arg.groups && row < end ? ceil_div(end - row, kGrouping == kAlongK ? 1 : +kBlockM) : 0;
       u32 sum = count;  // becomes the count of this lane and of those before it
 #pragma unroll
       for (u32 step = 1; step < 32; step *= 2) {
@@ -180,8 +184,14 @@ DG_DEVICE void zero_padding(u32 shared, u8* d, i64 stride, u32 rows, u32 columns
   }
 }
 
+// The order of tiles of kAlongK: those of one group after the other, each group's in the same order.
+struct DepthRaster {
+  Divisor group;  // the tiles of a group
+  Raster tiles;
+};
+
 // The tiles of a CTA, like TileScheduler. `row` and `column` are in D, `group` is the tile's, and rows from `end` on are not stored.
-template <class Table, u32 kBlockM, u32 kBlockN, u32 kSegments>
+template <class Table, u32 kGrouping, u32 kBlockM, u32 kBlockN, u32 kSegments>
 struct GroupedScheduler {
   const GroupRaster* raster;
   u32 shared, rows, count, index;
@@ -222,5 +232,37 @@ struct GroupedScheduler {
     column = x * kBlockN;
     group = Table::group_of(shared, segment);
     end = Table::end_of(shared, segment, rows);
+  }
+};
+
+// For kAlongK: `row` and `column` are in the group's matrix D, and its part of K has `depth` elements from `first_k` on.
+template <class Table, u32 kBlockM, u32 kBlockN, u32 kSegments>
+struct GroupedScheduler<Table, kAlongK, kBlockM, kBlockN, kSegments> {
+  const DepthRaster* raster;
+  u32 shared, count, index;
+  u32 row, column, group, first_k, depth;
+
+  GroupedScheduler() = default;
+
+  DG_DEVICE GroupedScheduler(const DepthRaster* raster, u32 shared, u32 groups)
+      : raster(raster), shared(shared), count(raster->group.value * groups), index(blockIdx.x) {
+    if (valid()) locate();
+  }
+
+  DG_DEVICE bool valid() const { return index < count; }
+
+  DG_DEVICE void advance() {
+    index += gridDim.x;
+    if (valid()) locate();
+  }
+
+ private:
+  DG_DEVICE void locate() {
+    group = raster->group.quotient(index);
+    raster->tiles.locate(index - group * raster->group.value, row, column);
+    row *= kBlockM;
+    column *= kBlockN;
+    first_k = load_word(shared + Table::kBegin + group * 4);
+    depth = load_word(shared + Table::kBegin + (group + 1) * 4) - first_k;
   }
 };

@@ -50,6 +50,7 @@ struct HalfGemm {
   using Out = typename Store::Out;
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kStep = 1, kSlices = Layout::kSlices };
+    enum : bool { kClears = Kernel::kByDepth };
     enum : u32 { kBytesLeft = Layout::A::kBytes, kBytesRight = Layout::B::kBytes };
   };
   using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
@@ -58,7 +59,7 @@ struct HalfGemm {
   // Whether a finished tile stays in registers, as words of 16-bit elements, and is staged while the next tile's products run. One
   // buffer is then enough: a part has been stored before the next part is staged.
   enum : bool { kStoresLate = Tile::kTmaStore && Tile::kBuffers == 1 };
-  static_assert(!kStoresLate || (Tile::kElement != kF32 && kClusterK == 1));
+  static_assert(!kStoresLate || (Tile::kElement != kF32 && kClusterK == 1 && !Kernel::kByDepth));
 
   Kernel kernel;
 
@@ -84,38 +85,57 @@ struct HalfGemm {
     u32 which = 0;  // the staging buffer that comes next
     Mainloop mainloop(kernel.barriers, uniform(Layout::A::descriptor(kernel.shared + Layout::kOffsetA + first_row * 128)),
                       uniform(Layout::B::descriptor(kernel.shared + Layout::kOffsetB)), lane);
+    if constexpr (Kernel::kByDepth) {
+      mainloop.consumer = consumer;
+      mainloop.left_address = kernel.shared + Layout::kOffsetA + first_row * 128;
+      mainloop.right_address = kernel.shared + Layout::kOffsetB;
+    }
+    // The blocks of K of a tile, whose products are started next.
+    const auto blocks_of = [&](const Scheduler& next) {
+      if constexpr (Kernel::kByDepth) {
+        const u32 count = kernel.steps(next, kernel.order());
+        mainloop.before_last = count - 1;
+        mainloop.last_rows = next.depth - (count - 1) * 64;
+        return count;
+      } else {
+        return blocks;
+      }
+    };
     wait_for_previous_kernel();  // before D is overwritten
     Scheduler tile = kernel.tiles();
     if (!tile.valid()) return;
+    u32 count = blocks_of(tile);
     mainloop.start(sum);
     if constexpr (kStoresLate) {
       u32 words[Store::kParts][Store::kWords];
       const auto stage = [&](auto part) { Store::stage(staging(), words[decltype(part)::kValue], consumer, which, warp, lane); };
-      mainloop.template resume<0>(sum, blocks, stage);
+      mainloop.template resume<0>(sum, count, stage);
       for (;;) {
-        if constexpr (Tile::kAccumulate == kReads) add_c(sum, tile.row + first_row, tile.column, split, warp, lane);
+        if constexpr (Tile::kAccumulate == kReads) add_c(sum, tile.row + first_row, tile.column, 0, split, warp, lane);
         pack(words, sum, 0);
         tile.advance();
         if (!tile.valid()) return stage_all(words, consumer, which, warp, lane);
         mainloop.start(sum);
-        mainloop.template resume<Store::kParts>(sum, blocks, stage);
+        mainloop.template resume<Store::kParts>(sum, count, stage);
       }
     } else {
       for (;;) {
         const u32 row = tile.row + first_row, column = tile.column, end = kernel.end(tile);
-        mainloop.template resume<0>(sum, blocks, Index<0>());
+        const i64 matrix = kernel.matrix(tile);
+        mainloop.template resume<0>(sum, count, Index<0>());
         tile.advance();
         const bool more = tile.valid();
         if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more);
-        if constexpr (Tile::kAccumulate == kReads) add_c(sum, row, column, split, warp, lane);
+        if constexpr (Tile::kAccumulate == kReads) add_c(sum, row, column, matrix, split, warp, lane);
         if constexpr (Tile::kTmaStore) {
 #pragma unroll
           for (u32 owner = 0; owner < kClusterK; ++owner)
             if (owner == split) stage_sums(sum, owner, consumer, which, warp, lane);
         } else {
-          store_direct(sum, row, column, end, split, warp, lane);
+          store_direct(sum, row, column, end, matrix, split, warp, lane);
         }
         if (!more) return;
+        count = blocks_of(tile);
         mainloop.start(sum);
       }
     }
@@ -152,15 +172,19 @@ struct HalfGemm {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
     with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::template store_all<Kernel::kGrouped>(
+      Store::template store_all<(Kernel::kGrouped && !Kernel::kByDepth)>(
           staging(), tile,
           [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
             x = at.column + kernel.rank_k() * kColumns;
             y = at.row + consumer * 64 * kSlices;
             return kernel.end(at);
           },
-          [&](u32 source, u32 x, u32 y) {
-            if constexpr (Tile::kAccumulate == kReduces) {
+          [&](const Scheduler& at, u32 source, u32 x, u32 y) {
+            if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
+              tma_add_3d(arg.map_d, source, x, y, at.group);
+            } else if constexpr (Kernel::kByDepth) {
+              tma_store_3d(arg.map_d, source, x, y, at.group);
+            } else if constexpr (Tile::kAccumulate == kReduces) {
               tma_add(arg.map_d, source, x, y);
             } else {
               tma_store(arg.map_d, source, x, y, policy...);
@@ -188,11 +212,27 @@ struct HalfGemm {
     }
   }
 
+  // Where the matrix D or C of a group begins, in elements.
+  DG_DEVICE i64 d_matrix(i64 matrix) const {
+    if constexpr (Kernel::kByDepth) {
+      return matrix * kernel.arg.d_stride_g;
+    } else {
+      return 0;
+    }
+  }
+  DG_DEVICE i64 c_matrix(i64 matrix) const {
+    if constexpr (Kernel::kByDepth) {
+      return matrix * kernel.arg.c_stride_g;
+    } else {
+      return 0;
+    }
+  }
+
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
-  DG_DEVICE void add_c(Sums& sum, u32 row, u32 column, u32 split, u32 warp, u32 lane) const {
+  DG_DEVICE void add_c(Sums& sum, u32 row, u32 column, i64 matrix, u32 split, u32 warp, u32 lane) const {
     const auto& arg = kernel.arg;
     each_pair(sum, row, column, kernel.m(), split, warp, lane, [&](float* pair, u32 y, u32 x) {
-      const i64 at = y * arg.c_stride + x;
+      const i64 at = c_matrix(matrix) + y * arg.c_stride + x;
       float first, second = 0.0f;
       if constexpr (Tile::kTmaStore) {
         Out::load_pair(arg.c, at, first, second);
@@ -206,10 +246,10 @@ struct HalfGemm {
   }
 
   // Element by element, for a D whose rows do not begin on 16-byte boundaries.
-  DG_DEVICE void store_direct(const Sums& sum, u32 row, u32 column, u32 end, u32 split, u32 warp, u32 lane) const {
+  DG_DEVICE void store_direct(const Sums& sum, u32 row, u32 column, u32 end, i64 matrix, u32 split, u32 warp, u32 lane) const {
     const auto& arg = kernel.arg;
     each_pair(sum, row, column, end, split, warp, lane, [&](const float* pair, u32 y, u32 x) {
-      const i64 at = y * arg.d_stride + x;
+      const i64 at = d_matrix(matrix) + y * arg.d_stride + x;
       Out::store(arg.d, at, pair[0]);
       if (x + 1 < kernel.n()) Out::store(arg.d, at + 1, pair[1]);
     });

@@ -1,13 +1,19 @@
 // The main loop of a consumer warpgroup for 16-bit operands: sums stay in the tensor cores' accumulators over all of K.
 #pragma once
+#include "barrier.cuh"
 #include "pipeline.cuh"
+#include "tma.cuh"
 #include "warpgroup.cuh"
 
 // One block's products are always in flight, so that the tensor cores do not wait for the next stage. A block's stage is released
 // after the products of the next block have been issued.
 //
-// Shape gives kStages; kStep (consumers that split K and take stages in turn); kSlices (m64 slices of the left operand); and the
-// bytes of a stage of the left and of the right operand.
+// Shape gives kStages; kStep (consumers that split K and take stages in turn); kSlices (m64 slices of the left operand); the bytes
+// of a stage of the left and of the right operand; and kClears.
+//
+// With kClears (groups along K) both operands are MN-major, and the last block of a tile may have rows of the next group. The
+// consumer overwrites them with zeros in both operands: zero times NaN would be NaN. A group without any K has one block, all of
+// which is cleared.
 template <class Shape, class Mma, class Barriers>
 struct HalfMainloop {
   enum : u32 { kSlices = Shape::kSlices, kSliceBytes = 64 * 64 * 2 };
@@ -17,6 +23,9 @@ struct HalfMainloop {
   const u32 left, right;  // low words of the descriptors of this consumer's rows and of the columns, in stage 0
   const u32 lane;
   PipelineCursor<Shape::kStages> at;
+  // With kClears: the blocks before the tile's last one, and how many rows of K exist in that one.
+  u32 before_last, last_rows;
+  u32 consumer, left_address, right_address;  // of this consumer's rows and of the columns, in stage 0
 
   DG_DEVICE HalfMainloop(const Barriers& barriers, u32 left, u32 right, u32 lane)
       : barriers(barriers), left(left), right(right), lane(lane) {
@@ -72,6 +81,26 @@ struct HalfMainloop {
     stage = at.stage;
     barrier_wait(barriers.full(at.stage), at.parity);
     at.template advance<Shape::kStep>();
+    if constexpr (Shape::kClears) {
+      if (before_last-- == 0 && last_rows < 64) clear();
+    }
+  }
+
+  // A box of 64 rows of an operand has 128 bytes for each k.
+  DG_DEVICE void clear() const {
+#pragma unroll
+    for (u32 box = 0; box < kSlices; ++box) clear_box(left_address + stage * Shape::kBytesLeft + box * kSliceBytes);
+#pragma unroll
+    for (u32 box = 0; box < Shape::kBytesRight / kSliceBytes; ++box)
+      clear_box(right_address + stage * Shape::kBytesRight + box * kSliceBytes);
+    fence_shared_to_tma();  // and to the tensor cores
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+  }
+
+  DG_DEVICE void clear_box(u32 box) const {
+#pragma unroll 1
+    for (u32 place = last_rows * 128 + threadIdx.x % 128 * 16; place < kSliceBytes; place += 128 * 16)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(box + place), "r"(0u) : "memory");
   }
 
   DG_DEVICE void issue(Sums& sum, u32 keep) {

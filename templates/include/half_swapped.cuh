@@ -48,6 +48,7 @@ struct HalfSwapped {
   enum : u32 { kConsumers = Layout::kConsumers, kSplits = Layout::kClusterK * kConsumers, kBlockM = Layout::kBlockM };
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kStep = kConsumers, kSlices = 1 };
+    enum : bool { kClears = false };
     enum : u32 { kBytesLeft = Layout::B::kBytes, kBytesRight = Layout::A::kBytes };
   };
   using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;

@@ -32,23 +32,23 @@ struct OperandTile {
     }
   }
 
-  // Calls `use(bring)`. There `bring(block, load)` calls `load(map, place, x, y)` for each box of the part: `place` is the box's
-  // offset in the tile, x and y are its coordinates in that block of K, innermost first.
+  // Calls `use(bring)`. There `bring(k, load)` calls `load(map, place, x, y)` for each box of the part in the block of K that begins
+  // at k: `place` is the box's offset in the tile, x and y are its coordinates, innermost first.
   template <class Use>
   static DG_DEVICE void with_boxes(const Source& from, u32 first, u32 part, const Use& use) {
     const u32 row = first + part * kPartRows;
     if constexpr (kMnMajor) {
       const u32 boxes = row < from.edge ? min_of(ceil_div(from.edge - row, 64), kPartRows / 64) : 0;
-      use([&](u32 block, const auto& load) {
+      use([&](u32 k, const auto& load) {
 #pragma unroll
         for (u32 box = 0; box < kPartRows / 64; ++box)
-          if (box < boxes) load(from.map, part * kPartRows * 128 + box * kBoxBytes, row + box * 64, block * kBlockK);
+          if (box < boxes) load(from.map, part * kPartRows * 128 + box * kBoxBytes, row + box * 64, k);
       });
     } else {
       const u32 loaded = rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows);
       with_map<kPartRows, kMayLieOutside>(part * kPartRows, loaded, from.map, from.last, [&](const TensorMap* map) {
-        use([&](u32 block, const auto& load) {
-          if (map) load(map, part * kPartRows * 128, block * kBlockK, row);
+        use([&](u32 k, const auto& load) {
+          if (map) load(map, part * kPartRows * 128, k, row);
         });
       });
     }

@@ -58,7 +58,7 @@ struct PartStore {
 
   // The store warp: stores the parts of every tile to D in the order in which consumers stage them. `place(tile, consumer, x, y)`
   // sets the first column and row of a consumer's part of the tile, and returns the first row that it must not write;
-  // `copy(source, x, y)` stores one part by TMA, which clips at the edges of D. If kEnds, tiles end inside D as well:
+  // `copy(tile, source, x, y)` stores one part by TMA, which clips at the edges of D. If kEnds, tiles end inside D as well:
   // `copy_rows(source, x, y, rows)` stores the first rows of a part, with the whole warp.
   template <bool kEnds, class Tile, class Place, class Copy, class CopyRows>
   static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, const CopyRows& copy_rows, u32 columns) {
@@ -87,7 +87,7 @@ struct PartStore {
             x += part % kBoxes * kBoxColumns;
             y += part / kBoxes * 64;
             fence_shared_to_tma();
-            if (x < columns && (kEnds ? y + 64 <= end : y < end)) copy(buffer(staging, consumer, which), x, y);
+            if (x < columns && (kEnds ? y + 64 <= end : y < end)) copy(tile, buffer(staging, consumer, which), x, y);
             tma_store_commit();
             tma_store_wait_read<kPending>();
           }

@@ -78,6 +78,17 @@ DG_DEVICE void tma_add(const TensorMap* map, u32 source, u32 x, u32 y) {
                ::"l"(map), "r"(source), "r"(x), "r"(y) : "memory");
 }
 
+// The same into the z-th matrix of a tensor with three dimensions. Boxes are clipped at the edges of that matrix.
+DG_DEVICE void tma_store_3d(const TensorMap* map, u32 source, u32 x, u32 y, u32 z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+               ::"l"(map), "r"(source), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+DG_DEVICE void tma_add_3d(const TensorMap* map, u32 source, u32 x, u32 y, u32 z) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
+               ::"l"(map), "r"(source), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
 DG_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until all but `kPending` groups of this thread's stores have been read out of shared memory (not until they are

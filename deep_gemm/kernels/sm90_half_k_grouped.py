@@ -1,0 +1,218 @@
+"""BF16 and FP16 GEMM for Hopper in groups along K: weight gradients of experts. Each group has its own matrix D."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ..arch import SM90, ArchSpec
+from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import HalfConfig, HalfGroupedParams, HalfKGroupedConfig, HalfParams, KernelParams
+from ..spec import GemmSpec, Spec, align, ceil_div
+from . import groups
+from .base import Argument, Strides, Value
+from .features import Features
+from .half import BLOCK_K, BYTES, box_columns, stages_that_fit
+from .loads import l2_promotion
+from .raster import divisor, raster
+from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config
+
+SERVING: tuple[tuple[int, int], ...] = ((128, 64), (128, 128), (128, 192), (128, 256), (256, 128))
+"""(block_m, block_n) of the serving set: a ladder of tiles, not yet chosen by measurements."""
+
+_STAGED = 2
+"""Staging buffers of a consumer."""
+
+
+class Sm90HalfKGrouped(Sm90HalfGemm):
+    """The dense kernel with another scheduler; see ``templates/include/groups.cuh``. A (K, M) and B (K, N) are
+    MN-major, and K is the sum over all groups."""
+
+    name = "sm90_half_k_grouped"
+    config_class = HalfKGroupedConfig
+
+    @property
+    def template(self) -> str:
+        """That of the kernel without groups."""
+        return "sm90_half_gemm.cu.jinja"
+
+    def refuses_groups(self, spec: GemmSpec) -> str | None:
+        """It takes MN-major operands."""
+        if spec.grouping != "k":
+            return "it computes groups along K"
+        if (spec.a.major, spec.b.major) != ("mn", "mn"):
+            return "A and B must be MN-major"
+        return None
+
+    def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
+        """`SERVING`, with as many stages as fit."""
+        for block_m, block_n in SERVING:
+            config = along_k(make_config(block_m, block_n, arch=arch))
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
+        """The tiles of the kernel without groups that are whole boxes, without clusters."""
+        for config in super().legal(arch):
+            if self.illegal(config, arch) is None:
+                yield along_k(config)
+
+    def illegal(self, config: HalfConfig, arch: ArchSpec) -> str | None:
+        """Also refuses clusters, two CTAs on an SM, and tiles that are not whole boxes of 64 rows."""
+        if config.cluster_size > 1 or config.ctas_per_sm > 1:
+            return "it runs one CTA on an SM, without clusters"
+        if config.block_n % 64:
+            return f"block_n must be a multiple of 64, not {config.block_n}"
+        return super().illegal(config, arch)
+
+    def params(self, spec: Spec, config: HalfConfig, arch: ArchSpec) -> HalfGroupedParams:
+        """With the size of the table, and as many stages as fit beside it."""
+        known = super().params(spec, config, arch)
+        found = HalfGroupedParams(
+            **{field.name: getattr(known, field.name) for field in fields(HalfParams)},
+            grouping="k",
+            segments=groups.segments("k", groups.as_gemm(spec).groups),
+        )
+        return fitted(found, arch)
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """Those of the kernel without groups, and the size of the table."""
+        return super().constants(params) | {
+            "grouping": "kAlongK",
+            "segments": self.grouped(params).segments,
+            "buffers": _STAGED,
+        }
+
+    def grouped(self, params: KernelParams) -> HalfGroupedParams:
+        """``params`` as this family's; TypeError if they are another's."""
+        if not isinstance(params, HalfGroupedParams):
+            raise TypeError(f"{self.name} takes HalfGroupedParams, not {type(params).__name__}")
+        return params
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """Those of the kernel without groups, another order of tiles, the groups, and strides from matrix to matrix."""
+        known = super().arguments(params)
+        reads = [Argument("c_stride_g", "i64")] if self.grouped(params).accumulate == "reads" else []
+        return (
+            *(replace(x, ctype="DepthRaster") if x.name == "raster" else x for x in known),
+            Argument("groups", "u32"),
+            Argument("layout", "const int*"),
+            Argument("d_stride_g", "i64"),
+            *reads,
+        )
+
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Operands: a, b, layout (K of each group), d, and c if consumers read it. d and c have three strides."""
+        gemm = groups.as_gemm(spec)
+        p, config = self.of(params)
+        m, n = gemm.m, gemm.n
+        tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+        each = max(1, gemm.k // gemm.groups)
+        inside = raster(config, m, n, 2 * each, gemm.num_sms)
+
+        def spread(name: str, size: int) -> Map:
+            stride = strides[name][1] * 2
+            promotion = l2_promotion(gemm, stride, 2)
+            return Map(TensorMapSpec(gemm.a.dtype, (size, gemm.k), (stride,), (64, BLOCK_K), 128, promotion), name)
+
+        map_a, map_b = spread("a", m), spread("b", n)
+        values: dict[str, Any] = {
+            "m": m,
+            "n": n,
+            "k": gemm.k,
+            "last_rows": config.block_m,
+            "last_columns": config.block_n,
+            "early_stages": 0,
+            "raster": [*divisor(tiles), *inside.arguments],
+            "evict_first": 0,
+            "d_stride": strides["d"][1],
+            "d_stride_g": strides["d"][0],
+            "groups": gemm.groups,
+            "map_a": map_a,
+            "map_b": map_b,
+            "map_a_last": map_a,
+            "map_b_last": map_b,
+        }
+        if p.accumulate == "reads":
+            values |= {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]}
+        if self.has_output_map(p):
+            size = BYTES[p.output]
+            columns = box_columns(config.block_n, p.output)
+            steps = (strides["d"][1] * size, strides["d"][0] * size)
+            shape = (n, m, gemm.groups)
+            values["map_d"] = Map(TensorMapSpec(p.output, shape, steps, (columns, 64, 1), columns * size), "d")
+        launch = LaunchShape(
+            grid=(min(tiles * gemm.groups, gemm.num_sms), 1, 1),
+            block=config.num_threads,
+            dynamic_shared=self.shared_bytes(params),
+            cluster=(1, 1, 1),
+            pdl=pdl,
+        )
+        return launch, values
+
+    def features(self, spec: Spec, config: HalfConfig) -> Features:
+        """Those of one product of as many tiles, with a group's part of K."""
+        gemm = groups.as_gemm(spec)
+        each = max(BLOCK_K, gemm.k // gemm.groups)
+        alike = replace(gemm, m=gemm.groups * align(gemm.m, config.block_m), k=each, grouping="none", groups=1)
+        return super().features(alike, config)
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """With the table of groups."""
+        p = self.grouped(params)
+        assert isinstance(p.config, HalfConfig)
+        return _shared(p, p.config)
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``k_grouped_bf16_gemm_tn_f32_reduce_128x256_s4_g32_tma``."""
+        p = self.grouped(params)
+        return f"k_grouped_{super().entry(params).replace(f'_{p.store}', f'_g{p.segments}_{p.store}', 1)}"
+
+    def cases(self) -> list[KernelParams]:
+        """The serving set added to float32; each output, way to add C, and store."""
+        tile, tall = make_config(128, 128), make_config(256, 128)
+        return [
+            *(make_params(config, output="f32", accumulate="reduces") for config in self.configs(SM90)),
+            make_params(tile, output="f32"),
+            make_params(tall, output="f32", accumulate="reads"),
+            make_params(tile, accumulate="reads", segments=256),
+            make_params(tile),
+            make_params(tile, output="f32", accumulate="reads", store="direct"),
+            make_params(tile, dtype="f16", output="f16"),
+        ]
+
+
+def along_k(config: HalfConfig) -> HalfKGroupedConfig:
+    """The same config of this family."""
+    return HalfKGroupedConfig(**vars(config))
+
+
+def _shared(params: HalfGroupedParams, config: HalfConfig) -> int:
+    """Stages, two staging buffers of each consumer, the table of groups, and barriers."""
+    total = config_shared_bytes(config, False) + groups.table_bytes("k", params.segments)
+    if params.store == "tma":
+        width = box_columns(config.block_n, params.output)
+        total += config.num_consumers * _STAGED * 64 * width * BYTES[params.output]
+    return total
+
+
+def fitted(params: HalfGroupedParams, arch: ArchSpec = SM90) -> HalfGroupedParams:
+    """``params`` with no more stages than fit beside the table of groups and the staging buffers."""
+    config = params.config
+    if not isinstance(config, HalfConfig):
+        raise TypeError(f"it takes a HalfConfig, not a {type(config).__name__}")
+    rest = _shared(params, replace(config, num_stages=0))
+    return replace(params, config=replace(config, num_stages=stages_that_fit(arch, config, rest, config.num_stages)))
+
+
+def make_params(config: HalfConfig, **options: object) -> HalfGroupedParams:
+    """The identity of this kernel with ``config``. Defaults of ``options``: bf16 out, nothing added, TMA stores."""
+    known = {"store": "tma", "majors": "mm", "grouping": "k", **options}
+    return fitted(HalfGroupedParams(kernel=KERNEL.name, arch=SM90.name, config=along_k(config), **known))  # type: ignore[arg-type]
+
+
+KERNEL = Sm90HalfKGrouped()
