@@ -99,6 +99,11 @@ class ScaledGroupedConfig(ScaledConfig):
 
 
 @dataclass(frozen=True)
+class ScaledKGroupedConfig(ScaledConfig):
+    """The same for groups along K."""
+
+
+@dataclass(frozen=True)
 class SwappedConfig(FP8Config):
     """A config with operands swapped: ``block_n`` rows of B are the M of wgmma, ``block_m`` rows of A its N.
     ``consumers_k`` consumers multiply the same rows and take blocks of K in turn."""

@@ -89,6 +89,19 @@ class GemmSpec:
 
 
 @dataclass(frozen=True)
+class KGroupMapsSpec:
+    """Tensor maps of the operands A (``m`` rows) and B (``n`` rows) of each of ``groups`` groups along K, made on the
+    device from the sizes of the groups."""
+
+    groups: int
+    m: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"tensor maps of {self.groups} groups along K"
+
+
+@dataclass(frozen=True)
 class TransposeSpec:
     """A transpose of ``batch`` float32 matrices of ``rows`` x ``columns``, with any strides. Columns are written
     contiguously, each padded to a multiple of four floats."""
@@ -156,4 +169,4 @@ class QuantizeSpec:
         return f"quantising {self.rows} x {self.columns} elements of {self.dtype}"
 
 
-Spec: TypeAlias = QuantizeSpec | GemmSpec | TransposeSpec | TransposeBytesSpec | CopySpec
+Spec: TypeAlias = QuantizeSpec | GemmSpec | KGroupMapsSpec | TransposeSpec | TransposeBytesSpec | CopySpec

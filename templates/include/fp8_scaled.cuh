@@ -20,10 +20,13 @@ struct Fp8ScaledLayout {
   enum : u32 { kSlices = kBlockM / (64 * kConsumers), kScaling = Tile::kScaling };
   static_assert(kSlices * 64 * kConsumers == kBlockM && kBlockN % 16 == 0);
 
-  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1>;
-  using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1>;
+  // With groups along K each group is a matrix of its own, and each has tensor maps, whose boxes have 64 rows.
+  enum : bool { kMapsOfGroups = Tile::kGrouping == kAlongK };
+  enum : u32 { kMapRows = kMapsOfGroups ? 64 : 0 };
+  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, kMapRows>;
+  using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1, kMapRows>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
-  using Table = GroupTable<kGrouping, kBlockM, kSegments, (kConsumers + 1) * 128>;
+  using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = BlockOrder<1, 1>;
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
@@ -166,8 +169,9 @@ struct Fp8Scaled {
     }
     // A CTA's last tile has a copy of `finish` of its own, see Fp8Gemm::consume.
     for (bool more = tile.valid(); more;) {
-      const u32 row = tile.row, column = tile.column, end = kernel.end(tile);
-      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, end, at, which, late); };
+      const u32 row = tile.row, column = tile.column, end = kernel.end(tile), matrix = kernel.matrix(tile);
+      const u32 count = Kernel::kByDepth ? kernel.steps(tile, kernel.order()) : blocks;
+      const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, end, matrix, at, which, late); };
       const auto look_ahead = [&] {
         if constexpr (!kScalesEarly) load_late(late, column, at);
         tile.advance();
@@ -176,17 +180,17 @@ struct Fp8Scaled {
         }
       };
       if constexpr (kScalesEarly) load_late(late, column, at);
-      mainloop.resume(sum, blocks, look_ahead, finished);
+      mainloop.resume(sum, count, look_ahead, finished);
       more = tile.valid();
       if (Tile::kTmaStore && !more) {
-        finish<Mainloop::kUnits - 1>(sum, row, column, end, at, which, late);
+        finish<Mainloop::kUnits - 1>(sum, row, column, end, matrix, at, which, late);
         break;
       }
       if (more) {
         mainloop.start();
         fetch(mainloop.scaling, tile, at);
       }
-      finish<Mainloop::kUnits - 1>(sum, row, column, end, at, which, late);
+      finish<Mainloop::kUnits - 1>(sum, row, column, end, matrix, at, which, late);
     }
     // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
@@ -196,7 +200,7 @@ struct Fp8Scaled {
   // Completes a unit's sums and stores them, or stages them for the store warp. It works part by part, because a whole unit's
   // elements of C or scales do not fit in registers.
   template <u32 kUnit>
-  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, u32 end, const Place& at, u32& which, LateScales& late) const {
+  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, u32 end, u32 matrix, const Place& at, u32& which, LateScales& late) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 y = row + at.first_row + kSlice * 64 + at.warp * 16 + at.lane / 4;
 #pragma unroll
@@ -204,7 +208,7 @@ struct Fp8Scaled {
       float* sum = &sums[kSlice][(kColumn + box) / 2];
       const u32 x = column + kColumn + box + at.lane % 4 * 2;
       if constexpr (kScaling == kRowwise) late.template apply<kBoxColumns>(sum, box, at.lane);
-      if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x);
+      if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x, matrix);
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
 #pragma unroll
@@ -218,7 +222,7 @@ struct Fp8Scaled {
         Store::stage(staging(), words, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
-          const i64 index = y * kernel.arg.d_stride + x;
+          const i64 index = d_matrix(matrix) + y * kernel.arg.d_stride + x;
           Out::store(kernel.arg.d, index, pair[0]);
           if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
         });
@@ -239,10 +243,26 @@ struct Fp8Scaled {
     }
   }
 
+  // Where the matrix D or C of a group begins, in elements.
+  DG_DEVICE i64 d_matrix(i64 matrix) const {
+    if constexpr (Kernel::kByDepth) {
+      return matrix * kernel.arg.d_stride_g;
+    } else {
+      return 0;
+    }
+  }
+  DG_DEVICE i64 c_matrix(i64 matrix) const {
+    if constexpr (Kernel::kByDepth) {
+      return matrix * kernel.arg.c_stride_g;
+    } else {
+      return 0;
+    }
+  }
+
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
-  DG_DEVICE void add_c(float* sum, u32 row, u32 column) const {
+  DG_DEVICE void add_c(float* sum, u32 row, u32 column, u32 matrix) const {
     each_pair(sum, row, column, kernel.m(), [&](float* pair, u32 y, u32 x) {
-      const i64 index = y * kernel.arg.c_stride + x;
+      const i64 index = c_matrix(matrix) + y * kernel.arg.c_stride + x;
       float first, second = 0.0f;
       if constexpr (Tile::kTmaStore) {
         Out::load_pair(kernel.arg.c, index, first, second);
@@ -259,15 +279,19 @@ struct Fp8Scaled {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
     with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::template store_all<Kernel::kGrouped>(
+      Store::template store_all<(Kernel::kGrouped && !Kernel::kByDepth)>(
           staging(), tile,
           [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
             x = at.column;
             y = at.row + consumer * 64 * kSlices;
             return kernel.end(at);
           },
-          [&](const Scheduler&, u32 source, u32 x, u32 y) {
-            if constexpr (Tile::kAccumulate == kReduces) {
+          [&](const Scheduler& at, u32 source, u32 x, u32 y) {
+            if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
+              tma_add_3d(arg.map_d, source, x, y, at.group);
+            } else if constexpr (Kernel::kByDepth) {
+              tma_store_3d(arg.map_d, source, x, y, at.group);
+            } else if constexpr (Tile::kAccumulate == kReduces) {
               tma_add(arg.map_d, source, x, y);
             } else {
               tma_store(arg.map_d, source, x, y, policy...);

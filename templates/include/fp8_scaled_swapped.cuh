@@ -10,6 +10,7 @@
 template <class Constants, class MmaType>
 struct Fp8ScaledSwappedLayout {
   enum : u32 { kGrouping = kUngrouped };
+  enum : bool { kMapsOfGroups = false };
   using Tile = Constants;
   using Mma = MmaType;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 128, kStages = Tile::kStages, kConsumers = Tile::kConsumers };

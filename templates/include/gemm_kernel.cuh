@@ -53,6 +53,8 @@ struct GemmKernel {
   enum : bool { kByDepth = Layout::kGrouping == kAlongK };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
+  enum : u32 { kNowhere = 1 << 20 };  // a block of K outside of all operands
+
   const Arguments& arg;
   u32 shared;
   Barriers barriers;
@@ -110,7 +112,9 @@ struct GemmKernel {
   }
   // How many blocks of K the CTA multiplies for a tile. With groups along K it is at least one, see half_mainloop.cuh.
   DG_DEVICE u32 steps(const Scheduler& tile, const Order& order) const {
-    if constexpr (kByDepth) {
+    if constexpr (Layout::kMapsOfGroups) {
+      return max_of(1u, tile.depth);  // in blocks of K
+    } else if constexpr (kByDepth) {
       return max_of(1u, ceil_div(tile.depth, kBlockK));
     } else {
       return order.length;
@@ -118,7 +122,9 @@ struct GemmKernel {
   }
   // Where a step's block of K begins in A, and in B.
   DG_DEVICE u32 tokens_k(const Scheduler& tile, const Order& order, u32 step) const {
-    if constexpr (kByDepth) {
+    if constexpr (Layout::kMapsOfGroups) {
+      return (tile.depth > 0 ? step : kNowhere) * kBlockK;  // each group's K begins at 0; without any, zeros are loaded
+    } else if constexpr (kByDepth) {
       return tile.first_k + step * kBlockK;
     } else {
       return order.step_block(step) * kBlockK;
@@ -133,8 +139,20 @@ struct GemmKernel {
   }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
   DG_DEVICE Order order(u32 turn = 0) const { return Order(ceil_div(k(), kBlockK), rank_k(), turn); }
-  DG_DEVICE typename A::Source a() const { return {arg.map_a, arg.map_a_last, m(), arg.last_rows}; }
-  DG_DEVICE typename B::Source b() const { return {arg.map_b, arg.map_b_last, n(), arg.last_columns}; }
+  DG_DEVICE typename A::Source a(const Scheduler& tile) const {
+    if constexpr (Layout::kMapsOfGroups) {
+      return {arg.maps + tile.group * 2, arg.maps + tile.group * 2, m(), arg.last_rows};
+    } else {
+      return {arg.map_a, arg.map_a_last, m(), arg.last_rows};
+    }
+  }
+  DG_DEVICE typename B::Source b(const Scheduler& tile) const {
+    if constexpr (Layout::kMapsOfGroups) {
+      return {arg.maps + tile.group * 2 + 1, arg.maps + tile.group * 2 + 1, n(), arg.last_columns};
+    } else {
+      return {arg.map_b, arg.map_b_last, n(), arg.last_columns};
+    }
+  }
   // In a cluster each CTA along n loads a part of A, and each CTA along m a part of B.
   DG_DEVICE u32 part_a() const { return kClusterN > 1 ? cluster_rank() : 0; }
   DG_DEVICE u32 part_b() const { return kClusterM > 1 ? cluster_rank() : 0; }
@@ -176,10 +194,12 @@ struct GemmKernel {
 
  private:
   DG_DEVICE void prefetch_maps() const {
-    tma_prefetch_map(arg.map_b);
-    tma_prefetch_map(arg.map_a);
-    if (arg.last_columns < Layout::kBlockN) tma_prefetch_map(arg.map_b_last);
-    if (arg.last_rows < Layout::kBlockM) tma_prefetch_map(arg.map_a_last);
+    if constexpr (!Layout::kMapsOfGroups) {
+      tma_prefetch_map(arg.map_b);
+      tma_prefetch_map(arg.map_a);
+      if (arg.last_columns < Layout::kBlockN) tma_prefetch_map(arg.map_b_last);
+      if (arg.last_rows < Layout::kBlockM) tma_prefetch_map(arg.map_a_last);
+    }
   }
 
   // Prefetches this CTA's first blocks of B into L2. Unlike their loads, this need not wait for the previous kernel.
@@ -187,7 +207,7 @@ struct GemmKernel {
     const Order order = this->order();
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(B::kBytes, kClusterK > 1 || arg.early_stages > 0));
-      B::with_boxes(b(), first.column, part_b(), [&](const auto& bring) {
+      B::with_boxes(b(first), first.column, part_b(), [&](const auto& bring) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
           bring(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
@@ -202,7 +222,9 @@ struct GemmKernel {
     ProducerCursor cursor;
     const Order order = this->order();
     for (; tile.valid(); tile.advance()) {
-      B::with_boxes(b(), weights_row(tile), part_b(), [&](const auto& bring) {
+      const auto from = b(tile);
+      if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
+      B::with_boxes(from, weights_row(tile), part_b(), [&](const auto& bring) {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
@@ -219,8 +241,10 @@ struct GemmKernel {
     ProducerCursor cursor;
     const Order order = this->order();
     for (; tile.valid(); tile.advance()) {
-      const u32 bytes = A::bytes(a(), tile.row) + B::bytes(b(), weights_row(tile)) + Scales::kStageBytes;
-      A::with_boxes(a(), tile.row, part_a(), [&](const auto& bring) {
+      const auto from = a(tile);
+      if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
+      const u32 bytes = A::bytes(from, tile.row) + B::bytes(b(tile), weights_row(tile)) + Scales::kStageBytes;
+      A::with_boxes(from, tile.row, part_a(), [&](const auto& bring) {
         wait_for_previous_kernel();
         allow_next_kernel();
         barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {

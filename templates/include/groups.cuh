@@ -35,8 +35,8 @@ enum : u32 { kStrip = 16, kStripShift = 4 };
 //   begin[kSegments + 1]: how many rows of tiles lie before a segment; past the last segment, how many there are in all;
 //   row[kSegments]: a segment's first row;
 //   last[kSegments]: for kIndex a segment's group, otherwise the first row that does not belong to it any more.
-// With kPsum and kMasked the g-th segment is the g-th group, and may be empty. With kAlongK there are only begin[]: where a group's
-// part of K begins.
+// With kPsum and kMasked the g-th segment is the g-th group, and may be empty. With kAlongK only begin[] is used: where a group's part
+// of K begins, in units of kBlockM elements.
 template <u32 kGrouping, u32 kBlockM, u32 kSegments, u32 kThreads>
 struct GroupTable {
   enum : u32 { kBegin = 0, kRow = (kSegments + 1) * 4, kLast = kRow + kSegments * 4, kLabels = kLast + kSegments * 4 };
@@ -91,7 +91,7 @@ struct GroupTable {
         row = group * rows;
         end = row + min_of(static_cast<u32>(max_of(given, 0)), rows);
       }
-      const u32 count = group < arg.groups && row < end ? ceil_div(end - row, kGrouping == kAlongK ? 1 : +kBlockM) : 0;
+      const u32 count = group < arg.groups && row < end ? ceil_div(end - row, kBlockM) : 0;
       u32 sum = count;  // becomes the count of this lane and of those before it
 #pragma unroll
       for (u32 step = 1; step < 32; step *= 2) {
@@ -235,7 +235,7 @@ struct GroupedScheduler {
   }
 };
 
-// For kAlongK: `row` and `column` are in the group's matrix D, and its part of K has `depth` elements from `first_k` on.
+// For kAlongK: `row` and `column` are in the group's matrix D, and its part of K has `depth` of the table's units from `first_k` on.
 template <class Table, u32 kBlockM, u32 kBlockN, u32 kSegments>
 struct GroupedScheduler<Table, kAlongK, kBlockM, kBlockN, kSegments> {
   const DepthRaster* raster;

@@ -21,11 +21,12 @@ struct HalfGemmLayout {
   using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters>;
   using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
-  using Table = GroupTable<kGrouping, kBlockM, kSegments, (kConsumers + 1) * 128>;
+  using Table = GroupTable<kGrouping, kGrouping == kAlongK ? 1 : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = BlockOrder<kClusterK, 1>;
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Scales = NoScales;
+  enum : bool { kMapsOfGroups = false };
   using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
   using Store = PartStore<Tile::kElement, kColumns, kSlices, kConsumers, Tile::kBuffers>;
 

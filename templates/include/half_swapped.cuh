@@ -9,6 +9,7 @@
 template <class Constants, class MmaType>
 struct HalfSwappedLayout {
   enum : u32 { kGrouping = kUngrouped };
+  enum : bool { kMapsOfGroups = false };
   using Tile = Constants;
   using Mma = MmaType;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 64, kStages = Tile::kStages, kConsumers = Tile::kConsumers };

@@ -10,11 +10,13 @@
 //   K-major: one box of 128 bytes of K by the part's rows, or an edge box (see edge_boxes.cuh).
 //   MN-major (16-bit elements only): boxes of 64 rows (128 bytes) by the block of K. Boxes past the edge are not loaded.
 // Either way 64 rows take 8192 bytes.
-template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside, u32 kElementBytes = 2>
+// If kMapRows is not zero, the maps have boxes of so many rows, and several of them are loaded.
+template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside, u32 kElementBytes = 2, u32 kMapRows = 0>
 struct OperandTile {
   enum : u32 { kBlockK = 128 / kElementBytes, kBoxBytes = 64 * 128 };
   enum : u32 { kBytes = kRows * 128, kPartRows = kRows / kParts };
   enum : bool { kAlongRows = kMnMajor };  // rows, not K, are contiguous
+  static_assert(kMapRows == 0 || (kParts == 1 && kRows % kMapRows == 0));
   static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
 
   // The operand's launch arguments.
@@ -43,6 +45,11 @@ struct OperandTile {
 #pragma unroll
         for (u32 box = 0; box < kPartRows / 64; ++box)
           if (box < boxes) load(from.map, part * kPartRows * 128 + box * kBoxBytes, row + box * 64, k);
+      });
+    } else if constexpr (kMapRows > 0) {
+      use([&](u32 k, const auto& load) {
+#pragma unroll
+        for (u32 box = 0; box < kRows; box += kMapRows) load(from.map, box * 128, k, row + box);
       });
     } else {
       const u32 loaded = rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows);

@@ -19,8 +19,9 @@ struct TileScales {
       const auto& barriers = kernel.barriers;
       wait_for_previous_kernel();
       for (; tile.valid(); tile.advance()) {
-        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+        barriers.fill(cursor, kernel.steps(tile, order), [&](u32 step, u32 stage) {
           u32 row = tile.row, block = order.step_block(step);
+          if constexpr (Layout::kMapsOfGroups) block = tile.depth > 0 ? tile.first_k + step : +Kernel::kNowhere;
           if constexpr (Layout::kGrouping == kMasked) {  // each group's scales are a matrix of their own, below the one before
             row -= tile.group * kernel.m();
             block += tile.group * order.blocks;

@@ -6,6 +6,11 @@ DG_DEVICE void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Makes a tensor map in global memory, which an earlier kernel wrote, known to this thread's loads.
+DG_DEVICE void tma_acquire_map(const TensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
 // Loads the box at (x, y), innermost first, into this CTA; elements outside the tensor arrive as zeros and are counted.
 DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y) {
   asm volatile(

@@ -1,0 +1,207 @@
+"""FP8 GEMM for Hopper in groups along K: weight gradients of experts, with 1x128 scales on both sides. Each group has
+K-major operands and a matrix D of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ..arch import SM90, ArchSpec
+from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import KernelParams, ScaledConfig, ScaledGroupedParams, ScaledKGroupedConfig, ScaledParams
+from ..spec import SCALE_BLOCK, GemmSpec, Spec, align, ceil_div
+from . import groups
+from .base import Argument, Strides, Value
+from .features import Features
+from .k_group_maps import BOX_ROWS
+from .raster import divisor, raster
+from .scaled import BYTES, scaling_of
+from .scaled_tiles import box_columns, config_shared_bytes, make_config
+from .sm90_fp8_scaled import Sm90Fp8Scaled
+
+SERVING: tuple[tuple[int, int, int], ...] = ((128, 64, 2), (128, 128, 1), (128, 128, 2), (256, 64, 2))
+"""(block_m, block_n, sets of partial sums) of the serving set: a ladder of tiles, not yet chosen by measurements."""
+
+_ONE_MAP = ("map_a", "map_b", "map_a_last", "map_b_last")
+
+
+class Sm90Fp8KGrouped(Sm90Fp8Scaled):
+    """The dense kernel with another scheduler, and with tensor maps that `KGroupMaps` made. See
+    ``templates/include/groups.cuh``."""
+
+    name = "sm90_fp8_k_grouped"
+    config_class = ScaledKGroupedConfig
+
+    @property
+    def template(self) -> str:
+        """That of the kernel without groups."""
+        return "sm90_fp8_scaled.cu.jinja"
+
+    def refuses_groups(self, spec: GemmSpec) -> str | None:
+        """It scales 1x128 on both sides."""
+        if spec.grouping != "k":
+            return "it computes groups along K"
+        if scaling_of(spec) != "1d1d":
+            return f"scales must be 1x128 on both sides, not {spec.a.scaling} and {spec.b.scaling}"
+        return None
+
+    def configs(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
+        """`SERVING`, with as many stages as fit."""
+        for block_m, block_n, partials in SERVING:
+            config = along_k(make_config(block_m, block_n, partials=partials, arch=arch))
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def legal(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
+        """The tiles of the kernel without groups that are whole boxes, without clusters."""
+        for config in super().legal(arch):
+            if self.illegal(config, arch) is None:
+                yield along_k(config)
+
+    def illegal(self, config: ScaledConfig, arch: ArchSpec) -> str | None:
+        """Also refuses clusters, and tiles that are not whole boxes."""
+        if config.cluster_size > 1:
+            return "it runs without clusters"
+        if config.block_n % BOX_ROWS:
+            return f"block_n must be a multiple of {BOX_ROWS}, not {config.block_n}"
+        return super().illegal(config, arch)
+
+    def params(self, spec: Spec, config: ScaledConfig, arch: ArchSpec) -> ScaledGroupedParams:
+        """With the size of the table, and as many stages as fit beside it."""
+        known = super().params(spec, config, arch)
+        found = ScaledGroupedParams(
+            **{field.name: getattr(known, field.name) for field in fields(ScaledParams)},
+            grouping="k",
+            segments=groups.segments("k", groups.as_gemm(spec).groups),
+        )
+        return fitted(found, arch)
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """Those of the kernel without groups, and the size of the table."""
+        return super().constants(params) | {"grouping": "kAlongK", "segments": self.grouped(params).segments}
+
+    def grouped(self, params: KernelParams) -> ScaledGroupedParams:
+        """``params`` as this family's; TypeError if they are another's."""
+        if not isinstance(params, ScaledGroupedParams):
+            raise TypeError(f"{self.name} takes ScaledGroupedParams, not {type(params).__name__}")
+        return params
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """Those of the kernel without groups but for A's and B's maps, which are in memory; another order of tiles; the
+        groups; and strides from matrix to matrix."""
+        known = (x for x in super().arguments(params) if x.name not in _ONE_MAP)
+        reads = [Argument("c_stride_g", "i64")] if self.grouped(params).accumulate == "reads" else []
+        return (
+            *(replace(x, ctype="DepthRaster") if x.name == "raster" else x for x in known),
+            Argument("groups", "u32"),
+            Argument("layout", "const int*"),
+            Argument("maps", "const TensorMap*"),
+            Argument("d_stride_g", "i64"),
+            *reads,
+        )
+
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Operands: maps, sfa, sfb, layout (K of each group), d, and c if consumers read it. Scales are (rows, blocks
+        of K of all groups) with contiguous rows. d and c have three strides."""
+        gemm = groups.as_gemm(spec)
+        p, config = self.of(params)
+        m, n = gemm.m, gemm.n
+        tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+        inside = raster(config, m, n, max(1, gemm.k // gemm.groups), gemm.num_sms)
+        # Each group's last block may be a part of one.
+        blocks = gemm.k // SCALE_BLOCK + gemm.groups
+
+        def scales(name: str, size: int, box: int) -> Map:
+            return Map(TensorMapSpec("f32", (size, blocks), (strides[name][1] * 4,), (box, 1)), name)
+
+        values: dict[str, Any] = {
+            "m": m,
+            "n": n,
+            "k": gemm.k,
+            "last_rows": config.block_m,
+            "last_columns": config.block_n,
+            "early_stages": 0,
+            "raster": [*divisor(tiles), *inside.arguments],
+            "evict_first": 0,
+            "d_stride": strides["d"][1],
+            "d_stride_g": strides["d"][0],
+            "groups": gemm.groups,
+            "map_scale_a": scales("sfa", m, config.block_m),
+            "map_scale_b": scales("sfb", n, config.block_n),
+        }
+        if p.accumulate == "reads":
+            values |= {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]}
+        if self.has_output_map(p):
+            size, width = BYTES[p.output], box_columns(config, p.output)
+            steps = (strides["d"][1] * size, strides["d"][0] * size)
+            values["map_d"] = Map(
+                TensorMapSpec(p.output, (n, m, gemm.groups), steps, (width, 64, 1), width * size), "d"
+            )
+        launch = LaunchShape(
+            grid=(min(tiles * gemm.groups, gemm.num_sms), 1, 1),
+            block=config.num_threads,
+            dynamic_shared=self.shared_bytes(params),
+            cluster=(1, 1, 1),
+            pdl=pdl,
+        )
+        return launch, values
+
+    def features(self, spec: Spec, config: ScaledConfig) -> Features:
+        """Those of one product of as many tiles, with a group's part of K."""
+        gemm = groups.as_gemm(spec)
+        each = max(SCALE_BLOCK, gemm.k // gemm.groups)
+        alike = replace(gemm, m=gemm.groups * align(gemm.m, config.block_m), k=each, grouping="none", groups=1)
+        return super().features(alike, config)
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """With the table of groups."""
+        return super().shared_bytes(params) + groups.table_bytes("k", self.grouped(params).segments)
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``k_grouped_fp8_gemm_1d1d_f32_reduce_128x128_s5_p1_g32_tma``."""
+        p = self.grouped(params)
+        return f"k_grouped_{super().entry(params).replace(f'_{p.store}', f'_g{p.segments}_{p.store}', 1)}"
+
+    def cases(self) -> list[KernelParams]:
+        """The serving set added to float32; each output, way to add C, and store."""
+        tile = make_config(128, 128, partials=1)
+        return [
+            *(make_params(config, accumulate="reduces") for config in self.configs(SM90)),
+            make_params(tile),
+            make_params(tile, accumulate="reads", segments=256),
+            make_params(tile, output="bf16"),
+            make_params(tile, output="bf16", accumulate="reads"),
+            make_params(tile, accumulate="reads", store="direct"),
+        ]
+
+
+def along_k(config: ScaledConfig) -> ScaledKGroupedConfig:
+    """The same config of this family."""
+    return ScaledKGroupedConfig(**vars(config))
+
+
+def fitted(params: ScaledGroupedParams, arch: ArchSpec = SM90) -> ScaledGroupedParams:
+    """``params`` with no more stages than fit beside the table of groups."""
+    config = params.config
+    if not isinstance(config, ScaledConfig):
+        raise TypeError(f"it takes a ScaledConfig, not a {type(config).__name__}")
+    table = groups.table_bytes("k", params.segments)
+    none, one = (
+        config_shared_bytes(replace(config, num_stages=x), params.store == "tma", params.scaling, params.output)
+        for x in (0, 1)
+    )
+    stages = (arch.shared_per_cta - none - table) // (one - none)
+    return replace(params, config=replace(config, num_stages=min(config.num_stages, stages)))
+
+
+def make_params(config: ScaledConfig, **options: object) -> ScaledGroupedParams:
+    """The identity of this kernel with ``config``. Defaults of ``options``: float32 out, nothing added, TMA stores."""
+    known = {"store": "tma", "scaling": "1d1d", "output": "f32", "grouping": "k", **options}
+    return fitted(ScaledGroupedParams(kernel=KERNEL.name, arch=SM90.name, config=along_k(config), **known))  # type: ignore[arg-type]
+
+
+KERNEL = Sm90Fp8KGrouped()
