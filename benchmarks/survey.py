@@ -20,6 +20,7 @@ from deep_gemm.benchmarks.modes import SURVEY_MODES, meets_power_limit, why_not
 from deep_gemm.benchmarks.provenance import environment
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import Builder
+from deep_gemm.kernels.base import Strides
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration
 from deep_gemm.spec import GemmSpec
@@ -175,15 +176,29 @@ def timers_of(
     device: int,
     builder: Builder | None = None,
 ) -> Iterator[tuple[str, _Single | _Steady | _Graph]]:
-    """A timer for each config by name, in random order, so that no config always runs on a GPU heated by another.
-    Kernels come from ``builder``, if it is given."""
-    import torch
-
+    """A timer for each config by name. Kernels come from ``builder``, if it is given."""
     operands = backends.make_operands(shape, backends.sets_for(shape, mode))
     places = [backends.placed(x, device) for x in operands]
+    yield from timers_at(operands, places, asked, configs, mode, spec, device, builder)
+
+
+def timers_at(
+    operands: Sequence[Any],
+    places: Sequence[tuple[Strides, Mapping[str, int]]],
+    asked: GemmSpec,
+    configs: Sequence[GemmConfig],
+    mode: str,
+    spec: archs.ArchSpec,
+    device: int,
+    builder: Builder | None = None,
+) -> Iterator[tuple[str, _Single | _Steady | _Graph]]:
+    """The same for operands at ``places``: strides and addresses, one pair for each set. Timers come in random order,
+    so that no config always runs on a GPU heated by another."""
+    import torch
+
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     order = list(configs)
-    random.Random(shape.m * shape.n + shape.k).shuffle(order)
+    random.Random(asked.m * asked.n + asked.k).shuffle(order)
     for config in order:
         stream = torch.cuda.Stream()
         calls = []

@@ -97,6 +97,11 @@ class KGroupMapsSpec:
     m: int
     n: int
 
+    @property
+    def bytes(self) -> int:
+        """Of all maps, 128 each."""
+        return 2 * 128 * self.groups
+
     def __str__(self) -> str:
         return f"tensor maps of {self.groups} groups along K"
 

@@ -11,27 +11,14 @@ from typing import Any, NoReturn
 
 from deep_gemm.errors import UnsupportedError
 
-_GROUPED = "grouped products. Call a dense one for each group"
+_TN = "FP8 products of MN-major groups. Call k_grouped_fp8_gemm_nt_contiguous with K-major ones"
 _BATCHED = "batched products. Use torch.einsum"
 _LOGITS = "indexer logits of sparse attention"
 _MEGA_MOE = "fused mixture-of-experts layer. Build it from separate products"
 _FP4 = "FP4. Hopper cannot multiply it"
 
 REASONS = {
-    "m_grouped_fp8_gemm_nt_contiguous": _GROUPED,
-    "m_grouped_fp8_gemm_nn_contiguous": _GROUPED,
-    "m_grouped_fp8_fp4_gemm_nt_contiguous": _GROUPED,
-    "m_grouped_fp8_fp4_gemm_nn_contiguous": _GROUPED,
-    "m_grouped_bf16_gemm_nt_contiguous": _GROUPED,
-    "m_grouped_bf16_gemm_nn_contiguous": _GROUPED,
-    "m_grouped_fp8_gemm_nt_masked": _GROUPED,
-    "m_grouped_fp8_fp4_gemm_nt_masked": _GROUPED,
-    "m_grouped_bf16_gemm_nt_masked": _GROUPED,
-    "fp8_m_grouped_gemm_nt_masked": _GROUPED,
-    "bf16_m_grouped_gemm_nt_masked": _GROUPED,
-    "k_grouped_fp8_gemm_nt_contiguous": _GROUPED,
-    "k_grouped_fp8_gemm_tn_contiguous": _GROUPED,
-    "k_grouped_bf16_gemm_tn_contiguous": _GROUPED,
+    "k_grouped_fp8_gemm_tn_contiguous": _TN,
     "einsum": _BATCHED,
     "fp8_einsum": _BATCHED,
     "fp8_gemm_nt_skip_head_mid": "products that leave columns out",

@@ -12,9 +12,6 @@ from ..params import KernelConfig, KernelParams
 from ..spec import SCALE_BLOCK, KGroupMapsSpec, Spec
 from .base import Argument, Kernel, Strides, Value
 
-MAP_BYTES = 128
-"""Of one tensor map, and its alignment."""
-
 BOX_ROWS = 64
 """Rows of the maps' boxes."""
 
@@ -55,6 +52,8 @@ class KGroupMaps(Kernel[KGroupMapsConfig]):
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """None."""
+        if not isinstance(params.config, KGroupMapsConfig):
+            raise TypeError(f"{self.name} takes a KGroupMapsConfig, not {type(params.config).__name__}")
         return {}
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:

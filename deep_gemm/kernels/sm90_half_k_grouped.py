@@ -49,7 +49,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
     def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """`SERVING`, with as many stages as fit."""
         for block_m, block_n in SERVING:
-            config = along_k(make_config(block_m, block_n, arch=arch))
+            config = along_k(make_config(block_m, block_n, arch=arch), arch)
             if self.illegal(config, arch) is None:
                 yield config
 
@@ -57,7 +57,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         """The tiles of the kernel without groups that are whole boxes, without clusters."""
         for config in super().legal(arch):
             if self.illegal(config, arch) is None:
-                yield along_k(config)
+                yield along_k(config, arch)
 
     def illegal(self, config: HalfConfig, arch: ArchSpec) -> str | None:
         """Also refuses clusters, two CTAs on an SM, and tiles that are not whole boxes of 64 rows."""
@@ -186,9 +186,11 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         ]
 
 
-def along_k(config: HalfConfig) -> HalfKGroupedConfig:
-    """The same config of this family."""
-    return HalfKGroupedConfig(**vars(config))
+def along_k(config: HalfConfig, arch: ArchSpec = SM90) -> HalfKGroupedConfig:
+    """The same config of this family, with no more stages than fit beside float32 output and the smallest table."""
+    rest = _shared(_WIDE, replace(config, num_stages=0))
+    stages = stages_that_fit(arch, config, rest, config.num_stages)
+    return HalfKGroupedConfig(**{**vars(config), "num_stages": stages})
 
 
 def _shared(params: HalfGroupedParams, config: HalfConfig) -> int:
@@ -198,6 +200,9 @@ def _shared(params: HalfGroupedParams, config: HalfConfig) -> int:
         width = box_columns(config.block_n, params.output)
         total += config.num_consumers * _STAGED * 64 * width * BYTES[params.output]
     return total
+
+
+_WIDE = HalfGroupedParams("", "", HalfKGroupedConfig(128, 128, BLOCK_K, 0, 2), "tma", output="f32", grouping="k")
 
 
 def fitted(params: HalfGroupedParams, arch: ArchSpec = SM90) -> HalfGroupedParams:

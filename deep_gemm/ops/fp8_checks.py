@@ -25,7 +25,7 @@ _RECIPES: dict[tuple[int, int, int], Scalings] = {
     (1, SCALE_BLOCK, SCALE_BLOCK): BLOCKS,
     (1, 1, SCALE_BLOCK): ROWS_ON_BOTH_SIDES,
 }
-_FP4_CARRIERS = frozenset(
+FP4_CARRIERS = frozenset(
     dtype for name in ("int8", "uint8", "float4_e2m1fn_x2") if (dtype := getattr(torch, name, None)) is not None
 )
 _PACKED_SCALES = frozenset(
@@ -71,7 +71,7 @@ def check_shapes(named: Mapping[str, Any], asked: Scalings | None) -> tuple[int,
             "b is N x K, the transpose of the usual weight-times-input order."
         )
     for name, sf in (("a", sfa), ("b", sfb)):
-        _check_scales_dtype(name, sf)
+        check_scales_dtype(name, sf)
     scaling = _check_scales(sfa, sfb, m, n, ceil_div(k, SCALE_BLOCK), asked)
     if d.dtype not in _OUTPUTS:
         raise InvalidInputError(f"d must be torch.bfloat16, torch.float32 or torch.float16, but it is {d.dtype}.")
@@ -107,7 +107,7 @@ def _check_values(name: str, x: Tensor) -> tuple[int, int]:
     """Check A or B: E4M3, and K-major with strides that TMA allows, or MN-major and transposed later. Returns its
     sizes."""
     rows, k = x.shape
-    if x.dtype in _FP4_CARRIERS:
+    if x.dtype in FP4_CARRIERS:
         raise UnsupportedError(
             f"{name} is {x.dtype}, as packed FP4 operands are: FP4 is not supported by this version or on Hopper. "
             "Pass torch.float8_e4m3fn."
@@ -145,7 +145,7 @@ def _check_values(name: str, x: Tensor) -> tuple[int, int]:
     return rows, k
 
 
-def _check_scales_dtype(name: str, sf: Tensor) -> None:
+def check_scales_dtype(name: str, sf: Tensor) -> None:
     if sf.dtype in _PACKED_SCALES:
         raise UnsupportedError(
             f"the scales of {name} are {sf.dtype}, as packed UE8M0 scales are, which Hopper cannot use. "

@@ -14,11 +14,12 @@ from .. import options
 from ..calls import Operation, Step, Work, entry
 from ..errors import InvalidInputError
 from ..reference import fp8_gemm_reference
-from ..spec import Accumulate, Dtype, GemmSpec, Operand, TransposeBytesSpec, TransposeSpec, align
+from ..spec import Accumulate, Dtype, GemmSpec, Operand
 from . import checks, fp8_checks
 from .checks import TMA_BYTES
 from .cublaslt import fp8_by_cublaslt
 from .fp8_checks import BLOCKS, Scalings, is_k_major
+from .preparation import Preparation
 
 NAME = "fp8_gemm_nt"
 
@@ -135,7 +136,7 @@ class FP8GemmNT(Operation):
             output=_OUTPUTS[d.dtype],
             accumulate=x.accumulate,
         )
-        found = _Preparation({name: name for name in x.tensors})
+        found = Preparation({name: name for name in x.tensors})
         for name, operand in (("a", asked.a), ("b", asked.b)):
             found.values(name, x.tensors[name])
             scales = x.tensors["sf" + name]
@@ -161,43 +162,6 @@ class FP8GemmNT(Operation):
     def reference(self, x: FP8GemmOperands) -> None:
         """See `fp8_gemm_reference`."""
         fp8_gemm_reference(**x.tensors, scaling=x.scaling)
-
-
-class _Preparation:
-    """The launches before a GEMM, and the places of its operands after them."""
-
-    def __init__(self, operands: dict[str, str]) -> None:
-        self.operands = operands
-        self.strides: dict[str, tuple[int, ...]] = {}
-        self.steps: list[Step] = []
-        self.scratch: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-
-    def values(self, name: str, x: Tensor) -> None:
-        """Add A or B. It is transposed first if it is MN-major."""
-        if is_k_major(x):
-            self.strides[name] = (checks.row_stride(x, TMA_BYTES), 1)
-            return
-        rows, k = x.shape
-        place = self._scratch(name, (rows, k), torch.float8_e4m3fn)
-        self.steps.append(Step(TransposeBytesSpec(rows, k), {"source": x.stride()}, {"source": name, "target": place}))
-        self.strides[name] = (k, 1)
-
-    def row_scales(self, name: str, sf: Tensor) -> None:
-        """Add scales (rows, blocks of K). They are transposed first if TMA cannot read them as they are."""
-        rows, blocks = sf.shape
-        padded = align(rows, 4)
-        if checks.tma_readable(sf):
-            self.strides[name] = (1, sf.stride(1) if blocks > 1 else padded)
-            return
-        place = self._scratch(name, (blocks, padded), torch.float32)
-        transpose = TransposeSpec(rows=rows, columns=blocks)
-        self.steps.append(Step(transpose, {"source": (0, *sf.stride())}, {"source": name, "target": place}))
-        self.strides[name] = (1, padded)
-
-    def _scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        place = self.operands[name] = f"{name} transposed"
-        self.scratch[place] = (shape, dtype)
-        return place
 
 
 def _stride_of_rows(sf: Tensor) -> int:

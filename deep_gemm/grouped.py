@@ -1,0 +1,330 @@
+"""Grouped GEMMs: the products of a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .errors import InvalidInputError, UnsupportedError
+from .layout import get_mk_alignment_for_contiguous_layout
+from .ops import checks, k_grouped, m_grouped
+from .ops.grouped_checks import check_expected_m, check_psum_estimate
+
+__all__ = [
+    "bf16_m_grouped_gemm_nt_masked",
+    "fp8_m_grouped_gemm_nt_masked",
+    "k_grouped_bf16_gemm_tn_contiguous",
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nn_contiguous",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
+    "m_grouped_fp8_fp4_gemm_nn_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nn_contiguous",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+]
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """``d[rows of g] = (a[rows of g] * scales) @ (b[g] * scales)^T`` for each group g.
+
+    A group is, for example, an expert and its tokens. The rows of all groups are in one matrix. A group's rows are
+    consecutive. They begin at a multiple of `get_mk_alignment_for_contiguous_layout` rows, 128 unless set otherwise.
+    Groups may be empty.
+
+    Args:
+        a: (M, K) E4M3 and its float32 scales, (M, ceil(K / 128)). K is contiguous and a multiple of 16. Rows are
+            16-byte aligned, with any stride. Scales may have any strides; those from `get_mn_major_tma_aligned_tensor`,
+            and slices of them, are read without a copy. Others cost a launch.
+        b: (G, N, K) E4M3 and its float32 scales, (G, ceil(N / 128), ceil(K / 128)), with any strides. K is contiguous,
+            and each group lies right after the one before.
+        d: (M, N) bfloat16, row-major, with any row stride; written in place.
+        grouped_layout: int32, contiguous, on the device of the other tensors. It is read on the device, when the kernel
+            runs, so a CUDA graph can be replayed with other groups. What it says is not checked on a GPU.
+
+            - The index form: (M,), the group of each row, or -1 for padding, which may be anywhere.
+            - The psum form: (G,), the end row of each group, without padding. A group begins where the previous one
+              ends, rounded up to the alignment. The end of an empty group is its own start.
+        recipe: None or (1, 128, 128): the rows of a, the rows of b and the K that share a scale.
+        recipe_a, recipe_b: the same as pairs, (1, 128) and (128, 128).
+        compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
+            none in, so that one kernel serves all shapes.
+        disable_ue8m0_cast: no effect on Hopper, where scales stay float32 whatever their values.
+        use_psum_layout: whether grouped_layout has the psum form.
+        ensure_zero_padding: no effect on Hopper.
+        expected_m_for_psum_layout: None, or in the psum form an estimate of the rows of a group. No effect in this
+            version.
+
+    Rows with the label -1 are written, with zeros or with a product of their own; do not use them. In the psum form,
+    rows between the end of a group and the next start may be written, and rows past the last group's aligned end are
+    not. Rows of padding in a and its scales may hold anything, NaN too: they reach no other row.
+
+    Results are bitwise repeatable. A row has the same bits whatever rows are beside it, and in every form. M = 0, N = 0
+    or G = 0 does nothing. Tensors on the CPU are multiplied by the reference implementation. Before a call inside
+    CUDA-graph capture, the shape must have been called once outside of it.
+
+    The previous kernel or copy in the stream may write any operand, whatever library it belongs to. Only if both
+    tensors of ``b`` were given to `declare_constant` are they read before that kernel has finished.
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it.
+        UnsupportedError: this version or this GPU cannot do it.
+        NotWarmError: first call of a shape inside CUDA-graph capture.
+        CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+    """
+    if expected_m_for_psum_layout is not None:
+        check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
+    call = m_grouped.fp8.psum if use_psum_layout else m_grouped.fp8.index
+    alignment = get_mk_alignment_for_contiguous_layout()
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    call(a, b, d, grouped_layout, *options, alignment, "nt")
+
+
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous` with b given as (G, K, N), and its scales transposed likewise.
+
+    b must be a transposed view of K-major storage, ``x.transpose(1, 2)``: Hopper's FP8 needs K contiguous in memory.
+
+    Raises:
+        UnsupportedError: also if N is contiguous in b.
+    """
+    call = m_grouped.fp8.psum if use_psum_layout else m_grouped.fp8.index
+    alignment = get_mk_alignment_for_contiguous_layout()
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    call(a, b, d, grouped_layout, *options, alignment, "nn")
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+    *,
+    enable_overlap: bool = False,
+    max_block_n: int | None = None,
+    signal: Any = None,
+) -> None:
+    """``d[g, :m] = (a[g, :m] * scales) @ (b[g] * scales)^T`` with ``m = masked_m[g]``, for each group g.
+
+    Each group has room for max_m rows, of which the first ones exist. How many is known on the device only, as when
+    tokens are decoded in a CUDA graph.
+
+    Args:
+        a: (G, max_m, K) E4M3 and its float32 scales, (G, max_m, ceil(K / 128)). K is contiguous and a multiple of 16.
+            Rows are 16-byte aligned, and each group lies right after the one before. Scales may have any strides; those
+            from `get_mn_major_tma_aligned_tensor` are read without a copy. Others cost a launch.
+        b: (G, N, K) E4M3 and its float32 scales, (G, ceil(N / 128), ceil(K / 128)), with any strides. K is contiguous,
+            and each group lies right after the one before.
+        d: (G, max_m, N) bfloat16, row-major, each group right after the one before; written in place.
+        masked_m: (G,) int32, contiguous, on the device of the other tensors: the number of rows of each group, from 0
+            to max_m. It is read when the kernel runs, so a CUDA graph can be replayed with other numbers. They are not
+            checked on a GPU.
+        expected_m: an estimate of the rows of a group, positive. It guides the choice of a kernel and nothing else: a
+            wrong estimate is slow, and the result right.
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: see `m_grouped_fp8_gemm_nt_contiguous`.
+        enable_overlap, max_block_n, signal: must be left out in this version.
+
+    Rows of d past masked_m are not written. Those of a and its scales may hold anything, NaN too.
+
+    Results are bitwise repeatable. A row has the same bits as by `m_grouped_fp8_gemm_nt_contiguous`. max_m = 0, N = 0
+    or G = 0 does nothing. Tensors on the CPU, capture in CUDA graphs and the order in the stream: see there.
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it.
+        UnsupportedError: this version or this GPU cannot do it.
+        NotWarmError: first call of a shape inside CUDA-graph capture.
+        CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+    """
+    if enable_overlap or max_block_n is not None or signal is not None:
+        raise UnsupportedError(
+            "enable_overlap, max_block_n and signal are not supported by this version: a masked GEMM does not signal "
+            "the tiles that it has finished. Leave them out, and combine after the call."
+        )
+    expected_m = check_expected_m("expected_m", expected_m)
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    m_grouped.fp8.masked(a, b, d, masked_m, *options, expected_m, "nt")
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    compiled_dims: str | None = None,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """``d[rows of g] = a[rows of g] @ b[g]^T`` of bfloat16, for each group g.
+
+    Args:
+        a: (M, K) bfloat16, K contiguous.
+        b: (G, N, K) bfloat16. K is contiguous, or N is, and then K is a multiple of 64. Each group lies right after the
+            one before.
+        d: (M, N) bfloat16, row-major, with any row stride; written in place.
+
+    The address of a and of b, and the stride from row to row, are multiples of 16 bytes. Sums are float32. Everything
+    else is as in `m_grouped_fp8_gemm_nt_contiguous`: the other arguments, padding, the same bits, errors.
+    """
+    if expected_m_for_psum_layout is not None:
+        check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
+    call = m_grouped.bf16.psum if use_psum_layout else m_grouped.bf16.index
+    call(a, b, d, grouped_layout, compiled_dims, get_mk_alignment_for_contiguous_layout(), "nt")
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    compiled_dims: str | None = None,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+) -> None:
+    """`m_grouped_bf16_gemm_nt_contiguous` with b given as (G, K, N). If N is contiguous, as in a tensor that is not a
+    view, K is a multiple of 64 (otherwise `UnsupportedError`)."""
+    call = m_grouped.bf16.psum if use_psum_layout else m_grouped.bf16.index
+    call(a, b, d, grouped_layout, compiled_dims, get_mk_alignment_for_contiguous_layout(), "nn")
+
+
+def m_grouped_bf16_gemm_nt_masked(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    compiled_dims: str | None = None,
+) -> None:
+    """``d[g, :m] = a[g, :m] @ b[g]^T`` of bfloat16, with ``m = masked_m[g]``, for each group g.
+
+    Args:
+        a: (G, max_m, K) bfloat16, K contiguous, each group right after the one before.
+        b: (G, N, K) bfloat16, as in `m_grouped_bf16_gemm_nt_contiguous`.
+        d: (G, max_m, N) bfloat16, row-major, each group right after the one before; written in place.
+
+    The address of a and of b, and the stride from row to row, are multiples of 16 bytes. Sums are float32. Everything
+    else is as in `m_grouped_fp8_gemm_nt_masked`: the other arguments, rows past masked_m, the same bits, errors.
+    """
+    expected_m = check_expected_m("expected_m", expected_m)
+    m_grouped.bf16.masked(a, b, d, masked_m, compiled_dims, expected_m, "nt")
+
+
+m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
+m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+bf16_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked
+
+
+def k_grouped_fp8_gemm_nt_contiguous(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    ks_cpu: Sequence[int] | None = None,
+    grouped_layout: Tensor | None = None,
+    c: Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 1, 128),
+    compiled_dims: str | None = None,
+    use_psum_layout: bool = False,
+    *,
+    ks: Sequence[int] | Tensor | None = None,
+    ks_tensor: Tensor | None = None,
+) -> None:
+    """``d[g] = (c[g] +) (A_g * scales) @ (B_g * scales)^T`` for each group g: the weight gradients of experts.
+
+    Args:
+        a: E4M3 and its float32 scales. The values are the groups' matrices, one after the other, each K-major and (M,
+            K_g). The tensor is contiguous and may have any shape. K_g is a multiple of 16; groups may be empty. The
+            scales are (M, blocks), one for each row and 128 of K, with any strides; a group's begin with a new block.
+        b: the same for matrices (N, K_g), with scales (N, blocks).
+        d: (G, M, N) float32 or bfloat16, row-major, each group right after the one before; written in place.
+        ks_cpu: K of each group, a list or tuple. It may be left out if ``grouped_layout`` is given.
+        grouped_layout: the same as int32 (G,) on the device. It is read there when the kernel runs, so a CUDA graph can
+            be replayed with other sizes. Without it the list is copied, which waits for the GPU.
+        c: None, or what is added: of d's dtype and shape. It may be d itself; otherwise it shares no memory with d. An
+            empty group gives c, or zeros.
+        recipe: (1, 1, 128).
+        compiled_dims: sizes to compile into the kernel, letters of "mn".
+        use_psum_layout: not supported.
+        ks, ks_tensor: other names of ks_cpu and grouped_layout.
+
+    Tensors on the CPU are multiplied by the reference implementation. See `fp8_gemm_nt` for streams and captures.
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it.
+        UnsupportedError: this version or this GPU cannot do it.
+        NotWarmError, CompileError, DriverError: see `fp8_gemm_nt`.
+    """
+    if checks.check_granularities("recipe", recipe, 3) != (1, 1, 128):
+        raise UnsupportedError(
+            f"recipe {tuple(recipe)} is not supported by GEMMs grouped along K: only (1, 1, 128) is."
+        )
+    sizes, layout = _one("ks_cpu", ks_cpu, "ks", ks), _one("grouped_layout", grouped_layout, "ks_tensor", ks_tensor)
+    k_grouped.fp8.call(a, b, d, sizes, layout, c, compiled_dims, use_psum_layout)
+
+
+def k_grouped_bf16_gemm_tn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    ks_cpu: Sequence[int] | None = None,
+    grouped_layout: Tensor | None = None,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+    use_psum_layout: bool = False,
+    *,
+    ks: Sequence[int] | Tensor | None = None,
+    ks_tensor: Tensor | None = None,
+) -> None:
+    """``d[g] = (c[g] +) A_g^T @ B_g`` for each group g: the weight gradients of experts.
+
+    Args:
+        a: (K, M) bfloat16, the groups' rows one after the other. Rows are contiguous and 16-byte aligned. Groups may
+            have any number of rows, or none.
+        b: (K, N) bfloat16, likewise.
+
+    The other arguments and errors are those of `k_grouped_fp8_gemm_nt_contiguous`.
+    """
+    sizes, layout = _one("ks_cpu", ks_cpu, "ks", ks), _one("grouped_layout", grouped_layout, "ks_tensor", ks_tensor)
+    k_grouped.bf16.call(a, b, d, sizes, layout, c, compiled_dims, use_psum_layout)
+
+
+def _one(name: str, value: Any, other: str, named: Any) -> Any:
+    """The value of an argument with two names."""
+    if value is not None and named is not None:
+        raise InvalidInputError(f"{name} and {other} are two names of one argument: give one of them.")
+    return named if value is None else value

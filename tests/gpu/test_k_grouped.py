@@ -1,0 +1,155 @@
+"""GEMMs grouped along K on a GPU: numbers, bits, memory, graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import DEVICE
+
+import deep_gemm
+from deep_gemm.ops.k_grouped import BF16, FP8
+from deep_gemm.reference import k_grouped_reference
+from deep_gemm.testing import guarded, guarded_copy
+
+cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+KINDS = ("fp8", "bf16")
+MIXED = [128, 0, 384, 16, 240, 0]
+"""Groups without K, of whole blocks, and that end inside one. FP8 takes multiples of 16."""
+
+
+def sizes(ks: list[int]) -> torch.Tensor:
+    return torch.tensor(ks, dtype=torch.int32, device=DEVICE)
+
+
+def operands(kind: str, m: int, n: int, ks: list[int], seed: int = 0) -> tuple[Any, Any]:
+    """Small integers and, for FP8, scales that are powers of two, so that every sum is exact in float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=generator).float()
+
+    if kind == "bf16":
+        return tuple(integers(sum(ks), size).bfloat16().to(DEVICE) for size in (m, n))
+    blocks = sum(-(-k // 128) for k in ks)
+    pairs = []
+    for size in (m, n):
+        scales = torch.exp2(torch.randint(-2, 3, (size, blocks), generator=generator).float())
+        pairs.append((integers(size * sum(ks)).to(torch.float8_e4m3fn).to(DEVICE), scales.to(DEVICE)))
+    return pairs[0], pairs[1]
+
+
+def exact(kind: str, a: Any, b: Any, ks: list[int], m: int, n: int, c: torch.Tensor | None = None) -> torch.Tensor:
+    """The result in float64, by the reference."""
+    d = torch.zeros(len(ks), m, n, dtype=torch.float64, device=DEVICE)
+    scales = {"sfa": a[1], "sfb": b[1]} if kind == "fp8" else {}
+    a, b = (a[0], b[0]) if kind == "fp8" else (a, b)
+    k_grouped_reference(a, b, sizes(ks), d, c=None if c is None else c.double(), **scales)
+    return d
+
+
+def call(kind: str, a: Any, b: Any, d: torch.Tensor, layout: torch.Tensor, c: torch.Tensor | None = None) -> None:
+    getattr(deep_gemm, FP8 if kind == "fp8" else BF16)(a, b, d, None, layout, c)
+
+
+@pytest.mark.parametrize("adds", ["nothing", "in place", "c"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers_are_exact(kind: str, dtype: torch.dtype, adds: str) -> None:
+    """Any wrong row, column, scale or group shows; D is guarded. Edges of tiles are crossed."""
+    for m, n, ks in (
+        (200, 328, MIXED),
+        (128, 256, [512, 128]),
+        (64, 72, [0, 0]),
+        (520, 136, [1024]),
+        (24, 24, [48] * 9),
+    ):
+        a, b = operands(kind, m, n, ks, seed=m)
+        before = torch.randint(-9, 10, (len(ks), m, n), device=DEVICE).to(dtype)
+        buffer = guarded_copy(before) if adds == "in place" else guarded((len(ks), m, n), dtype, DEVICE)
+        d = buffer.tensor
+        c = {"nothing": None, "in place": d, "c": before}[adds]
+        call(kind, a, b, d, sizes(ks), c)
+        wanted = exact(kind, a, b, ks, m, n, None if adds == "nothing" else before)
+        assert torch.equal(d, wanted.to(dtype)), (m, n, ks)
+        buffer.check("d")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_in_other_groups_does_not_matter(kind: str) -> None:
+    """Not even NaN beside a group's last rows of K, in one operand or in both."""
+    m, n, ks = 136, 264, [48, 80, 160, 32]
+    a, b = operands(kind, m, n, ks)
+    wanted = exact(kind, a, b, ks, m, n).float()
+    starts = [sum(ks[:group]) for group in range(len(ks))]
+    for poisoned in (1, 3):
+        for rows, x in ((m, a), (n, b)):
+            values = x[0] if kind == "fp8" else x
+            where = slice(starts[poisoned], starts[poisoned] + ks[poisoned])
+            if kind == "fp8":
+                values[where.start * rows : where.stop * rows] = float("nan")
+            else:
+                values[where] = float("nan")
+    d = torch.empty(len(ks), m, n, device=DEVICE)
+    call(kind, a, b, d, sizes(ks))
+    for group in (0, 2):
+        assert torch.equal(d[group], wanted[group]), group
+    assert bool(d[1].isnan().all())
+    assert bool(d[3].isnan().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_groups(kind: str) -> None:
+    rng = random.Random(5)
+    ks = [16 * rng.randint(0, 9) for _ in range(200)]
+    a, b = operands(kind, 72, 136, ks)
+    d = torch.empty(len(ks), 72, 136, device=DEVICE)
+    call(kind, a, b, d, sizes(ks))
+    assert torch.equal(d, exact(kind, a, b, ks, 72, 136).float())
+
+
+def test_bf16_takes_any_size() -> None:
+    ks = [1, 63, 65, 127, 0, 200]
+    a, b = operands("bf16", 136, 264, ks)
+    d = torch.empty(len(ks), 136, 264, device=DEVICE)
+    call("bf16", a, b, d, sizes(ks))
+    assert torch.equal(d, exact("bf16", a, b, ks, 136, 264).float())
+
+
+@cuda_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeats_give_the_same_bits(kind: str) -> None:
+    ks = [640, 128, 1024]
+    make = torch.randn(sum(ks), 768, device=DEVICE)
+    if kind == "bf16":
+        a = b = make.bfloat16()
+    else:
+        values = make.t().contiguous().to(torch.float8_e4m3fn).flatten()
+        a = b = (values, torch.rand(768, sum(ks) // 128, device=DEVICE))
+    found = []
+    for _ in range(20):
+        d = torch.ones(len(ks), 768, 768, device=DEVICE)
+        call(kind, a, b, d, sizes(ks), d)
+        found.append(d)
+    assert all(torch.equal(d, found[0]) for d in found)
+
+
+@cuda_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_is_replayed_with_other_sizes(kind: str) -> None:
+    m, n, total = 256, 384, 768
+    layout = sizes([256, 256, 256])
+    a, b = operands(kind, m, n, [256, 256, 256])
+    d = torch.empty(3, m, n, device=DEVICE)
+    call(kind, a, b, d, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(kind, a, b, d, layout)
+    for ks in ([256, 256, 256], [0, 768, 0], [128, 128, 512], [768, 0, 0]):
+        assert sum(ks) == total
+        layout.copy_(sizes(ks))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(d, exact(kind, a, b, ks, m, n).float()), ks

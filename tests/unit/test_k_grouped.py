@@ -1,0 +1,139 @@
+"""GEMMs grouped along K on the CPU: results, arguments, and the launches that a GPU would make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deep_gemm
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.ops import k_grouped
+from deep_gemm.quantisation import per_token_cast_to_fp8
+
+M, N = 24, 40
+
+
+def layout(ks: list[int]) -> torch.Tensor:
+    return torch.tensor(ks, dtype=torch.int32)
+
+
+def half(ks: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b, and the product of each group."""
+    a, b = (torch.randn(sum(ks), size).bfloat16() for size in (M, N))
+    parts = zip(a.double().split(ks), b.double().split(ks), strict=True)
+    return a, b, torch.stack([x.t() @ y for x, y in parts])
+
+
+def fp8(ks: list[int]) -> tuple[Any, Any, torch.Tensor]:
+    """a and b with their scales, and the product of each group."""
+    pairs, exact = [], []
+    for size in (M, N):
+        casts = [per_token_cast_to_fp8(torch.randn(size, k), False) for k in ks]
+        values = torch.cat([x.flatten() for x, _ in casts])
+        pairs.append((values, torch.cat([sf for _, sf in casts], dim=1)))
+        exact.append([deep_gemm.dequantise(x, sf, (1, 128), torch.float64) for x, sf in casts])
+    return pairs[0], pairs[1], torch.stack([x @ y.t() for x, y in zip(*exact, strict=True)])
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=5), st.sampled_from(["none", "in place", "from c"]))
+def test_bf16_is_a_product_of_each_group(ks: list[int], adds: str) -> None:
+    a, b, exact = half(ks)
+    before = torch.randn(len(ks), M, N)
+    d = before.clone()
+    c = {"none": None, "in place": d, "from c": before}[adds]
+    deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, ks, layout(ks), c)
+    torch.testing.assert_close(d.double(), exact if c is None else exact + before)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5))
+def test_fp8_is_a_product_of_each_group(sixteens: list[int]) -> None:
+    """Groups may end inside a block of scales."""
+    ks = [16 * x for x in sixteens]
+    a, b, exact = fp8(ks)
+    d = torch.full((len(ks), M, N), float("nan"))
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, ks, layout(ks))
+    torch.testing.assert_close(d.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_sizes_have_two_names_and_may_be_on_the_device_alone() -> None:
+    ks = [128, 0, 64]
+    a, b, exact = half(ks)
+    for sizes in ({"ks_cpu": ks}, {"ks": tuple(ks)}, {"grouped_layout": layout(ks)}, {"ks_tensor": layout(ks)}):
+        d = torch.empty(3, M, N)
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, **sizes)  # type: ignore[arg-type]
+        torch.testing.assert_close(d.double(), exact)
+    with pytest.raises(InvalidInputError, match="two names of one argument"):
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, ks, ks=ks)
+    with pytest.raises(InvalidInputError, match="must be given"):
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d)
+
+
+def test_bf16_output_and_c() -> None:
+    ks = [64, 128]
+    a, b, exact = half(ks)
+    d = torch.zeros(2, M, N, dtype=torch.bfloat16)
+    deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, tuple(ks), layout(ks), d)
+    assert torch.equal(d, exact.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": torch.zeros(64, N + 8).bfloat16()}, "b must have the shape"),
+        ({"a": torch.zeros(64, M)}, "a of .* must be torch.bfloat16"),
+        ({"d": torch.zeros(1, M, N, dtype=torch.float64)}, "d of .* must be torch.float32 or torch.bfloat16"),
+        ({"d": torch.zeros(1, N, M).transpose(1, 2)}, "d must be row-major, with each group right after"),
+        ({"c": torch.zeros(1, M, N).bfloat16()}, "c must have d's dtype and shape"),
+        ({"grouped_layout": layout([64, 0])}, "grouped_layout must have the shape"),
+        ({"grouped_layout": layout([64]).long()}, "grouped_layout must be torch.int32"),
+        ({"ks_cpu": [32, 32]}, "ks_cpu has 2 groups, but d has 1"),
+        ({"ks_cpu": [-64]}, "ks_cpu must be a list of K"),
+        ({"grouped_layout": layout([65])}, "must be 0 or more, and add up to at most 64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "a": torch.zeros(64, M).bfloat16(),
+        "b": torch.zeros(64, N).bfloat16(),
+        "d": torch.zeros(1, M, N),
+        "ks_cpu": [64],
+        "grouped_layout": layout([64]),
+    }
+    with pytest.raises(InvalidInputError, match=message):
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(**{**given, **change})
+
+
+def test_what_is_not_supported() -> None:
+    a, b, _ = fp8([128])
+    d = torch.zeros(1, M, N)
+    with pytest.raises(UnsupportedError, match="use_psum_layout"):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, [128], layout([128]), use_psum_layout=True)
+    with pytest.raises(UnsupportedError, match="recipe"):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, [128], layout([128]), recipe=(1, 128, 128))
+    with pytest.raises(UnsupportedError, match="k_grouped_fp8_gemm_tn_contiguous"):
+        deep_gemm.k_grouped_fp8_gemm_tn_contiguous(a, b, d, [128], layout([128]))
+
+
+def test_fp8_makes_maps_first() -> None:
+    ks = [128, 256]
+    (a, sfa), (b, sfb), _ = fp8(ks)
+    x = k_grouped.KGroupedFP8(accumulates=False).check((a, sfa), (b, sfb), torch.zeros(2, M, N), layout(ks), "")
+    assert x is not None
+    assert (x.m, x.n, x.k, x.groups, x.accumulate) == (M, N, 384, 2, "none")
+
+
+def test_half_strides() -> None:
+    ks = [64, 64]
+    a, b, _ = half(ks)
+    wide = torch.zeros(2, M, N)
+    operation = k_grouped.KGroupedBF16(accumulates=True)
+    x = operation.check(a, b, wide, wide, layout(ks), "")
+    assert x is not None
+    assert x.accumulate == "in place"
