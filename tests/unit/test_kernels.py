@@ -53,7 +53,10 @@ def test_the_registry_finds_every_module_with_a_kernel() -> None:
         "sm90_fp8_k_grouped",
         "sm90_half_k_grouped",
     }
-    assert gemms | {"k_group_maps", "transpose_scales", "transpose_bytes", "copy_rows", "quantize"} == kernels.registry().keys()
+    assert (
+        gemms | {"k_group_maps", "transpose_scales", "transpose_bytes", "copy_rows", "quantize"}
+        == kernels.registry().keys()
+    )
     assert all(name == kernel.name for name, kernel in kernels.registry().items())
 
 
