@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from deep_gemm.aot.workload import GemmShape, model_layers
+from deep_gemm.aot.workload import GemmShape, dense_layers
 from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, REFERENCE_NK
 from deep_gemm.params import KernelParams
 
@@ -56,6 +56,6 @@ def kernels(at: KernelAt = kernel_at) -> Iterator[Row]:
     for n, k in REFERENCE_NK:
         yield {"mode": "kernels", "what": f"{n} x {k}, {span}"} | count([(n, k)], at, known)
     for tp in (1, 8):
-        layers = model_layers(DEEPSEEK_V3, tp)
+        layers = dense_layers(DEEPSEEK_V3, tp)
         what = f"DeepSeek-V3, {len(layers)} dense layers, tp {tp}, {span}"
         yield {"mode": "kernels", "what": what} | count(((layer.n, layer.k) for layer in layers), at, known)

@@ -1,7 +1,8 @@
 """The cost of compiling, in CPU seconds and relative to a trial kernel that never changes.
 
-`python -m deep_gemm.benchmarks.compile_cost` compiles every kernel of DeepSeek-V3's dense layers through NVRTC and
-writes the cost to `benchmarks/budgets.json`, beside the limits that tests/unit/test_budgets.py checks.
+`python -m deep_gemm.benchmarks.compile_cost` compiles every kernel of DeepSeek-V3's dense layers through NVRTC. Then it
+compiles every kernel of its layers and experts on one of eight GPUs (`--serving`: only these). It writes the costs to
+`benchmarks/budgets.json`, beside the limits that tests/unit/test_budgets.py checks.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +37,19 @@ def trial() -> BuildRequest:
 def kernels() -> list[KernelParams]:
     """All kernels that DeepSeek-V3's dense layers can need, on any GPU model."""
     from deep_gemm.aot.build import choose
-    from deep_gemm.aot.workload import model_layers, shapes
-    from deep_gemm.select import representatives
+    from deep_gemm.aot.workload import dense_layers, for_every_m, shapes
 
-    return list(choose(shapes(model_layers(DEEPSEEK_V3), representatives(MAX_M))).kernels)
+    return list(choose(shapes(for_every_m(dense_layers(DEEPSEEK_V3), MAX_M), ())).kernels)
+
+
+def serving_kernels(step: int = 1) -> list[KernelParams]:
+    """All kernels that one of eight GPUs (TP 8, EP 8) can need to serve DeepSeek-V3 with its experts, whatever the
+    routing. With `step`, only every so many buckets of M are looked at."""
+    from deep_gemm.aot.build import choose
+    from deep_gemm.aot.workload import for_every_m, model_layers, shapes
+
+    layers = [replace(x, ms=x.ms[::step]) for x in for_every_m(model_layers(DEEPSEEK_V3, 8, 8), MAX_M)]
+    return list(choose(shapes(layers, ())).kernels)
 
 
 def size(params: KernelParams) -> int:
@@ -77,11 +89,11 @@ def sample(work: Sequence[KernelParams]) -> list[KernelParams]:
     return [ordered[len(ordered) * part // 6] for part in (1, 3, 5)]
 
 
-def record() -> dict[str, Any]:
-    """The cost of all kernels: CPU seconds, and relative to the trial kernel, which is compiled beside each of them."""
+def record(work: Sequence[KernelParams]) -> dict[str, Any]:
+    """The cost of kernels: CPU seconds, and relative to the trial kernel, which is compiled beside each of them."""
     from deep_gemm import engine
 
-    compiler, work = nvrtc(), kernels()
+    compiler = nvrtc()
     seconds, trials = {}, []
     for params in work:
         request = engine.build_request(params)
@@ -105,6 +117,10 @@ def record() -> dict[str, Any]:
 
 if __name__ == "__main__":
     budgets = json.loads(BUDGETS.read_text())
-    budgets["compile_recorded"] = record()
-    BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
-    print(json.dumps(budgets["compile_recorded"], indent=1))
+    sets = {"compile_recorded": kernels, "serving_recorded": serving_kernels}
+    if "--serving" in sys.argv:
+        del sets["compile_recorded"]
+    for name, of_set in sets.items():
+        budgets[name] = record(of_set())
+        BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
+        print(json.dumps({name: budgets[name]}, indent=1))

@@ -29,7 +29,7 @@ class Problem(GemmShape):
     @classmethod
     def of(cls, shape: GemmShape) -> Problem:
         """The problem of a shape; a plain GemmShape has a D of the operands' dtype and does not accumulate."""
-        return shape if isinstance(shape, cls) else cls(shape.m, shape.n, shape.k, shape.source, shape.op)
+        return shape if isinstance(shape, cls) else cls(**vars(shape))
 
     def bytes_moved(self) -> int:
         """With D in its dtype; D is read too if the product is added to it."""
@@ -51,7 +51,7 @@ def posed(shapes: Iterable[GemmShape], op: str = FP8, output: str = "", accumula
         if output or accumulate:
             raise InvalidInputError(f"the output of {op} is part of its name: leave output and accumulate out.")
         return [replace(x, op=op) for x in shapes]
-    return [Problem(x.m, x.n, x.k, x.source, op, output, accumulate) for x in shapes]
+    return [Problem(x.m, x.n, x.k, x.source, op, output=output, accumulate=accumulate) for x in shapes]
 
 
 REFERENCE_NK = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
@@ -83,6 +83,7 @@ DEEPSEEK_V3: dict[str, int] = {
     "moe_intermediate_size": 2048,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
     "num_attention_heads": 128,
     "num_key_value_heads": 128,

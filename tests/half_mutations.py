@@ -62,8 +62,8 @@ MUTATIONS = [
     Mutation(
         "load one box of rows again",
         "operand.cuh",
-        "row + box * 64, block * kBlockK",
-        "row, block * kBlockK",
+        "row + box * 64, k)",
+        "row, k)",
         ("turned",),
     ),
     Mutation(

@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation(
         "load scales of the first rows for every tile",
         "tile_scales.cuh",
-        "                   tile.row, block);",
+        "                   row, block);",
         "                   0, block);",
         ("rows", "parts", "blocks", "swapped split"),
     ),

@@ -20,13 +20,14 @@ from deep_gemm import engine, kernels, ops, select
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot import workload
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import FP8, FP8_OPS, Plan
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Plan
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
+from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log, say
 from deep_gemm.params import KernelParams
 from deep_gemm.select import calibration
@@ -115,24 +116,27 @@ class Report:
 
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None) -> GemmSpec:
     """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
-    return ops.spec(shape.m, shape.n, shape.k, num_sms or arch.num_sms, shape.op)
+    sizes, sms = (shape.m, shape.n, shape.k), num_sms or arch.num_sms
+    alignment = get_mk_alignment_for_contiguous_layout()
+    return ops.spec(*sizes, sms, shape.op, groups=shape.groups, alignment=alignment, expected_m=shape.expected)
 
 
-def refusal(n: int, k: int, op: str = FP8) -> str:
+def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
     """Why a call with these weights is refused for every M; "" if it is not."""
-    if k % K_MULTIPLE and op in FP8_OPS:
+    if k % K_MULTIPLE and op in (*FP8_OPS, *GROUPED[FP8]):
         return (
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
             f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."
         )
-    return f"a dimension above {MAX_SIZE} is not supported." if max(n, k) > MAX_SIZE else ""
+    largest = f"a dimension above {MAX_SIZE}" if groups == 1 else f"more than {MAX_SIZE} rows or columns of all groups"
+    return f"{largest} is not supported." if groups * max(n, k) > MAX_SIZE else ""
 
 
 def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> list[KernelParams]:
     """The kernels that such a call can run, chosen as a call does: spec, ranking, parameters. The GPU model is not
     known here, nor the switch for batch invariance, so the choices of every calibration and of both positions are
     included. Raises UnsupportedError, and InvalidInputError for a shape that every call refuses."""
-    if why := refusal(shape.n, shape.k, shape.op):
+    if why := refusal(shape.n, shape.k, shape.op, shape.groups):
         raise InvalidInputError(f"{shape} cannot be served: {why}")
     asked = replace(spec_of(shape, spec, num_sms), batch_invariant=False)
     invariant = replace(asked, batch_invariant=True)
@@ -192,7 +196,8 @@ def precompile(
             `deep_gemm.aot.workload.plan` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
         tp: tensor-parallel GPUs of a model.
         ep: expert-parallel GPUs of a model, among which its routed experts are shared.
-        max_m: where `what` does not say M, every M from 1 to this.
+        max_m: where `what` does not say M, every M from 1 to this. For a model it is the number of tokens of each GPU,
+            and its experts are served whatever the routing: also if all tokens of `ep` GPUs go to one GPU's experts.
         op: the operation of shapes, and of the layers of models that are not quantised: "fp8_gemm_nt" (a model is cast
             when it is loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", shapes run in FP8 and a model's dtype
             decides.
@@ -212,7 +217,7 @@ def precompile(
             `deep_gemm.quantize`.
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
-    UnsupportedError for a workload with groups, or with a part that is not understood.
+    UnsupportedError for a workload with a part that is not understood.
     """
     work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op, training), arch, num_sms)
     return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
@@ -243,7 +248,7 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     found = workload.plan(what, tp, ep, op)
     layers, problems = [], list(found.problems)
     for layer in found.layers:
-        why_not = layer.why_not or refusal(layer.n, layer.k, layer.op)
+        why_not = layer.why_not or refusal(layer.n, layer.k, layer.op, layer.groups)
         if why_not != layer.why_not:
             problems.append(f"{f'{layer.name}: ' if layer.name else ''}{layer.n} x {layer.k}: {why_not}")
         layers.append(replace(layer, why_not=why_not))
@@ -266,7 +271,7 @@ def shapes_for(
         raise UnsupportedError(
             f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."
         )
-    return workload.shapes(found.layers, select.representatives(whole(max_m, "max_m")), training)
+    return workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
 
 
 def printed(every: float = 2.0) -> Progress:

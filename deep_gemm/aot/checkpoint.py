@@ -7,22 +7,20 @@ place. An index, `*.safetensors.index.json`, says which file of several holds a 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.aot import inputs, model
+from deep_gemm.aot import experts, inputs, model
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import (
     ALSO_ALONE,
     COLUMN,
     FP8,
-    GROUPED,
     JOINED,
     KNOWN,
     OPS,
-    Layer,
     Plan,
     Weight,
     check_op,
@@ -33,6 +31,9 @@ from deep_gemm.errors import InvalidInputError
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
+
+MAX_EXPERTS = 1 << 16
+"""Far above the number of experts that any model has."""
 
 INDEX = ".safetensors.index.json"
 WIDE = frozenset(("F16", "BF16", "F32", "F64"))
@@ -155,22 +156,23 @@ def _parts_of(layer: str) -> tuple[str, ...]:
 def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None, tp: int, ep: int, op: str) -> Plan:
     known = _read_config(config)
     if known is not None:
-        model.check_experts(known, ep)
+        experts.shares(known.experts, tp, ep)
     quantised = any(
         stored.dtype not in WIDE for name, stored in tensors.items() if name.endswith(("weight", "weight_packed"))
     )
     modules: dict[str, dict[str, Weight]] = {}
-    experts: dict[str, set[tuple[int, int]]] = {}
+    routed: dict[str, dict[str, Weight]] = {}
+    numbers: set[int] = set()
     strange: dict[str, None] = {}
     for name, stored in sorted(tensors.items()):
         base, _, last = name.rpartition(".")
-        if _is_expert(name):
-            if len(stored.shape) in (2, 3) and last not in SIDE and not last.startswith(("scale", "qzero")):
-                experts.setdefault(_short(base if last.endswith("weight") else name), set()).add(
-                    (stored.shape[-2], stored.shape[-1])
-                )
-            continue
-        weight = _weight(base, last, stored, tensors)
+        expert = _is_expert(name)
+        if expert and len(stored.shape) == 3 and 0 not in stored.shape:
+            base = name.removesuffix(".weight")
+            weight = _of_all_experts(base.rpartition(".")[2], stored, known)
+            numbers |= set(range(min(stored.shape[0], MAX_EXPERTS)))
+        else:
+            weight = _weight(base, last, stored, tensors)
         if weight is None:
             continue
         module, _, own = base.rpartition(".")
@@ -182,17 +184,39 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
         elif stored.dtype in WIDE and own not in KNOWN:
             strange[_general(base)] = None
             weight = replace(weight, why_not="its name is not known as that of a linear layer.")
-        modules.setdefault(module, {})[own] = _with_heads(own, replace(weight, op=runs), known)
-    found = layers_of(((_short(module), weights) for module, weights in modules.items()), tp, quantised)
-    routed = [
-        Layer(name, *size, f"routed experts: {GROUPED}") for name, all_sizes in experts.items() for size in all_sizes
-    ]
+        if expert and (number := re.search(r"(^|\.)experts\.([0-9]{1,9})(\.|$)", module)):
+            numbers.add(int(number[2]))
+        into = routed if expert else modules
+        into.setdefault(module, {})[own] = _with_heads(own, replace(weight, op=runs), known)
+    found = layers_of(_named(modules), tp, quantised)
+    if routed:
+        count, chosen = (known.experts, known.num_experts_per_tok) if known is not None else (0, None)
+        of_experts = experts.plan(_named(routed), count or len(numbers), chosen, tp, ep, quantised)
+        found = Plan.join([found, of_experts])
     problems = [f"{name} is {_UNKNOWN}" for name in list(strange)[:8]]
     if len(strange) > 8:
         problems.append(f"{len(strange) - 8} more weights are not known either.")
     if not found.served and not problems and not found.problems:
         problems.append("The checkpoint has no weight that can be served.")
-    return Plan(tuple(dict.fromkeys((*found.layers, *routed))), (*problems, *found.problems))
+    return Plan(found.layers, (*problems, *found.problems))
+
+
+def _named(modules: Mapping[str, dict[str, Weight]]) -> Iterator[tuple[str, dict[str, Weight]]]:
+    return ((_short(module), weights) for module, weights in modules.items())
+
+
+def _of_all_experts(own: str, stored: Stored, config: model.ModelConfig | None) -> Weight | None:
+    """A weight of all experts in one tensor (experts, n, k); some checkpoints have (experts, k, n) instead."""
+    if own in SIDE or own.startswith(("scale", "qzero")) or own.endswith(("_scale_inv", "_scale", "_scales", "_bias")):
+        return None
+    n, k = stored.shape[1:]
+    hidden = config.hidden_size if config is not None else 0
+    if hidden and (n if own in COLUMN else k) == hidden != (k if own in COLUMN else n):
+        n, k = k, n
+    if own not in KNOWN or stored.dtype not in WIDE:
+        return Weight((n,), k, "all its experts are one tensor, which is read in bfloat16 only.")
+    halves = own in JOINED and n % 2 == 0
+    return Weight((n // 2, n // 2) if halves else (n,), k)
 
 
 _UNKNOWN = "not FP8, and not known as a linear layer that engines cast when they load it."
@@ -285,7 +309,10 @@ def _short(module: str) -> str:
         ("self_attn", ""),
         ("mlp.shared_experts", "shared_expert"),
         ("mlp.shared_expert", "shared_expert"),
+        ("mlp.experts.*", "experts"),
         ("mlp.experts", "experts"),
+        ("block_sparse_moe.experts.*", "experts"),
+        ("block_sparse_moe.experts", "experts"),
     ):
         if name == long or name.startswith(long + "."):
             return (short + name[len(long) :]).strip(".")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from deep_gemm.aot.inputs import MAX_SIZE
 from deep_gemm.errors import InvalidInputError
 
 BLOCK = 128
@@ -22,20 +23,33 @@ OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm
 """The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""
 
 
-def check_op(op: str) -> None:
-    """Raises InvalidInputError unless `op` is an operation of layers, or "", which leaves it to their dtype."""
-    known = dict.fromkeys((*FP8_OPS, *OPS.values()))
+FORMS = ("contiguous", "contiguous_psum", "masked")
+"""How rows are given to groups: by a label for each row, by the end of each group, by room for each group."""
+GROUPED = {op: tuple(f"m_grouped_{op}_{form}" for form in FORMS) for op in (FP8, OPS["bfloat16"])}
+"""The operations that multiply by one weight for each group, by the operation that multiplies by one weight."""
+GROUPED_OPS = tuple(op for ops in GROUPED.values() for op in ops)
+
+
+def is_masked(op: str) -> bool:
+    """Whether M of `op` is the room of each group, of which the first rows are used. Otherwise M is all rows."""
+    return op in GROUPED_OPS and op.endswith("masked")
+
+
+def check_op(op: str, grouped: bool = False) -> None:
+    """Raises InvalidInputError unless `op` is an operation of layers, or "", which leaves it to their dtype. `grouped`:
+    it may have groups."""
+    known = dict.fromkeys((*FP8_OPS, *OPS.values(), *(GROUPED_OPS if grouped else ())))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
 
 
-GROUPED = "grouped products have no kernels yet."
-
-
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer's weight, n x k, on one GPU. `why_not` says why no kernel serves it, "" if one does. `ms` are its
-    sizes of M; if empty, those that the caller names. `op` is its operation."""
+    """A linear layer's weight, n x k, on one GPU, or as many as there are `groups`. `why_not` says why no kernel serves
+    it, "" if one does. `ms` are its sizes of M; if empty, those that the caller names. `op` is its operation.
+
+    Where each GPU has t tokens, M is at most `copies` * t + `padding`: several GPUs may send their tokens to an expert,
+    a token may go to several experts, and rows of padding may lie between groups."""
 
     name: str
     n: int
@@ -43,6 +57,13 @@ class Layer:
     why_not: str = ""
     ms: tuple[int, ...] = ()
     op: str = FP8
+    groups: int = 1
+    copies: int = 1
+    padding: int = 0
+
+    def most_rows(self, tokens: int) -> int:
+        """The largest M of a call where each GPU has `tokens` tokens."""
+        return min(self.copies * tokens + self.padding, MAX_SIZE)
 
 
 @dataclass(frozen=True)
@@ -156,18 +177,21 @@ class _Piece:
         return Layer(name, sum(self.rows), self.k, self.why_not or self.broken, op=self.op)
 
 
-def layers_of(modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool) -> Plan:
+def layers_of(
+    modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool, degree: str = "tp"
+) -> Plan:
     """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs.
 
     `blocks_fixed` says that weights come with their scales: then a part can be joined with the next only if it ends
-    where a block of 128 ends. Raises InvalidInputError where `tp` does not divide heads or sizes.
+    where a block of 128 ends. Raises InvalidInputError where `tp`, called `degree`, does not divide heads or sizes.
     """
     layers: dict[Layer, None] = {}
     problems: dict[str, None] = {}
     for module, weights in modules:
-        pieces = {name: _on_one_gpu(name, weight, tp) for name, weight in weights.items()}
+        inside = f"{module}." if module else ""
+        pieces = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
         for found in _joined(pieces, blocks_fixed):
-            layer = found[1].layer(f"{module}.{found[0]}" if module else found[0])
+            layer = found[1].layer(inside + found[0])
             layers[layer] = None
             if found[1].broken and not found[1].why_not:
                 problems[f"{layer.name} ({layer.n} x {layer.k}) cannot be served: {found[1].broken}"] = None
@@ -195,27 +219,30 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
     return found + [(ALSO_ALONE.get(name, name), piece) for name, piece in left.items()]
 
 
-def _on_one_gpu(name: str, weight: Weight, tp: int) -> _Piece:
+def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> _Piece:
     plain = _Piece(weight.rows, weight.k, weight.why_not, "", weight.op)
     if tp == 1 or name in WHOLE or weight.why_not:
         return plain
     if name in ROW:
-        k = divided(weight.k, tp, f"K of {name}", weight.heads)
+        k = divided(weight.k, tp, f"K of {inside}{name}", weight.heads, degree)
         return replace(plain, k=k, broken=_broken("K", (k,), tp, weight.op))
     if name in COLUMN:
         count = weight.heads or 0
         copies = weight.repeats and 0 < count < tp
         parts = count if copies and tp % count == 0 else tp
-        rows = tuple(divided(row, parts, f"N of {name}", count) for row in weight.rows)
+        rows = tuple(divided(row, parts, f"N of {inside}{name}", count, degree) for row in weight.rows)
         return replace(plain, rows=rows, broken=_broken("N", rows, tp, weight.op))
     return replace(plain, broken=f"how {tp} GPUs share {name} is not known.")
 
 
-def divided(size: int, parts: int, what: str, heads: int = 0) -> int:
-    """`size` / `parts`, which must be whole, and so must `heads` / `parts` if there are heads."""
+def divided(size: int, parts: int, what: str, heads: int = 0, degree: str = "tp") -> int:
+    """`size` / `parts`, which must be whole, and so must `heads` / `parts` if there are heads. `degree` is the name of
+    `parts` in messages."""
     for count, named in ((heads, f"the number of heads of {what}"), (size, what)):
         if count % parts:
-            raise InvalidInputError(f"{named} must be a multiple of tp, but it is {count} and tp is {parts}.")
+            raise InvalidInputError(
+                f"{named} must be a multiple of {degree}, but it is {count} and {degree} is {parts}."
+            )
     return size // parts
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from deep_gemm.aot import inputs
+from deep_gemm.aot import experts, inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, GROUPED, OPS, Layer, Plan, Weight, check_op, divided, layers_of
+from deep_gemm.aot.layers import FP8, OPS, Plan, Weight, check_op, layers_of
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
@@ -93,6 +93,7 @@ class ModelConfig:
     n_routed_experts: int | None = None
     num_experts: int | None = None
     num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
     n_shared_experts: int | None = None
     shared_expert_intermediate_size: int | None = None
     first_k_dense_replace: int | None = None
@@ -160,8 +161,8 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
     """The linear layers of a model on one of its GPUs, from its Hugging Face configuration.
 
     `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and the rest stays whole.
-    Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts, which must divide
-    evenly. Without a quantization_config layers run `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and
+    Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts (`experts.shares`).
+    Without a quantization_config layers run `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and
     float16 stay as they are, others are cast to FP8 when they are loaded. Raises InvalidInputError for a wrong field,
     and for a `tp` or `ep` that does not divide sizes evenly.
     """
@@ -176,7 +177,7 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
         )
         return Plan((), (problem,))
     known = ModelConfig.read(text)
-    check_experts(known, ep)
+    experts.shares(known.experts, tp, ep)
     form = format_of(text.get("quantization_config") or config.get("quantization_config"))
     problems = list(form.problems)
     problems += [
@@ -190,8 +191,11 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
     op = op or _op_of(text, config)
     named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
     found = layers_of(named, tp, form.fixed)
-    experts = (_routed(known, tp, ep),) if known.experts else ()
-    return Plan.join([Plan(found.layers + experts, (*problems, *found.problems))])
+    routed = Plan(())
+    if known.experts:
+        one = [("experts", _formatted(form, "mlp.experts.0", *_expert(known), op))]
+        routed = experts.plan(one, known.experts, known.num_experts_per_tok, tp, ep, form.fixed)
+    return Plan.join([Plan((), tuple(problems)), found, routed])
 
 
 def degrees(tp: int, ep: int) -> None:
@@ -199,14 +203,6 @@ def degrees(tp: int, ep: int) -> None:
     for name, degree in (("tp", tp), ("ep", ep)):
         if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= inputs.MAX_SIZE:
             raise InvalidInputError(f"{name} must be at least 1, a whole number, but it is {shown(degree)}.")
-
-
-def check_experts(config: ModelConfig, ep: int) -> None:
-    """Raises InvalidInputError unless `ep` divides the routed experts."""
-    if ep > 1 and not config.experts:
-        raise InvalidInputError(f"ep must be 1 for a model without routed experts, but it is {ep}.")
-    if config.experts % ep:
-        raise InvalidInputError(f"ep must divide the model's {config.experts} routed experts, but it is {ep}.")
 
 
 def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -342,10 +338,10 @@ def _mlp(hidden: int, size: int) -> dict[str, Weight]:
     }
 
 
-def _routed(x: ModelConfig, tp: int, ep: int) -> Layer:
-    size = x.moe_intermediate_size or x.need("intermediate_size")
-    own = divided(size, tp, "moe_intermediate_size") if ep == 1 and size % tp == 0 else size
-    return Layer("experts.gate_up_proj", 2 * own, x.hidden_size, f"{x.experts} routed experts: {GROUPED}")
+def _expert(x: ModelConfig) -> tuple[dict[str, Weight], list[int]]:
+    """The weights of one routed expert, and the layers that have experts."""
+    first, count = x.first_k_dense_replace or 0, min(x.num_hidden_layers or 1, 4096)
+    return _mlp(x.hidden_size, x.moe_intermediate_size or x.need("intermediate_size")), list(range(first, count))
 
 
 def _op_of(*configs: Mapping[str, Any]) -> str:

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.aot import checkpoint, inputs, model
+from deep_gemm.aot.experts import in_groups
 from deep_gemm.aot.inputs import parse_sizes, shown
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, WGRAD, Layer, Plan, check_op
-from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, Plan, check_op, is_masked
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.log import counted
+from deep_gemm.select import representatives
 
 __all__ = [
     "DEFAULT_M",
@@ -22,6 +25,8 @@ __all__ = [
     "GemmShape",
     "Layer",
     "Plan",
+    "dense_layers",
+    "for_every_m",
     "load",
     "model_layers",
     "parse",
@@ -44,30 +49,47 @@ MAX_M = 16384
 
 @dataclass(frozen=True, order=True)
 class GemmShape:
-    """D (m x n) = A (m x k) @ B (n x k)^T by `op`; `source` says which layer it is."""
+    """D (m x n) = A (m x k) @ B (n x k)^T by `op`; `source` says which layer it is.
+
+    If `op` has groups, there is a B for each of `groups`, and m counts the rows of all. In the masked form m counts the
+    room of one group, of which `expected_m` rows are expected to be used; 0 means all of them."""
 
     m: int
     n: int
     k: int
     source: str = ""
     op: str = FP8
+    groups: int = 1
+    expected_m: int = 0
+
+    @property
+    def expected(self) -> int:
+        """Rows of a masked group that the choice of a kernel goes by: `expected_m` as calls round it."""
+        return min(self.m, 1 << (self.expected_m - 1).bit_length()) if self.expected_m > 0 else self.m
+
+    @property
+    def rows(self) -> int:
+        """Rows of A that are multiplied; of masked groups those that are expected."""
+        return self.groups * min(self.m, self.expected_m or self.m) if is_masked(self.op) else self.m
 
     @property
     def flops(self) -> int:
         """Multiply-adds, counted as two operations each."""
-        return 2 * self.m * self.n * self.k
+        return 2 * self.rows * self.n * self.k
 
     def bytes_moved(self) -> int:
         """Each operand, its scales and a 16-bit output once: the least that must be moved."""
-        if self.op not in FP8_OPS:
-            return 2 * (self.m * self.k + self.n * self.k + self.m * self.n)
-        blocks = -(-self.k // 128)
+        m, k, n, weights = self.rows, self.k, self.n, self.groups * self.n * self.k
+        if self.op not in (*FP8_OPS, *GROUPED[FP8]):
+            return 2 * (m * k + weights + m * n)
+        blocks = -(-k // 128)
         if self.op == WGRAD:  # float32, read and written
-            return self.m * self.k + self.n * self.k + 8 * self.m * self.n + 4 * blocks * (self.m + self.n)
-        return self.m * self.k + self.n * self.k + 2 * self.m * self.n + 4 * blocks * (self.m + -(-self.n // 128))
+            return m * k + weights + 8 * m * n + 4 * blocks * (m + n)
+        return m * k + weights + 2 * m * n + 4 * blocks * (m + self.groups * -(-n // 128))
 
     def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}" + ("" if self.op == FP8 else f" of {self.op}")
+        groups = f" in {counted(self.groups, 'group')}" if self.op in GROUPED_OPS else ""
+        return f"{self.m} x {self.n} x {self.k}{groups}" + ("" if self.op == FP8 else f" of {self.op}")
 
 
 def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -> list[GemmShape]:
@@ -76,13 +98,19 @@ def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -
     found = []
     for x in layers:
         for m in () if x.why_not else (x.ms or ms):
-            found.append(GemmShape(m, x.n, x.k, x.name, x.op))
+            found.append(GemmShape(m, x.n, x.k, x.name, x.op, x.groups))
             if training and x.op == FP8:
                 if x.n % K_MULTIPLE == 0:
                     found.append(GemmShape(m, x.k, x.n, f"input gradient of {x.name}", FP8))
                 if m % K_MULTIPLE == 0:
                     found.append(GemmShape(x.n, x.k, m, f"weight gradient of {x.name}", WGRAD))
     return found
+
+
+def for_every_m(layers: Iterable[Layer], tokens: int) -> list[Layer]:
+    """The layers with every M that the selector tells apart, as far as calls go where each GPU has up to `tokens`
+    tokens. Layers with sizes of their own keep these."""
+    return [x if x.ms else replace(x, ms=tuple(representatives(x.most_rows(tokens)))) for x in layers]
 
 
 def parse(text: str) -> Layer:
@@ -111,6 +139,11 @@ def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[La
     return [layer for layer in model.plan(config, tp, ep).layers if not layer.why_not]
 
 
+def dense_layers(config: Mapping[str, Any], tp: int = 1) -> list[Layer]:
+    """Those of `model_layers` that are no routed experts."""
+    return [layer for layer in model_layers(config, tp) if layer.op not in GROUPED_OPS]
+
+
 def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The layers of a workload, and what of it was not understood.
 
@@ -119,14 +152,15 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     - a model's Hugging Face configuration, or the path of its `config.json`;
     - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
       formats and scales are then those of its tensors; only headers are read;
-    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ..., "op": ...}`, with n and k required, or
-      `{"m": [...], "shapes": [entries]}`, or the path of a JSON or YAML file that holds one.
+    - a list of entries `{"n": ..., "k": ..., "m": number or list, "name": ..., "op": ..., "groups": ...}`, with n and k
+      required, or `{"m": [...], "shapes": [entries]}`, or the path of a JSON or YAML file that holds one.
 
     `tp` GPUs share each layer, and `ep` GPUs the routed experts, as `deep_gemm.aot.model.plan` says. `op` is the
-    operation where none is given: if it is "", shapes run "fp8_gemm_nt" and models the operation of their dtype. Raises
-    InvalidInputError for anything else, and UnsupportedError for a shape of more than one group.
+    operation where none is given: if it is "", shapes run "fp8_gemm_nt" and models the operation of their dtype. Shapes
+    of more than one group are a layer in each form (`layers.FORMS`), unless their operation names one. Raises
+    InvalidInputError for anything else, and UnsupportedError for groups of an operation that has none.
     """
-    check_op(op)
+    check_op(op, grouped=True)
     if isinstance(what, Mapping):
         return _described(what, "the description", tp, ep, op)
     if isinstance(what, str) and inputs.is_shape(what):
@@ -134,14 +168,15 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     if isinstance(what, str | os.PathLike):
         return _file(Path(what), tp, ep, op)
     if isinstance(what, GemmShape):
-        ms = (inputs.whole(what.m, f"m of {shown(what)}"),)
-        return Plan((_layer(what.source, what.n, what.k, ms, shown(what), what.op),))
+        m = inputs.whole(what.m, f"m of {shown(what)}")
+        ms = (what.expected if is_masked(what.op) else m,)
+        return Plan(_layers(what.source, what.n, what.k, ms, shown(what), what.op, what.groups))
     if isinstance(what, Layer):
-        return Plan((what if what.why_not else _checked(what),))
+        return Plan((what,) if what.why_not else _checked(what))
     if isinstance(what, Iterable) and not isinstance(what, bytes | bytearray):
         items = list(what)
         if isinstance(what, tuple) and 2 <= len(items) <= 3 and all(isinstance(item, int) for item in items):
-            return Plan((_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), (), op),))
+            return Plan(_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), (), op))
         return Plan.join([plan(item, tp, ep, op) for item in items])
     raise InvalidInputError(
         "what must be a file, a checkpoint's directory, a model's description, or shapes such as (n, k) or 7168x2048, "
@@ -172,15 +207,14 @@ def _described(data: Any, where: str, tp: int, ep: int, op: str) -> Plan:
             f"{where} must hold a list of shapes, an object with `shapes`, or a model's config with `hidden_size`, "
             f"but it holds {type(data).__name__}."
         )
-    return Plan(tuple(_entry(entry, f"shape {index} of {where}", ms, op) for index, entry in enumerate(data)))
+    return Plan(
+        tuple(x for index, entry in enumerate(data) for x in _entry(entry, f"shape {index} of {where}", ms, op))
+    )
 
 
-def _entry(entry: Any, where: str, ms: tuple[int, ...], op: str) -> Layer:
+def _entry(entry: Any, where: str, ms: tuple[int, ...], op: str) -> tuple[Layer, ...]:
     if not isinstance(entry, Mapping) or not {"n", "k"} <= set(entry):
         raise InvalidInputError(f"{where} must be an object with n and k (and m if wanted), but it is {shown(entry)}.")
-    groups = inputs.whole(entry.get("groups", 1), f"groups of {where}")
-    if groups > 1:
-        raise UnsupportedError(f"{where} has {groups} groups: {GROUPED} Leave it out, or give one group.")
     name = entry.get("name", "")
     if not isinstance(name, str):
         raise InvalidInputError(f"name of {where} must be text, but it is {shown(name)}.")
@@ -188,13 +222,16 @@ def _entry(entry: Any, where: str, ms: tuple[int, ...], op: str) -> Layer:
     runs = entry.get("op", op) or FP8
     if not isinstance(runs, str):
         raise InvalidInputError(f"op of {where} must be text, but it is {shown(runs)}.")
-    return _layer(name, entry["n"], entry["k"], own, where, runs)
+    return _layers(name, entry["n"], entry["k"], own, where, runs, entry.get("groups", 1))
 
 
-def _layer(name: str, n: Any, k: Any, ms: tuple[int, ...], where: str, op: str) -> Layer:
-    check_op(op)
-    return Layer(name, inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms, op=op)
+def _layers(name: str, n: Any, k: Any, ms: tuple[int, ...], where: str, op: str, groups: Any) -> tuple[Layer, ...]:
+    check_op(op, grouped=True)
+    inputs.whole(groups, f"groups of {where}")
+    layer = Layer(name, inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms, op=op)
+    return tuple(in_groups(layer, groups)) if groups > 1 else (layer,)
 
 
-def _checked(layer: Layer) -> Layer:
-    return _layer(layer.name, layer.n, layer.k, layer.ms, shown(layer), layer.op)
+def _checked(layer: Layer) -> tuple[Layer, ...]:
+    found = _layers(layer.name, layer.n, layer.k, layer.ms, shown(layer), layer.op, layer.groups)
+    return tuple(replace(x, copies=layer.copies, padding=layer.padding) for x in found)

@@ -18,11 +18,23 @@ from deep_gemm.errors import InvalidInputError
 @click.argument("shape", metavar="MxNxK")
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--op", default=layers.FP8, show_default=True, help="The operation.")
+@click.option("--groups", type=click.IntRange(1), default=1, show_default=True, help="Groups of a grouped operation.")
+@click.option("--expected-m", type=click.IntRange(1), help="Rows expected in a masked group. [all]")
 @click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that the call may use. [all]")
 @click.option("--top", default=8, show_default=True, type=click.IntRange(1), help="How many configs to list.")
 @click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(shape: str, arch: str, op: str, num_sms: int | None, top: int, with_sass: bool, as_json: bool) -> None:
+def command(
+    shape: str,
+    arch: str,
+    op: str,
+    groups: int,
+    expected_m: int | None,
+    num_sms: int | None,
+    top: int,
+    with_sass: bool,
+    as_json: bool,
+) -> None:
     """Show the problem, the configs with the model's estimates, and the kernel: source, registers, shared memory, SASS.
 
     The best config is compiled if it is not in the cache. Nothing runs, so no GPU is needed.
@@ -30,8 +42,13 @@ def command(shape: str, arch: str, op: str, num_sms: int | None, top: int, with_
     found = parse_shape(shape)
     if len(found) != 1:
         raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
-    layers.check_op(op)
-    report = examine(dataclasses.replace(found[0], op=op), arch, num_sms, top, with_sass)
+    layers.check_op(op, grouped=True)
+    if groups > 1 and op not in layers.GROUPED_OPS:
+        raise click.UsageError(f"--groups is for {', '.join(layers.GROUPED_OPS)}: name one of them with --op, not {op}")
+    if expected_m is not None and not layers.is_masked(op):
+        raise click.UsageError(f"--expected-m is for masked operations, not {op}")
+    asked = dataclasses.replace(found[0], op=op, groups=groups, expected_m=expected_m or 0)
+    report = examine(asked, arch, num_sms, top, with_sass)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
     else:
@@ -45,7 +62,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     from deep_gemm.aot import build
 
     spec = archs.get(arch)
-    if why := build.refusal(shape.n, shape.k, shape.op):
+    if why := build.refusal(shape.n, shape.k, shape.op, shape.groups):
         raise InvalidInputError(f"Every call with {shape} is refused: {why}")
     asked = build.spec_of(shape, spec, num_sms)
     ranked = select.rank(asked, spec)

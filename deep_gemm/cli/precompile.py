@@ -17,6 +17,7 @@ from deep_gemm.log import counted
 
 if TYPE_CHECKING:
     from deep_gemm.aot.build import Outcome, Summary, Work
+    from deep_gemm.aot.workload import GemmShape
 
 FAILED, PARTIAL = 1, 3
 """Exit statuses. Click's own, for a wrong use, is 2."""
@@ -33,13 +34,20 @@ FAILED, PARTIAL = 1, 3
 )
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel GPUs of a model.")
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Expert-parallel GPUs of a model.")
+@click.option(
+    "--groups",
+    type=click.IntRange(1, inputs.MAX_SIZE),
+    default=1,
+    show_default=True,
+    help="Weights of each --shape, for products grouped by expert.",
+)
 @click.option("--m", "m_text", metavar="SIZES", help="M of shapes without one: 1,2,64-4096:64. [all up to --max-m]")
 @click.option(
     "--max-m",
     type=click.IntRange(1, inputs.MAX_SIZE),
     default=workload.MAX_M,
     show_default=True,
-    help="The largest M to serve.",
+    help="The largest M to serve; of a model, the tokens of each GPU.",
 )
 @click.option(
     "--op", default="", metavar="NAME", help="Operation of shapes and of unquantised models. [FP8; the model's dtype]"
@@ -65,6 +73,7 @@ def command(
     path: Path | None,
     tp: int,
     ep: int,
+    groups: int,
     m_text: str | None,
     max_m: int,
     op: str,
@@ -80,6 +89,8 @@ def command(
 ) -> None:
     """Compile the kernels that a model or given shapes will use, into the cache.
 
+    A model's experts are served whatever the routing, in each form: rows with labels, ends of groups, masked groups.
+
     \b
     List the layers, and why some have no kernel:
       deep-gemm precompile --model DIR --tp 8 --dry-run
@@ -92,24 +103,26 @@ def command(
     Exits with 3 and compiles nothing if a layer is not understood or has no kernel; --allow-partial goes on with the
     rest. Exits with 1 and writes no pack if a kernel failed or could not be stored.
     """
-    from deep_gemm import select
     from deep_gemm.aot import build, shard
 
     if not texts and path is None:
         raise click.UsageError("nothing to compile: give --shape or --model")
-    ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else select.representatives(max_m)
+    ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else None
     part = shard.parse(shard_text) if shard_text is not None else None
     # --shape takes shapes only, even if a file of that name exists.
-    layers.check_op(op)
-    asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8) for text in texts]
+    layers.check_op(op, grouped=True)
+    asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8, groups=groups) for text in texts]
     asked += [path] if path is not None else []
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op)
-        work = build.choose(workload.shapes(found.layers, ms, training), arch, num_sms)
-    every = f"every M to {max_m}" if m_text is None else _span(ms)
+        every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
+        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms)
     report: dict[str, Any] = {
         "arch": arch,
-        "layers": [_described(layer, work, every) for layer in found.layers],
+        "layers": [
+            _described(layer, work, _span(ms) if ms is not None else f"every M to {layer.most_rows(max_m)}")
+            for layer in found.layers
+        ],
         "problems": list(found.problems),
         "kernels": len(work.kernels),
     }
@@ -193,11 +206,12 @@ def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | N
 
 
 def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
-    own = (layer.n, layer.k, layer.op)
-    kernels = sum(
-        any((s.n, s.k, s.op) == own and (not layer.ms or s.m in layer.ms) for s in x) for x in work.kernels.values()
-    )
-    impossible = [x.error for x in work.impossible if any((s.n, s.k, s.op) == own for s in x.shapes)]
+    def is_own(s: GemmShape) -> bool:
+        same = (s.n, s.k, s.op, s.groups) == (layer.n, layer.k, layer.op, layer.groups)
+        return same and (not layer.ms or s.m in layer.ms)
+
+    kernels = sum(any(map(is_own, asking)) for asking in work.kernels.values())
+    impossible = [x.error for x in work.impossible if any(map(is_own, x.shapes))]
     why_not = layer.why_not or (str(impossible[0]) if impossible else "")
     m = _span(layer.ms) if layer.ms else every
     return {
@@ -205,6 +219,7 @@ def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
         "n": layer.n,
         "k": layer.k,
         "op": layer.op,
+        "groups": layer.groups,
         "m": m,
         "kernels": 0 if layer.why_not else kernels,
         "served": not why_not,
@@ -218,15 +233,17 @@ def _served(one: dict[str, Any]) -> str:
     return "yes" if one["op"] == layers.FP8 else f"yes, by {one['op']}"
 
 
+def _size(one: dict[str, Any]) -> str:
+    groups = "" if one["groups"] == 1 else f"{one['groups']} of "
+    return f"{groups}{one['n']} x {one['k']}"
+
+
 def _span(ms: Sequence[int]) -> str:
     return f"M = {ms[0]}" if len(ms) == 1 else f"{len(ms)} M from {min(ms)} to {max(ms)}"
 
 
 def _print_plan(report: dict[str, Any]) -> None:
-    rows = [
-        [one["name"] or "-", f"{one['n']} x {one['k']}", one["m"], one["kernels"], _served(one)]
-        for one in report["layers"]
-    ]
+    rows = [[one["name"] or "-", _size(one), one["m"], one["kernels"], _served(one)] for one in report["layers"]]
     out = console()
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))

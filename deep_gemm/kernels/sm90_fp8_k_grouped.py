@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..arch import SM90, ArchSpec
+from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, ScaledConfig, ScaledGroupedParams, ScaledKGroupedConfig, ScaledParams
@@ -21,7 +22,7 @@ from .scaled import BYTES, scaling_of
 from .scaled_tiles import box_columns, config_shared_bytes, make_config
 from .sm90_fp8_scaled import Sm90Fp8Scaled
 
-SERVING: tuple[tuple[int, int, int], ...] = ((128, 64, 2), (128, 128, 1), (128, 128, 2), (256, 64, 2))
+SERVING: tuple[tuple[int, int, int], ...] = ((128, 64, 2), (128, 128, 1), (128, 128, 2))
 """(block_m, block_n, sets of partial sums) of the serving set: a ladder of tiles, not yet chosen by measurements."""
 
 _ONE_MAP = ("map_a", "map_b", "map_a_last", "map_b_last")
@@ -38,6 +39,10 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
     def template(self) -> str:
         """That of the kernel without groups."""
         return "sm90_fp8_scaled.cu.jinja"
+
+    def post_pass(self, params: KernelParams | None = None) -> PostPass | None:
+        """None: 1D1D has no runs of one factor."""
+        return None
 
     def refuses_groups(self, spec: GemmSpec) -> str | None:
         """It scales 1x128 on both sides."""
@@ -171,10 +176,7 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
         tile = make_config(128, 128, partials=1)
         return [
             *(make_params(config, accumulate="reduces") for config in self.configs(SM90)),
-            make_params(tile),
-            make_params(tile, accumulate="reads", segments=256),
-            make_params(tile, output="bf16"),
-            make_params(tile, output="bf16", accumulate="reads"),
+            make_params(tile, output="bf16", accumulate="reads", segments=256),
             make_params(tile, accumulate="reads", store="direct"),
         ]
 

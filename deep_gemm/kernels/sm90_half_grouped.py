@@ -18,7 +18,7 @@ from .half import BLOCK_K, box_columns, stages_that_fit
 from .loads import l2_promotion
 from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config
 
-SERVING: tuple[tuple[int, int], ...] = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (128, 256))
+SERVING: tuple[tuple[int, int], ...] = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256))
 """(block_m, block_n) of the serving set: a ladder of tiles, not yet chosen by measurements."""
 
 
@@ -158,13 +158,9 @@ class Sm90HalfGrouped(Sm90HalfGemm):
         tile, lone = make_config(128, 128), make_config(64, 64)
         return [
             *(make_params(config) for config in self.configs(SM90)),
-            make_params(tile, grouping="psum"),
             make_params(make_config(128, 256), grouping="masked", majors="km"),
-            make_params(lone, grouping="masked", segments=512),
-            make_params(lone, grouping="masked", store="direct"),
-            make_params(tile, store="direct", majors="km"),
+            make_params(lone, grouping="masked", segments=512, store="direct"),
             make_params(tile, dtype="f16", output="f16", grouping="psum", segments=256),
-            make_params(tile, shape=(0, 4096, 7168), grouping="masked"),
         ]
 
 

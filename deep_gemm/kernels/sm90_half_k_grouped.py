@@ -19,7 +19,7 @@ from .loads import l2_promotion
 from .raster import divisor, raster
 from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config
 
-SERVING: tuple[tuple[int, int], ...] = ((128, 64), (128, 128), (128, 192), (128, 256), (256, 128))
+SERVING: tuple[tuple[int, int], ...] = ((128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) of the serving set: a ladder of tiles, not yet chosen by measurements."""
 
 _STAGED = 2
@@ -177,12 +177,9 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         tile, tall = make_config(128, 128), make_config(256, 128)
         return [
             *(make_params(config, output="f32", accumulate="reduces") for config in self.configs(SM90)),
-            make_params(tile, output="f32"),
             make_params(tall, output="f32", accumulate="reads"),
             make_params(tile, accumulate="reads", segments=256),
-            make_params(tile),
-            make_params(tile, output="f32", accumulate="reads", store="direct"),
-            make_params(tile, dtype="f16", output="f16"),
+            make_params(tile, dtype="f16", output="f16", store="direct"),
         ]
 
 

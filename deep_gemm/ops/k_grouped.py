@@ -18,7 +18,7 @@ from ..reference import k_grouped_reference
 from ..spec import SCALE_BLOCK, Accumulate, Dtype, GemmSpec, KGroupMapsSpec, Operand, ceil_div
 from . import checks, fp8_checks, grouped_checks
 from .checks import TMA_BYTES, shape_of
-from .preparation import Preparation
+from .fp8_dense import Preparation
 
 FP8, BF16 = "k_grouped_fp8_gemm_nt_contiguous", "k_grouped_bf16_gemm_tn_contiguous"
 """Names of the operations."""

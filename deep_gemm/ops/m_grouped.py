@@ -17,7 +17,7 @@ from ..reference import m_grouped_reference
 from ..spec import Dtype, GemmSpec, Major, Operand
 from . import checks, grouped_checks
 from .fp8_checks import BLOCKS
-from .preparation import Preparation
+from .fp8_dense import Preparation
 
 Form: TypeAlias = Literal["contiguous", "psum", "masked"]
 """How rows are assigned to groups; see `GemmSpec`."""

@@ -81,15 +81,24 @@ def sustains(spec: GemmSpec) -> bool:
     return spec.flops >= (PREFILL_FLOPS if spec.m > SOME_TOKENS else SUSTAINED_FLOPS)
 
 
+def ranked_as(spec: GemmSpec) -> GemmSpec:
+    """The spec whose choice ``spec`` shares: M is its `representative`. Of masked groups only the rows that are
+    expected count, not the room that there is for them."""
+    if spec.grouping != "masked":
+        return replace(spec, m=representative(spec.m))
+    rows = representative(min(spec.expected_m or spec.m, spec.m))
+    return replace(spec, m=rows, expected_m=rows)
+
+
 def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> list[Choice]:
     """The `candidates` for ``spec``, the fastest by the model first; ties go to the smaller tile. If power can be the
     limit, the time back to back counts too (`SUSTAINED_PART`). ``calibration`` defaults to an H200's. Estimates are for
-    the `representative` of M.
+    the spec that `ranked_as` gives.
 
     Raises:
         UnsupportedError: no family supports ``spec``, or none within ``block_multiple`` and the number of SMs.
     """
-    return list(_rank(replace(spec, m=representative(spec.m)), arch, calibration or default()))
+    return list(_rank(ranked_as(spec), arch, calibration or default()))
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ import pytest
 import deep_gemm
 from deep_gemm import engine
 from deep_gemm.aot.build import choose
-from deep_gemm.aot.workload import model_layers, shapes
+from deep_gemm.aot.workload import dense_layers, model_layers, shapes
 from deep_gemm.benchmarks import compile_cost
 from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, LLAMA_3
 from deep_gemm.jit.compilers import Compiler
@@ -30,6 +30,16 @@ def kernels() -> list[KernelParams]:
 
 def test_few_kernels_serve_a_model(kernels: list[KernelParams]) -> None:
     assert 20 <= len(kernels) <= BUDGETS["kernels"]
+
+
+def test_few_kernels_serve_a_model_with_its_experts() -> None:
+    """DeepSeek-V3 on one of eight GPUs, TP 8 and EP 8, for every fourth bucket of M. All buckets need one kernel more:
+    55 in all, of which six are grouped (two for each form)."""
+    found = compile_cost.serving_kernels(step=4)
+    grouped = [params for params in found if params.kernel == "sm90_fp8_grouped"]
+    assert 40 <= len(found) <= BUDGETS["serving_kernels"]
+    assert 3 <= len(grouped) <= BUDGETS["expert_kernels"]
+    assert {params.grouping for params in grouped} == {"contiguous", "psum", "masked"}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,7 @@ def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
 
 def test_few_kernels_train_a_model() -> None:
     """Forward, gradients and casts of DeepSeek-V3's dense layers, for every fourth bucket of M."""
-    work = choose(shapes(model_layers(DEEPSEEK_V3), representatives(16384)[::4], training=True))
+    work = choose(shapes(dense_layers(DEEPSEEK_V3), representatives(16384)[::4], training=True))
     assert not work.impossible
     kinds = {params.kernel for params in work.kernels}
     assert {"sm90_fp8_gemm", "sm90_fp8_scaled", "quantize"} <= kinds

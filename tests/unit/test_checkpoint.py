@@ -131,8 +131,8 @@ def test_deepseek_v32_by_its_tensors(tmp_path: Path) -> None:
         "indexer.wq_b": (8192, 1536),
         "indexer.wk": (128, 7168),
         "shared_expert.down_proj": (7168, 2048),
+        "experts.gate_proj": (2048, 7168),
     }
-    assert "grouped" in why_not(found)["experts.*.gate_proj"]
 
 
 def test_linear_attention_of_qwen3_5(tmp_path: Path) -> None:

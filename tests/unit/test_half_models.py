@@ -16,7 +16,7 @@ from test_model_layers import BLOCKS, LLAMA_8B
 import deep_gemm
 from deep_gemm import ops, select
 from deep_gemm.aot import build, checkpoint, model, workload
-from deep_gemm.aot.layers import FP8, FP8_OPS, OPS, Layer, Plan
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED_OPS, OPS, Layer, Plan
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
@@ -37,7 +37,7 @@ def runs(plan: Plan) -> set[str]:
 
 
 def test_operations_are_those_that_exist() -> None:
-    assert {*FP8_OPS, *OPS.values()} == set(ops.NAMES)
+    assert {*FP8_OPS, *OPS.values(), *GROUPED_OPS} == set(ops.NAMES)
     assert FP8 == ops.DEFAULT
 
 

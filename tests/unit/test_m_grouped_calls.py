@@ -13,8 +13,8 @@ from grouped_cases import BF16, E4M3, FORMS, KINDS, call
 import deep_gemm
 from deep_gemm import InvalidInputError
 from deep_gemm.ops import m_grouped
+from deep_gemm.ops.fp8_dense import block_stride
 from deep_gemm.ops.m_grouped import MGroupedBF16, MGroupedFP8
-from deep_gemm.ops.preparation import block_stride
 from deep_gemm.spec import GemmSpec, Operand, TransposeSpec
 from deep_gemm.testing import guarded
 

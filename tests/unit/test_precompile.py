@@ -12,7 +12,7 @@ import pytest
 from deep_gemm import engine
 from deep_gemm.aot import build, workload
 from deep_gemm.aot.workload import GemmShape, Layer
-from deep_gemm.errors import CompileError, InvalidInputError, UnsupportedError
+from deep_gemm.errors import CompileError, InvalidInputError
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,
@@ -55,6 +55,8 @@ def test_deepseek_v3() -> None:
         "mlp.down_proj": (7168, 18432),
         "shared_expert.gate_up_proj": (4096, 7168),
         "shared_expert.down_proj": (7168, 2048),
+        "experts.gate_up_proj": (4096, 7168),
+        "experts.down_proj": (7168, 2048),
     }
 
 
@@ -75,7 +77,7 @@ def test_grouped_query_attention() -> None:
 
 def test_a_nested_text_config_and_a_mixture_without_dense_layers() -> None:
     nested = {"text_config": QWEN3_32B | {"num_experts": 128, "moe_intermediate_size": 1536}}
-    assert set(sizes(nested)) == {"qkv_proj", "o_proj"}
+    assert set(sizes(nested)) == {"qkv_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_a_workload_in_any_form() -> None:
     assert workload.shapes_of({"shapes": [{"n": 512, "k": 256}]}, ms) == both
     assert workload.shapes_of({"shapes": [{"n": 512, "k": 256, "m": 3}]}, ms) == [GemmShape(3, 512, 256)]
     assert workload.shapes_of(DEEPSEEK_V3, ms, tp=8, ep=32) == workload.shapes(
-        workload.model_layers(DEEPSEEK_V3, 8), ms
+        workload.model_layers(DEEPSEEK_V3, 8, 32), ms
     )
 
 
@@ -226,11 +228,6 @@ def test_a_workload_may_be_a_file(tmp_path: Path) -> None:
 def test_what_is_no_workload_is_refused_in_words(what: Any) -> None:
     with pytest.raises(InvalidInputError, match="but it"):
         workload.shapes_of(what)
-
-
-def test_more_than_one_group_is_refused_until_there_are_kernels() -> None:
-    with pytest.raises(UnsupportedError, match="8 groups"):
-        workload.shapes_of((512, 256, 8))
 
 
 @pytest.mark.parametrize(

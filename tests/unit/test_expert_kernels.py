@@ -1,0 +1,244 @@
+"""Grouped shapes and the kernels that are compiled ahead for them: all that any routing can need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_expert_layers import BF16, DEEPSEEK_V3, FP8, QWEN3_MOE, of_experts
+
+import deep_gemm
+from deep_gemm import engine, ops, select
+from deep_gemm.aot import build, model, workload
+from deep_gemm.aot.layers import FORMS, GROUPED_OPS, Layer, is_masked
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.arch import SM90
+from deep_gemm.cli.app import app
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.ops import m_grouped
+from deep_gemm.ops.grouped_checks import check_expected_m
+from deep_gemm.params import KernelParams
+from deep_gemm.select import calibration
+
+
+def test_operations_are_those_that_exist() -> None:
+    assert set(GROUPED_OPS) == set(ops.M_GROUPED)
+    for op, (dtype, form) in ops.M_GROUPED.items():
+        operation = {"e4m3": m_grouped.MGroupedFP8, "bf16": m_grouped.MGroupedBF16}[dtype](form)
+        assert op == operation.name + ("_psum" if form == "psum" else "")
+        assert is_masked(op) == (form == "masked")
+        assert ops.helpers(op) == (("transpose_scales",) if dtype == "e4m3" else ())
+    assert [is_masked(op) for op in ("fp8_gemm_nt", "masked")] == [False, False]
+
+
+def test_what_is_asked_of_the_selector() -> None:
+    for op, (dtype, form) in ops.M_GROUPED.items():
+        asked = build.spec_of(GemmShape(640, 512, 256, op=op, groups=4, expected_m=33), SM90)
+        wanted = m_grouped.spec(dtype, form, 640, 512, 256, 4, num_sms=132, alignment=128, expected_m=64)
+        assert asked == wanted
+        assert asked.expected_m == (64 if form == "masked" else 0)
+
+
+def test_the_alignment_of_this_process_counts() -> None:
+    shape = GemmShape(4096, 512, 256, op=FP8[0], groups=4)
+    deep_gemm.set_mk_alignment_for_contiguous_layout(64)
+    try:
+        assert build.spec_of(shape, SM90).alignment == 64
+        assert {params.config.tile[0] for params in build.kernels_of(shape, SM90)} == {64}
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(128)
+    assert build.spec_of(shape, SM90).alignment == 128
+
+
+def test_masked_choices_go_by_the_rows_that_are_expected() -> None:
+    for op in (FP8[2], BF16[2]):
+        for expected, room in ((1, 4096), (64, 64), (64, 5000), (1000, 1000), (2048, 100000)):
+            asked, least = (
+                build.spec_of(GemmShape(m, 4096, 7168, op=op, groups=32, expected_m=expected), SM90)
+                for m in (room, select.representative(min(room, 1 << (expected - 1).bit_length())))
+            )
+            assert select.rank(asked, SM90) == select.rank(least, SM90)
+
+
+@pytest.fixture(scope="module")
+def prepared() -> dict[str, tuple[Layer, set[KernelParams]]]:
+    """What is compiled ahead for one layer, by operation: for up to 300 tokens on each of 4 GPUs."""
+    found = {}
+    for config in (DEEPSEEK_V3, DEEPSEEK_V3 | {"quantization_config": None, "torch_dtype": "bfloat16"}):
+        layers = of_experts(model.plan(config, 4, 4))[: len(FORMS)]
+        for layer in layers:
+            work = build.choose(workload.shapes(workload.for_every_m([layer], 300), ()))
+            assert not work.impossible
+            found[layer.op] = (layer, set(work.kernels))
+    assert set(found) == {*FP8, *BF16}
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_every_routing_finds_its_kernel(
+    prepared: dict[str, tuple[Layer, set[KernelParams]]], data: st.DataObject
+) -> None:
+    op = data.draw(st.sampled_from(GROUPED_OPS))
+    layer, kernels = prepared[op]
+    m = data.draw(st.integers(1, layer.most_rows(300)))
+    expected = check_expected_m("expected_m", data.draw(st.integers(1, 5000)))
+    dtype, form = ops.M_GROUPED[op]
+    known = data.draw(st.sampled_from(calibration.every()))
+    deep_gemm.set_batch_invariant(data.draw(st.booleans()))
+    try:
+        asked = m_grouped.spec(
+            dtype, form, m, layer.n, layer.k, layer.groups, num_sms=132, alignment=128, expected_m=expected
+        )
+    finally:
+        deep_gemm.set_batch_invariant(False)
+    config = select.rank(asked, SM90, known)[0].config
+    assert engine.kernel_params(asked, config, SM90) in kernels
+
+
+def test_helpers_come_along(prepared: dict[str, tuple[Layer, set[KernelParams]]]) -> None:
+    for op, (_, kernels) in prepared.items():
+        names = {params.kernel for params in kernels}
+        assert names == ({"sm90_fp8_grouped", "transpose_scales"} if op in FP8 else {"sm90_half_grouped"})
+
+
+def test_shapes_with_groups() -> None:
+    for what in ((512, 256, 8), {"shapes": [{"n": 512, "k": 256, "groups": 8}]}, Layer("", 512, 256, groups=8)):
+        layers = workload.plan(what).layers
+        assert [(x.op, x.groups, x.n, x.k) for x in layers] == [(op, 8, 512, 256) for op in FP8]
+    assert [x.op for x in workload.plan((512, 256, 8), op="bf16_gemm_nt").layers] == list(BF16)
+    (one,) = workload.plan({"shapes": [{"n": 512, "k": 256, "op": FP8[2], "groups": 8, "m": [3, 5]}]}).layers
+    assert workload.shapes([one], [1]) == [GemmShape(m, 512, 256, op=FP8[2], groups=8) for m in (3, 5)]
+    # Of masked groups the rows that are expected count.
+    shape = GemmShape(4096, 512, 256, "x", FP8[2], 8, 33)
+    assert workload.shapes(workload.plan(shape).layers, [1]) == [GemmShape(64, 512, 256, "x", FP8[2], 8)]
+    shape = GemmShape(4096, 512, 256, "x", FP8[0], 8)
+    assert workload.shapes(workload.plan(shape).layers, [1]) == [shape]
+    assert workload.plan(one).layers == (one,)
+
+
+def test_shapes_count_what_they_multiply_and_move() -> None:
+    rows = GemmShape(640, 512, 256, op=FP8[0], groups=4)
+    assert rows.flops == 2 * 640 * 512 * 256
+    assert rows.bytes_moved() == 640 * 256 + 4 * 512 * 256 + 2 * 640 * 512 + 4 * 2 * (640 + 4 * 4)
+    masked = GemmShape(640, 512, 256, op=BF16[2], groups=4, expected_m=10)
+    assert masked.flops == 2 * 40 * 512 * 256
+    assert masked.bytes_moved() == 2 * (40 * 256 + 4 * 512 * 256 + 40 * 512)
+    assert GemmShape(640, 512, 256, op=BF16[2], groups=4).flops == 2 * 2560 * 512 * 256
+    assert str(rows) == "640 x 512 x 256 in 4 groups of m_grouped_fp8_gemm_nt_contiguous"
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [
+        ({"shapes": [{"n": 512, "k": 256, "groups": 0}]}, InvalidInputError, "groups of shape 0 of the description"),
+        ({"shapes": [{"n": 512, "k": 256, "groups": "8"}]}, InvalidInputError, "groups of shape 0 of the description"),
+        (
+            {"shapes": [{"n": 512, "k": 256, "groups": 8, "op": "fp16_gemm_nt"}]},
+            UnsupportedError,
+            "fp16_gemm_nt has no form with groups, but a shape has 8 groups. Give one group, or another op: fp8_",
+        ),
+    ],
+)
+def test_wrong_groups_are_refused_in_words(what: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as refused:
+        workload.plan(what)
+    assert str(refused.value).startswith(words)
+
+
+def test_groups_that_no_call_can_have() -> None:
+    assert (
+        build.plan((2048, 2048, 1 << 20))
+        .problems[0]
+        .endswith("more than 2147483647 rows or columns of all groups is not supported.")
+    )
+    assert "K must be a multiple of 16" in build.plan((512, 250, 8)).problems[0]
+    assert build.plan((512, 250, 8), op="bf16_gemm_nt").problems == ()
+    work = build.choose([GemmShape(64, 512, 256, op=FP8[0], groups=1025)])
+    assert "1025 groups are more than 1024" in str(work.impossible[0].error)
+
+
+def test_a_model_runs_no_grouped_operation_itself() -> None:
+    for plan in (model.plan, lambda config, op: deep_gemm.precompile(config, op=op)):
+        with pytest.raises(InvalidInputError, match=r"op must be one of fp8_gemm_nt, .*'m_grouped_fp8_gemm_nt_masked'"):
+            plan(QWEN3_MOE, op=FP8[2])  # type: ignore[operator]
+
+
+def run(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_command_lists_experts(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V3))
+    report = run("precompile", "--model", str(path), "--tp", "8", "--ep", "8", "--m", "64", "--dry-run", "--json")
+    found = [layer for layer in report["layers"] if layer["name"] == "experts.down_proj"]
+    assert [(layer["op"], layer["groups"], layer["n"], layer["k"], layer["served"]) for layer in found] == [
+        (op, 32, 7168, 2048, True) for op in FP8
+    ]
+    assert all(layer["kernels"] >= 1 for layer in found)
+    report = run("precompile", "--model", str(path), "--ep", "64", "--max-m", "2", "--dry-run", "--json")
+    assert {layer["op"]: layer["m"] for layer in report["layers"]} == {
+        "fp8_gemm_nt": "every M to 2",
+        FP8[0]: f"every M to {2 * 64 * 8 + 5 * 127}",
+        FP8[1]: f"every M to {2 * 64 * 8 + 5 * 127}",
+        FP8[2]: "every M to 128",
+    }
+    done = CliRunner().invoke(app, ["precompile", "--model", str(path), "--ep", "64", "--m", "2", "--dry-run"])
+    assert "4 of 7168 x 2048" in done.output
+
+
+def test_the_command_takes_shapes_with_groups() -> None:
+    report = run("precompile", "--shape", "512x256", "--groups", "8", "--m", "64", "--dry-run", "--json")
+    assert [(layer["op"], layer["groups"]) for layer in report["layers"]] == [(op, 8) for op in FP8]
+    arguments = ["--shape", "64x512x256", "--groups", "8", "--op", BF16[2], "--dry-run", "--json"]
+    (layer,) = run("precompile", *arguments)["layers"]
+    assert (layer["op"], layer["groups"], layer["m"], layer["kernels"]) == (BF16[2], 8, "M = 64", 1)
+
+
+@pytest.mark.compile
+def test_inspect_takes_groups(cache_dir: Path) -> None:
+    arguments = ["--op", FP8[2], "--groups", "32", "--expected-m", "20", "--json", "--top", "2"]
+    report = run("inspect", "4096x512x256", *arguments)
+    asked = report["spec"]
+    assert (asked["m"], asked["groups"], asked["grouping"], asked["expected_m"]) == (4096, 32, "masked", 32)
+    assert "_masked_g32_" in report["kernel"]
+    assert len(report["configs"]) == 2
+
+
+@pytest.mark.compile
+def test_after_compiling_ahead_no_routing_compiles(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deep_gemm.jit import builder
+
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    summary = deep_gemm.precompile((512, 256, 4), max_m=300, jobs=2)
+    assert summary.failed == []
+    # As in another process: a builder without this one's memory.
+    monkeypatch.setattr(engine, "default_builder", builder.Builder)
+    monkeypatch.setenv("DG_JIT_FORBID_COMPILE", "1")
+    needed = set()
+    for m in (1, 64, 129, 300):
+        for expected in (1, 33, 300):
+            for op in FP8:
+                asked = build.spec_of(GemmShape(m, 512, 256, op=op, groups=4, expected_m=expected), SM90)
+                needed.add(engine.kernel_params(asked, select.rank(asked, SM90)[0].config, SM90))
+    assert {params.grouping for params in needed} == {"contiguous", "psum", "masked"}  # type: ignore[attr-defined]
+    assert {engine.build(params).layer for params in needed} == {"disk"}
+
+
+def test_inspect_refuses_groups_where_there_are_none() -> None:
+    for arguments, words in (
+        (["--groups", "8"], "--groups is for m_grouped_fp8_gemm_nt_contiguous, "),
+        (["--op", FP8[0], "--groups", "8", "--expected-m", "4"], "--expected-m is for masked operations, not "),
+        (["--op", "m_grouped"], "op must be one of fp8_gemm_nt, "),
+    ):
+        done = CliRunner().invoke(app, ["inspect", "64x512x256", *arguments])
+        assert done.exit_code != 0
+        assert words in " ".join(done.output.split())
