@@ -59,7 +59,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
         grouped_layout: int32, contiguous, on the device of the other tensors. It is read on the device, when the kernel
             runs, so a CUDA graph can be replayed with other groups. What it says is not checked on a GPU.
 
-            - The index form: (M,), the group of each row, or -1 for padding, which may be anywhere.
+            - The index form: (M,), the group of each row, or -1 for padding. Padding may be anywhere, but the rows of a
+              group follow each other: on average, 128 rows of padding alone may interrupt a group once.
             - The psum form: (G,), the end row of each group, without padding. A group begins where the previous one
               ends, rounded up to the alignment. The end of an empty group is its own start.
         recipe: None or (1, 128, 128): the rows of a, the rows of b and the K that share a scale.

@@ -20,6 +20,9 @@ GROUPINGS = {"contiguous": "kIndex", "psum": "kPsum", "masked": "kMasked"}
 LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
 """Sizes of the table are powers of two."""
 
+MOST_COLUMNS = 1 << 18
+"""Columns of tiles: with more of them the device's quotient of floats could be off by one."""
+
 _STRIP = 16
 """Rows of tiles in a strip."""
 _CHUNK_BYTES = 1024
@@ -44,6 +47,8 @@ def table_bytes(grouping: str, entries: int) -> int:
 def order(config: GemmConfig, n: int) -> Sequence[int]:
     """The kernel's argument ``raster``: columns of tiles, and what it divides by."""
     columns = ceil_div(n, config.block_n)
+    if columns > MOST_COLUMNS:
+        raise UnsupportedError(f"N = {n} is more than {MOST_COLUMNS} tiles of {config.block_n} columns.")
     return [columns, *divisor(columns), *divisor(columns * _STRIP)]
 
 

@@ -19,9 +19,8 @@ from .scaled import BYTES, scaling_of
 from .scaled_tiles import box_columns, config_shared_bytes, make_config
 from .sm90_fp8_scaled import Sm90Fp8Scaled
 
-SERVING: tuple[tuple[int, int], ...] = ((64, 64), (64, 128), (128, 128), (128, 256))
-"""(block_m, block_n) of the serving set: a ladder of tiles, not yet chosen by measurements. With one staging buffer
-ptxas serialises the products of 128x256 tiles."""
+SERVING: tuple[tuple[int, int, int], ...] = ((64, 64, 2), (64, 128, 2), (128, 128, 2), (128, 256, 1))
+"""(block_m, block_n, staging buffers) of the serving set: a ladder of tiles, not yet chosen by measurements."""
 
 
 class Sm90Fp8Grouped(Sm90Fp8Scaled):
@@ -47,8 +46,8 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
 
     def configs(self, arch: ArchSpec) -> Iterator[ScaledConfig]:
         """`SERVING`, with as many stages as fit."""
-        for block_m, block_n in SERVING:
-            config = grouped(make_config(block_m, block_n, arch=arch))
+        for block_m, block_n, buffers in SERVING:
+            config = grouped(make_config(block_m, block_n, buffers=buffers, arch=arch))
             if self.illegal(config, arch) is None:
                 yield config
 
@@ -56,7 +55,7 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
         """The tiles of the kernel without groups that are not shared by clusters and that hold whole blocks of B's
         scales."""
         for config in super().legal(arch):
-            if config.cluster_size == 1 and config.block_n & (config.block_n - 1) == 0 and config.buffers == 2:
+            if config.cluster_size == 1 and config.block_n & (config.block_n - 1) == 0:
                 yield grouped(config)
 
     def illegal(self, config: ScaledConfig, arch: ArchSpec) -> str | None:
@@ -158,7 +157,7 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
         return [
             *(make_params(config) for config in self.configs(SM90)),
             make_params(tile, grouping="psum"),
-            make_params(make_config(128, 256), grouping="masked"),
+            make_params(make_config(128, 256, buffers=1), grouping="masked"),
             make_params(lone, grouping="masked", segments=512, store="direct"),
         ]
 

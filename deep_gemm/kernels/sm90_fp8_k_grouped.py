@@ -111,16 +111,15 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: maps, sfa, sfb, layout (K of each group), d, and c if consumers read it. Scales are (rows, blocks
-        of K of all groups) with contiguous rows. d and c have three strides."""
+        of K of all groups) with contiguous rows; the strides of "blocks" are how many blocks they have. d and c have
+        three strides."""
         gemm = groups.as_gemm(spec)
         p, config = self.of(params)
         m, n = gemm.m, gemm.n
         tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
         inside = raster(config, m, n, max(1, gemm.k // gemm.groups), gemm.num_sms)
-        # Each group's last block may be a part of one.
-        blocks = gemm.k // SCALE_BLOCK + gemm.groups
 
-        def scales(name: str, size: int, box: int) -> Map:
+        def scales(name: str, size: int, box: int, blocks: int) -> Map:
             return Map(TensorMapSpec("f32", (size, blocks), (strides[name][1] * 4,), (box, 1)), name)
 
         values: dict[str, Any] = {
@@ -135,8 +134,8 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
             "d_stride": strides["d"][1],
             "d_stride_g": strides["d"][0],
             "groups": gemm.groups,
-            "map_scale_a": scales("sfa", m, config.block_m),
-            "map_scale_b": scales("sfb", n, config.block_n),
+            "map_scale_a": scales("sfa", m, config.block_m, strides["blocks"][0]),
+            "map_scale_b": scales("sfb", n, config.block_n, strides["blocks"][1]),
         }
         if p.accumulate == "reads":
             values |= {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]}

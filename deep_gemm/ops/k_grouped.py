@@ -4,7 +4,7 @@ part of K, and has its own matrix D."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,6 +246,7 @@ class KGroupedFP8(_KGrouped):
         """Tensor maps of all groups are made first, and scales transposed if TMA cannot read them."""
         for name in ("sfa", "sfb"):
             found.row_scales(name, x.tensors[name])
+        found.strides["blocks"] = x.tensors["sfa"].shape[1], x.tensors["sfb"].shape[1]
         maps = KGroupMapsSpec(x.groups, x.m, x.n)
         names = ("a", "b", "layout", "maps")
         found.scratch["maps"] = ((maps.bytes,), torch.uint8)
@@ -299,10 +300,29 @@ class Entries:
     with_c: Callable[..., None]
     """Its arguments are a, b, c, d, grouped_layout, compiled_dims."""
 
+    multiple: int
+    """K of each group is a multiple of this."""
+
+    def check_sizes(self, ks: Sequence[Any], a: Any, d: Any) -> None:
+        """Check sizes that are given on the host."""
+        if not all(isinstance(k, int) and k >= 0 for k in ks):
+            raise InvalidInputError(f"ks_cpu must be a list of K of each group, integers from 0 on, but it is {ks!r}.")
+        if isinstance(d, Tensor) and d.dim() == 3 and len(ks) != d.shape[0]:
+            raise InvalidInputError(f"ks_cpu has {len(ks)} groups, but d has {d.shape[0]}.")
+        if odd := [k for k in ks if k % self.multiple]:
+            raise InvalidInputError(f"K of each group must be a multiple of {self.multiple}, but ks_cpu has {odd[0]}.")
+        values = a[0] if isinstance(a, (tuple, list)) and a else a
+        if isinstance(values, Tensor) and isinstance(d, Tensor) and d.dim() == 3 and values.dim() > 0:
+            k = values.numel() // max(1, d.shape[1])
+            if sum(ks) != k:
+                raise InvalidInputError(f"ks_cpu must add up to the K of a, {k}, but adds up to {sum(ks)}.")
+
     def call(self, a: Any, b: Any, d: Any, ks: Any, layout: Any, c: Any, compiled_dims: Any, psum: Any) -> None:
         """Call the one that is meant, with K of each group on the device."""
         if psum:
             raise UnsupportedError("use_psum_layout is not supported by GEMMs grouped along K. Pass K of each group.")
+        if isinstance(ks, (list, tuple)):
+            self.check_sizes(ks, a, d)
         layout = sizes_on_device(ks, layout, d)
         if c is None:
             self.without_c(a, b, d, layout, compiled_dims)
@@ -319,15 +339,13 @@ def sizes_on_device(ks: Any, layout: Any, d: Any) -> Any:
         return layout
     if isinstance(ks, Tensor):
         return ks if layout is None else layout
-    if not isinstance(ks, (list, tuple)) or not all(isinstance(k, int) and k >= 0 for k in ks):
-        raise InvalidInputError(f"ks_cpu must be a list of K of each group, integers from 0 on, but it is {ks!r}.")
-    if isinstance(d, Tensor) and d.dim() == 3 and len(ks) != d.shape[0]:
-        raise InvalidInputError(f"ks_cpu has {len(ks)} groups, but d has {d.shape[0]}.")
+    if not isinstance(ks, (list, tuple)):
+        raise InvalidInputError(f"ks_cpu must be a list of K of each group, but it is {ks!r}.")
     if layout is not None:
         return layout
     device = d.device if isinstance(d, Tensor) else None
     return torch.tensor(ks, dtype=torch.int32, device=device)
 
 
-fp8 = Entries(entry(KGroupedFP8(accumulates=False)), entry(KGroupedFP8(accumulates=True)))
-bf16 = Entries(entry(KGroupedBF16(accumulates=False)), entry(KGroupedBF16(accumulates=True)))
+fp8 = Entries(entry(KGroupedFP8(accumulates=False)), entry(KGroupedFP8(accumulates=True)), TMA_BYTES)
+bf16 = Entries(entry(KGroupedBF16(accumulates=False)), entry(KGroupedBF16(accumulates=True)), 1)

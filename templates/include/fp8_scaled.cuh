@@ -91,6 +91,18 @@ struct Fp8Scaled {
   // Whether they are loaded when a tile begins, and not near its end. Wide tiles have no registers for that.
   enum : bool { kScalesEarly = Mainloop::kParts == 1 && Mma::kN <= 128 };
 
+  // The group of a tile's matrix D; empty where all tiles are in one. As a number that is always 0 it cost a lambda capture too
+  // many: NVVM then kept the main loop in local memory, and ptxas serialised the products (128x256, 1D2D, one staging buffer).
+  template <bool kEach, class = void>
+  struct MatrixOf {
+    using Type = Index<0>;
+  };
+  template <class T>
+  struct MatrixOf<true, T> {
+    using Type = u32;
+  };
+  using Matrix = typename MatrixOf<Kernel::kByDepth>::Type;
+
   Kernel kernel;
 
   DG_DEVICE Fp8Scaled(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
@@ -169,7 +181,8 @@ struct Fp8Scaled {
     }
     // A CTA's last tile has a copy of `finish` of its own, see Fp8Gemm::consume.
     for (bool more = tile.valid(); more;) {
-      const u32 row = tile.row, column = tile.column, end = kernel.end(tile), matrix = kernel.matrix(tile);
+      const u32 row = tile.row, column = tile.column, end = kernel.end(tile);
+      const Matrix matrix = matrix_of(tile);
       const u32 count = Kernel::kByDepth ? kernel.steps(tile, kernel.order()) : blocks;
       const auto finished = [&](auto unit) { finish<decltype(unit)::kValue>(sum, row, column, end, matrix, at, which, late); };
       const auto look_ahead = [&] {
@@ -200,7 +213,7 @@ struct Fp8Scaled {
   // Completes a unit's sums and stores them, or stages them for the store warp. It works part by part, because a whole unit's
   // elements of C or scales do not fit in registers.
   template <u32 kUnit>
-  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, u32 end, u32 matrix, const Place& at, u32& which, LateScales& late) const {
+  DG_DEVICE void finish(Sums& sums, u32 row, u32 column, u32 end, Matrix matrix, const Place& at, u32& which, LateScales& late) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 y = row + at.first_row + kSlice * 64 + at.warp * 16 + at.lane / 4;
 #pragma unroll
@@ -243,24 +256,32 @@ struct Fp8Scaled {
     }
   }
 
-  // Where the matrix D or C of a group begins, in elements.
-  DG_DEVICE i64 d_matrix(i64 matrix) const {
+  static DG_DEVICE Matrix matrix_of(const Scheduler& tile) {
     if constexpr (Kernel::kByDepth) {
-      return matrix * kernel.arg.d_stride_g;
+      return tile.group;
+    } else {
+      return {};
+    }
+  }
+
+  // Where the matrix D or C of a group begins, in elements.
+  DG_DEVICE i64 d_matrix(Matrix matrix) const {
+    if constexpr (Kernel::kByDepth) {
+      return static_cast<i64>(matrix) * kernel.arg.d_stride_g;
     } else {
       return 0;
     }
   }
-  DG_DEVICE i64 c_matrix(i64 matrix) const {
+  DG_DEVICE i64 c_matrix(Matrix matrix) const {
     if constexpr (Kernel::kByDepth) {
-      return matrix * kernel.arg.c_stride_g;
+      return static_cast<i64>(matrix) * kernel.arg.c_stride_g;
     } else {
       return 0;
     }
   }
 
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
-  DG_DEVICE void add_c(float* sum, u32 row, u32 column, u32 matrix) const {
+  DG_DEVICE void add_c(float* sum, u32 row, u32 column, Matrix matrix) const {
     each_pair(sum, row, column, kernel.m(), [&](float* pair, u32 y, u32 x) {
       const i64 index = c_matrix(matrix) + y * kernel.arg.c_stride + x;
       float first, second = 0.0f;
@@ -288,7 +309,7 @@ struct Fp8Scaled {
           },
           [&](const Scheduler& at, u32 source, u32 x, u32 y) {
             if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
-              tma_add_3d(arg.map_d, source, x, y, at.group);
+              if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
             } else if constexpr (Kernel::kByDepth) {
               tma_store_3d(arg.map_d, source, x, y, at.group);
             } else if constexpr (Tile::kAccumulate == kReduces) {

@@ -182,7 +182,7 @@ struct HalfGemm {
           },
           [&](const Scheduler& at, u32 source, u32 x, u32 y) {
             if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
-              tma_add_3d(arg.map_d, source, x, y, at.group);
+              if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
             } else if constexpr (Kernel::kByDepth) {
               tma_store_3d(arg.map_d, source, x, y, at.group);
             } else if constexpr (Tile::kAccumulate == kReduces) {

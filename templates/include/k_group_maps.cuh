@@ -15,6 +15,12 @@ DG_DEVICE void make_group_map(const TensorMap* from, const u8* base, u32 rows, c
   before = __reduce_add_sync(0xffffffffu, before);
   // A group without any K is never read inside its matrix. But a map needs a row.
   const u32 size = sizes[group] > 0 ? sizes[group] : 16;
+  if (size % 16 != 0) __trap();  // rows would begin inside the 16 bytes that TMA reads
+#if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 5
+  const u32 stride = size >> 4;  // before CUDA 12.5 the instruction takes the field as it is (CUTLASS, copy_sm90_desc.hpp)
+#else
+  const u32 stride = size;
+#endif
   if (lane < 16) map.opaque[lane] = from->opaque[lane];
   __syncwarp();
   const u32 place = shared_address(&map);
@@ -23,7 +29,7 @@ DG_DEVICE void make_group_map(const TensorMap* from, const u8* base, u32 rows, c
     asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(place), "l"(address) : "memory");
     asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" ::"r"(place), "r"(size) : "memory");
     asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;"
-                 ::"r"(place), "l"(static_cast<u64>(size)) : "memory");
+                 ::"r"(place), "l"(static_cast<u64>(stride)) : "memory");
   }
   __syncwarp();
   asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;"

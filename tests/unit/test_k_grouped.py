@@ -94,6 +94,7 @@ def test_bf16_output_and_c() -> None:
         ({"grouped_layout": layout([64]).long()}, "grouped_layout must be torch.int32"),
         ({"ks_cpu": [32, 32]}, "ks_cpu has 2 groups, but d has 1"),
         ({"ks_cpu": [-64]}, "ks_cpu must be a list of K"),
+        ({"ks_cpu": [63]}, "ks_cpu must add up to the K of a, 64, but adds up to 63"),
         ({"grouped_layout": layout([65])}, "must be 0 or more, and add up to at most 64"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -117,6 +118,8 @@ def test_what_is_not_supported() -> None:
         deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, [128], layout([128]), use_psum_layout=True)
     with pytest.raises(UnsupportedError, match="recipe"):
         deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, [128], layout([128]), recipe=(1, 128, 128))
+    with pytest.raises(InvalidInputError, match="K of each group must be a multiple of 16, but ks_cpu has 24"):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, torch.zeros(2, M, N), [24, 104], layout([24, 104]))
     with pytest.raises(UnsupportedError, match="k_grouped_fp8_gemm_tn_contiguous"):
         deep_gemm.k_grouped_fp8_gemm_tn_contiguous(a, b, d, [128], layout([128]))
 
