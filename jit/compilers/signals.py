@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -90,9 +90,11 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
             thread.start()
         except RuntimeError:  # no thread can be started: a limit is reached, or the interpreter is shutting down
             return work()
-        # In short waits: a signal that arrives just before a wait begins does not end it.
-        while thread.is_alive():
-            thread.join(_WAIT)
+        # In short waits: a signal that arrives just before a wait begins does not end it. Not by `thread.join`, since
+        # Python 3.11 takes a thread for finished if that is interrupted.
+        while not future.done():
+            wait([future], _WAIT)
+        thread.join()
         return future.result()
     finally:
         cancel()

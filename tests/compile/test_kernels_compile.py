@@ -48,7 +48,12 @@ from deep_gemm.spec import align
 FOUND = [kernel for kernel in kernels.registry().values() if kernel.mma_instruction != "HGMMA"]
 CASES = [params for kernel in FOUND for params in kernel.cases()]
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
-STATIC_SHARED = {"transpose_scales": 32 * 65 * 4, "copy_rows": 64 * 66 * 2, "transpose_bytes": 128 * 128}
+STATIC_SHARED = {
+    "transpose_scales": 32 * 65 * 4,
+    "copy_rows": 64 * 66 * 2,
+    "transpose_bytes": 128 * 128,
+    "k_group_maps": 128,
+}
 
 
 def static_shared(params: KernelParams) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grouped_mutations
 import pytest
 import scaled_mutations
 from headers import edited_headers
@@ -14,6 +15,7 @@ from deep_gemm import engine
 from deep_gemm.jit import Builder
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.kernels import k_group_maps
 
 KERNELS = mutated_kernels()
 
@@ -65,5 +67,15 @@ def test_so_does_each_of_the_kernel_with_any_scaling(
     mutation: Mutation, nvrtc: Compiler, sound: Builder, tmp_path: Path
 ) -> None:
     request = engine.build_request(scaled_mutations.KERNELS[mutation.kernels[0]])
+    broken = Builder(tmp_path / "broken", nvrtc, mutation.headers(tmp_path / "include"))
+    assert broken.build(request).cubin != sound.build(request).cubin
+
+
+@pytest.mark.parametrize("mutation", grouped_mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+def test_so_does_each_of_grouped_kernels(mutation: Mutation, nvrtc: Compiler, sound: Builder, tmp_path: Path) -> None:
+    params = grouped_mutations.KERNELS[mutation.kernels[0]].params
+    if mutation.file == "k_group_maps.cuh":
+        params = k_group_maps.KERNEL.cases()[0]
+    request = engine.build_request(params)
     broken = Builder(tmp_path / "broken", nvrtc, mutation.headers(tmp_path / "include"))
     assert broken.build(request).cubin != sound.build(request).cubin

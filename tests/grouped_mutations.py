@@ -1,0 +1,149 @@
+"""Device code of the grouped kernels broken on purpose, as in `mutations.py`: each edit makes a wrong result, and no
+wait for something that never comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mutation import Mutation
+
+from deep_gemm.kernels import sm90_fp8_grouped, sm90_fp8_k_grouped, sm90_half_grouped, sm90_half_k_grouped
+from deep_gemm.kernels import sm90_fp8_scaled as fp8
+from deep_gemm.kernels import sm90_half_gemm as half
+from deep_gemm.params import KernelParams
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A kernel, and the operation that it computes: "fp8" or "bf16", and the form of the groups."""
+
+    params: KernelParams
+    kind: str
+    form: str
+
+
+def _m(kind: str, form: str, tile: tuple[int, int]) -> Grouped:
+    make: Any = sm90_fp8_grouped.make_params if kind == "fp8" else sm90_half_grouped.make_params
+    config: Any = fp8.make_config(*tile) if kind == "fp8" else half.make_config(*tile)
+    return Grouped(make(config, grouping=form), kind, form)
+
+
+KERNELS: dict[str, Grouped] = {
+    "labels": _m("fp8", "contiguous", (128, 128)),
+    "ends": _m("bf16", "psum", (128, 128)),
+    "counts": _m("fp8", "masked", (64, 64)),
+    "depths": Grouped(
+        sm90_half_k_grouped.make_params(half.make_config(128, 128), output="f32", accumulate="reduces"), "bf16", "k"
+    ),
+    "maps": Grouped(
+        sm90_fp8_k_grouped.make_params(fp8.make_config(128, 128, partials=1), accumulate="reduces"), "fp8", "k"
+    ),
+}
+"""A kernel of each form."""
+
+MUTATIONS = [
+    Mutation(
+        "take the label of a tile's first row",
+        "groups.cuh",
+        "label = __reduce_max_sync(0xffffffffu, label);",
+        "label = __shfl_sync(0xffffffffu, label, 0);",
+        ("labels",),
+    ),
+    Mutation(
+        "begin a group where the one before ends",
+        "groups.cuh",
+        "ceil_div(static_cast<u32>(max_of(previous, 0)), arg.alignment) * arg.alignment",
+        "static_cast<u32>(max_of(previous, 0))",
+        ("ends",),
+    ),
+    Mutation(
+        "forget the groups before a warp's",
+        "groups.cuh",
+        "before = __shfl_sync(0xffffffffu, given, 31);",
+        "before = 0;",
+        ("ends",),
+    ),
+    Mutation(
+        "store a group's last rows with the next group's first",
+        "part_store.cuh",
+        "(kEnds ? y + 64 <= end : y < end)",
+        "y < end",
+        ("ends", "counts"),
+    ),
+    Mutation(
+        "leave a group's last row out",
+        "part_store.cuh",
+        "row < rows; row += kRows",
+        "row + 1 < rows; row += kRows",
+        ("ends", "counts"),
+    ),
+    Mutation(
+        "multiply by the first group's weights",
+        "gemm_kernel.cuh",
+        "return tile.group * n() + tile.column;",
+        "return tile.column;",
+        ("labels", "ends", "counts"),
+    ),
+    Mutation(
+        "scale by the first group's scales of B",
+        "fp8_scaled.cuh",
+        "tile.group * kernel.arg.scale_b_stride_g",
+        "0 * kernel.arg.scale_b_stride_g",
+        ("labels", "counts"),
+    ),
+    Mutation(
+        "scale by the first group's scales of A",
+        "tile_scales.cuh",
+        "block += tile.group * order.blocks;",
+        "",
+        ("counts",),
+    ),
+    Mutation(
+        "leave padding as it was",
+        "groups.cuh",
+        "store_16(line + x, Bytes16{});",
+        ";",
+        ("labels",),
+    ),
+    Mutation(
+        "multiply rows of the next group too",
+        "half_mainloop.cuh",
+        "if (before_last-- == 0 && last_rows < 64) clear();",
+        "before_last--;",
+        ("depths",),
+    ),
+    Mutation(
+        "clear one row less",
+        "half_mainloop.cuh",
+        "u32 place = last_rows * 128 +",
+        "u32 place = last_rows * 128 + 128 +",
+        ("depths",),
+    ),
+    Mutation(
+        "begin each group's scales at the first block",
+        "tile_scales.cuh",
+        "tile.first_k + step : +Kernel::kNowhere",
+        "step : +Kernel::kNowhere",
+        ("maps",),
+    ),
+    Mutation(
+        "read every group's values from the beginning",
+        "k_group_maps.cuh",
+        "static_cast<u64>(before) * rows",
+        "0 * rows",
+        ("maps",),
+    ),
+    Mutation(
+        "write every group's matrix over the first",
+        "half_gemm.cuh",
+        "tma_add_3d(arg.map_d, source, x, y, at.group);",
+        "tma_add_3d(arg.map_d, source, x, y, 0);",
+        ("depths",),
+    ),
+]
+
+
+def mutants() -> list[tuple[Mutation, str]]:
+    """Every mutation with each of the kernels that it breaks."""
+    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]
