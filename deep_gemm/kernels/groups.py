@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..arch import SM90, ArchSpec
 from ..errors import UnsupportedError
-from ..jit.driver.launch import LaunchShape
-from ..params import GemmConfig
+from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import GemmConfig, ScaledConfig, ScaledGroupedParams
 from ..spec import GemmSpec, Spec, align, ceil_div
+from . import scaled_tiles
 from .base import Argument, Strides
 from .features import Features
-from .raster import divisor
+from .raster import divisor, raster
 
 GROUPINGS = {"contiguous": "kIndex", "psum": "kPsum", "masked": "kMasked"}
 """Forms in which groups along M are given, and their names in device code."""
@@ -101,13 +104,7 @@ def launch_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[
 def launch_shape(spec: GemmSpec, config: GemmConfig, shared: int, pdl: bool) -> LaunchShape:
     """One CTA for each SM, or fewer if there cannot be as many tiles."""
     tiles = rows_of_tiles(spec, config) * ceil_div(spec.n, config.block_n)
-    return LaunchShape(
-        grid=(min(tiles, spec.num_sms), 1, 1),
-        block=config.num_threads,
-        dynamic_shared=shared,
-        cluster=(1, 1, 1),
-        pdl=pdl,
-    )
+    return _one_per_sm(tiles, spec, config, shared, pdl)
 
 
 def one_group(spec: GemmSpec) -> GemmSpec:
@@ -119,3 +116,79 @@ def one_group(spec: GemmSpec) -> GemmSpec:
 def with_weights(found: Features, spec: GemmSpec, element_bytes: int) -> Features:
     """``found`` with the weights of all groups."""
     return found._replace(traffic=found.traffic + (spec.groups - 1) * spec.n * spec.k * element_bytes)
+
+
+def fitted(params: ScaledGroupedParams, arch: ArchSpec = SM90) -> ScaledGroupedParams:
+    """The params of an FP8 kernel with no more stages than fit beside the table of groups."""
+    config = params.config
+    if not isinstance(config, ScaledConfig):
+        raise TypeError(f"it takes a ScaledConfig, not a {type(config).__name__}")
+    table, tma_store = table_bytes(params.grouping, params.segments), params.store == "tma"
+    return replace(params, config=scaled_tiles.fitted(config, params.scaling, params.output, arch, table, tma_store))
+
+
+def form_in_name(name: str, store: str, form: str) -> str:
+    """A kernel's name with the form of its groups before the store."""
+    return name.replace(f"_{store}", f"_{form}_{store}", 1)
+
+
+def along_k_arguments(known: Iterable[Argument], accumulate: str, *more: Argument) -> tuple[Argument, ...]:
+    """The parameters of a kernel without groups with the order of tiles along K, the groups, ``more``, and strides from
+    matrix to matrix."""
+    reads = [Argument("c_stride_g", "i64")] if accumulate == "reads" else []
+    return (
+        *(replace(x, ctype="DepthRaster") if x.name == "raster" else x for x in known),
+        Argument("groups", "u32"),
+        Argument("layout", "const int*"),
+        *more,
+        Argument("d_stride_g", "i64"),
+        *reads,
+    )
+
+
+def along_k_values(spec: GemmSpec, config: GemmConfig, strides: Strides, element_bytes: int) -> dict[str, Any]:
+    """Values of those parameters that depend on no family. d and c have three strides."""
+    each = max(1, spec.k // spec.groups) * element_bytes
+    inside = raster(config, spec.m, spec.n, each, spec.num_sms)
+    c = {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]} if "c" in strides else {}
+    return {
+        "m": spec.m,
+        "n": spec.n,
+        "k": spec.k,
+        "last_rows": config.block_m,
+        "last_columns": config.block_n,
+        "early_stages": 0,
+        "raster": [*divisor(_tiles(spec, config)), *inside.arguments],
+        "evict_first": 0,
+        "d_stride": strides["d"][1],
+        "d_stride_g": strides["d"][0],
+        "groups": spec.groups,
+        **c,
+    }
+
+
+def output_map(spec: GemmSpec, strides: Strides, width: int, element_bytes: int) -> Map:
+    """The tensor map of the matrices D of groups along K: boxes of 64 rows by ``width``, clipped at each matrix."""
+    steps = (strides["d"][1] * element_bytes, strides["d"][0] * element_bytes)
+    shape = (spec.n, spec.m, spec.groups)
+    return Map(TensorMapSpec(spec.d.dtype, shape, steps, (width, 64, 1), width * element_bytes), "d")
+
+
+def along_k_shape(spec: GemmSpec, config: GemmConfig, shared: int, pdl: bool) -> LaunchShape:
+    """One CTA for each SM, or fewer if there are fewer tiles."""
+    return _one_per_sm(_tiles(spec, config) * spec.groups, spec, config, shared, pdl)
+
+
+def one_product(spec: GemmSpec, config: GemmConfig, least_k: int) -> GemmSpec:
+    """A spec without groups of as many tiles, with one group's part of K."""
+    each = max(least_k, spec.k // spec.groups)
+    return replace(spec, m=spec.groups * align(spec.m, config.block_m), k=each, grouping="none", groups=1)
+
+
+def _tiles(spec: GemmSpec, config: GemmConfig) -> int:
+    return ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n)
+
+
+def _one_per_sm(tiles: int, spec: GemmSpec, config: GemmConfig, shared: int, pdl: bool) -> LaunchShape:
+    grid = (min(tiles, spec.num_sms), 1, 1)
+    return LaunchShape(grid=grid, block=config.num_threads, dynamic_shared=shared, cluster=(1, 1, 1), pdl=pdl)

@@ -77,10 +77,14 @@ def make_config(
     return fitted(two if partials == 2 else one, "1d1d", "f32", arch)
 
 
-def fitted(config: ScaledConfig, scaling: str, output: str, arch: ArchSpec = SM90) -> ScaledConfig:
-    """``config`` with no more stages than fit beside the scales and staging buffers for this scaling and output."""
-    none, one = (config_shared_bytes(replace(config, num_stages=x), True, scaling, output) for x in (0, 1))
-    return replace(config, num_stages=max(0, min(config.num_stages, (arch.shared_per_cta - none) // (one - none))))
+def fitted(
+    config: ScaledConfig, scaling: str, output: str, arch: ArchSpec = SM90, rest: int = 0, tma_store: bool = True
+) -> ScaledConfig:
+    """``config`` with no more stages than fit beside the scales and staging buffers for this scaling and output, and
+    beside ``rest`` bytes."""
+    none, one = (config_shared_bytes(replace(config, num_stages=x), tma_store, scaling, output) for x in (0, 1))
+    stages = (arch.shared_per_cta - none - rest) // (one - none)
+    return replace(config, num_stages=max(0, min(config.num_stages, stages)))
 
 
 def instruction_columns(config: ScaledConfig) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from ..arch import SM90, ArchSpec
@@ -16,7 +16,7 @@ from .base import Argument, Strides, Value
 from .features import Features
 from .loads import l2_promotion
 from .scaled import BYTES, scaling_of
-from .scaled_tiles import box_columns, config_shared_bytes, make_config
+from .scaled_tiles import box_columns, make_config
 from .sm90_fp8_scaled import Sm90Fp8Scaled
 
 SERVING: tuple[tuple[int, int, int], ...] = ((64, 64, 2), (64, 128, 2), (128, 128, 2), (128, 256, 1))
@@ -83,7 +83,7 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
             grouping=grouping,
             segments=groups.segments(grouping, groups.as_gemm(spec).groups),
         )
-        return fitted(found, arch)
+        return groups.fitted(found, arch)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Those of the kernel without groups, and the form of the groups."""
@@ -148,8 +148,7 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
         """Such as ``m_grouped_fp8_gemm_1d2d_bf16_128x256_s3_p1_masked_g32_tma``."""
         p = self.grouped(params)
         form = f"{p.grouping}_g{p.segments}"
-        name = super().entry(params)
-        return f"m_grouped_{name.replace(f'_{p.store}', f'_{form}_{p.store}', 1)}"
+        return "m_grouped_" + groups.form_in_name(super().entry(params), p.store, form)
 
     def cases(self) -> list[KernelParams]:
         """The serving set; each form and store."""
@@ -167,24 +166,10 @@ def grouped(config: ScaledConfig) -> ScaledGroupedConfig:
     return ScaledGroupedConfig(**vars(config))
 
 
-def fitted(params: ScaledGroupedParams, arch: ArchSpec = SM90) -> ScaledGroupedParams:
-    """``params`` with no more stages than fit beside the table of groups."""
-    config = params.config
-    if not isinstance(config, ScaledConfig):
-        raise TypeError(f"it takes a ScaledConfig, not a {type(config).__name__}")
-    table = groups.table_bytes(params.grouping, params.segments)
-    none, one = (
-        config_shared_bytes(replace(config, num_stages=x), params.store == "tma", params.scaling, params.output)
-        for x in (0, 1)
-    )
-    stages = (arch.shared_per_cta - none - table) // (one - none)
-    return replace(params, config=replace(config, num_stages=min(config.num_stages, stages)))
-
-
 def make_params(config: ScaledConfig, **options: object) -> ScaledGroupedParams:
     """The identity of this kernel with ``config``. Defaults of ``options``: labels, TMA stores."""
     known = {"store": "tma", "scaling": "1d2d", "output": "bf16", **options}
-    return fitted(ScaledGroupedParams(kernel=KERNEL.name, arch=SM90.name, config=grouped(config), **known))  # type: ignore[arg-type]
+    return groups.fitted(ScaledGroupedParams(kernel=KERNEL.name, arch=SM90.name, config=grouped(config), **known))  # type: ignore[arg-type]
 
 
 KERNEL = Sm90Fp8Grouped()

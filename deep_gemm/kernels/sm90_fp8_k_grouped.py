@@ -4,22 +4,20 @@ K-major operands and a matrix D of its own."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields
 
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, ScaledConfig, ScaledGroupedParams, ScaledKGroupedConfig, ScaledParams
-from ..spec import SCALE_BLOCK, GemmSpec, Spec, align, ceil_div
+from ..spec import SCALE_BLOCK, GemmSpec, Spec
 from . import groups
 from .base import Argument, Strides, Value
 from .features import Features
 from .k_group_maps import BOX_ROWS
-from .raster import divisor, raster
 from .scaled import BYTES, scaling_of
-from .scaled_tiles import box_columns, config_shared_bytes, make_config
+from .scaled_tiles import box_columns, make_config
 from .sm90_fp8_scaled import Sm90Fp8Scaled
 
 SERVING: tuple[tuple[int, int, int], ...] = ((128, 64, 2), (128, 128, 1), (128, 128, 2))
@@ -81,7 +79,7 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
             grouping="k",
             segments=groups.segments("k", groups.as_gemm(spec).groups),
         )
-        return fitted(found, arch)
+        return groups.fitted(found, arch)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Those of the kernel without groups, and the size of the table."""
@@ -97,15 +95,8 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
         """Those of the kernel without groups but for A's and B's maps, which are in memory; another order of tiles; the
         groups; and strides from matrix to matrix."""
         known = (x for x in super().arguments(params) if x.name not in _ONE_MAP)
-        reads = [Argument("c_stride_g", "i64")] if self.grouped(params).accumulate == "reads" else []
-        return (
-            *(replace(x, ctype="DepthRaster") if x.name == "raster" else x for x in known),
-            Argument("groups", "u32"),
-            Argument("layout", "const int*"),
-            Argument("maps", "const TensorMap*"),
-            Argument("d_stride_g", "i64"),
-            *reads,
-        )
+        maps = Argument("maps", "const TensorMap*")
+        return groups.along_k_arguments(known, self.grouped(params).accumulate, maps)
 
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
@@ -115,51 +106,21 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
         three strides."""
         gemm = groups.as_gemm(spec)
         p, config = self.of(params)
-        m, n = gemm.m, gemm.n
-        tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
-        inside = raster(config, m, n, max(1, gemm.k // gemm.groups), gemm.num_sms)
 
         def scales(name: str, size: int, box: int, blocks: int) -> Map:
             return Map(TensorMapSpec("f32", (size, blocks), (strides[name][1] * 4,), (box, 1)), name)
 
-        values: dict[str, Any] = {
-            "m": m,
-            "n": n,
-            "k": gemm.k,
-            "last_rows": config.block_m,
-            "last_columns": config.block_n,
-            "early_stages": 0,
-            "raster": [*divisor(tiles), *inside.arguments],
-            "evict_first": 0,
-            "d_stride": strides["d"][1],
-            "d_stride_g": strides["d"][0],
-            "groups": gemm.groups,
-            "map_scale_a": scales("sfa", m, config.block_m, strides["blocks"][0]),
-            "map_scale_b": scales("sfb", n, config.block_n, strides["blocks"][1]),
+        values = groups.along_k_values(gemm, config, strides, element_bytes=1) | {
+            "map_scale_a": scales("sfa", gemm.m, config.block_m, strides["blocks"][0]),
+            "map_scale_b": scales("sfb", gemm.n, config.block_n, strides["blocks"][1]),
         }
-        if p.accumulate == "reads":
-            values |= {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]}
         if self.has_output_map(p):
-            size, width = BYTES[p.output], box_columns(config, p.output)
-            steps = (strides["d"][1] * size, strides["d"][0] * size)
-            values["map_d"] = Map(
-                TensorMapSpec(p.output, (n, m, gemm.groups), steps, (width, 64, 1), width * size), "d"
-            )
-        launch = LaunchShape(
-            grid=(min(tiles * gemm.groups, gemm.num_sms), 1, 1),
-            block=config.num_threads,
-            dynamic_shared=self.shared_bytes(params),
-            cluster=(1, 1, 1),
-            pdl=pdl,
-        )
-        return launch, values
+            values["map_d"] = groups.output_map(gemm, strides, box_columns(config, p.output), BYTES[p.output])
+        return groups.along_k_shape(gemm, config, self.shared_bytes(params), pdl), values
 
     def features(self, spec: Spec, config: ScaledConfig) -> Features:
         """Those of one product of as many tiles, with a group's part of K."""
-        gemm = groups.as_gemm(spec)
-        each = max(SCALE_BLOCK, gemm.k // gemm.groups)
-        alike = replace(gemm, m=gemm.groups * align(gemm.m, config.block_m), k=each, grouping="none", groups=1)
-        return super().features(alike, config)
+        return super().features(groups.one_product(groups.as_gemm(spec), config, SCALE_BLOCK), config)
 
     def shared_bytes(self, params: KernelParams) -> int:
         """With the table of groups."""
@@ -168,7 +129,7 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
     def entry(self, params: KernelParams) -> str:
         """Such as ``k_grouped_fp8_gemm_1d1d_f32_reduce_128x128_s5_p1_g32_tma``."""
         p = self.grouped(params)
-        return f"k_grouped_{super().entry(params).replace(f'_{p.store}', f'_g{p.segments}_{p.store}', 1)}"
+        return "k_grouped_" + groups.form_in_name(super().entry(params), p.store, f"g{p.segments}")
 
     def cases(self) -> list[KernelParams]:
         """The serving set added to float32; each output, way to add C, and store."""
@@ -185,24 +146,10 @@ def along_k(config: ScaledConfig) -> ScaledKGroupedConfig:
     return ScaledKGroupedConfig(**vars(config))
 
 
-def fitted(params: ScaledGroupedParams, arch: ArchSpec = SM90) -> ScaledGroupedParams:
-    """``params`` with no more stages than fit beside the table of groups."""
-    config = params.config
-    if not isinstance(config, ScaledConfig):
-        raise TypeError(f"it takes a ScaledConfig, not a {type(config).__name__}")
-    table = groups.table_bytes("k", params.segments)
-    none, one = (
-        config_shared_bytes(replace(config, num_stages=x), params.store == "tma", params.scaling, params.output)
-        for x in (0, 1)
-    )
-    stages = (arch.shared_per_cta - none - table) // (one - none)
-    return replace(params, config=replace(config, num_stages=min(config.num_stages, stages)))
-
-
 def make_params(config: ScaledConfig, **options: object) -> ScaledGroupedParams:
     """The identity of this kernel with ``config``. Defaults of ``options``: float32 out, nothing added, TMA stores."""
     known = {"store": "tma", "scaling": "1d1d", "output": "f32", "grouping": "k", **options}
-    return fitted(ScaledGroupedParams(kernel=KERNEL.name, arch=SM90.name, config=along_k(config), **known))  # type: ignore[arg-type]
+    return groups.fitted(ScaledGroupedParams(kernel=KERNEL.name, arch=SM90.name, config=along_k(config), **known))  # type: ignore[arg-type]
 
 
 KERNEL = Sm90Fp8KGrouped()

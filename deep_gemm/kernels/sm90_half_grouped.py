@@ -150,8 +150,7 @@ class Sm90HalfGrouped(Sm90HalfGemm):
         """Such as ``m_grouped_bf16_gemm_nt_128x256_s4_masked_g32_tma``."""
         p = self.grouped(params)
         form = f"{p.grouping}_g{p.segments}"
-        name = super().entry(params)
-        return f"m_grouped_{name.replace(f'_{p.store}', f'_{form}_{p.store}', 1)}"
+        return "m_grouped_" + groups.form_in_name(super().entry(params), p.store, form)
 
     def cases(self) -> list[KernelParams]:
         """The serving set; each form, layout, dtype and store."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import HalfConfig, HalfGroupedParams, HalfKGroupedConfig, HalfParams, KernelParams
-from ..spec import GemmSpec, Spec, align, ceil_div
+from ..spec import GemmSpec, Spec
 from . import groups
 from .base import Argument, Strides, Value
 from .features import Features
 from .half import BLOCK_K, BYTES, box_columns, stages_that_fit
 from .loads import l2_promotion
-from .raster import divisor, raster
 from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config
 
 SERVING: tuple[tuple[int, int], ...] = ((128, 128), (128, 192), (128, 256), (256, 128))
@@ -93,15 +91,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """Those of the kernel without groups, another order of tiles, the groups, and strides from matrix to matrix."""
-        known = super().arguments(params)
-        reads = [Argument("c_stride_g", "i64")] if self.grouped(params).accumulate == "reads" else []
-        return (
-            *(replace(x, ctype="DepthRaster") if x.name == "raster" else x for x in known),
-            Argument("groups", "u32"),
-            Argument("layout", "const int*"),
-            Argument("d_stride_g", "i64"),
-            *reads,
-        )
+        return groups.along_k_arguments(super().arguments(params), self.grouped(params).accumulate)
 
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
@@ -109,57 +99,27 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         """Operands: a, b, layout (K of each group), d, and c if consumers read it. d and c have three strides."""
         gemm = groups.as_gemm(spec)
         p, config = self.of(params)
-        m, n = gemm.m, gemm.n
-        tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
-        each = max(1, gemm.k // gemm.groups)
-        inside = raster(config, m, n, 2 * each, gemm.num_sms)
 
         def spread(name: str, size: int) -> Map:
             stride = strides[name][1] * 2
             promotion = l2_promotion(gemm, stride, 2)
             return Map(TensorMapSpec(gemm.a.dtype, (size, gemm.k), (stride,), (64, BLOCK_K), 128, promotion), name)
 
-        map_a, map_b = spread("a", m), spread("b", n)
-        values: dict[str, Any] = {
-            "m": m,
-            "n": n,
-            "k": gemm.k,
-            "last_rows": config.block_m,
-            "last_columns": config.block_n,
-            "early_stages": 0,
-            "raster": [*divisor(tiles), *inside.arguments],
-            "evict_first": 0,
-            "d_stride": strides["d"][1],
-            "d_stride_g": strides["d"][0],
-            "groups": gemm.groups,
+        map_a, map_b = spread("a", gemm.m), spread("b", gemm.n)
+        values = groups.along_k_values(gemm, config, strides, element_bytes=2) | {
             "map_a": map_a,
             "map_b": map_b,
             "map_a_last": map_a,
             "map_b_last": map_b,
         }
-        if p.accumulate == "reads":
-            values |= {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]}
         if self.has_output_map(p):
-            size = BYTES[p.output]
-            columns = box_columns(config.block_n, p.output)
-            steps = (strides["d"][1] * size, strides["d"][0] * size)
-            shape = (n, m, gemm.groups)
-            values["map_d"] = Map(TensorMapSpec(p.output, shape, steps, (columns, 64, 1), columns * size), "d")
-        launch = LaunchShape(
-            grid=(min(tiles * gemm.groups, gemm.num_sms), 1, 1),
-            block=config.num_threads,
-            dynamic_shared=self.shared_bytes(params),
-            cluster=(1, 1, 1),
-            pdl=pdl,
-        )
-        return launch, values
+            width = box_columns(config.block_n, p.output)
+            values["map_d"] = groups.output_map(gemm, strides, width, BYTES[p.output])
+        return groups.along_k_shape(gemm, config, self.shared_bytes(params), pdl), values
 
     def features(self, spec: Spec, config: HalfConfig) -> Features:
         """Those of one product of as many tiles, with a group's part of K."""
-        gemm = groups.as_gemm(spec)
-        each = max(BLOCK_K, gemm.k // gemm.groups)
-        alike = replace(gemm, m=gemm.groups * align(gemm.m, config.block_m), k=each, grouping="none", groups=1)
-        return super().features(alike, config)
+        return super().features(groups.one_product(groups.as_gemm(spec), config, BLOCK_K), config)
 
     def shared_bytes(self, params: KernelParams) -> int:
         """With the table of groups."""
@@ -170,7 +130,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
     def entry(self, params: KernelParams) -> str:
         """Such as ``k_grouped_bf16_gemm_tn_f32_reduce_128x256_s4_g32_tma``."""
         p = self.grouped(params)
-        return f"k_grouped_{super().entry(params).replace(f'_{p.store}', f'_g{p.segments}_{p.store}', 1)}"
+        return "k_grouped_" + groups.form_in_name(super().entry(params), p.store, f"g{p.segments}")
 
     def cases(self) -> list[KernelParams]:
         """The serving set added to float32; each output, way to add C, and store."""

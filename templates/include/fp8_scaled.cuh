@@ -235,7 +235,7 @@ struct Fp8Scaled {
         Store::stage(staging(), words, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
-          const i64 index = d_matrix(matrix) + y * kernel.arg.d_stride + x;
+          const i64 index = kernel.d_matrix(matrix) + y * kernel.arg.d_stride + x;
           Out::store(kernel.arg.d, index, pair[0]);
           if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
         });
@@ -264,26 +264,10 @@ struct Fp8Scaled {
     }
   }
 
-  // Where the matrix D or C of a group begins, in elements.
-  DG_DEVICE i64 d_matrix(Matrix matrix) const {
-    if constexpr (Kernel::kByDepth) {
-      return static_cast<i64>(matrix) * kernel.arg.d_stride_g;
-    } else {
-      return 0;
-    }
-  }
-  DG_DEVICE i64 c_matrix(Matrix matrix) const {
-    if constexpr (Kernel::kByDepth) {
-      return static_cast<i64>(matrix) * kernel.arg.c_stride_g;
-    } else {
-      return 0;
-    }
-  }
-
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
   DG_DEVICE void add_c(float* sum, u32 row, u32 column, Matrix matrix) const {
     each_pair(sum, row, column, kernel.m(), [&](float* pair, u32 y, u32 x) {
-      const i64 index = c_matrix(matrix) + y * kernel.arg.c_stride + x;
+      const i64 index = kernel.c_matrix(matrix) + y * kernel.arg.c_stride + x;
       float first, second = 0.0f;
       if constexpr (Tile::kTmaStore) {
         Out::load_pair(kernel.arg.c, index, first, second);

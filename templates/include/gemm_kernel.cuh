@@ -110,6 +110,23 @@ struct GemmKernel {
       return 0;
     }
   }
+  // Where the matrix D or C of a group begins, in elements.
+  template <class Group>
+  DG_DEVICE i64 d_matrix(Group group) const {
+    if constexpr (kByDepth) {
+      return static_cast<i64>(group) * arg.d_stride_g;
+    } else {
+      return 0;
+    }
+  }
+  template <class Group>
+  DG_DEVICE i64 c_matrix(Group group) const {
+    if constexpr (kByDepth) {
+      return static_cast<i64>(group) * arg.c_stride_g;
+    } else {
+      return 0;
+    }
+  }
   // How many blocks of K the CTA multiplies for a tile. With groups along K it is at least one, see half_mainloop.cuh.
   DG_DEVICE u32 steps(const Scheduler& tile, const Order& order) const {
     if constexpr (Layout::kMapsOfGroups) {

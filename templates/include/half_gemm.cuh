@@ -213,27 +213,11 @@ struct HalfGemm {
     }
   }
 
-  // Where the matrix D or C of a group begins, in elements.
-  DG_DEVICE i64 d_matrix(i64 matrix) const {
-    if constexpr (Kernel::kByDepth) {
-      return matrix * kernel.arg.d_stride_g;
-    } else {
-      return 0;
-    }
-  }
-  DG_DEVICE i64 c_matrix(i64 matrix) const {
-    if constexpr (Kernel::kByDepth) {
-      return matrix * kernel.arg.c_stride_g;
-    } else {
-      return 0;
-    }
-  }
-
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
   DG_DEVICE void add_c(Sums& sum, u32 row, u32 column, i64 matrix, u32 split, u32 warp, u32 lane) const {
     const auto& arg = kernel.arg;
     each_pair(sum, row, column, kernel.m(), split, warp, lane, [&](float* pair, u32 y, u32 x) {
-      const i64 at = c_matrix(matrix) + y * arg.c_stride + x;
+      const i64 at = kernel.c_matrix(matrix) + y * arg.c_stride + x;
       float first, second = 0.0f;
       if constexpr (Tile::kTmaStore) {
         Out::load_pair(arg.c, at, first, second);
@@ -250,7 +234,7 @@ struct HalfGemm {
   DG_DEVICE void store_direct(const Sums& sum, u32 row, u32 column, u32 end, i64 matrix, u32 split, u32 warp, u32 lane) const {
     const auto& arg = kernel.arg;
     each_pair(sum, row, column, end, split, warp, lane, [&](const float* pair, u32 y, u32 x) {
-      const i64 at = d_matrix(matrix) + y * arg.d_stride + x;
+      const i64 at = kernel.d_matrix(matrix) + y * arg.d_stride + x;
       Out::store(arg.d, at, pair[0]);
       if (x + 1 < kernel.n()) Out::store(arg.d, at + 1, pair[1]);
     });

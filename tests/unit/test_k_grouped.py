@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_gemm
+from deep_gemm import options
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops import k_grouped
 from deep_gemm.quantisation import per_token_cast_to_fp8
+from deep_gemm.spec import GemmSpec, KGroupMapsSpec, TransposeSpec
 
 M, N = 24, 40
 
@@ -124,19 +126,41 @@ def test_what_is_not_supported() -> None:
         deep_gemm.k_grouped_fp8_gemm_tn_contiguous(a, b, d, [128], layout([128]))
 
 
+@pytest.fixture
+def whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of a GPU with 132 SMs."""
+    monkeypatch.setattr(options, "num_sms_for", lambda device: 132)
+    monkeypatch.setattr(options, "whole_gpu", lambda device: True)
+
+
+@pytest.mark.usefixtures("whole_gpu")
 def test_fp8_makes_maps_first() -> None:
+    """And transposes scales that TMA cannot read."""
     ks = [128, 256]
-    (a, sfa), (b, sfb), _ = fp8(ks)
-    x = k_grouped.KGroupedFP8(accumulates=False).check((a, sfa), (b, sfb), torch.zeros(2, M, N), layout(ks), "")
-    assert x is not None
-    assert (x.m, x.n, x.k, x.groups, x.accumulate) == (M, N, 384, 2, "none")
+    a, b, _ = fp8(ks)
+    operation = k_grouped.KGroupedFP8(accumulates=False)
+    work = operation.work(operation.check(a, b, torch.zeros(2, M, N), layout(ks), ""), 0)
+    *transposes, maps, gemm = work.steps
+    assert [step.spec for step in transposes] == [TransposeSpec(M, 3), TransposeSpec(N, 3)]
+    assert maps.spec == KGroupMapsSpec(groups=2, m=M, n=N)
+    assert maps.operands == {"a": "a", "b": "b", "layout": "layout", "maps": "maps"}
+    assert work.scratch["maps"] == ((2 * 2 * 128,), torch.uint8)
+    assert isinstance(gemm.spec, GemmSpec)
+    assert (gemm.spec.m, gemm.spec.n, gemm.spec.k, gemm.spec.groups) == (M, N, 384, 2)
+    assert (gemm.operands["maps"], gemm.operands["sfa"]) == ("maps", "sfa transposed")
+    assert gemm.strides["blocks"] == (3, 3)
+    assert gemm.strides["d"] == (M * N, N, 1)
 
 
-def test_half_strides() -> None:
+@pytest.mark.usefixtures("whole_gpu")
+def test_half_operands_are_read_as_they_are() -> None:
     ks = [64, 64]
     a, b, _ = half(ks)
-    wide = torch.zeros(2, M, N)
+    d = torch.zeros(2, M, N + 8)[:, :, :N]  # rows of another stride
     operation = k_grouped.KGroupedBF16(accumulates=True)
-    x = operation.check(a, b, wide, wide, layout(ks), "")
-    assert x is not None
-    assert x.accumulate == "in place"
+    work = operation.work(operation.check(a, b, d, d, layout(ks), ""), 0)
+    (step,) = work.steps
+    assert isinstance(step.spec, GemmSpec)
+    assert (step.spec.accumulate, step.spec.grouping, step.spec.d.dtype) == ("in place", "k", "f32")
+    assert (step.strides["a"], step.strides["b"]) == ((1, M), (1, N))
+    assert step.strides["d"] == step.strides["c"] == (M * (N + 8), N + 8, 1)
