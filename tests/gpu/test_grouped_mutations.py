@@ -66,8 +66,8 @@ def is_right(kernel: Grouped, builder: Builder) -> bool:
 def along_m(kernel: Grouped, builder: Builder) -> None:
     case = Case(kernel.kind, ROUTING, N, K, DEVICE, integers=True)
     a, b, layout = case.arguments(kernel.form)
-    if kernel.form == "contiguous":  # a tile's first row is padding
-        layout[0] = -1
+    if kernel.form == "contiguous":  # the first row of a tile that each lane of a warp looks at first is padding
+        layout[0:96:32] = -1
     rows = (a[0] if kernel.kind == "fp8" else a).shape[:-1]
     d = guarded((*rows, N), BF16, DEVICE, strides(rows, N))
     make: Any = m_grouped.MGroupedFP8 if kernel.kind == "fp8" else m_grouped.MGroupedBF16
@@ -82,6 +82,11 @@ def along_m(kernel: Grouped, builder: Builder) -> None:
             assert bool((bits[group, count:] == -1).all())
     elif kernel.form == "contiguous":
         assert bool((bits != -1).all())
+    else:  # padding is left as it was
+        inside = torch.zeros(bits.shape[0], dtype=torch.bool)
+        for part in ROUTING.slices():
+            inside[part] = True
+        assert bool((bits[~inside.to(DEVICE)] == -1).all())
 
 
 def along_k(kernel: Grouped, builder: Builder) -> None:
