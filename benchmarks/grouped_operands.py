@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,8 +67,8 @@ def make(shape: Shape, device: str = "cuda") -> Operands:
     generator = torch.Generator(device).manual_seed(0)
     masked = shape.form == "masked"
     leading = (shape.groups, shape.max_m) if masked else (shape.padded_m,)
-    a, sfa = _cast(shape.kind, math.prod(leading), shape.k, 1, generator)
-    b, sfb = _cast(shape.kind, shape.groups * shape.n, shape.k, SCALE_BLOCK, generator)
+    a, sfa = cast(shape.kind, math.prod(leading), shape.k, 1, generator)
+    b, sfb = cast(shape.kind, shape.groups * shape.n, shape.k, SCALE_BLOCK, generator)
     form = "masked" if masked else "index"
     return Operands(
         shape,
@@ -82,7 +82,7 @@ def make(shape: Shape, device: str = "cuda") -> Operands:
     )
 
 
-def _cast(kind: str, rows: int, k: int, block: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+def cast(kind: str, rows: int, k: int, block: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
     """Values, and for FP8 scales of ``block`` x 128 elements."""
     device, fp8 = generator.device, kind == "fp8"
     values = torch.empty(rows, k, dtype=torch.uint8 if fp8 else torch.bfloat16, device=device)
@@ -178,7 +178,8 @@ PEERS: dict[str, Callable[[Operands], timing.Call]] = {
     "torch_rowwise": torch_rowwise,
 }
 """Each writes ``d``, or returns the rows of all groups one after the other."""
-EASIER = ("torch_rowwise",)
+EASIER = "torch_rowwise", "torch_overwrite"
+"""Peers whose problem is easier. The second is of GEMMs grouped along K."""
 
 
 def peers_of(shape: Shape) -> list[str]:
@@ -189,7 +190,12 @@ def peers_of(shape: Shape) -> list[str]:
 def apart(x: Operands, one: Tensor, other: Tensor) -> float:
     """The largest difference between the rows of a group, by `calc_diff`; NaN if there is one."""
     sizes = list(x.shape.counts)
-    found = [float(calc_diff(*pair)) for pair in zip(one.split(sizes), other.split(sizes), strict=True)]
+    return worst(zip(one.split(sizes), other.split(sizes), strict=True))
+
+
+def worst(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest difference of a pair, by `calc_diff`; NaN if there is one."""
+    found = [float(calc_diff(*pair)) for pair in pairs]
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 

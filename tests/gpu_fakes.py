@@ -13,7 +13,7 @@ import torch
 
 from deep_gemm import UnsupportedError, arch, calls, constant, engine, options
 from deep_gemm.ops import fp8_dense, half_dense, quantize
-from deep_gemm.spec import CopySpec, GemmSpec, QuantizeSpec, TransposeBytesSpec, TransposeSpec
+from deep_gemm.spec import CopySpec, GemmSpec, KGroupMapsSpec, QuantizeSpec, TransposeBytesSpec, TransposeSpec
 
 EMPTY = torch.empty
 CPU = -1
@@ -26,6 +26,7 @@ KERNELS = {
     TransposeBytesSpec: "transpose bytes",
     CopySpec: "copy",
     QuantizeSpec: "quantize",
+    KGroupMapsSpec: "maps",
 }
 
 

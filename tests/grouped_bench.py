@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import deep_gemm
 from deep_gemm.backends import deepgemm
-from deep_gemm.benchmarks import grouped
+from deep_gemm.benchmarks import grouped, k_grouped
 from deep_gemm.benchmarks.grouped_shapes import KINDS, Shape
 
 COUNTS = (100, 1, 130)
@@ -56,5 +57,31 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands are on the CPU."""
-    make = grouped.make
-    monkeypatch.setattr(grouped, "make", lambda shape: make(shape, "cpu"))
+    for module in (grouped, k_grouped):
+        monkeypatch.setattr(module, "make", functools.partial(module.make, device="cpu"))  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def timed(made: None, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The first call takes 10 us, the second 20, and so on."""
+    names: list[list[str]] = []
+
+    def flush(calls: dict[str, Any]) -> dict[str, float]:
+        names.append(list(calls))
+        return {name: 10.0 * (1 + index) for index, name in enumerate(calls)}
+
+    monkeypatch.setattr(grouped.timing, "flush", flush)
+    return names
+
+
+class Timer:
+    """A config's time: the look is the measurement."""
+
+    def __init__(self, us: float) -> None:
+        self.us = us
+
+    def look(self) -> float:
+        return self.us
+
+    def __call__(self) -> float:
+        return self.us

@@ -168,11 +168,11 @@ def test_torchs_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_choose_shapes() -> None:
-    assert len(shapes.chosen([])) == 56
-    assert {s.kind for s in shapes.chosen(["fp8"])} == {"fp8"}
-    assert len(shapes.chosen(["fp8", "bf16"])) == 56
-    assert [str(s) for s in shapes.chosen(["fp8", "masked", "32x20", "6x20", "4096x2048"])] == [
+    assert len(shapes.chosen([], shapes.SHAPES)) == 56
+    assert {s.kind for s in shapes.chosen(["fp8"], shapes.SHAPES)} == {"fp8"}
+    assert len(shapes.chosen(["fp8", "bf16"], shapes.SHAPES)) == 56
+    assert [str(s) for s in shapes.chosen(["fp8", "masked", "32x20", "6x20", "4096x2048"], shapes.SHAPES)] == [
         "fp8 masked 32x20 4096x2048",
         "fp8 masked 6x20 4096x2048",
     ]
-    assert shapes.chosen(["contiguous", "32x20"]) == []
+    assert shapes.chosen(["contiguous", "32x20"], shapes.SHAPES) == []

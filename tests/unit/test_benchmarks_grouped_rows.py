@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from gpu_fakes import FakeGpu, gpu
-from grouped_bench import K, Library, N, cpu, made, small
+from grouped_bench import K, Library, N, Timer, cpu, made, small, timed
 
 from deep_gemm import engine, kernels, select
 from deep_gemm.arch import SM90
@@ -24,22 +24,9 @@ from deep_gemm.jit.driver.launch import Map, Pointer
 from deep_gemm.ops.m_grouped import MGroupedBF16, MGroupedFP8
 from deep_gemm.select.calibration import default
 
-__all__ = ["cpu", "gpu", "made"]
+__all__ = ["cpu", "gpu", "made", "timed"]
 
 pytestmark = pytest.mark.usefixtures("cpu")
-
-
-@pytest.fixture
-def timed(made: None, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The first call takes 10 us, the second 20, and so on."""
-    names: list[list[str]] = []
-
-    def flush(calls: dict[str, Any]) -> dict[str, float]:
-        names.append(list(calls))
-        return {name: 10.0 * (1 + index) for index, name in enumerate(calls)}
-
-    monkeypatch.setattr(grouped.timing, "flush", flush)
-    return names
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -112,7 +99,7 @@ def test_tables_from_made_up_times() -> None:
     assert grouped.means([fp8]) == [
         "fp8 contiguous 3x70: torch_rowwise / ours 0.500 over 1, least 0.500 at 256x384, an easier problem"
     ]
-    lines = [grouped.HEADING, *map(grouped.line, rows), grouped.line(fp8)]
+    lines = [grouped.heading(), *map(grouped.line, rows), grouped.line(fp8)]
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == [
         *("bf16", "masked", "32x20", "7168x3072", "100.0", f"{rows[1]['tflops']}", f"{rows[1]['gbps']:.0f}"),
@@ -148,8 +135,8 @@ def test_a_survey_launches_what_a_call_launches(kind: str, form: str, grouped_gp
     x = grouped.make(small(kind, form), "cpu")
     grouped.ours(x)()
     (launched,) = grouped_gpu.launched
-    assert grouped.launch_of(x, 0) == (launched.spec, launched.strides, launched.at)
-    spec, strides, addresses = grouped.launch_of(x, 0)
+    assert grouped.launch_of(x, 0) == (launched.spec, launched.strides, launched.at, {})
+    spec, strides, addresses, _ = grouped.launch_of(x, 0)
     assert spec.grouping == form
     configs = select.legal(spec, SM90)
     assert len(configs) > 10
@@ -158,19 +145,6 @@ def test_a_survey_launches_what_a_call_launches(kind: str, form: str, grouped_gp
         launch = kernels.of(config).launch(params, spec, strides, True, False)
         named = {parameter.operand for parameter in launch.parameters if isinstance(parameter, (Map, Pointer))}
         assert named == set(addresses) == {"a", "b", "layout", "d"} | ({"sfa", "sfb"} if kind == "fp8" else set())
-
-
-class Timer:
-    """A config's time: the look is the measurement."""
-
-    def __init__(self, us: float) -> None:
-        self.us = us
-
-    def look(self) -> float:
-        return self.us
-
-    def __call__(self) -> float:
-        return self.us
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -210,7 +184,7 @@ def test_timers_launch_each_config_on_the_operands(
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=5))
     monkeypatch.setattr(engine, "raw_stream", lambda device: 7)
     monkeypatch.setattr(engine, "forced_plan", lambda spec, config, *_: SimpleNamespace(spec=spec, config=config))
-    spec, strides, addresses = grouped.launch_of(operands, 0)
+    spec, strides, addresses, _ = grouped.launch_of(operands, 0)
     configs = select.legal(spec, SM90)[:3]
     timers = dict(survey.timers_at([operands], [(strides, addresses)], spec, configs, "flush", SM90, 0))
     assert set(timers) == {survey.name_of(config, spec, SM90) for config in configs}
@@ -223,7 +197,7 @@ def test_timers_launch_each_config_on_the_operands(
 def test_a_config_that_does_not_compile_is_left_out_and_named(
     grouped_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec, _, _ = grouped.launch_of(grouped.make(small("bf16"), "cpu"), 0)
+    spec, *_ = grouped.launch_of(grouped.make(small("bf16"), "cpu"), 0)
     configs = select.legal(spec, SM90)
 
     def build(params: Any) -> None:
@@ -271,7 +245,7 @@ def test_rows_are_on_disk_and_a_failure_does_not_stop_the_rest(command: Any, tmp
         assert said in found.output
     good = command("--only", "bf16", "--only", "6x20", "--only", "4096x2048")
     assert good.exit_code == 0
-    assert good.output.splitlines()[0] == grouped.HEADING
+    assert good.output.splitlines()[0] == grouped.heading()
 
 
 def test_the_version_of_deepgemm_is_in_each_row(command: Any, tmp_path: Path) -> None:
