@@ -25,7 +25,9 @@ class Grouped:
 
 def _m(kind: str, form: str, tile: tuple[int, int]) -> Grouped:
     make: Any = sm90_fp8_grouped.make_params if kind == "fp8" else sm90_half_grouped.make_params
-    config: Any = fp8.make_config(*tile) if kind == "fp8" else half.make_config(*tile)
+    config: Any = (
+        fp8.make_config(*tile, partials=1 if tile[0] > 64 else None) if kind == "fp8" else half.make_config(*tile)
+    )
     return Grouped(make(config, grouping=form), kind, form)
 
 

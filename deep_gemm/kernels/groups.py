@@ -26,6 +26,9 @@ LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
 MOST_COLUMNS = 1 << 18
 """Columns of tiles: with more of them the device's quotient of floats could be off by one."""
 
+A_ROWS = 64
+"""Rows of a box of A. A tile loads those that begin before its group's end."""
+
 _STRIP = 16
 """Rows of tiles in a strip."""
 _CHUNK_BYTES = 1024
@@ -43,8 +46,9 @@ def segments(grouping: str, groups: int) -> int:
 
 
 def table_bytes(grouping: str, entries: int) -> int:
-    """Shared memory of the table: three words for each entry, and one more."""
-    return align((3 * entries + 1) * 4 + (_CHUNK_BYTES if grouping == "contiguous" else 0), 128)
+    """Shared memory of the table: three words for each entry, or four for labels, and one more."""
+    labels = grouping == "contiguous"
+    return align(((4 if labels else 3) * entries + 1) * 4 + (_CHUNK_BYTES if labels else 0), 128)
 
 
 def order(config: GemmConfig, n: int) -> Sequence[int]:

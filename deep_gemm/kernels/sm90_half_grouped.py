@@ -18,8 +18,9 @@ from .half import BLOCK_K, box_columns, stages_that_fit
 from .loads import l2_promotion
 from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config
 
-SERVING: tuple[tuple[int, int], ...] = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256))
-"""(block_m, block_n) of the serving set: a ladder of tiles, not yet chosen by measurements."""
+SERVING: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
+"""(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
+the best of all, but for one shape (8%)."""
 
 
 class Sm90HalfGrouped(Sm90HalfGemm):
@@ -115,7 +116,7 @@ class Sm90HalfGrouped(Sm90HalfGemm):
             promotion = l2_promotion(spec, stride, 2)
             return Map(TensorMapSpec(spec.a.dtype, (spec.k, size), (stride,), (BLOCK_K, box), 128, promotion), name)
 
-        map_a = k_major("a", rows, config.block_m)
+        map_a = k_major("a", rows, groups.A_ROWS)
         if spec.b.major == "k":
             map_b = k_major("b", spec.groups * spec.n, config.block_n)
         else:

@@ -100,12 +100,41 @@ struct Fp8Mainloop {
     }
   }
 
+  // In place of `start` and `resume` for a tile of which this consumer has no rows: stages and turns go by, and the sums are zeros.
+  template <class LookAhead, class Finished>
+  DG_DEVICE void idle(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
+#pragma unroll 1
+    for (; blocks > 0; --blocks) {
+      const u32 stage = at.stage;
+      barrier_wait(barriers.full(stage), at.parity);
+      at.template advance<kStep>();
+#pragma unroll
+      for (u32 unit = 0; unit < kUnits; ++unit) {
+        turns.wait();
+        turns.pass();
+      }
+      barriers.release(stage, lane);
+    }
+    look_ahead();
+    clear(sum);
+    all_finished<0>(finished);
+  }
+
   struct Nothing {
     template <class Unit>
     DG_DEVICE void operator()(Unit) const {}
   };
 
  private:
+  // Calls `finished` for all units but the last.
+  template <u32 kUnit, class Finished>
+  static DG_DEVICE void all_finished(const Finished& finished) {
+    if constexpr (kUnit + 1 < kUnits) {
+      finished(Index<kUnit>());
+      all_finished<kUnit + 1>(finished);
+    }
+  }
+
   Block first;  // the first block of the tile that was started
 
   DG_DEVICE void clear(Sums& sum) {

@@ -19,12 +19,15 @@ struct Fp8ScaledLayout {
   enum : bool { kClusters = kClusterM * kClusterN > 1 };
   enum : u32 { kSlices = kBlockM / (64 * kConsumers), kScaling = Tile::kScaling };
   static_assert(kSlices * 64 * kConsumers == kBlockM && kBlockN % 16 == 0);
+  // Whether a consumer idles while it has no rows of a tile, since a group ends before them.
+  enum : bool { kIdles = Tile::kGrouping != kUngrouped && Tile::kGrouping != kAlongK && kConsumers > 1 };
+  static_assert(!kIdles || Tile::kPartials == 1, "ptxas would serialise the products of two sets of partial sums");
 
-  // With groups along K each group is a matrix of its own, and each has tensor maps, whose boxes have 64 rows.
+  // With groups along K each group is a matrix of its own, and each has tensor maps, whose boxes have 64 rows. With other groups
+  // boxes of A have 64 rows too, so that most padding is not loaded.
   enum : bool { kMapsOfGroups = Tile::kGrouping == kAlongK };
-  enum : u32 { kMapRows = kMapsOfGroups ? 64 : 0 };
-  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, kMapRows>;
-  using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1, kMapRows>;
+  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, (Tile::kGrouping == kUngrouped ? 0 : 64)>;
+  using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
@@ -84,6 +87,7 @@ struct Fp8Scaled {
     using Type = RowTokens<Weights, Columns, kSlices, Layout::kRowBytes>;
   };
   using Scaling = typename ScalingOf<kScaling>::Type;
+  enum : bool { kIdles = Layout::kIdles };
   using Mainloop = Fp8Mainloop<Shape, Mma, typename Layout::Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
   // B's scales of rows for one unit.
@@ -148,6 +152,11 @@ struct Fp8Scaled {
     weights.go_on(part(tile));
   }
 
+  // Whether this consumer has rows of the tile that are no padding.
+  DG_DEVICE bool has_rows(const Scheduler& tile, const Place& at) const {
+    return !kIdles || tile.row + at.first_row < kernel.used(tile);
+  }
+
   // Starts loading A's scales for a tile.
   DG_DEVICE void fetch(Scaling& scaling, const Scheduler& tile, const Place& at) const {
     if constexpr (kScaling == kRowwise) scaling.fetch(tile.row + at.first_row + at.warp * 16 + at.lane / 4);
@@ -175,8 +184,9 @@ struct Fp8Scaled {
       if (tile.valid()) fetch_blocks(mainloop.scaling.weights, tile);
     }
     mainloop.turns.begin();
+    bool busy = has_rows(tile, at);
     if (tile.valid()) {
-      mainloop.start();
+      if (!kIdles || busy) mainloop.start();
       fetch(mainloop.scaling, tile, at);
     }
     // A CTA's last tile has a copy of `finish` of its own, see Fp8Gemm::consume.
@@ -193,14 +203,19 @@ struct Fp8Scaled {
         }
       };
       if constexpr (kScalesEarly) load_late(late, column, at);
-      mainloop.resume(sum, count, look_ahead, finished);
+      if (!kIdles || busy) {
+        mainloop.resume(sum, count, look_ahead, finished);
+      } else {
+        mainloop.idle(sum, count, look_ahead, finished);
+      }
       more = tile.valid();
       if (Tile::kTmaStore && !more) {
         finish<Mainloop::kUnits - 1>(sum, row, column, end, matrix, at, which, late);
         break;
       }
       if (more) {
-        mainloop.start();
+        busy = has_rows(tile, at);
+        if (!kIdles || busy) mainloop.start();
         fetch(mainloop.scaling, tile, at);
       }
       finish<Mainloop::kUnits - 1>(sum, row, column, end, matrix, at, which, late);
@@ -284,7 +299,7 @@ struct Fp8Scaled {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
     with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::template store_all<(Kernel::kGrouped && !Kernel::kByDepth)>(
+      Store::template store_all<(Kernel::kByRows)>(
           staging(), tile,
           [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
             x = at.column;

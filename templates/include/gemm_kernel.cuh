@@ -50,7 +50,7 @@ struct GemmKernel {
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
   enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1, kGrouped = Layout::kGrouping != kUngrouped };
-  enum : bool { kByDepth = Layout::kGrouping == kAlongK };
+  enum : bool { kByDepth = Layout::kGrouping == kAlongK, kByRows = kGrouped && !kByDepth };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
   enum : u32 { kNowhere = 1 << 20 };  // a block of K outside of all operands
@@ -81,8 +81,16 @@ struct GemmKernel {
   }
   // The first row of D that a tile must not write.
   DG_DEVICE u32 end(const Scheduler& tile) const {
-    if constexpr (kGrouped && !kByDepth) {
+    if constexpr (kByRows) {
       return tile.end;
+    } else {
+      return m();
+    }
+  }
+  // The first row of A, from the tile's on, that need not be multiplied.
+  DG_DEVICE u32 used(const Scheduler& tile) const {
+    if constexpr (kByRows) {
+      return tile.used;
     } else {
       return m();
     }
@@ -96,7 +104,7 @@ struct GemmKernel {
   }
   // The first row of B of a tile. Matrices B of groups lie one after the other; MN-major ones along K.
   DG_DEVICE u32 weights_row(const Scheduler& tile) const {
-    if constexpr (kGrouped && !kByDepth && !Layout::B::kAlongRows) {
+    if constexpr (kByRows && !Layout::B::kAlongRows) {
       return tile.group * n() + tile.column;
     } else {
       return tile.column;
@@ -148,7 +156,7 @@ struct GemmKernel {
     }
   }
   DG_DEVICE u32 weights_k(const Scheduler& tile, const Order& order, u32 step) const {
-    if constexpr (kGrouped && !kByDepth && Layout::B::kAlongRows) {
+    if constexpr (kByRows && Layout::B::kAlongRows) {
       return order.step_block(step) * kBlockK + tile.group * k();
     } else {
       return tokens_k(tile, order, step);
@@ -160,7 +168,9 @@ struct GemmKernel {
     if constexpr (Layout::kMapsOfGroups) {
       return {arg.maps + tile.group * 2, arg.maps + tile.group * 2, m(), arg.last_rows};
     } else {
-      return {arg.map_a, arg.map_a_last, m(), arg.last_rows};
+      // With labels, padding beside other rows of a consumer is written with its own product, so it must be loaded.
+      constexpr bool kAll = Layout::kGrouping == kIndex && Layout::kBlockM > kConsumers * 64;
+      return {arg.map_a, arg.map_a_last, kAll ? m() : used(tile), arg.last_rows};
     }
   }
   DG_DEVICE typename B::Source b(const Scheduler& tile) const {
@@ -179,22 +189,27 @@ struct GemmKernel {
   DG_DEVICE void run(const Consume& consume, const Store& store) {
     const u32 warp = threadIdx.x / 32;
     if constexpr (kGrouped) {
+      if (warp == kConsumers * 4 + 3) init_barriers<kSplits>(barriers, exchange, rank_k());
+      if (threadIdx.x == 0) {
+        prefetch_maps();
+        if constexpr (Scales::kLoads) tma_prefetch_map(arg.map_scale_a);
+      }
       wait_for_previous_kernel();
-      Layout::Table::build(arg, shared + Layout::kOffsetGroups, m());
+      Layout::Table::build(arg, shared + Layout::kOffsetGroups, m());  // ends with a barrier of the CTA
     }
     if (threadIdx.x >= kConsumers * 128) {
       Scheduler first;  // the first tile
-      if (warp == kConsumers * 4 + 3) {
-        init_barriers<kSplits>(barriers, exchange, rank_k());
+      if constexpr (kGrouped) {
+        if (warp < kConsumers * 4 + 3) first = tiles();
       } else {
-        if constexpr (kGrouped) {
-          first = tiles();
+        if (warp == kConsumers * 4 + 3) {
+          init_barriers<kSplits>(barriers, exchange, rank_k());
         } else {
           first = Scheduler::early(arg.raster);
           if (warp == kConsumers * 4) prefetch_weights(first);
         }
+        prologue_sync<kClusterSize>();
       }
-      prologue_sync<kClusterSize>();
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) load_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(first);
@@ -202,8 +217,10 @@ struct GemmKernel {
       if (warp == kConsumers * 4 + 3) store(tiles());
       __syncwarp();
     } else {
-      if (threadIdx.x == 0) prefetch_maps();
-      prologue_sync<kClusterSize>();
+      if constexpr (!kGrouped) {
+        if (threadIdx.x == 0) prefetch_maps();
+        prologue_sync<kClusterSize>();
+      }
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume();
     }

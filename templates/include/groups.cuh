@@ -34,12 +34,14 @@ enum : u32 { kStrip = 16, kStripShift = 4 };
 // multiple of the tile's height. The words are
 //   begin[kSegments + 1]: how many rows of tiles lie before a segment; past the last segment, how many there are in all;
 //   row[kSegments]: a segment's first row;
-//   last[kSegments]: for kIndex a segment's group, otherwise the first row that does not belong to it any more.
+//   last[kSegments]: for kIndex a segment's group, otherwise the first row that does not belong to it any more;
+//   used[kSegments]: for kIndex the first row after the last one that is no padding.
 // With kPsum and kMasked the g-th segment is the g-th group, and may be empty. With kAlongK only begin[] is used: where a group's part
 // of K begins, in units of kBlockM elements.
 template <u32 kGrouping, u32 kBlockM, u32 kSegments, u32 kThreads>
 struct GroupTable {
-  enum : u32 { kBegin = 0, kRow = (kSegments + 1) * 4, kLast = kRow + kSegments * 4, kLabels = kLast + kSegments * 4 };
+  enum : u32 { kBegin = 0, kRow = (kSegments + 1) * 4, kLast = kRow + kSegments * 4, kUsed = kLast + kSegments * 4 };
+  enum : u32 { kLabels = kUsed + (kGrouping == kIndex ? kSegments * 4 : 0) };
   enum : u32 { kChunk = 256 };  // rows of tiles whose labels are looked at together
   enum : u32 { kBytes = ceil_div(kLabels + (kGrouping == kIndex ? kChunk * 4 : 0), 128) * 128 };
   static_assert((kSegments & (kSegments - 1)) == 0 && kSegments >= 32);
@@ -58,9 +60,9 @@ struct GroupTable {
     __syncthreads();
   }
 
-  // The first row that does not belong to the segment.
-  static DG_DEVICE u32 end_of(u32 shared, u32 segment, u32 rows) {
-    return kGrouping == kIndex ? rows : load_word(shared + kLast + segment * 4);
+  // The first row after those that are not padding.
+  static DG_DEVICE u32 used_of(u32 shared, u32 segment) {
+    return load_word(shared + (kGrouping == kIndex ? +kUsed : +kLast) + segment * 4);
   }
   static DG_DEVICE u32 group_of(u32 shared, u32 segment) {
     return kGrouping == kIndex ? load_word(shared + kLast + segment * 4) : segment;
@@ -119,32 +121,44 @@ struct GroupTable {
       for (u32 tile = warp; tile < count; tile += kThreads / 32) {
         const u32 from = (first + tile) * kBlockM;
         int label = -1;
+        u32 used = 0;  // rows up to the last one that is no padding
 #pragma unroll
         for (u32 row = lane; row < kBlockM; row += 32) {
           const int other = from + row < rows ? load_label(arg.layout + from + row) : -1;
-          if (other < static_cast<int>(arg.groups)) label = max_of(label, other);
+          if (other >= 0 && other < static_cast<int>(arg.groups)) {
+            label = max_of(label, other);
+            used = row + 1;
+          }
         }
         label = __reduce_max_sync(0xffffffffu, label);
-        if (lane == 0) store_word(shared + kLabels + tile * 4, static_cast<u32>(label));
+        used = __reduce_max_sync(0xffffffffu, used);
+        if (lane == 0) store_word(shared + kLabels + tile * 4, label < 0 ? ~0u : used << 16 | static_cast<u32>(label));
       }
       __syncthreads();
       if (warp == 0) {
 #pragma unroll 1
         for (u32 part = 0; part < count; part += 32) {
           const u32 tile = part + lane;
-          const int label = tile < count ? static_cast<int>(load_word(shared + kLabels + tile * 4)) : -1;
+          const int word = tile < count ? static_cast<int>(load_word(shared + kLabels + tile * 4)) : -1;
+          const int label = word < 0 ? -1 : word & 0xffff;
           int previous = __shfl_up_sync(0xffffffffu, label, 1);
           if (lane == 0) previous = before;
           before = __shfl_sync(0xffffffffu, label, 31);
           const u32 computed = __ballot_sync(0xffffffffu, label >= 0);
           const u32 starts = __ballot_sync(0xffffffffu, label >= 0 && label != previous);
           const u32 lower = (1u << lane) - 1, segment = segments + __popc(starts & lower);
+          const int following = __shfl_down_sync(0xffffffffu, label, 1);
           if (label >= 0 && label != previous) {
             if (segment >= kSegments) __trap();  // rows of a group are scattered
             store_word(shared + kBegin + segment * 4, total + __popc(computed & lower));
             store_word(shared + kRow + segment * 4, (first + tile) * kBlockM);
             store_word(shared + kLast + segment * 4, static_cast<u32>(label));
           }
+          if (label >= 0 && (lane == 31 || following != label)) {  // the run may go on in the next 32: then it is written again
+            const u32 own = segments + __popc(starts & (lower | 1u << lane)) - 1;
+            store_word(shared + kUsed + own * 4, (first + tile) * kBlockM + (static_cast<u32>(word) >> 16));
+          }
+          __syncwarp();
           segments += __popc(starts);
           total += __popc(computed);
         }
@@ -190,12 +204,13 @@ struct DepthRaster {
   Raster tiles;
 };
 
-// The tiles of a CTA, like TileScheduler. `row` and `column` are in D, `group` is the tile's, and rows from `end` on are not stored.
+// The tiles of a CTA, like TileScheduler. `row` and `column` are in D, `group` is the tile's. Rows from `used` on are padding, and rows
+// from `end` on are not stored.
 template <class Table, u32 kGrouping, u32 kBlockM, u32 kBlockN, u32 kSegments>
 struct GroupedScheduler {
   const GroupRaster* raster;
   u32 shared, rows, count, index;
-  u32 row, column, group, end;
+  u32 row, column, group, used, end;
 
   GroupedScheduler() = default;
 
@@ -231,7 +246,8 @@ struct GroupedScheduler {
     row = load_word(shared + Table::kRow + segment * 4) + (above + in_strip - x * min_of(left, kStrip)) * kBlockM;
     column = x * kBlockN;
     group = Table::group_of(shared, segment);
-    end = Table::end_of(shared, segment, rows);
+    used = Table::used_of(shared, segment);
+    end = kGrouping == kIndex ? rows : used;
   }
 };
 

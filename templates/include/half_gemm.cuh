@@ -18,9 +18,13 @@ struct HalfGemmLayout {
   enum : u32 { kSlices = kBlockM / (64 * kConsumers), kColumns = kBlockN / kClusterK };
   static_assert(kSlices * 64 * kConsumers == kBlockM && kColumns % 16 == 0 && Mma::kN == kBlockN);
 
-  using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters>;
-  using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
+  // With groups along M boxes of A have 64 rows, so that most padding is not loaded.
+  enum : u32 { kMapRows = kGrouping == kUngrouped || kGrouping == kAlongK ? 0 : 64 };
+  // Whether a consumer idles while it has no rows of a tile, since a group ends before them.
+  enum : bool { kIdles = kMapRows > 0 && kConsumers > 1 };
+  using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters, 2, kMapRows>;
+  using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
   using Table = GroupTable<kGrouping, kGrouping == kAlongK ? 1 : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = BlockOrder<kClusterK, 1>;
@@ -60,6 +64,7 @@ struct HalfGemm {
   // Whether a finished tile stays in registers, as words of 16-bit elements, and is staged while the next tile's products run. One
   // buffer is then enough: a part has been stored before the next part is staged.
   enum : bool { kStoresLate = Tile::kTmaStore && Tile::kBuffers == 1 };
+  enum : bool { kIdles = Layout::kIdles };
   static_assert(!kStoresLate || (Tile::kElement != kF32 && kClusterK == 1 && !Kernel::kByDepth));
 
   Kernel kernel;
@@ -107,23 +112,40 @@ struct HalfGemm {
     if (!tile.valid()) return;
     u32 count = blocks_of(tile);
     mainloop.start(sum);
+    // A consumer without rows of the tile multiplies only its first block: ptxas serialises products that are in flight where branches
+    // meet.
+    const auto go_on = [&](auto times, const auto& beside) {
+      if constexpr (kIdles) {
+        const bool busy = tile.row + first_row < kernel.used(tile);
+        mainloop.template resume<decltype(times)::kValue>(sum, busy ? count : 1, beside);
+        if (!busy) mainloop.skip(count - 1);
+        if constexpr (Layout::kGrouping == kIndex) {  // padding is written
+#pragma unroll
+          for (u32 slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+            for (u32 i = 0; i < Layout::kBlockN / 2; ++i) sum[slice][i] = busy ? sum[slice][i] : 0.0f;
+        }
+      } else {
+        mainloop.template resume<decltype(times)::kValue>(sum, count, beside);
+      }
+    };
     if constexpr (kStoresLate) {
       u32 words[Store::kParts][Store::kWords];
       const auto stage = [&](auto part) { Store::stage(staging(), words[decltype(part)::kValue], consumer, which, warp, lane); };
-      mainloop.template resume<0>(sum, count, stage);
+      go_on(Index<0>(), stage);
       for (;;) {
         if constexpr (Tile::kAccumulate == kReads) add_c(sum, tile.row + first_row, tile.column, 0, split, warp, lane);
         pack(words, sum, 0);
         tile.advance();
         if (!tile.valid()) return stage_all(words, consumer, which, warp, lane);
         mainloop.start(sum);
-        mainloop.template resume<Store::kParts>(sum, count, stage);
+        go_on(Index<Store::kParts>(), stage);
       }
     } else {
       for (;;) {
         const u32 row = tile.row + first_row, column = tile.column, end = kernel.end(tile);
         const i64 matrix = kernel.matrix(tile);
-        mainloop.template resume<0>(sum, count, Index<0>());
+        go_on(Index<0>(), Index<0>());
         tile.advance();
         const bool more = tile.valid();
         if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more);
@@ -173,7 +195,7 @@ struct HalfGemm {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
     with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::template store_all<(Kernel::kGrouped && !Kernel::kByDepth)>(
+      Store::template store_all<(Kernel::kByRows)>(
           staging(), tile,
           [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
             x = at.column + kernel.rank_k() * kColumns;

@@ -53,6 +53,17 @@ struct HalfMainloop {
     barriers.release(stage, lane);
   }
 
+  // Lets stages go by whose products are not wanted. Call it when no products are in flight.
+  DG_DEVICE void skip(u32 blocks) {
+#pragma unroll 1
+    for (; blocks > 0; --blocks) {
+      stage = at.stage;
+      barrier_wait(barriers.full(stage), at.parity);
+      at.template advance<Shape::kStep>();
+      barriers.release(stage, lane);
+    }
+  }
+
  private:
   u32 opaque_zero;  // zero, which the compiler must not know
   u32 stage;        // of the block whose products were issued last

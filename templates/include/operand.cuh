@@ -10,7 +10,7 @@
 //   K-major: one box of 128 bytes of K by the part's rows, or an edge box (see edge_boxes.cuh).
 //   MN-major (16-bit elements only): boxes of 64 rows (128 bytes) by the block of K. Boxes past the edge are not loaded.
 // Either way 64 rows take 8192 bytes.
-// If kMapRows is not zero, the maps have boxes of so many rows, and several of them are loaded.
+// If kMapRows is not zero, the maps have boxes of so many rows, and those that begin before the edge are loaded.
 template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside, u32 kElementBytes = 2, u32 kMapRows = 0>
 struct OperandTile {
   enum : u32 { kBlockK = 128 / kElementBytes, kBoxBytes = 64 * 128 };
@@ -28,7 +28,9 @@ struct OperandTile {
   // Bytes that arrive for the tile whose first row is `first`.
   static DG_DEVICE u32 bytes(const Source& from, u32 first) {
     if constexpr (kMnMajor) {
-      return first < from.edge ? min_of(ceil_div(from.edge - first, 64), kRows / 64) * kBoxBytes : 0;
+      return boxes<64, kRows>(from, first) * kBoxBytes;
+    } else if constexpr (kMapRows > 0) {
+      return boxes<kMapRows, kRows>(from, first) * kMapRows * 128;
     } else {
       return rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows) * 128;
     }
@@ -40,16 +42,18 @@ struct OperandTile {
   static DG_DEVICE void with_boxes(const Source& from, u32 first, u32 part, const Use& use) {
     const u32 row = first + part * kPartRows;
     if constexpr (kMnMajor) {
-      const u32 boxes = row < from.edge ? min_of(ceil_div(from.edge - row, 64), kPartRows / 64) : 0;
+      const u32 count = boxes<64, kPartRows>(from, row);
       use([&](u32 k, const auto& load) {
 #pragma unroll
         for (u32 box = 0; box < kPartRows / 64; ++box)
-          if (box < boxes) load(from.map, part * kPartRows * 128 + box * kBoxBytes, row + box * 64, k);
+          if (box < count) load(from.map, part * kPartRows * 128 + box * kBoxBytes, row + box * 64, k);
       });
     } else if constexpr (kMapRows > 0) {
+      const u32 count = boxes<kMapRows, kRows>(from, row);
       use([&](u32 k, const auto& load) {
 #pragma unroll
-        for (u32 box = 0; box < kRows; box += kMapRows) load(from.map, box * 128, k, row + box);
+        for (u32 box = 0; box < kRows / kMapRows; ++box)
+          if (box < count) load(from.map, box * kMapRows * 128, k, row + box * kMapRows);
       });
     } else {
       const u32 loaded = rows_loaded<kRows, kMayLieOutside>(first, from.edge, from.last_rows);
@@ -59,6 +63,12 @@ struct OperandTile {
         });
       });
     }
+  }
+
+  // How many of the boxes of kBox rows that make up `kOf` rows from `first` on begin before the edge.
+  template <u32 kBox, u32 kOf>
+  static DG_DEVICE u32 boxes(const Source& from, u32 first) {
+    return first < from.edge ? min_of(ceil_div(from.edge - first, kBox), kOf / kBox) : 0;
   }
 
   // Low word of the descriptor of the tile at `address`.

@@ -67,7 +67,7 @@ def along_m(kernel: Grouped, builder: Builder) -> None:
     case = Case(kernel.kind, ROUTING, N, K, DEVICE, integers=True)
     a, b, layout = case.arguments(kernel.form)
     if kernel.form == "contiguous":  # the first row of a tile that each lane of a warp looks at first is padding
-        layout[0:96:32] = -1
+        layout[0:128:32] = -1
     rows = (a[0] if kernel.kind == "fp8" else a).shape[:-1]
     d = guarded((*rows, N), BF16, DEVICE, strides(rows, N))
     make: Any = m_grouped.MGroupedFP8 if kernel.kind == "fp8" else m_grouped.MGroupedBF16

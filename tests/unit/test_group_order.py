@@ -25,12 +25,13 @@ BLOCKS_M, BLOCKS_N = st.sampled_from([64, 128, 256]), st.sampled_from([64, 128, 
 
 @dataclass
 class Table:
-    """`GroupTable`: the words in shared memory. ``last`` is a segment's group, or the end of its rows."""
+    """`GroupTable`: the words in shared memory. ``last`` is a segment's group, or the end of its rows. With labels,
+    ``used`` is the first row after the last one that is no padding."""
 
     begin: list[int]
     row: list[int]
     last: list[int]
-    labels: bool
+    used: list[int]
 
     def segment(self, target: int) -> int:
         """The last segment that begins at a row of tiles or before."""
@@ -45,7 +46,7 @@ class Table:
 def list_groups(form: str, layout: Sequence[int], rows: int, block_m: int, alignment: int) -> Table:
     """`GroupTable::list_groups`, 32 groups at a time."""
     size = groups.segments(form, len(layout))
-    table = Table([0] * (size + 1), [0] * size, [0] * size, False)
+    table = Table([0] * (size + 1), [0] * size, [0] * size, [])
     total = before = 0
     for first in range(0, size, 32):
         given = [layout[group] if group < len(layout) else before for group in range(first, first + 32)]
@@ -66,10 +67,11 @@ def list_groups(form: str, layout: Sequence[int], rows: int, block_m: int, align
     return table
 
 
-def find_runs(labels: Sequence[int], block_m: int, of_groups: int) -> Table | None:
-    """`GroupTable::find_runs` on the label of each row of tiles; None where it traps."""
+def find_runs(labels: Sequence[int], block_m: int, of_groups: int, used: Sequence[int] = ()) -> Table | None:
+    """`GroupTable::find_runs` on the label of each row of tiles, and its ``used`` rows; None where it traps."""
+    used = used or [block_m] * len(labels)
     size = groups.segments("contiguous", of_groups)
-    table = Table([0] * (size + 1), [0] * size, [0] * size, True)
+    table = Table([0] * (size + 1), [0] * size, [0] * size, [0] * size)
     segments, total, before = 0, 0, -1
     for first in range(0, len(labels), CHUNK):
         chunk = labels[first : first + CHUNK]
@@ -86,6 +88,9 @@ def find_runs(labels: Sequence[int], block_m: int, of_groups: int) -> Table | No
                     table.begin[segment] = total + sum(label >= 0 for label in lanes[:lane])
                     table.row[segment] = (first + part + lane) * block_m
                     table.last[segment] = lanes[lane]
+                if lanes[lane] >= 0 and (lane == 31 or lanes[lane + 1] != lanes[lane]):
+                    own = segments + sum(starts[: lane + 1]) - 1
+                    table.used[own] = (first + part + lane) * block_m + used[first + part + lane]
             segments += sum(starts)
             total += sum(label >= 0 for label in lanes)
     table.begin[segments:] = [total] * (size + 1 - segments)
@@ -214,8 +219,15 @@ def test_labels_have_each_tile_once_and_padding_the_rest(
     """Runs of rows of tiles with one label, and of padding, beyond the rows that are looked at together."""
     labels = [-1 if padding else group for group, (length, padding) in enumerate(runs) for _ in range(length)]
     assume(labels)
-    table = find_runs(labels, m, len(runs))
+    used = [data.draw(st.integers(1, m)) for _ in labels[:4]] + [m] * len(labels[4:])
+    table = find_runs(labels, m, len(runs), used)
     assert table is not None
+    ends = [
+        place * m + used[place]
+        for place, label in enumerate(labels)
+        if label >= 0 and [*labels, -1][place + 1] != label
+    ]
+    assert table.used[: len(ends)] == ends
     wanted: list[tuple[int, int, int]] = []
     for place, label in enumerate(labels):
         if label >= 0 and place > 0 and labels[place - 1] == label:

@@ -11,7 +11,7 @@ struct Constants {
   enum : bool { kTmaStore = true, kMnMajorB = true };
   enum : u32 { kElement = kBf16, kAccumulate = kNothing };
   enum : u32 { kGrouping = kIndex, kSegments = 32 };
-  enum : u32 { kSharedBytes = 222928 };
+  enum : u32 { kSharedBytes = 223056 };
 };
 
 struct Mma {
