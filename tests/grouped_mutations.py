@@ -53,6 +53,20 @@ MUTATIONS = [
         ("labels",),
     ),
     Mutation(
+        "leave out the rows of a group's last tile",
+        "groups.cuh",
+        "(first + tile) * kBlockM + (static_cast<u32>(word) >> 16)",
+        "(first + tile) * kBlockM",
+        ("labels",),
+    ),
+    Mutation(
+        "leave out 64 rows of each group",
+        "groups.cuh",
+        "used = raster->skips ? last : ~0u;",
+        "used = last - 64;",
+        ("ends", "counts"),
+    ),
+    Mutation(
         "begin a group where the one before ends",
         "groups.cuh",
         "ceil_div(static_cast<u32>(max_of(previous, 0)), arg.alignment) * arg.alignment",

@@ -24,10 +24,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import grouped_mutations
 import half_mutations
 import scaled_mutations
 from cover import cover, everything, features
 from forced import compiled, force, force_half, force_scaled, laid_out, load, nvrtc, scaled_operands, scaling_of
+from grouped_runs import is_right
 from racecheck_headers import RACES, racecheck_headers
 
 import deep_gemm
@@ -150,7 +152,7 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     builder = Builder(place / "cache", nvrtc(), include)
     with compiled((params, builder, params) for params in named([*chosen(every), *HALF, *SCALED], name)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
-    stream, wrong = torch.cuda.current_stream().cuda_stream, 0
+    stream, wrong, count = torch.cuda.current_stream().cuda_stream, 0, len(functions)
     for params, function in functions.items():
         if isinstance(params, (HalfParams, ScaledParams)):
             run = run_half if isinstance(params, HalfParams) else run_scaled
@@ -171,10 +173,16 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
         if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
             wrong += 1
             print(f"wrong: {params}")
+    for kernel in grouped_mutations.KERNELS.values():
+        if name in kernels.get(kernel.params.kernel).entry(kernel.params):
+            count += 1
+            if not is_right(kernel, builder):
+                wrong += 1
+                print(f"wrong: {kernel.params}")
     if not name and not run_casts():
         wrong += 1
         print("wrong: casts")
-    print(f"{len(functions)} kernels, {wrong} wrong")
+    print(f"{count} kernels, {wrong} wrong")
     sys.exit(wrong > 0 and not race)
 
 

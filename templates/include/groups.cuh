@@ -24,8 +24,11 @@ DG_DEVICE int load_label(const int* from) {
 
 // The order of tiles. Tiles of a group come one after the other. A group is cut into strips of kStrip rows of tiles, and in a strip
 // tiles run along m first. `strip` is the number of tiles in a whole strip.
+//
+// With `skips`, padding after a group's rows is neither loaded nor multiplied where consumers have nothing else of a tile. Such tiles
+// take less time, so CTAs that share columns of B drift apart (see kernels/groups.py).
 struct GroupRaster {
-  u32 columns;  // tiles in a row of tiles
+  u32 columns, skips;  // tiles in a row of tiles
   Divisor column, strip;
 };
 enum : u32 { kStrip = 16, kStripShift = 4 };
@@ -204,8 +207,8 @@ struct DepthRaster {
   Raster tiles;
 };
 
-// The tiles of a CTA, like TileScheduler. `row` and `column` are in D, `group` is the tile's. Rows from `used` on are padding, and rows
-// from `end` on are not stored.
+// The tiles of a CTA, like TileScheduler. `row` and `column` are in D, `group` is the tile's. Rows from `used` on are not multiplied, and
+// rows from `end` on are not stored.
 template <class Table, u32 kGrouping, u32 kBlockM, u32 kBlockN, u32 kSegments>
 struct GroupedScheduler {
   const GroupRaster* raster;
@@ -246,8 +249,9 @@ struct GroupedScheduler {
     row = load_word(shared + Table::kRow + segment * 4) + (above + in_strip - x * min_of(left, kStrip)) * kBlockM;
     column = x * kBlockN;
     group = Table::group_of(shared, segment);
-    used = Table::used_of(shared, segment);
-    end = kGrouping == kIndex ? rows : used;
+    const u32 last = Table::used_of(shared, segment);
+    used = raster->skips ? last : ~0u;
+    end = kGrouping == kIndex ? rows : last;
   }
 };
 

@@ -16,7 +16,7 @@ from rasters import located, quotient
 from deep_gemm.arch import SM90
 from deep_gemm.kernels import groups, sm90_half_k_grouped
 from deep_gemm.kernels.sm90_half_gemm import make_config
-from deep_gemm.ops import k_grouped
+from deep_gemm.ops import k_grouped, m_grouped
 from deep_gemm.spec import ceil_div
 
 STRIP, CHUNK = 16, 256
@@ -105,7 +105,7 @@ def divided(x: float, y: int, ulps: int) -> int:
 
 def tile(order: Sequence[int], table: Table, block_m: int, block_n: int, index: int) -> tuple[int, int, int]:
     """`GroupedScheduler::locate`: row, column and segment."""
-    columns, column, strip = order[0], tuple(order[1:4]), tuple(order[4:7])
+    columns, column, strip = order[0], tuple(order[2:5]), tuple(order[5:8])
     segment = table.segment(quotient(index, column))
     before, height = table.begin[segment], table.begin[segment + 1] - table.begin[segment]
     in_segment = index - before * columns
@@ -124,7 +124,7 @@ def tile(order: Sequence[int], table: Table, block_m: int, block_n: int, index: 
 def check_tiles(table: Table, block_m: int, block_n: int, n: int, wanted: list[tuple[int, int, int]]) -> None:
     """Each tile is found once, in the order that is documented. ``wanted`` are the first row, the rows of tiles, and
     the group or the end of each segment that has any."""
-    order = groups.order(make_config(block_m, block_n), n)
+    order = groups.order(make_config(block_m, block_n), n, True)
     columns = ceil_div(n, block_n)
     expected = [
         (row + y * block_m, column * block_n, last)
@@ -285,3 +285,16 @@ def test_along_k_each_matrix_has_each_tile_once(m: int, n: int, count: int, num_
     assert sorted(inside) == [(y, x) for y in range(ceil_div(m, 128)) for x in range(ceil_div(n, 128))]
     for index in (0, tiles - 1, tiles * count // 2, tiles * count - 1):
         assert quotient(index, tuple(numbers[:3])) == index // tiles
+
+
+@pytest.mark.parametrize(
+    ("groups_and_rows", "k", "skips"),
+    [((64, 306), 7168, False), ((64, 306), 3072, True), ((32, 192), 7168, True), ((8, 4096), 2048, False)],
+)
+def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k: int, skips: bool) -> None:
+    """Few tiles for each CTA; or low groups, and columns of B that stay in L2. Otherwise CTAs only drift apart."""
+    count, rows = groups_and_rows
+    spec = m_grouped.spec("e4m3", "masked", 4096, 6144, k, count, 132, alignment=128, expected_m=rows)
+    assert groups.skips_padding(spec, make_config(128, 256)) is skips
+    contiguous = m_grouped.spec("e4m3", "contiguous", count * rows, 6144, k, count, 132, alignment=128)
+    assert groups.skips_padding(contiguous, make_config(128, 256)) is skips

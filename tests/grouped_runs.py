@@ -1,0 +1,85 @@
+"""One call of each grouped kernel with given device code, whose result and surroundings are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from grouped_cases import BF16, Case, Routing, strides
+from grouped_mutations import Grouped
+from k_grouped_cases import DEVICE, exact, operands, sizes
+
+from deep_gemm import engine, kernels
+from deep_gemm.arch import SM90
+from deep_gemm.jit import Builder
+from deep_gemm.ops import k_grouped, m_grouped
+from deep_gemm.params import KernelConfig
+from deep_gemm.spec import GemmSpec
+from deep_gemm.testing import guarded, guarded_copy
+
+N, K = 520, 656
+# More groups than a warp reads at once, empty ones, ends inside tiles, and a row of tiles of padding alone.
+COUNTS = (100, 0, 1, 128, 300, *[7] * 30, 200)
+ROUTING = Routing(COUNTS, Routing(COUNTS).end + 200)
+KS = [128, 0, 384, 16, 240, 0, 48]
+
+
+def launch(operation: Any, arguments: tuple[Any, ...], config: KernelConfig, builder: Builder) -> None:
+    """Make the launches of a call with this config and this builder's device code."""
+    device = torch.cuda.current_device()
+    x = operation.check(*arguments)
+    work = operation.work(x, device)
+    scratch = {name: torch.empty(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in work.scratch.items()}
+    places = {name: tensor.data_ptr() for name, tensor in {**x.tensors, **scratch}.items()}
+    for step in work.steps:
+        chosen = config if isinstance(step.spec, GemmSpec) else next(kernels.for_spec(step.spec)[0].configs(SM90))
+        plan = engine.forced_plan(step.spec, chosen, device, builder)
+        addresses = {name: places[operand] for name, operand in step.operands.items()}
+        engine.launch(plan, step.strides, addresses, engine.raw_stream(device))()
+    torch.cuda.synchronize()
+
+
+def is_right(kernel: Grouped, builder: Builder) -> bool:
+    """Whether the result is the exact one, and nothing else was written."""
+    try:
+        (along_k if kernel.form == "k" else along_m)(kernel, builder)
+    except AssertionError:
+        return False
+    return True
+
+
+def along_m(kernel: Grouped, builder: Builder) -> None:
+    case = Case(kernel.kind, ROUTING, N, K, DEVICE, integers=True)
+    a, b, layout = case.arguments(kernel.form)
+    if kernel.form == "contiguous":  # the first row of a tile that each lane of a warp looks at first is padding
+        layout[0:128:32] = -1
+    rows = (a[0] if kernel.kind == "fp8" else a).shape[:-1]
+    d = guarded((*rows, N), BF16, DEVICE, strides(rows, N))
+    make: Any = m_grouped.MGroupedFP8 if kernel.kind == "fp8" else m_grouped.MGroupedBF16
+    options = (None, None, None, "", False) if kernel.kind == "fp8" else ("",)
+    size = ROUTING.alignment if kernel.form != "masked" else 64
+    launch(make(kernel.form), (a, b, d.tensor, layout, *options, size, "nt"), kernel.params.config, builder)
+    d.check("d")
+    assert torch.equal(case.gathered(d.tensor), case.gathered(case.exact()).to(BF16))
+    bits = d.tensor.view(torch.int16)
+    if kernel.form == "masked":
+        for group, count in enumerate(ROUTING.counts):
+            assert bool((bits[group, count:] == -1).all())
+    elif kernel.form == "contiguous":
+        assert bool((bits != -1).all())
+    else:  # padding is left as it was
+        inside = torch.zeros(bits.shape[0], dtype=torch.bool)
+        for part in ROUTING.slices():
+            inside[part] = True
+        assert bool((bits[~inside.to(DEVICE)] == -1).all())
+
+
+def along_k(kernel: Grouped, builder: Builder) -> None:
+    m, n = 200, 328
+    a, b = operands(kernel.kind, m, n, KS)
+    before = torch.randint(-9, 10, (len(KS), m, n), device=DEVICE).float()
+    d = guarded_copy(before)
+    make: Any = k_grouped.KGroupedFP8 if kernel.kind == "fp8" else k_grouped.KGroupedBF16
+    launch(make(accumulates=True), (a, b, d.tensor, d.tensor, sizes(KS), ""), kernel.params.config, builder)
+    d.check("d")
+    assert torch.equal(d.tensor, exact(kernel.kind, a, b, KS, m, n, before).float())
