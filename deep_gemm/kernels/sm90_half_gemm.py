@@ -43,10 +43,8 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (128, 128, (1, 1, 4), 1),
     (128, 128, (2, 1, 1), 1),
     (128, 160, (1, 1, 1), 1),
-    (128, 176, (1, 1, 1), 1),
     (128, 192, (1, 1, 1), 1),
     (128, 192, (2, 1, 1), 1),
-    (128, 208, (2, 1, 1), 1),
     (128, 224, (1, 1, 1), 1),
     (128, 256, (1, 1, 1), 1),
     (128, 256, (2, 1, 1), 1),
@@ -54,7 +52,9 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (256, 128, (1, 2, 1), 1),
 )
 """(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
-``benchmarks/README.md``)."""
+``benchmarks/README.md``). Tiles of 176 and 208 columns were taken out: they store boxes of 16 columns, which the model
+of speed takes for as fast as others. Without them the choice came 0.4% nearer to the best for M > 512, and 1.2% nearer
+over 15 shapes that were not surveyed before."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
