@@ -51,6 +51,7 @@ from deep_gemm.ops.m_grouped import MGroupedBF16, MGroupedFP8
 from deep_gemm.params import GemmConfig
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
+from deep_gemm.timer import times_of
 
 Row = dict[str, Any]
 
@@ -166,7 +167,7 @@ def measure_configs(shape: Shape) -> Row:
     by_name = {survey.name_of(each, asked, spec): each for each in (config, *select.legal(asked, spec))}
     configs = built(asked, by_name.values(), spec)
     timers = dict(survey.timers_at([x], [(strides, addresses)], asked, configs, "flush", spec, device))
-    times = survey.times_of(survey.promising(timers, selected), selected)
+    times = times_of(survey.promising(timers, selected), selected)
     found = {name: round(us, 3) for name, us in sorted(times.items(), key=lambda item: item[1])}
     return {"mode": "grouped survey", **said(shape), "selected": selected, "legal": len(timers), "times": found}
 

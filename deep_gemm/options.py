@@ -33,6 +33,11 @@ def on_change(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
+def forget() -> None:
+    """Drop plans and remembered calls, as every change of an option does."""
+    _changed()
+
+
 def _changed() -> None:
     for listener in _listeners:
         listener()
