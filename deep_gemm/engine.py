@@ -191,7 +191,8 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         entry |= {"measured_us": ranked[0].measured_us} if ranked[0].measured_us else {}
     record.add_plan(entry)
     if settings.print_configs:
-        say(f"{spec}: {config}" + (f", {ranked[0].estimate}" if ranked else ""))
+        measured = f", measured {ranked[0].measured_us:.2f} us" if ranked and ranked[0].measured_us else ""
+        say(f"{spec}: {config}" + measured + (f", {ranked[0].estimate}" if ranked else ""))
     return Plan(spec, device, params, function)
 
 

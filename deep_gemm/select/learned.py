@@ -25,7 +25,7 @@ DECAY = 8.0
 """In the mean of a shape, a config slower than its best by x (a logarithm) has the weight exp(-DECAY * x)."""
 LEAST_SHAPES = 8
 """With fewer shapes there are no corrections."""
-MOST_JUDGED = 64
+MOST_JUDGED = 128
 """How many shapes `Corrections.help` is judged by."""
 
 
@@ -37,12 +37,17 @@ class Timed(Generic[Config]):
     at: Point
     times: Mapping[Config, tuple[float, float]]
 
+    def weights(self) -> dict[Config, float]:
+        """The weight of each config in a mean over them; together 1."""
+        least = min(us for us, _ in self.times.values())
+        weights = {config: (least / us) ** DECAY for config, (us, _) in self.times.items()}
+        whole = sum(weights.values())
+        return {config: weight / whole for config, weight in weights.items()}
+
     def errors(self) -> dict[Config, float]:
         """The error of each config."""
-        least = min(us for us, _ in self.times.values())
         errors = {config: math.log(us / modelled) for config, (us, modelled) in self.times.items()}
-        weights = {config: (least / us) ** DECAY for config, (us, _) in self.times.items()}
-        mean = sum(weights[config] * error for config, error in errors.items()) / sum(weights.values())
+        mean = sum(weight * errors[config] for config, weight in self.weights().items())
         return {config: error - mean for config, error in errors.items()}
 
 
@@ -50,34 +55,37 @@ class Corrections(Generic[Config]):
     """What was learned from the shapes ``timed``, all of one kind of spec."""
 
     def __init__(self, timed: Sequence[Timed[Config]]) -> None:
-        self._timed = [(each, each.errors()) for each in timed if len(each.times) > 1]
+        self._timed = [each for each in timed if len(each.times) > 1]
+        self._errors: dict[Config, list[tuple[int, float]]] = {}
+        for index, each in enumerate(self._timed):
+            for config, error in each.errors().items():
+                self._errors.setdefault(config, []).append((index, error))
 
-    def at(self, point: Point, without: Timed[Config] | None = None) -> Callable[[Config, float], float]:
-        """A function of a config and its modelled time at this shape that returns the corrected time. ``without``
-        leaves out one of the shapes."""
-        sums: dict[Config, float] = {}
-        weights: dict[Config, float] = {}
-        for each, errors in self._timed:
-            if each is not without:
-                weight = math.exp(-((math.dist(point, each.at) / WIDTH) ** 2) / 2)
-                for config, error in errors.items():
-                    sums[config] = sums.get(config, 0.0) + weight * error
-                    weights[config] = weights.get(config, 0.0) + weight
+    def at(self, point: Point, without: int = -1) -> Callable[[Config, float], float]:
+        """A function of a config and its modelled time at this shape that returns the corrected time. ``without`` is
+        the index of a shape to leave out."""
+        near = [math.exp(-((math.dist(point, each.at) / WIDTH) ** 2) / 2) for each in self._timed]
+        if without >= 0:
+            near[without] = 0.0
 
         def corrected(config: Config, us: float) -> float:
-            return us * math.exp(sums[config] / (1 + weights[config])) if config in sums else us
+            seen = self._errors.get(config, ())
+            total = sum(near[index] * error for index, error in seen)
+            return us * math.exp(total / (1 + sum(near[index] for index, _ in seen)))
 
         return corrected
 
     def help(self) -> bool:
-        """Whether choices among the timed configs are better with corrections than by the model alone. Each shape is
-        judged by what was learned from all others."""
+        """Whether corrected times are in better order than the model's: whether the mean square of errors is smaller.
+        Each shape is judged by what was learned from all others."""
         if len(self._timed) < LEAST_SHAPES:
             return False
-        gained = 0.0
-        for each, _ in self._timed[:: math.ceil(len(self._timed) / MOST_JUDGED)]:
-            corrected = self.at(each.at, without=each)
-            before = min(each.times, key=lambda config: each.times[config][1])
-            after = min(each.times, key=lambda config: corrected(config, each.times[config][1]))
-            gained += math.log(each.times[before][0] / each.times[after][0])
-        return gained > 0
+        before = after = 0.0
+        for index in range(0, len(self._timed), math.ceil(len(self._timed) / MOST_JUDGED)):
+            each = self._timed[index]
+            corrected, errors, weights = self.at(each.at, without=index), each.errors(), each.weights()
+            left = {config: error - math.log(corrected(config, 1.0)) for config, error in errors.items()}
+            mean = sum(weight * left[config] for config, weight in weights.items())
+            before += sum(weight * errors[config] ** 2 for config, weight in weights.items())
+            after += sum(weight * (left[config] - mean) ** 2 for config, weight in weights.items())
+        return after < before

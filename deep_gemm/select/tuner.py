@@ -88,8 +88,8 @@ class Store:
         help."""
         key = (kind := _kind(spec), arch, calibration)
         if key not in self._learned:
-            timed = [_timed(each, arch, calibration) for each in self.records() if _kind(each.spec) == kind]
-            found = Corrections([each for each in timed if each is not None])
+            seen = [timed(each, arch, calibration) for each in self.records() if _kind(each.spec) == kind]
+            found = Corrections([each for each in seen if each is not None])
             self._learned[key] = found if found.help() else None
         return self._learned[key]
 
@@ -165,7 +165,8 @@ def _point(spec: GemmSpec) -> tuple[float, ...]:
     return math.log2(spec.m), math.log2(spec.n), math.log2(max(spec.k, 1))
 
 
-def _timed(record: Record, arch: ArchSpec, calibration: Calibration) -> Timed[GemmConfig] | None:
+def timed(record: Record, arch: ArchSpec, calibration: Calibration) -> Timed[GemmConfig] | None:
+    """What can be learned from a record: times of configs that calls choose among now; None if there are none."""
     try:
         known = {label(config): config for config in candidates(record.spec, arch)}
     except UnsupportedError:
