@@ -9,7 +9,7 @@ mean, and the worst.
 
 If the survey looked at all legal configs, one that it did not time counts as slower by a quarter and 1 us, as it was at
 the first look. If it did not, only timed configs count. Times above twice the best of the row are left out: the first
-look had been near the best, so something else disturbed them.
+look had been near the best, so something else disturbed them. Corrections are learned with them, as they would be.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def shapes_of(path: Path) -> list[Shape]:
         for config in select.legal(asked, arch):
             name = _name(config, replace(asked, m=1, n=128, k=128, expected_m=0))
             us = row["times"].get(name)
+            if us is not None:
+                measured[config] = us
             if us is not None and us <= DISTURBED * least:
-                times[config] = measured[config] = us
+                times[config] = us
             elif us is None and "legal" in row and name in seen:
                 times[config] = survey.PROMISING * least + survey.PROMISING_US
         serving = [config for config in select.candidates(asked, arch) if config in times]
@@ -97,18 +99,20 @@ def remember(path: Path, stale: bool = False) -> Counter[str]:
     counts: Counter[str] = Counter()
     arch, digest = archs.get("sm_90a"), source_digest()
     for row in survey.load([path]):
-        asked = ranked_as(survey.spec_of(shape_of(row), arch.num_sms))
-        ranked = select.rank(asked, arch, calibration.of(row["device"]))
+        asked, device = ranked_as(survey.spec_of(shape_of(row), arch.num_sms)), row.get("device")
+        ranked = select.rank(asked, arch, calibration.of(str(device)))
         names = {_name(each.config, replace(asked, m=1, n=128, k=128, expected_m=0)): each.config for each in ranked}
         if row["mode"] != "flush":
             counts["left out, not single calls"] += 1
+        elif not isinstance(device, str) or not device:
+            counts["left out, measured on a GPU without a name"] += 1
         elif row.get("source_digest") != digest and not stale:
             counts["left out, measured by other sources"] += 1
         elif next(iter(names)) not in row["times"]:
             counts["left out, without the model's choice"] += 1
         else:
             times = {config: float(row["times"][name]) for name, config in names.items() if name in row["times"]}
-            tuner.remember(asked, times, row["device"])
+            tuner.remember(asked, times, device)
             counts["kept"] += 1
     return counts
 
@@ -133,14 +137,14 @@ def judge(shapes: Sequence[Shape], seeds: int = SEEDS, noise: float = 0.0) -> di
         held = set(specs[: len(specs) // HELD_OUT])
         rest = [shape for shape in shapes if shape.spec not in held]
         chosen = set(specs[len(held) : len(held) + FEW])
-        by_few = learned.Corrections([first(shape, tuner.TOP) for shape in rest if shape.spec in chosen])
-        by_all = learned.Corrections([shape.timed for shape in rest])
+        learned_few = [first(shape, tuner.TOP) for shape in rest if shape.spec in chosen]
+        ways = [learned.Corrections(timed) for timed in (learned_few, [shape.timed for shape in rest])]
+        used = dict(zip(found, (None, *(each if each.help() else None for each in ways)), strict=True))
         for shape in shapes:
-            if shape.spec in held:
-                for name, corrections in (("model", None), (few, by_few), ("learned from all others", by_all)):
-                    ranked = shape.ranked if corrections is None else _corrected(shape, corrections)
-                    for top in TOPS:
-                        found[name][top].append(shape.best_of(ranked[:top], _reader(rng, noise)))
+            for name, corrections in used.items() if shape.spec in held else ():
+                ranked = shape.ranked if corrections is None else _corrected(shape, corrections)
+                for top in TOPS:
+                    found[name][top].append(shape.best_of(ranked[:top], _reader(rng, noise)))
     return found
 
 
@@ -149,9 +153,7 @@ def _reader(rng: random.Random, noise: float) -> Callable[[float], float]:
 
 
 def _corrected(shape: Shape, corrections: learned.Corrections[GemmConfig]) -> list[GemmConfig]:
-    """The serving set by the model and what was learned; by the model alone if that would not help."""
-    if not corrections.help():
-        return shape.ranked
+    """The serving set by the model and what was learned."""
     corrected = corrections.at(shape.timed.at)
     return [choice.config for choice in select.order(shape.spec, shape.ranked, shape.known, corrected)]
 

@@ -197,12 +197,12 @@ def _make_plan(spec: Spec, device: int) -> Plan:
 
 
 def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
-    """The configs for ``spec`` on CUDA device ``device``, the one that calls use first: by the model, and with DG_TUNE
-    by measured times."""
+    """The configs for ``spec`` on CUDA device ``device``, the one that calls use first: by measured times, if `tuner`
+    reads any, and by the model."""
     arch, known = archs.for_device(device), calibration_of(device)
-    if settings.tune == "off":
-        return select.rank(spec, arch, known)
-    return tuner.rank(spec, arch, known, device_name(device))
+    if tuner.reads():
+        return tuner.rank(spec, arch, known, device_name(device))
+    return select.rank(spec, arch, known)
 
 
 def device_name(device: int) -> str:

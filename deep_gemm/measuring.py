@@ -51,13 +51,14 @@ _listening: tuple[list[Tuned], ...] = ()
 def tuning() -> Iterator[list[Tuned]]:
     """Measure each kind of call that is made inside the block for the first time, whatever DG_TUNE says.
 
-    Choices stay in force in this process, and are kept in the cache directory for processes with ``DG_TUNE=read``. A
-    kind of call whose times are kept there already is not measured again. Yields a list to which each measurement is
-    added. The block holds for all threads of the process.
+    Times are kept in the cache directory, for processes with ``DG_TUNE=read``. This process reads them from now on, as
+    if it had that setting. A kind of call whose times are kept is not measured again. Yields a list to which each
+    measurement is added. The block holds for all threads of the process.
     """
     global _listening
     found: list[Tuned] = []
     with settings.override(tune="on"):
+        tuner.read_from_now_on()
         options.forget()  # what was called before is planned again
         _listening = (*_listening, found)
         try:

@@ -31,7 +31,6 @@ from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log, say
 from deep_gemm.params import KernelParams
 from deep_gemm.select import calibration, tuner
-from deep_gemm.settings import settings
 from deep_gemm.spec import GemmSpec, align
 
 
@@ -148,7 +147,7 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
         # If the best config of all is batch invariant, it is also the best of those.
         if not kernels.of(chosen[-1]).runs(invariant, chosen[-1]):
             chosen.append(select.rank(invariant, spec, known)[0].config)
-    for device in tuner.devices() if settings.tune != "off" else ():
+    for device in tuner.devices() if tuner.reads() else ():
         for each in (asked, invariant):
             chosen.append(tuner.rank(each, spec, calibration.of(device), device)[0].config)
     return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]

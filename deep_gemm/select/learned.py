@@ -21,8 +21,9 @@ Point = tuple[float, ...]
 
 WIDTH = 2.0
 """The weight of a shape is exp(-d^2 / 2) at a distance of d times this, in octaves of M, N and K."""
-DECAY = 8.0
-"""In the mean of a shape, a config slower than its best by x (a logarithm) has the weight exp(-DECAY * x)."""
+DECAY = 3.0
+"""A time longer than the best of its shape by x (a logarithm) has the weight exp(-DECAY * x), in the mean of the shape
+and in corrections: errors of slow configs matter less, and a time that something disturbed hardly counts."""
 LEAST_SHAPES = 8
 """With fewer shapes there are no corrections."""
 MOST_JUDGED = 128
@@ -56,10 +57,13 @@ class Corrections(Generic[Config]):
 
     def __init__(self, timed: Sequence[Timed[Config]]) -> None:
         self._timed = [each for each in timed if len(each.times) > 1]
-        self._errors: dict[Config, list[tuple[int, float]]] = {}
+        self._errors: dict[Config, list[tuple[int, float, float]]] = {}
+        """For each config the shapes where it was timed, its error there, and how much that counts."""
         for index, each in enumerate(self._timed):
+            weights = each.weights()
+            most = max(weights.values())
             for config, error in each.errors().items():
-                self._errors.setdefault(config, []).append((index, error))
+                self._errors.setdefault(config, []).append((index, error, weights[config] / most))
 
     def at(self, point: Point, without: int = -1) -> Callable[[Config, float], float]:
         """A function of a config and its modelled time at this shape that returns the corrected time. ``without`` is
@@ -70,8 +74,8 @@ class Corrections(Generic[Config]):
 
         def corrected(config: Config, us: float) -> float:
             seen = self._errors.get(config, ())
-            total = sum(near[index] * error for index, error in seen)
-            return us * math.exp(total / (1 + sum(near[index] for index, _ in seen)))
+            total = sum(near[index] * weight * error for index, error, weight in seen)
+            return us * math.exp(total / (1 + sum(near[index] * weight for index, _, weight in seen)))
 
         return corrected
 

@@ -21,6 +21,7 @@ from ..jit.cache.disk import TUNED, DiskCache
 from ..jit.key import digest
 from ..jit.render_key import device_code
 from ..params import GemmConfig
+from ..settings import settings
 from ..spec import GemmSpec, Operand
 from .calibration import Calibration
 from .heuristic import Choice, candidates, order, ranked_as
@@ -130,6 +131,20 @@ def remember(spec: GemmSpec, times: Mapping[GemmConfig, float], device: str) -> 
     record = Record(ranked_as(spec), {label(config): us for config, us in times.items()})
     store_of(device).put(record)
     return record
+
+
+_reads = False
+
+
+def reads() -> bool:
+    """Whether measured times count: with DG_TUNE, and once this process has measured some itself."""
+    return _reads or settings.tune != "off"
+
+
+def read_from_now_on() -> None:
+    """Make `reads` true for the rest of this process."""
+    global _reads
+    _reads = True
 
 
 def devices() -> list[str]:
