@@ -30,7 +30,7 @@ from .kernels.base import Kernel, LaunchPlan, Strides
 from .log import say
 from .params import KernelConfig, KernelParams
 from .record import debug_info, dump_debug_info
-from .select import calibration, tuner
+from .select import calibration
 from .settings import settings
 from .spec import GemmSpec, Spec
 
@@ -197,12 +197,14 @@ def _make_plan(spec: Spec, device: int) -> Plan:
 
 
 def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
-    """The configs for ``spec`` on CUDA device ``device``, the one that calls use first: by measured times, if `tuner`
-    reads any, and by the model."""
+    """The configs for ``spec`` on CUDA device ``device``, the one that calls use first: by measured times, if these
+    count, and by the model."""
     arch, known = archs.for_device(device), calibration_of(device)
-    if tuner.reads():
-        return tuner.rank(spec, arch, known, device_name(device))
-    return select.rank(spec, arch, known)
+    if not options.measured_times():
+        return select.rank(spec, arch, known)
+    from .select import tuner  # here, so that processes that do not tune do not import it
+
+    return tuner.rank(spec, arch, known, device_name(device))
 
 
 def device_name(device: int) -> str:

@@ -1,6 +1,6 @@
 """The tuner's measurements: the best few configs of a call's spec, timed on copies of its operands.
 
-A call that is new asks here before it is planned (`consider`). Warm calls and replays do not.
+With DG_TUNE=on, a call that is new asks here before it is planned (`consider`). Warm calls and replays do not.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def tuning() -> Iterator[list[Tuned]]:
     global _listening
     found: list[Tuned] = []
     with settings.override(tune="on"):
-        tuner.read_from_now_on()
-        options.forget()  # what was called before is planned again
+        options.use_measured_times()
         _listening = (*_listening, found)
         try:
             yield found
@@ -68,15 +67,15 @@ def tuning() -> Iterator[list[Tuned]]:
 
 
 def consider(operation: Operation, work: Work, tensors: Mapping[str, Tensor], device: int) -> None:
-    """Measure configs for the last launch of a call on CUDA device ``device``, if DG_TUNE=on and nobody has planned or
-    measured such a launch. Nothing is measured while the current stream is captured. ``tensors`` are only read.
+    """Measure configs for the last launch of a call on CUDA device ``device``, if nobody has planned or measured such a
+    launch. Nothing is measured while the current stream is captured. ``tensors`` are only read.
 
     Raises:
         UnsupportedError: there is no kernel for this spec or these options.
         DriverError: a kernel could not be loaded or launched.
     """
     spec = work.steps[-1].spec
-    if settings.tune != "on" or not isinstance(spec, GemmSpec) or _is_capturing():
+    if not isinstance(spec, GemmSpec) or _is_capturing():
         return
     with _lock.lock:
         choices = [] if engine.is_planned(spec, device) else engine.ranked_configs(spec, device)[: tuner.TOP]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, ops, select
+from deep_gemm import engine, kernels, ops, options, select
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot import workload
 from deep_gemm.aot.inputs import MAX_SIZE, whole
@@ -147,7 +147,7 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
         # If the best config of all is batch invariant, it is also the best of those.
         if not kernels.of(chosen[-1]).runs(invariant, chosen[-1]):
             chosen.append(select.rank(invariant, spec, known)[0].config)
-    for device in tuner.devices() if tuner.reads() else ():
+    for device in tuner.devices() if options.measured_times() else ():
         for each in (asked, invariant):
             chosen.append(tuner.rank(each, spec, calibration.of(device), device)[0].config)
     return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]

@@ -21,7 +21,6 @@ from ..jit.cache.disk import TUNED, DiskCache
 from ..jit.key import digest
 from ..jit.render_key import device_code
 from ..params import GemmConfig
-from ..settings import settings
 from ..spec import GemmSpec, Operand
 from .calibration import Calibration
 from .heuristic import Choice, candidates, order, ranked_as
@@ -118,7 +117,7 @@ def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration, device: str) 
     configs = candidates(asked, arch)
     times = store.times(asked, configs)
     measured = order(asked, list(times), calibration, lambda config, us: times[config])
-    learned = store.corrections(asked, arch, calibration)
+    learned = None if times else store.corrections(asked, arch, calibration)
     corrected: tuple[Callable[[GemmConfig, float], float], ...] = (
         () if learned is None else (learned.at(_point(asked)),)
     )
@@ -131,20 +130,6 @@ def remember(spec: GemmSpec, times: Mapping[GemmConfig, float], device: str) -> 
     record = Record(ranked_as(spec), {label(config): us for config, us in times.items()})
     store_of(device).put(record)
     return record
-
-
-_reads = False
-
-
-def reads() -> bool:
-    """Whether measured times count: with DG_TUNE, and once this process has measured some itself."""
-    return _reads or settings.tune != "off"
-
-
-def read_from_now_on() -> None:
-    """Make `reads` true for the rest of this process."""
-    global _reads
-    _reads = True
 
 
 def devices() -> list[str]:

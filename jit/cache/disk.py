@@ -22,7 +22,7 @@ T = TypeVar("T")
 # A network filesystem may answer these once, for a file that another machine has just replaced.
 _TRANSIENT = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 TEMPORARY, LOCKS = "tmp", "locks"
-RENDERED = "rendered"  # see `sources`
+RENDERED = "rendered"  # see `notes`
 TUNED = "tuned"  # times of kernels, by GPU model; see `deep_gemm.select.tuner`
 # Its first line is the number of entries when `limit` last looked; each publication since then has added a dot.
 TALLY = "limit.tally"

@@ -1,7 +1,7 @@
 """Small checked texts on disk, by key: rendered sources, and times that were measured.
 
-No kernel depends on one: a damaged text counts as missing. A file holds a line with the SHA-256 over its key and its
-text, then the text. Files are private and published by one rename, as entries are.
+No kernel depends on one: if it is damaged, it counts as missing, and is written again. A file holds a line with the
+SHA-256 over its key and its text, then the text. Files are private and published by one rename, as entries are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from deep_gemm.jit.cache.disk import TEMPORARY, DiskCache
+from deep_gemm.jit.cache.disk import RENDERED, TEMPORARY, DiskCache
 from deep_gemm.jit.cache.files import Folder
 
 _KEY = re.compile(r"[0-9a-f]{40}")
@@ -72,3 +72,21 @@ def _read(folder: Folder, key: str) -> str | None:
 def _digest(key: str, content: bytes) -> bytes:
     # The key is part of it, so that a file that was copied over another does not match.
     return hashlib.sha256(f"{key}\n".encode() + content).hexdigest().encode()
+
+
+def source(disk: DiskCache, render_key: str) -> str | None:
+    """The verified rendered source of this render key, or None. A process that finds one needs neither Jinja nor the
+    templates."""
+    found = get(disk, (RENDERED,), render_key)
+    if found is not None:
+        disk.rendered.add(render_key)
+    return found
+
+
+def put_source(disk: DiskCache, render_key: str, text: str) -> None:
+    """Keep a rendered source. A sound one stays; anything else of its name is replaced."""
+    if render_key in disk.rendered or not render_key:
+        return
+    # Once in a process, even if it fails: rendering a source costs less than trying again and again.
+    disk.rendered.add(render_key)
+    put(disk, (RENDERED,), render_key, text)

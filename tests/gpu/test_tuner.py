@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import deep_gemm
-from deep_gemm import engine, options, settings
+from deep_gemm import calls, engine, options, settings
 from deep_gemm.errors import NotWarmError
 from deep_gemm.select import tuner
 from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
@@ -21,11 +21,13 @@ M, N, K = 41, 1808, 1040
 
 @pytest.fixture(autouse=True)
 def _as_a_new_process(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tuner, "_reads", False)
-    options.forget()
+    monkeypatch.setattr(options.current(), "measured_times", False)
+    engine.forget_plans()
+    calls.forget_all()
     yield
     deep_gemm.set_batch_invariant(False)
-    options.forget()
+    engine.forget_plans()
+    calls.forget_all()
 
 
 def half(m: int = M, n: int = N, k: int = K) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,8 +55,9 @@ def test_a_measured_choice_is_right_kept_and_read_by_another_process(cache_dir: 
     config = chosen()
     assert len([path for path in (cache_dir / "tuned").rglob("*") if path.is_file()]) == 1
     tuner._stores.clear()
-    tuner._reads = False
-    options.forget()
+    options.current().measured_times = False
+    engine.forget_plans()
+    calls.forget_all()
     with settings.override(tune="read"):
         deep_gemm.fp8_gemm_nt(a, b, d)
     assert chosen() == config
@@ -88,7 +91,8 @@ def test_a_capture_measures_nothing_and_replays_what_was_tuned() -> None:
         d.zero_()
         graph.replay()
         assert torch.equal(d, expected)
-        options.forget()
+        engine.forget_plans()
+        calls.forget_all()
         deep_gemm.bf16_gemm_nt(cold, b, other)
     assert len(found) == 2
 

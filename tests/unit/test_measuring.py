@@ -12,7 +12,7 @@ import torch
 from gpu_fakes import FakeGpu, FakeLaunch, calls_behind
 
 import deep_gemm
-from deep_gemm import calls, engine, measuring, settings
+from deep_gemm import calls, engine, measuring, options, settings
 from deep_gemm.errors import CompileError, UnsupportedError
 from deep_gemm.ops import half_dense
 from deep_gemm.params import GemmConfig
@@ -43,7 +43,7 @@ class Timers:
         self._forced: dict[int, GemmConfig] = {}
         self._ranked = engine.ranked_configs
         self._launch = gpu.launch
-        monkeypatch.setattr(tuner, "_reads", False)
+        monkeypatch.setattr(options.current(), "measured_times", False)
         monkeypatch.setattr(engine, "calibration_of", lambda device: default())
         monkeypatch.setattr(engine, "device_name", lambda device: "NVIDIA H200")
         monkeypatch.setattr(engine, "raw_stream", lambda device: 7)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deep_gemm import measuring, ops, select
+from deep_gemm import measuring, ops, options, select
 from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import backends, provenance, survey, tuned
 from deep_gemm.benchmarks.summary import geometric_mean
@@ -26,7 +26,7 @@ DEVICE = "NVIDIA H200"
 
 @pytest.fixture(autouse=True)
 def _own_cache(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "_reads", False)
+    monkeypatch.setattr(options.current(), "measured_times", False)
 
 
 @pytest.fixture(scope="module")
