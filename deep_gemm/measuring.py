@@ -31,7 +31,8 @@ _lock = ForkLock()
 
 @dataclass(frozen=True)
 class Tuned:
-    """One measurement: the times of configs in us, the config that the model had chosen, and the fastest."""
+    """One measurement: the times of configs in us, the config that the model had chosen (corrected, where that helps),
+    and the one that calls use now."""
 
     spec: GemmSpec
     times: Mapping[GemmConfig, float]

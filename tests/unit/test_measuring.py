@@ -12,7 +12,8 @@ import torch
 from gpu_fakes import FakeGpu, FakeLaunch, calls_behind
 
 import deep_gemm
-from deep_gemm import calls, engine, measuring, options, settings
+from deep_gemm import arch, calls, engine, measuring, options, settings
+from deep_gemm.arch import SM90
 from deep_gemm.errors import CompileError, UnsupportedError
 from deep_gemm.ops import half_dense
 from deep_gemm.params import GemmConfig
@@ -258,6 +259,43 @@ def test_batch_invariance_offers_configs_of_one_order_only(timers: Timers) -> No
     assert found[0].spec.batch_invariant
     assert all(config.k_shares == 1 for config in timers.offered)
     assert any(choice.config.k_shares > 1 for choice in timers._ranked(found[0].spec, 0)) is False
+
+
+def test_a_launch_that_is_planned_is_not_measured(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan would not change: only `tuning` drops plans."""
+    monkeypatch.setattr(engine, "_plans", dict.fromkeys((half_spec(m), 0) for m in (24, 32)))
+    with settings.override(tune="on"):
+        for m in (24, 32):
+            deep_gemm.bf16_gemm_nt(*operands(m))
+        assert timers.timed == []
+        deep_gemm.bf16_gemm_nt(*operands(40))
+    assert timers.timed
+
+
+def half_spec(m: int) -> GemmSpec:
+    return half_dense.spec(half_dense.BF16, m, N, K, num_sms=132)
+
+
+def test_the_debug_record_says_what_was_measured(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = dict.fromkeys(("name", "key", "layer", "compiler", "source_path"), "")
+    binary = SimpleNamespace(**fields, seconds={}, resources=SimpleNamespace(to_json=dict))
+    monkeypatch.setattr(options.current(), "measured_times", False)
+    monkeypatch.setattr(arch, "for_device", lambda device: SM90)
+    monkeypatch.setattr(engine, "calibration_of", lambda device: default())
+    monkeypatch.setattr(engine, "device_name", lambda device: "GPU X")
+    monkeypatch.setattr(engine, "load", lambda params, device, what: (SimpleNamespace(symbol="k"), binary))
+    spec = half_spec(24)
+    slow, fast = (choice.config for choice in engine.ranked_configs(spec, 0)[:2])
+    tuner.remember(spec, {slow: 12.0, fast: 8.25}, "GPU X")
+    for word, config in (("off", slow), ("read", fast)):
+        engine.forget_plans()
+        with settings.override(tune=word, print_configs=True):
+            assert engine.plan(spec, 0).params.config == config
+        assert (", measured 8.25 us, " in capsys.readouterr().err) == (word == "read")
+        assert engine.debug_info()["plans"][-1].get("measured_us", 0) == (8.25 if word == "read" else 0)
+    engine.forget_plans()
 
 
 @pytest.mark.parametrize("value", ["always", "1", "yes", ""])
