@@ -54,6 +54,7 @@ from deep_gemm.ops.m_grouped import MGroupedBF16, MGroupedFP8
 from deep_gemm.params import GemmConfig
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
+from deep_gemm.timer import times_of
 
 Row = dict[str, Any]
 
@@ -217,7 +218,7 @@ def survey_of(shape: Grouped, x: object, launch: Launch) -> Row:
     configs = built(asked, by_name.values(), spec)
     kept, places = [(x, launch)], [(launch.strides, launch.addresses)]
     timers = dict(survey.timers_at(kept, places, asked, configs, "flush", spec, device))
-    times = survey.times_of(survey.promising(timers, selected), selected)
+    times = times_of(survey.promising(timers, selected), selected)
     found = {name: round(us, 3) for name, us in sorted(times.items(), key=lambda item: item[1])}
     return {"mode": "grouped survey", **said(shape), "selected": selected, "legal": len(timers), "times": found}
 

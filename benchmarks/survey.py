@@ -25,22 +25,13 @@ from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
-from deep_gemm.testing.bench import FLUSH_BYTES
+from deep_gemm.timer import FLUSH_BYTES, Single, times_of
 
 MODES = SURVEY_MODES
 """Cold single calls; for small M, graphs of many calls with and without the weight promise; and, for shapes that power
 limits, calls back to back."""
 STEADY_CONFIGS = 10
 """How many of the best configs by the model are timed back to back, which takes seconds."""
-FLUSH_REPEATS = ((100.0, 20), (1000.0, 8), (float("inf"), 4))
-"""(us, calls): up to this time, this many single calls. Long ones vary less, and heat the GPU."""
-
-CONTENDING = 1.06
-"""Configs within this factor of the least time are timed again: the least of many noisy times is too low."""
-CONTENDERS = 10
-ROUNDS = 3
-"""How often contenders and the selected config are timed again, in turns; their time is the median."""
-
 PROMISING, PROMISING_US = 1.25, 1.0
 """At a first look, configs up to this factor and this many us above the least are kept. The margin in us is needed
 since a look is two single calls, and every other call of an empty kernel took 0.8 us longer."""
@@ -137,34 +128,11 @@ def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, floa
     return {name: (us + back[name]) / 2 for name, us in there.items()}
 
 
-def times_of(timers: Mapping[str, Callable[[], float]], selected: str) -> dict[str, float]:
-    """The times of all configs. Contenders and the selected config are timed several times, and the least time is
-    always one of these: a single lucky time never wins."""
-    times = {name: timer() for name, timer in timers.items()}
-    least = min(times.values())
-    contenders = sorted((name for name in times if times[name] <= least * CONTENDING), key=times.__getitem__)
-    samples: dict[str, list[float]] = {name: [] for name in (*contenders[:CONTENDERS], selected)}
-    for _ in range(ROUNDS):
-        for name, again in samples.items():
-            again.append(timers[name]())
-    times |= {name: statistics.median(again) for name, again in samples.items()}
-    while (best := min(times, key=times.__getitem__)) not in samples:
-        samples[best] = [timers[best]() for _ in range(ROUNDS)]
-        times[best] = statistics.median(samples[best])
-    return times
-
-
 def promising(timers: Mapping[str, Any], selected: str) -> dict[str, Any]:
     """The configs whose first look is close to the best one's, and the selected one."""
     looks = {name: timer.look() for name, timer in timers.items()}
     limit = min(looks.values()) * PROMISING + PROMISING_US
     return {name: timers[name] for name, us in looks.items() if us <= limit or name == selected}
-
-
-def middle_mean(times: Sequence[float]) -> float:
-    """The mean without the smallest and the largest quarter."""
-    outer = len(times) // 4
-    return statistics.fmean(sorted(times)[outer : len(times) - outer])
 
 
 def timers_of(
@@ -175,7 +143,7 @@ def timers_of(
     spec: archs.ArchSpec,
     device: int,
     builder: Builder | None = None,
-) -> Iterator[tuple[str, _Single | _Steady | _Graph]]:
+) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
     """A timer for each config by name. Kernels come from ``builder``, if it is given."""
     operands = backends.make_operands(shape, backends.sets_for(shape, mode))
     places = [backends.placed(x, device) for x in operands]
@@ -191,7 +159,7 @@ def timers_at(
     spec: archs.ArchSpec,
     device: int,
     builder: Builder | None = None,
-) -> Iterator[tuple[str, _Single | _Steady | _Graph]]:
+) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
     """The same for operands at ``places``: strides and addresses, one pair for each set. Timers come in random order,
     so that no config always runs on a GPU heated by another."""
     import torch
@@ -208,54 +176,11 @@ def timers_at(
             calls.append(engine.launch(plan, strides, addresses, handle, mode == "promised"))
         name = name_of(config, asked, spec)
         if mode == "flush":
-            yield name, _Single(calls[0], scratch, operands)
+            yield name, Single(calls[0], scratch, operands)
         elif mode == "steady":
             yield name, _Steady(calls, stream, operands)
         else:
             yield name, _Graph(calls, stream, operands)
-
-
-@dataclass
-class _Single:
-    """Times single calls, each with a cold L2 and the launch hidden: the mean of their middle half.
-
-    On an H200, every other call of an empty kernel took 0.8 us longer. A median is one of the two values at random,
-    which put configs of the same speed half a microsecond apart; so the mean is used.
-    """
-
-    call: Callable[[], object]
-    scratch: Any
-    operands: Sequence[Any]  # keeps alive what the call reads
-
-    def __call__(self) -> float:
-        import torch
-
-        self.call()
-        first = self._events()
-        torch.cuda.synchronize()
-        us = first[0].elapsed_time(first[1]) * 1e3
-        pairs = [self._events() for _ in range(next(repeats for limit, repeats in FLUSH_REPEATS if us <= limit))]
-        torch.cuda.synchronize()
-        return middle_mean([start.elapsed_time(end) * 1e3 for start, end in pairs])
-
-    def look(self) -> float:
-        """The lesser time of two calls."""
-        import torch
-
-        self.call()
-        pairs = [self._events() for _ in range(2)]
-        torch.cuda.synchronize()
-        return min(start.elapsed_time(end) * 1e3 for start, end in pairs)
-
-    def _events(self) -> tuple[Any, Any]:
-        import torch
-
-        self.scratch.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        self.call()
-        end.record()
-        return start, end
 
 
 @dataclass

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         set_mk_alignment_for_contiguous_layout,
         transform_sf_into_required_layout,
     )
+    from deep_gemm.measuring import tuning
     from deep_gemm.monitoring import monitor
     from deep_gemm.options import (
         get_batch_invariant,
@@ -186,6 +187,7 @@ __all__ = [
     "tensor_map",
     "testing",
     "transform_sf_into_required_layout",
+    "tuning",
     "use_deterministic_algorithms",
     "utils",
 ]
@@ -252,6 +254,7 @@ _LATE = {
         "set_mk_alignment_for_contiguous_layout",
         "transform_sf_into_required_layout",
     ),
+    "deep_gemm.measuring": ("tuning",),
     "deep_gemm.monitoring": ("monitor",),
     "deep_gemm.options": (
         "get_batch_invariant",

@@ -23,6 +23,7 @@ from .errors import UnsupportedError
 from .jit.driver.launch import Launch
 from .monitoring import Call
 from .operation import Operands, Operation, Step, Work
+from .settings import settings
 from .spec import GemmSpec
 
 __all__ = ["Calls", "Operands", "Operation", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
@@ -114,6 +115,10 @@ class Calls:
     def _prepare(self, x: Operands, device: int) -> Call:
         """The launches of a call on the current stream of ``device``."""
         work = self.operation.work(x, device)
+        if settings.tune == "on":
+            from . import measuring  # here, so that processes that do not tune do not import it
+
+            measuring.consider(self.operation, work, x.tensors, device)
         promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
         # The last step first: it is the operation itself, so an error names its sizes.
         plans = [self.operation.plan(step, device) for step in reversed(work.steps)][::-1]

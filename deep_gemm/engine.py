@@ -145,6 +145,11 @@ def plan(spec: Spec, device: int) -> Plan:
         return found
 
 
+def is_planned(spec: Spec, device: int) -> bool:
+    """Whether `plan` would find a plan that it made before."""
+    return (spec, device) in _plans
+
+
 def forget_plans() -> None:
     """Forget all plans, so that configs are chosen again; loaded kernels stay loaded."""
     with _lock:
@@ -159,7 +164,7 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     arch = archs.for_device(device)
     ranked: list[select.Choice] = []
     if isinstance(spec, GemmSpec):
-        ranked = select.rank(spec, arch, calibration_of(device))
+        ranked = ranked_configs(spec, device)
         config: KernelConfig = ranked[0].config
     else:
         config = next(kernels.for_spec(spec)[0].configs(arch))
@@ -183,10 +188,28 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     if ranked:
         others = [{"config": asdict(other.config), "total_us": other.estimate.total_us} for other in ranked[1:4]]
         entry |= {"estimate": asdict(ranked[0].estimate), "next_best": others}
+        entry |= {"measured_us": ranked[0].measured_us} if ranked[0].measured_us else {}
     record.add_plan(entry)
     if settings.print_configs:
-        say(f"{spec}: {config}" + (f", {ranked[0].estimate}" if ranked else ""))
+        measured = f", measured {ranked[0].measured_us:.2f} us" if ranked and ranked[0].measured_us else ""
+        say(f"{spec}: {config}" + measured + (f", {ranked[0].estimate}" if ranked else ""))
     return Plan(spec, device, params, function)
+
+
+def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
+    """The configs for ``spec`` on CUDA device ``device``, the one that calls use first: by measured times, if these
+    count, and by the model."""
+    arch, known = archs.for_device(device), calibration_of(device)
+    if not options.measured_times():
+        return select.rank(spec, arch, known)
+    from .select import tuner  # here, so that processes that do not tune do not import it
+
+    return tuner.rank(spec, arch, known, device_name(device))
+
+
+def device_name(device: int) -> str:
+    """The name of the GPU model of CUDA device ``device``."""
+    return str(torch.cuda.get_device_properties(device).name)
 
 
 def calibration_of(device: int) -> calibration.Calibration:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .arch import SM90, device_sms
 from .errors import InvalidInputError
+from .settings import settings
 
 
 @dataclass
@@ -22,6 +23,7 @@ class _Options:
     ignore_compile_dims: bool = False
     block_multiple: tuple[int, int] = (1, 1)
     batch_invariant: bool = False
+    measured_times: bool = False
 
 
 _options = _Options()
@@ -31,6 +33,18 @@ _listeners: list[Callable[[], None]] = []
 def on_change(listener: Callable[[], None]) -> None:
     """Call ``listener`` after every change of an option."""
     _listeners.append(listener)
+
+
+def use_measured_times() -> None:
+    """Let configs be chosen by measured times for the rest of this process, as with DG_TUNE=read, also for calls that
+    were made before."""
+    _options.measured_times = True
+    _changed()
+
+
+def measured_times() -> bool:
+    """Whether configs are chosen by measured times, where there are any."""
+    return _options.measured_times or settings.tune != "off"
 
 
 def _changed() -> None:

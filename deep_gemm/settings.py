@@ -178,6 +178,16 @@ def _parse_monitor(value: object) -> Path | None:
     return path
 
 
+TUNE = ("off", "read", "on")
+
+
+def _parse_tune(value: object) -> str:
+    text = str(value).strip().lower()
+    if text not in TUNE:
+        raise ValueError
+    return text
+
+
 def _parse_count(value: object) -> int:
     number = int(str(value))
     if number < 1:
@@ -275,6 +285,16 @@ class Settings:
         16,
         "a positive integer",
         "Of how many calls of a shape DG_MONITOR times one.",
+    )
+
+    tune: Setting[str] = Setting(
+        "DG_TUNE",
+        "word",
+        _parse_tune,
+        "off",
+        f"one of {', '.join(TUNE)}",
+        "off: configs are chosen by the model alone. read: by times that were measured on this GPU model, if the cache "
+        "directory has some. on: also measure the best few configs of each new shape.",
     )
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError, DeepGemmError, InvalidInputError
 from deep_gemm.jit.binary import Binary, BuildRequest, check_same, of_entry, of_kernel
-from deep_gemm.jit.cache import limit, sources
+from deep_gemm.jit.cache import limit, notes
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META, Address
 from deep_gemm.jit.cache.files import absolute
@@ -117,7 +117,7 @@ class Builder:
         if packed is not None:
             return packed
         disk = self.disk()
-        return sources.get(disk, render_key) if disk is not None else None
+        return notes.source(disk, render_key) if disk is not None else None
 
     def key(self, request: BuildRequest) -> str:
         """The identity of what `build` would compile. Raises CompilerNotFoundError."""
@@ -237,7 +237,7 @@ class Builder:
             entry = plan.disk.get(address)
             if entry is not None:
                 self._count("disk")
-                sources.put(plan.disk, plan.request.render_key, plan.request.source)
+                notes.put_source(plan.disk, plan.request.render_key, plan.request.source)
                 return self._memory.put(plan.memory_key, of_entry(address, plan.source_key, entry, plan.start))
         return None
 
@@ -349,7 +349,7 @@ class Builder:
         if published is None:
             self._count("unstored")
         else:
-            sources.put(plan.disk, plan.request.render_key, plan.request.source)
+            notes.put_source(plan.disk, plan.request.render_key, plan.request.source)
 
     def _checked(self, binary: Binary) -> Binary:
         """DG_JIT_PTXAS_CHECK holds for cached binaries too."""

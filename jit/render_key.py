@@ -29,6 +29,15 @@ def render_key(template: str, fields: Mapping[str, str | int | bool], directory:
 
 
 @functools.lru_cache(maxsize=1)
+def device_code() -> str:
+    """A key of all templates and headers: times of kernels hold until one of these changes."""
+    include = generator.include_dir()
+    headers = sorted(path for path in include.rglob("*") if path.is_file())
+    contents = [(str(path.relative_to(include)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in headers]
+    return digest(["deep_gemm device code", SCHEMA, _templates(str(generator.template_dir())), contents])
+
+
+@functools.lru_cache(maxsize=1)
 def _renderer() -> str:
     """The identity of the renderer: our module's digest and Jinja's version."""
     return hashlib.sha256(Path(generator.__file__).read_bytes()).hexdigest() + importlib.metadata.version("jinja2")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, ops, select
+from deep_gemm import engine, kernels, ops, options, select
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot import workload
 from deep_gemm.aot.inputs import MAX_SIZE, whole
@@ -30,7 +30,7 @@ from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log, say
 from deep_gemm.params import KernelParams
-from deep_gemm.select import calibration
+from deep_gemm.select import calibration, tuner
 from deep_gemm.spec import GemmSpec, align
 
 
@@ -135,7 +135,8 @@ def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
 def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> list[KernelParams]:
     """The kernels that such a call can run, chosen as a call does: spec, ranking, parameters. The GPU model is not
     known here, nor the switch for batch invariance, so the choices of every calibration and of both positions are
-    included. Raises UnsupportedError, and InvalidInputError for a shape that every call refuses."""
+    included; with DG_TUNE, also those of each GPU model that times are kept of. Raises UnsupportedError, and
+    InvalidInputError for a shape that every call refuses."""
     if why := refusal(shape.n, shape.k, shape.op, shape.groups):
         raise InvalidInputError(f"{shape} cannot be served: {why}")
     asked = replace(spec_of(shape, spec, num_sms), batch_invariant=False)
@@ -146,6 +147,9 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
         # If the best config of all is batch invariant, it is also the best of those.
         if not kernels.of(chosen[-1]).runs(invariant, chosen[-1]):
             chosen.append(select.rank(invariant, spec, known)[0].config)
+    for device in tuner.devices() if options.measured_times() else ():
+        for each in (asked, invariant):
+            chosen.append(tuner.rank(each, spec, calibration.of(device), device)[0].config)
     return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..testing.bench import FLUSH_BYTES
+from ..timer import FLUSH_BYTES
 from . import profiler
 from .accuracy import examine
 from .operations import Dims, Operation

@@ -21,11 +21,12 @@ COMMANDS = {
     "inspect": "Show what would run for a shape: configs, source, SASS.",
     "new-kernel": "Write the files of a kernel of your own, with a test.",
     "precompile": "Compile the kernels of a model or of shapes ahead of time.",
+    "tune": "Measure configs for a model or shapes, and keep the choices.",
 }
 GROUPS = {
     "Setup": ("doctor", "demo"),
     "Deployment": ("precompile", "cache"),
-    "Speed": ("bench", "compare", "inspect", "calibrate"),
+    "Speed": ("bench", "compare", "inspect", "calibrate", "tune"),
     "Kernels": ("new-kernel",),
 }
 """How help groups the commands. One that is in no group comes under "More"."""

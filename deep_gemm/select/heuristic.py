@@ -7,6 +7,7 @@ keeps changing, ranks rarely.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import kernels
@@ -26,6 +27,8 @@ class Choice:
     config: GemmConfig
     spec: GemmSpec
     calibration: Calibration
+    measured_us: float = 0.0
+    """Its time where it was measured, by the tuner; 0 where it was not."""
 
     @functools.cached_property
     def estimate(self) -> Estimate:
@@ -106,16 +109,22 @@ def _rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> tuple[Cho
     return tuple(order(spec, candidates(spec, arch), calibration))
 
 
-def order(spec: GemmSpec, configs: list[GemmConfig], calibration: Calibration) -> list[Choice]:
-    """``configs``, each of which must be able to run ``spec``, the fastest by the model first."""
-    speed, sustained = calibration.speed, sustains(spec)
+def order(
+    spec: GemmSpec,
+    configs: list[GemmConfig],
+    calibration: Calibration,
+    corrected: Callable[[GemmConfig, float], float] = lambda config, us: us,
+) -> list[Choice]:
+    """``configs``, each of which must be able to run ``spec``, the fastest by the model first. ``corrected`` takes a
+    config and the model's time of a single call, in us, and returns the time to use."""
+    launch_us, sustained = calibration.speed.launch_us, sustains(spec)
 
     def key(config: GemmConfig) -> tuple[float, int]:
         x = features(spec, config)
-        us = parts(x, speed)["total"]
+        us = corrected(config, parts(x, calibration.speed)["total"])
         if sustained:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
-            us = (max(0.0, us - speed.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
+            us = (max(0.0, us - launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
         return us, config.block_m * config.block_n
 
     return [Choice(config, spec, calibration) for config in sorted(configs, key=key)]

@@ -12,9 +12,7 @@ from typing import Any, overload
 import torch
 
 from deep_gemm.errors import InvalidInputError
-
-FLUSH_BYTES = 512 << 20
-"""Bytes that are written before a timed call: more than any L2 holds, and long enough to hide the launch."""
+from deep_gemm.timer import FLUSH_BYTES
 
 
 def get_arch_major() -> int:

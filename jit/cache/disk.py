@@ -22,7 +22,8 @@ T = TypeVar("T")
 # A network filesystem may answer these once, for a file that another machine has just replaced.
 _TRANSIENT = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 TEMPORARY, LOCKS = "tmp", "locks"
-RENDERED = "rendered"  # see `sources`
+RENDERED = "rendered"  # see `notes`
+TUNED = "tuned"  # times of kernels, by GPU model; see `deep_gemm.select.tuner`
 # Its first line is the number of entries when `limit` last looked; each publication since then has added a dot.
 TALLY = "limit.tally"
 
@@ -237,7 +238,8 @@ class DiskCache:
         }
 
     def clear(self) -> dict[str, int]:
-        """Delete all entries and nothing else; returns how many entries and bytes were deleted, and how many failed."""
+        """Delete all entries, rendered sources and measured times, and nothing else; returns how many entries and bytes
+        were deleted, and how many failed."""
         counts = {"entries": 0, "bytes": 0, "failed": 0}
         try:
             with self.open() as root:
@@ -262,6 +264,7 @@ class DiskCache:
                 with contextlib.suppress(OSError), root.below(above) as folder:
                     os.rmdir(name, dir_fd=folder.fd)
         root.unlink(TALLY)
+        root.remove(TUNED)
         self.forget_rendered(root)
         with contextlib.suppress(OSError), root.child(TEMPORARY) as temporary:
             temporary.sweep()

@@ -23,6 +23,7 @@ from deep_gemm.errors import CompileError, DeepGemmError
 from deep_gemm.jit.driver.launch import Map, Pointer
 from deep_gemm.ops.m_grouped import MGroupedBF16, MGroupedFP8
 from deep_gemm.select.calibration import default
+from deep_gemm.timer import Single
 
 __all__ = ["cpu", "gpu", "made", "timed"]
 
@@ -189,7 +190,7 @@ def test_timers_launch_each_config_on_the_operands(
     timers = dict(survey.timers_at([operands], [(strides, addresses)], spec, configs, "flush", SM90, 0))
     assert set(timers) == {survey.name_of(config, spec, SM90) for config in configs}
     for timer in timers.values():
-        assert isinstance(timer, survey._Single)
+        assert isinstance(timer, Single)
         timer.call()
     assert [(one.spec, one.strides, one.at) for one in grouped_gpu.launched] == [(spec, strides, addresses)] * 3
 

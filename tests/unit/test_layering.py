@@ -18,7 +18,7 @@ MAX_LINES = 400
 # Every module belongs to the first layer with a matching prefix; it may import its own layer and those before it. The
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
-    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings", "deep_gemm.templates"),
+    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings", "deep_gemm.templates", "deep_gemm.timer"),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec"),
     ("deep_gemm.arch",),
     ("deep_gemm.kernels",),
@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.constant", "deep_gemm.options", "deep_gemm.record"),
     ("deep_gemm.engine",),
     ("deep_gemm.operation", "deep_gemm.reports"),
-    ("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.monitoring"),
+    ("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.measuring", "deep_gemm.monitoring"),
     ("deep_gemm.calls",),
     ("deep_gemm.quantisation", "deep_gemm.reference"),
     ("deep_gemm.ops",),
@@ -124,7 +124,15 @@ def violations(module: str, tree: ast.AST) -> list[str]:
 CORE = (
     *("deep_gemm.arch", "deep_gemm.calls", "deep_gemm.constant", "deep_gemm.engine", "deep_gemm.options"),
     *("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.monitoring", "deep_gemm.operation", "deep_gemm.reports"),
-    *("deep_gemm.record", "deep_gemm.select", "deep_gemm.jit", "deep_gemm.kernels.__init__", "deep_gemm.kernels.base"),
+    *(
+        "deep_gemm.measuring",
+        "deep_gemm.timer",
+        "deep_gemm.record",
+        "deep_gemm.select",
+        "deep_gemm.jit",
+        "deep_gemm.kernels.__init__",
+        "deep_gemm.kernels.base",
+    ),
     *("deep_gemm.kernels.features", "deep_gemm.kernels.raster", "deep_gemm.kernels.tiles"),
 )
 """Modules that serve every GEMM, of any dtype and family."""

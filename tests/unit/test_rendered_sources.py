@@ -9,7 +9,7 @@ from jit_fakes import FakeCompiler, builder, request
 
 from deep_gemm.jit import BuildRequest
 from deep_gemm.jit.builder import Builder
-from deep_gemm.jit.cache import maintenance, sources
+from deep_gemm.jit.cache import maintenance, notes
 from deep_gemm.jit.cache.disk import DiskCache
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -35,37 +35,37 @@ def kept(disk: DiskCache) -> Path:
 
 
 def test_a_source_is_found_by_what_it_was_rendered_from(disk: DiskCache) -> None:
-    assert sources.get(disk, KEY) == asked().source
+    assert notes.source(disk, KEY) == asked().source
     assert Builder(disk.root, FakeCompiler(), packs=[]).source(KEY) == asked().source
     assert kept(disk).stat().st_mode & 0o777 == 0o600
-    assert sources.get(disk, KEY[::-1]) is None
+    assert notes.source(disk, KEY[::-1]) is None
 
 
 @pytest.mark.parametrize("key", ["", "..", "../../etc/passwd", "A" * 40, "0" * 39])
 def test_what_is_no_key_finds_nothing(disk: DiskCache, key: str) -> None:
-    assert sources.get(disk, key) is None
+    assert notes.source(disk, key) is None
 
 
 def test_every_damaged_source_is_passed_by(disk: DiskCache) -> None:
     whole = kept(disk).read_bytes()
     for at in range(len(whole)):
         kept(disk).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert sources.get(disk, KEY) is None, at
+        assert notes.source(disk, KEY) is None, at
         kept(disk).write_bytes(whole[:at])
-        assert sources.get(disk, KEY) is None, at
+        assert notes.source(disk, KEY) is None, at
 
 
 def test_a_link_in_its_place_is_not_followed(disk: DiskCache, tmp_path: Path) -> None:
     elsewhere = tmp_path / "source"
     kept(disk).rename(elsewhere)
     kept(disk).symlink_to(elsewhere)
-    assert sources.get(disk, KEY) is None
+    assert notes.source(disk, KEY) is None
 
 
 def test_a_kernel_from_disk_keeps_the_source_that_is_missing(disk: DiskCache) -> None:
     kept(disk).unlink()
     assert builder(disk.root).build(asked()).layer == "disk"
-    assert sources.get(disk, KEY) == asked().source
+    assert notes.source(disk, KEY) == asked().source
 
 
 def test_pruning_and_clearing_take_sources_along(disk: DiskCache) -> None:

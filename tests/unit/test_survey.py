@@ -18,6 +18,7 @@ from deep_gemm.benchmarks import survey
 from deep_gemm.benchmarks.modes import LAUNCH_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.select.calibration import default
+from deep_gemm.timer import CONTENDERS, middle_mean, times_of
 
 
 def test_quality_is_best_over_selected() -> None:
@@ -34,17 +35,17 @@ def test_a_lucky_time_is_taken_back() -> None:
         "selected": [6.0, 5.5, 5.6, 5.4],
     }
     left = {name: iter(values) for name, values in readings.items()}
-    times = survey.times_of({name: left[name].__next__ for name in left}, "selected")
+    times = times_of({name: left[name].__next__ for name in left}, "selected")
     assert times == {"lucky": 4.1, "steady": 3.1, "far": 5.0, "selected": 5.5}
     assert all(next(values, None) is None for values in left.values())  # exactly this often
 
 
 def test_the_least_time_was_taken_again_however_many_contend() -> None:
     """If there are more contenders than are timed again, one of the others may be left with the least time."""
-    crowd = {f"{index}": [3.0 + index / 1000, 4.0, 4.0, 4.0] for index in range(survey.CONTENDERS)}
+    crowd = {f"{index}": [3.0 + index / 1000, 4.0, 4.0, 4.0] for index in range(CONTENDERS)}
     readings = crowd | {"lucky": [3.1, 5.0, 5.1, 5.2], "steady": [3.12, 3.5, 3.6, 3.4], "third": [3.15, 3.8, 3.8, 3.8]}
     left = {name: iter(values) for name, values in readings.items()}
-    times = survey.times_of({name: left[name].__next__ for name in left}, "0")
+    times = times_of({name: left[name].__next__ for name in left}, "0")
     assert min(times, key=times.__getitem__) == "steady"
     assert (times["lucky"], times["steady"], times["third"]) == (5.1, 3.5, 3.8)
 
@@ -154,9 +155,9 @@ def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: p
 
 
 def test_a_mean_of_the_middle_half_is_between_two_values_that_take_turns() -> None:
-    assert survey.middle_mean([3.5, 4.3] * 10) == pytest.approx(3.9)
-    assert survey.middle_mean([1.0, 900.0, 2.0, 3.0]) == 2.5  # outliers do not count
-    assert survey.middle_mean([7.0]) == 7.0
+    assert middle_mean([3.5, 4.3] * 10) == pytest.approx(3.9)
+    assert middle_mean([1.0, 900.0, 2.0, 3.0]) == 2.5  # outliers do not count
+    assert middle_mean([7.0]) == 7.0
 
 
 class Look:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm.benchmarks import survey
+from deep_gemm.timer import Single
 
 NOISE = 0.05
 """Single calls on an H200 differ by 2 to 5%."""
@@ -59,7 +60,7 @@ def test_a_look_is_the_less_of_two_cold_calls_after_one_that_does_not_count(monk
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
     scratch = SimpleNamespace(zero_=lambda: log.append("flush"))
-    look = survey._Single(lambda: log.append("call"), scratch, []).look()
+    look = Single(lambda: log.append("call"), scratch, []).look()
     assert look == pytest.approx(11.2)  # us
     assert log == ["call", *["flush", "event", "call", "event"] * 2, "wait"]
 
