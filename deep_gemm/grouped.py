@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import InvalidInputError, UnsupportedError
 from .layout import get_mk_alignment_for_contiguous_layout
-from .ops import checks, k_grouped, m_grouped
+from .ops import checks, k_grouped, k_padded, m_grouped
 from .ops.grouped_checks import check_expected_m, check_psum_estimate
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "fp8_m_grouped_gemm_nt_masked",
     "k_grouped_bf16_gemm_tn_contiguous",
     "k_grouped_fp8_gemm_nt_contiguous",
+    "k_grouped_fp8_gemm_nt_padded",
     "m_grouped_bf16_gemm_nn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
@@ -296,6 +297,35 @@ def k_grouped_fp8_gemm_nt_contiguous(
         )
     sizes, layout = _one("ks_cpu", ks_cpu, "ks", ks), _one("grouped_layout", grouped_layout, "ks_tensor", ks_tensor)
     k_grouped.fp8.call(a, b, d, sizes, layout, c, compiled_dims, use_psum_layout)
+
+
+def k_grouped_fp8_gemm_nt_padded(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    grouped_layout: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str | None = None,
+) -> None:
+    """``d[g] = (c[g] +) (A_g * scales) @ (B_g * scales)^T`` for each group g, where all A_g are parts of one matrix.
+
+    `quantize.columns` and `quantize.rows_and_columns` write such operands from rows whose groups begin at multiples of
+    128, as in `m_grouped_fp8_gemm_nt_contiguous`. So nothing is copied. DeepGEMM has no such function.
+
+    Args:
+        a: (M, K) E4M3 and its float32 scales, (M, ceil(K / 128)), one for each row and 128 of K. K is contiguous; rows
+            are 16-byte aligned, with any stride. Scales have any strides. A_g are the columns of group g: they begin
+            where the previous group ends, rounded up to a multiple of 128. Other columns may hold anything.
+        b: (N, K) and (N, ceil(K / 128)), likewise.
+        grouped_layout: int32 (G,) on the device of the other tensors: K of each group, any numbers from 0 on. It is
+            read when the kernel runs, so a CUDA graph can be replayed with other sizes.
+
+    The other arguments and errors are those of `k_grouped_fp8_gemm_nt_contiguous`.
+    """
+    if c is None:
+        k_padded.without_c(a, b, d, grouped_layout, compiled_dims)
+    else:
+        k_padded.with_c(a, b, c, d, grouped_layout, compiled_dims)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(

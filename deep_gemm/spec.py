@@ -91,11 +91,13 @@ class GemmSpec:
 @dataclass(frozen=True)
 class KGroupMapsSpec:
     """Tensor maps of the operands A (``m`` rows) and B (``n`` rows) of each of ``groups`` groups along K, made on the
-    device from the sizes of the groups."""
+    device from the sizes of the groups. ``padded_k`` is 0 if each group has a matrix of its own. Otherwise all groups
+    are parts of one matrix with so many columns, and begin at multiples of 128 of them."""
 
     groups: int
     m: int
     n: int
+    padded_k: int = 0
 
     @property
     def bytes(self) -> int:

@@ -81,22 +81,6 @@ class Routing:
         them has a fixed order, so that its bits repeat."""
         return x[self.rows].float()
 
-    def by_group(self, x: Quantized) -> Quantized:
-        """An operand of a weight gradient, from the result of `quantize.columns`: values (n, capacity) and their
-        scales. Instead of one matrix for all rows, each expert has its own (n, rows of the expert), one after the
-        other. Whole blocks of 128 are moved, and where to is computed on the device. Scales stay as they are."""
-        values, scales = x
-        n, blocks = scales.shape
-        ends = functional.pad(self.sizes.long().cumsum(0) // BLOCK, (0, 1), value=blocks)  # a last group for the rest
-        begins = functional.pad(ends[:-1], (1, 0))
-        block = torch.arange(n * blocks, device=values.device)
-        group = torch.searchsorted(ends * n, block, right=True)
-        begin, width = begins[group], (ends - begins)[group]
-        block = block - begin * n
-        source = block // width * blocks + begin + block % width
-        moved = values.view(torch.int64).view(-1, BLOCK // 8)[source]
-        return moved.view(values.dtype), scales
-
 
 class Experts(torch.autograd.Function):
     """The results of the chosen experts, multiplied by the router's weights and added.
@@ -148,8 +132,7 @@ def grouped(rows: Quantized, weights: Quantized, routing: Routing) -> Tensor:
 def add_weight_gradient(a: Quantized, b: Quantized, d: Tensor, routing: Routing) -> None:
     """Add to d (experts, m, n) float32 the product of the columns of a (m, capacity) and of b (n, capacity), for each
     expert over its own rows."""
-    a, b = routing.by_group(a), routing.by_group(b)
-    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout=routing.sizes, c=d)
+    deep_gemm.k_grouped_fp8_gemm_nt_padded(a, b, d, routing.sizes, c=d)
 
 
 def both_ways(w: Tensor) -> tuple[Quantized, Quantized]:

@@ -146,8 +146,8 @@ MUTATIONS = [
     Mutation(
         "read every group's values from the beginning",
         "k_group_maps.cuh",
-        "static_cast<u64>(before) * rows",
-        "0 * rows",
+        "static_cast<u64>(before) *",
+        "0 *",
         ("maps",),
     ),
     Mutation(

@@ -39,3 +39,18 @@ def exact(kind: str, a: Any, b: Any, ks: list[int], m: int, n: int, c: torch.Ten
     a, b = (a[0], b[0]) if kind == "fp8" else (a, b)
     k_grouped_reference(a, b, sizes(ks), d, c=None if c is None else c.double(), **scales)
     return d
+
+
+def in_one_matrix(x: tuple[torch.Tensor, torch.Tensor], rows: int, ks: list[int], past: int = 1) -> Any:
+    """An FP8 operand as parts of one matrix, each from a multiple of 128 columns on. Padding is NaN."""
+    values, scales = x
+    blocks = [-(-k // 128) for k in ks]
+    columns = 128 * (sum(blocks) + past)
+    out = torch.full((rows, columns), 0x7F, dtype=torch.uint8, device=values.device)  # NaN
+    start = first = 0
+    for k, count in zip(ks, blocks, strict=True):
+        part = values.view(torch.uint8)[start * rows : (start + k) * rows].view(rows, k)
+        out[:, first * 128 : first * 128 + k] = part
+        start, first = start + k, first + count
+    nan = torch.full((rows, past), float("nan"), device=values.device)
+    return out.view(torch.float8_e4m3fn), torch.cat([scales, nan], dim=1)

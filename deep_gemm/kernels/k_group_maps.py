@@ -65,6 +65,9 @@ class KGroupMaps(Kernel[KGroupMapsConfig]):
             Argument("b", "const u8*"),
             Argument("m", "u32"),
             Argument("n", "u32"),
+            Argument("padded_k", "u32"),
+            Argument("row_bytes_a", "u32"),
+            Argument("row_bytes_b", "u32"),
             Argument("layout", "const int*"),
             Argument("maps", "TensorMap*"),
         )
@@ -72,7 +75,7 @@ class KGroupMaps(Kernel[KGroupMapsConfig]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Operands: a, b, layout (K of each group), maps."""
+        """Operands: a, b, layout (K of each group), maps. Rows of padded operands have strides."""
         if not isinstance(spec, KGroupMapsSpec):
             raise TypeError(f"{self.name} makes tensor maps, but it was asked for {spec}")
 
@@ -81,7 +84,9 @@ class KGroupMaps(Kernel[KGroupMapsConfig]):
             return Map(TensorMapSpec("u8", shape, (_LEAST_K,), box, 128, SCALE_BLOCK), name)
 
         shape = LaunchShape(grid=(2 * spec.groups, 1, 1), block=32, dynamic_shared=0, pdl=pdl)
-        return shape, {"map_a": first("a", spec.m), "map_b": first("b", spec.n), "m": spec.m, "n": spec.n}
+        values: dict[str, Value] = {"map_a": first("a", spec.m), "map_b": first("b", spec.n), "m": spec.m, "n": spec.n}
+        rows = {f"row_bytes_{name}": strides[name][0] if spec.padded_k else 0 for name in ("a", "b")}
+        return shape, values | {"padded_k": spec.padded_k} | rows
 
     def shared_bytes(self, params: KernelParams) -> int:
         """None: shared memory is static."""

@@ -198,8 +198,8 @@ class KGroupedFP8(_KGrouped):
     dtype = "e4m3"
     dims = (1, 2)
 
-    def __init__(self, accumulates: bool) -> None:
-        super().__init__(FP8, {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]"}, accumulates)
+    def __init__(self, accumulates: bool, name: str = FP8) -> None:
+        super().__init__(name, {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]"}, accumulates)
 
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """a and b are pairs."""
@@ -247,11 +247,15 @@ class KGroupedFP8(_KGrouped):
         for name in ("sfa", "sfb"):
             found.row_scales(name, x.tensors[name])
         found.strides["blocks"] = x.tensors["sfa"].shape[1], x.tensors["sfb"].shape[1]
-        maps = KGroupMapsSpec(x.groups, x.m, x.n)
+        maps, strides = self.maps(x)
         names = ("a", "b", "layout", "maps")
         found.scratch["maps"] = ((maps.bytes,), torch.uint8)
         found.operands["maps"] = "maps"
-        found.steps.append(Step(maps, {}, {name: found.operands[name] for name in names}))
+        found.steps.append(Step(maps, strides, {name: found.operands[name] for name in names}))
+
+    def maps(self, x: KGroupedOperands) -> tuple[KGroupMapsSpec, dict[str, tuple[int, ...]]]:
+        """The tensor maps, and the strides that they need."""
+        return KGroupMapsSpec(x.groups, x.m, x.n), {}
 
 
 class KGroupedBF16(_KGrouped):

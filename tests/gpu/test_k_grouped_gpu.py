@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import DEVICE
-from k_grouped_cases import exact, operands, sizes
+from k_grouped_cases import exact, in_one_matrix, operands, sizes
 
 import deep_gemm
 from deep_gemm.ops.k_grouped import BF16, FP8
@@ -123,3 +123,47 @@ def test_a_graph_is_replayed_with_other_sizes(kind: str) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(d, exact(kind, a, b, ks, m, n).float()), ks
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_parts_of_one_matrix_give_the_same_bits(adds: bool) -> None:
+    """Padding, of values and of scales, is NaN. Sizes need not be multiples of anything."""
+    for ks in (MIXED, [5, 0, 131, 1, 128], [0, 0], [300]):
+        m, n = 200, 328
+        a, b = operands("fp8", m, n, ks)
+        one_a, one_b = (in_one_matrix(x, rows, ks) for x, rows in ((a, m), (b, n)))
+        before = torch.randint(-9, 10, (len(ks), m, n), device=DEVICE).float()
+        d = guarded_copy(before)
+        c = d.tensor if adds else None
+        deep_gemm.k_grouped_fp8_gemm_nt_padded(one_a, one_b, d.tensor, sizes(ks), c)
+        d.check("d")
+        assert torch.equal(d.tensor, exact("fp8", a, b, ks, m, n, before if adds else None).float())
+
+
+@cuda_only
+def test_a_graph_is_replayed_with_other_parts() -> None:
+    m, n, ks = 136, 264, ([128, 100, 0], [0, 0, 256], [1, 2, 3])
+    pairs = [operands("fp8", m, n, k, seed=3) for k in ks]
+    parts = [
+        [in_one_matrix(x, rows, k, 4 - sum(-(-size // 128) for size in k)) for x, rows in ((a, m), (b, n))]
+        for k, (a, b) in zip(ks, pairs, strict=True)
+    ]
+    held = [tuple(tensor.clone() for tensor in pair) for pair in parts[0]]
+    layout, d = sizes(ks[0]), torch.empty(3, m, n, device=DEVICE)
+
+    def run() -> None:
+        deep_gemm.k_grouped_fp8_gemm_nt_padded(held[0], held[1], d, layout)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for k, (a, b), new in zip(ks, pairs, parts, strict=True):
+        for to, source in zip(held, new, strict=True):
+            for target, x in zip(to, source, strict=True):
+                target.view(torch.uint8).copy_(x.view(torch.uint8))
+        layout.copy_(sizes(k))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(d, exact("fp8", a, b, k, m, n).float()), k

@@ -63,6 +63,66 @@ def test_fp8_is_a_product_of_each_group(sixteens: list[int]) -> None:
     torch.testing.assert_close(d.double(), exact, rtol=1e-6, atol=1e-6)
 
 
+def padded(ks: list[int], rows: int, past: int = 0) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+    """One matrix of all groups, with NaN and NaN scales in its padding, and the exact matrix of each group."""
+    blocks = [-(-k // 128) for k in ks]
+    columns = 128 * (sum(blocks) + past)
+    values = torch.full((rows, columns), float("nan")).to(torch.float8_e4m3fn)
+    scales, exact, first = torch.full((rows, sum(blocks) + past), float("nan")), [], 0
+    for k, count in zip(ks, blocks, strict=True):
+        x, sf = per_token_cast_to_fp8(torch.randn(rows, k), False)
+        values.view(torch.uint8)[:, first * 128 : first * 128 + k] = x.view(torch.uint8)
+        scales[:, first : first + count] = sf
+        exact.append(deep_gemm.dequantise(x, sf, (1, 128), torch.float64))
+        first += count
+    return (values, scales), exact
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=5), st.integers(0, 2), st.booleans())
+def test_groups_may_be_padded_parts_of_one_matrix(ks: list[int], past: int, adds: bool) -> None:
+    (a, ours), (b, theirs) = (padded(ks, rows, past) for rows in (M, N))
+    exact = torch.stack([x @ y.t() for x, y in zip(ours, theirs, strict=True)])
+    before = torch.randn(len(ks), M, N)
+    d = before.clone() if adds else torch.full((len(ks), M, N), float("nan"))
+    deep_gemm.k_grouped_fp8_gemm_nt_padded(a, b, d, layout(ks), d if adds else None)
+    torch.testing.assert_close(d.double(), exact + before if adds else exact, rtol=1e-5, atol=1e-5)
+
+
+def test_casts_of_padded_rows_are_such_parts() -> None:
+    """What an expert layer's gradients need: rows in expert order, each expert's from a multiple of 128 on."""
+    x, y = (torch.randn(384, columns).bfloat16() for columns in (M, N))
+    sizes = [100, 0, 130]
+    a, b = (deep_gemm.quantize.columns(rows) for rows in (x, y))
+    d = torch.empty(3, M, N)
+    deep_gemm.k_grouped_fp8_gemm_nt_padded(a, b, d, layout(sizes))
+    for group, rows in enumerate((slice(0, 100), slice(128, 128), slice(128, 258))):
+        assert deep_gemm.testing.calc_diff(d[group] + 1, x[rows].float().t() @ y[rows].float() + 1) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("which", "shape", "message"),
+    [
+        ("a", (M + 1, 256), r"a must have the shape \(24, 256\)"),
+        ("b", (N, 384), r"b must have the shape \(40, 256\)"),
+        ("sfa", (M, 3), r"the scales of a must have the shape \(24, 2\)"),
+        ("sfb", (N, 1), r"the scales of b must have the shape \(40, 2\)"),
+    ],
+)
+def test_wrong_parts_of_one_matrix(which: str, shape: tuple[int, ...], message: str) -> None:
+    (a, _), (b, _) = (padded([100, 120], rows) for rows in (M, N))
+    given = {"a": a[0], "sfa": a[1], "b": b[0], "sfb": b[1]}
+    dtype = torch.float32 if which.startswith("sf") else torch.float8_e4m3fn
+    given[which] = torch.zeros(shape).to(dtype)
+    d = torch.empty(2, M, N)
+    with pytest.raises(InvalidInputError, match=message if which != "a" else "must have the shape"):
+        deep_gemm.k_grouped_fp8_gemm_nt_padded(
+            (given["a"], given["sfa"]), (given["b"], given["sfb"]), d, layout([100, 120])
+        )
+    with pytest.raises(InvalidInputError, match="end at 328 of K, but K of a is 256"):
+        deep_gemm.k_grouped_fp8_gemm_nt_padded(a, b, d, layout([100, 200]))
+
+
 def test_sizes_have_two_names_and_may_be_on_the_device_alone() -> None:
     ks = [128, 0, 64]
     a, b, exact = half(ks)
