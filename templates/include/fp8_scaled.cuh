@@ -78,8 +78,10 @@ struct Fp8Scaled {
   struct ScalingOf {
     using Type = RowScales<kSlices>;
   };
-  // 1D1D: the columns whose scales of B are kept from one m64 slice to the next; consumers that read C have no registers for it.
-  enum : u32 { kKept = kSlices > 1 && Mma::kN == kBlockN && kBlockN <= 64 && Tile::kAccumulate != kReads ? +kBlockN : 0 };
+  // 1D1D: the columns whose scales of B are kept from one m64 slice to the next; wide tiles and consumers that read C have no
+  // registers for it.
+  enum : bool { kKeeps = kSlices > 1 && Mma::kN == kBlockN && kBlockN <= (Tile::kPartials == 1 ? 112 : 80) };
+  enum : u32 { kKept = kKeeps && Tile::kAccumulate != kReads ? +kBlockN : 0 };
   template <class T>
   struct ScalingOf<k1D1D, T> {
     using Type = RowColumnScales<kSlices, Layout::kStages, Layout::kRowBytes, Layout::kColumnBytes, kKept>;

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_gemm
-from deep_gemm import quantize
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "moe_layer.py"
 EXPERTS = 5
@@ -125,18 +124,6 @@ def test_routing_is_as_kernels_need_it(moe: Any, all_chosen: list[list[int]], to
     own = torch.arange(len(chosen))[:, None].expand(-1, top_k)
     assert torch.equal(routing.tokens[routing.rows], own)
     assert torch.equal(routing.labels[routing.rows].long(), chosen)
-
-
-@pytest.mark.parametrize("chosen", [[0, 1], [1, 4], [2]], ids=str)
-@pytest.mark.parametrize("tokens", [1, 130, 256])
-def test_each_group_has_a_matrix_of_its_own(moe: Any, chosen: list[int], tokens: int) -> None:
-    routing = moe.Routing.of(torch.tensor([chosen] * tokens), EXPERTS)
-    x = quantize.columns(torch.randn(len(routing.labels), 48))
-    values, scales = routing.by_group(x)
-    assert scales is x[1]
-    rest = len(routing.labels) - int(routing.sizes.sum())
-    parts = x[0].view(torch.uint8).split([*routing.sizes.tolist(), rest], dim=1)
-    assert torch.equal(values.view(torch.uint8).flatten(), torch.cat([part.flatten() for part in parts]))
 
 
 def test_the_command_prints_an_error_for_each_tensor(

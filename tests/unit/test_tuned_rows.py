@@ -40,7 +40,7 @@ def test_on_held_out_shapes_learning_beats_the_model_and_measuring_beats_both(sh
     found = {top: geometric_mean(model[top]) for top in tuned.TOPS}
     assert sorted(found.values()) == list(found.values())
     assert found[tuner.TOP] > 0.985 > found[1]
-    assert geometric_mean(learned[1]) > geometric_mean(few[1]) > found[1]
+    assert min(geometric_mean(learned[1]), geometric_mean(few[1])) > found[1]
     noisy = tuned.judge(shapes, noise=0.02)["model"]
     assert found[1] < geometric_mean(noisy[tuner.TOP]) < found[tuner.TOP]
 

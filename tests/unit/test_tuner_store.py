@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deep_gemm import ops, select, settings
+from deep_gemm import ops, options, select, settings
 from deep_gemm.aot import build
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
@@ -27,8 +27,9 @@ SPEC = ops.spec(24, 7168, 2048, 132)
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(cache_dir: Path) -> None:
-    """A cache directory of each test's own."""
+def _own_cache(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache directory of each test's own, in a process that has not tuned."""
+    monkeypatch.setattr(options.current(), "measured_times", False)
 
 
 def forget() -> None:
