@@ -250,7 +250,7 @@ struct GroupedScheduler {
     column = x * kBlockN;
     group = Table::group_of(shared, segment);
     const u32 last = Table::used_of(shared, segment);
-    used = raster->skips ? last : ~0u;
+    used = raster->skips ? last : row + kBlockM;
     end = kGrouping == kIndex ? rows : last;
   }
 };

@@ -12,7 +12,8 @@ from gpu_cases import DEVICE
 from grouped_cases import BF16, FORMS, KINDS, Case, Routing, call
 
 import deep_gemm
-from deep_gemm import UnsupportedError
+from deep_gemm import UnsupportedError, calls, engine
+from deep_gemm.kernels import groups
 from deep_gemm.testing import assert_close_to_exact, assert_half_close_to_exact, guarded_copy
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -244,6 +245,21 @@ def test_masked_rows_that_are_no_multiple_of_a_tile(kind: str) -> None:
         case = Case(kind, Routing(counts), 136, 272, DEVICE, integers=True)
         for expected_m in (1, max_m, 1000):
             check_exact(case, "masked", max_m=max_m, expected_m=expected_m)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_may_be_multiplied_too(kind: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where that costs less than tiles of different length, which large problems only have."""
+    monkeypatch.setattr(groups, "skips_padding", lambda *_: False)
+    engine.forget_plans()
+    calls.forget_all()
+    try:
+        for routing in (MIXED, Routing((70, 0, 5), rows=500), routed(33, 4)):
+            check_exact(Case(kind, routing, N, K, DEVICE, integers=True), form)
+    finally:
+        engine.forget_plans()
+        calls.forget_all()
 
 
 @cuda_only
