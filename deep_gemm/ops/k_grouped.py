@@ -196,7 +196,7 @@ class KGroupedFP8(_KGrouped):
     """See `deep_gemm.k_grouped_fp8_gemm_nt_contiguous`. Values are flat: a group's matrix lies after the one before."""
 
     dtype = "e4m3"
-    dims = (1, 2)
+    dims: tuple[int, ...] = (1, 2)
 
     def __init__(self, accumulates: bool, name: str = FP8) -> None:
         super().__init__(name, {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]"}, accumulates)

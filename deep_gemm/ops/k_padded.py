@@ -53,7 +53,9 @@ class KPaddedFP8(KGroupedFP8):
 
     def maps(self, x: KGroupedOperands) -> tuple[KGroupMapsSpec, dict[str, tuple[int, ...]]]:
         """Those of parts of one matrix."""
-        strides = {name: (grouped_checks.check_k_major(name, x.tensors[name]), 1) for name in ("a", "b")}
+        strides: dict[str, tuple[int, ...]] = {
+            name: (grouped_checks.check_k_major(name, x.tensors[name]), 1) for name in ("a", "b")
+        }
         return KGroupMapsSpec(x.groups, x.m, x.n, x.k), strides
 
     def reference(self, x: KGroupedOperands) -> None:
