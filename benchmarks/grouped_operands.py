@@ -27,6 +27,11 @@ CHECKED_ROWS = 64
 """Rows of the last group that are compared with the exact product."""
 
 
+def paired(*operands: tuple[Tensor, Tensor | None]) -> tuple[Any, ...]:
+    """Operands as functions take them: with their scales, or alone if they have none."""
+    return tuple(values if scales is None else (values, scales) for values, scales in operands)
+
+
 @dataclass
 class Operands:
     """The tensors of a call. ``form`` is "index", "psum" or "masked". ``a`` and ``d`` have the group in front in the
@@ -44,8 +49,7 @@ class Operands:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The first arguments of the public functions, ours and DeepGEMM's."""
-        a, b = (self.a, self.b) if self.sfa is None else ((self.a, self.sfa), (self.b, self.sfb))
-        return a, b, self.d, self.layout
+        return *paired((self.a, self.sfa), (self.b, self.sfb)), self.d, self.layout
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """The rows of each group of ``a``, ``sfa`` or ``d``, without padding."""

@@ -32,7 +32,7 @@ from deep_gemm.benchmarks.grouped import (
     make_row,
     survey_of,
 )
-from deep_gemm.benchmarks.grouped_operands import CHECKED_ROWS, cast, worst
+from deep_gemm.benchmarks.grouped_operands import CHECKED_ROWS, cast, paired, worst
 from deep_gemm.benchmarks.grouped_shapes import K_SHAPES, KShape, chosen, words_of
 from deep_gemm.ops.k_grouped import BF16, FP8, LAYOUT, KGroupedBF16, KGroupedFP8
 from deep_gemm.reference import exact_product
@@ -54,11 +54,9 @@ class Operands:
     sfb: Tensor | None = None
 
     @property
-    def inputs(self) -> tuple[Any, Any]:
+    def inputs(self) -> tuple[Any, ...]:
         """The first two arguments of the public functions, ours and DeepGEMM's."""
-        if self.sfa is None:
-            return self.a, self.b
-        return (self.a, self.sfa), (self.b, self.sfb)
+        return paired((self.a, self.sfa), (self.b, self.sfb))
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from deep_gemm.benchmarks import shapes
 from deep_gemm.benchmarks.modes import COST_MODES
 from deep_gemm.benchmarks.summary import GEMM_MODES, summary
 from deep_gemm.cli.console import Number, console, table
+from deep_gemm.cli.shape_options import shape_option
 
 MODES = (*GEMM_MODES, *COST_MODES)
 AGAINST = ("tensorwise", "blockwise", "cublaslt")
@@ -35,7 +36,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("bench")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="What to time; repeatable. [flush]")
 @click.option("--set", "set_name", type=click.Choice(sorted(shapes.SETS)), help="A named list of shapes. [reference]")
-@click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
+@shape_option
 @click.option("--m", "m_text", metavar="SIZES", help="M for NxK shapes, or to choose from a set: 1,64-256:64.")
 @click.option(
     "--random", "random_count", type=click.IntRange(1, 100_000), metavar="COUNT", help="Random shapes, log-uniform."

@@ -13,6 +13,7 @@ import click
 from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.layers import Layer
 from deep_gemm.cli.console import busy, console, duration, fact, size, table
+from deep_gemm.cli.shape_options import model_option, shape_option, tp_option
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
@@ -24,15 +25,9 @@ FAILED, PARTIAL = 1, 3
 
 
 @click.command("precompile")
-@click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
-@click.option(
-    "--file",
-    "--model",
-    "path",
-    type=click.Path(path_type=Path),
-    help="A checkpoint's directory or safetensors, its config.json, or a JSON or YAML list of shapes.",
-)
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel GPUs of a model.")
+@shape_option
+@model_option
+@tp_option
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Expert-parallel GPUs of a model.")
 @click.option(
     "--groups",

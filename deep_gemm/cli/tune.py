@@ -13,6 +13,7 @@ import click
 from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.cli.console import Number, console
+from deep_gemm.cli.shape_options import model_option, shape_option, tp_option
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.log import counted
 
@@ -21,15 +22,9 @@ if TYPE_CHECKING:
 
 
 @click.command("tune")
-@click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
-@click.option(
-    "--file",
-    "--model",
-    "path",
-    type=click.Path(path_type=Path),
-    help="A checkpoint's directory or safetensors, its config.json, or a JSON or YAML list of shapes.",
-)
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel GPUs of a model.")
+@shape_option
+@model_option
+@tp_option
 @click.option("--m", "m_text", metavar="SIZES", help="M of shapes without one: 1,2,64-4096:64. [19 from 1 to 8192]")
 @click.option(
     "--op", default="", metavar="NAME", help="Operation of shapes and of unquantised models. [FP8; the model's dtype]"

@@ -109,6 +109,15 @@ def with_groups(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
 
 def launch_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[str, Any]:
     """Values of those parameters that depend on no family."""
+    return _sizes(spec, config) | {
+        "raster": list(order(config, spec.n, skips_padding(spec, config))),
+        "d_stride": strides["d"][0],
+        "alignment": spec.alignment,
+    }
+
+
+def _sizes(spec: GemmSpec, config: GemmConfig) -> dict[str, Any]:
+    """What all grouped kernels take. There are no maps for edges, and no loads before the previous kernel has ended."""
     return {
         "m": spec.m,
         "n": spec.n,
@@ -116,11 +125,8 @@ def launch_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[
         "last_rows": config.block_m,
         "last_columns": config.block_n,
         "early_stages": 0,
-        "raster": list(order(config, spec.n, skips_padding(spec, config))),
         "evict_first": 0,
-        "d_stride": strides["d"][0],
         "groups": spec.groups,
-        "alignment": spec.alignment,
     }
 
 
@@ -174,18 +180,10 @@ def along_k_values(spec: GemmSpec, config: GemmConfig, strides: Strides, element
     each = max(1, spec.k // spec.groups) * element_bytes
     inside = raster(config, spec.m, spec.n, each, spec.num_sms)
     c = {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]} if "c" in strides else {}
-    return {
-        "m": spec.m,
-        "n": spec.n,
-        "k": spec.k,
-        "last_rows": config.block_m,
-        "last_columns": config.block_n,
-        "early_stages": 0,
+    return _sizes(spec, config) | {
         "raster": [*divisor(_tiles(spec, config)), *inside.arguments],
-        "evict_first": 0,
         "d_stride": strides["d"][1],
         "d_stride_g": strides["d"][0],
-        "groups": spec.groups,
         **c,
     }
 
