@@ -93,8 +93,9 @@ def delete_bad(disk: DiskCache, checked: list[Checked]) -> list[Removal]:
         if item.path in walked:
             path, where = walked[item.path]
             done = _delete_entry(disk, path, where, lambda again: again.state in ("corrupted", "leftover"))
-        else:
-            done = _delete_leftover(disk, *item.path.split("/"))
+        else:  # a file in a folder of the root, or an entry that another process has deleted meanwhile
+            folder, _, name = item.path.partition("/")
+            done = "/" not in name and _delete_leftover(disk, folder, name)
         removed.append(Removal(item.path, item.reason, item.size, done))
     return removed
 
