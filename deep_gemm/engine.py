@@ -207,6 +207,14 @@ def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
     return tuner.rank(spec, arch, known, device_name(device))
 
 
+def worth_measuring(spec: GemmSpec, device: int) -> list[select.Choice]:
+    """The configs for ``spec`` that a tuner measures on CUDA device ``device``: first those that the model or measured
+    times prefer."""
+    from .select import tuner
+
+    return tuner.worth_measuring(spec, archs.for_device(device), calibration_of(device), device_name(device))
+
+
 def device_name(device: int) -> str:
     """The name of the GPU model of CUDA device ``device``."""
     return str(torch.cuda.get_device_properties(device).name)

@@ -26,6 +26,9 @@ from .settings import settings
 from .spec import GemmSpec
 from .timer import FLUSH_BYTES, Single, times_of
 
+ROUNDS = 7
+"""How often the fastest few are timed again."""
+
 _lock = ForkLock()
 
 
@@ -79,7 +82,7 @@ def consider(operation: Operation, work: Work, tensors: Mapping[str, Tensor], de
     if not isinstance(spec, GemmSpec) or _is_capturing():
         return
     with _lock.lock:
-        choices = [] if engine.is_planned(spec, device) else engine.ranked_configs(spec, device)[: tuner.TOP]
+        choices = [] if engine.is_planned(spec, device) else engine.worth_measuring(spec, device)
         if len(choices) < 2 or choices[0].measured_us:
             return
         try:
@@ -124,7 +127,7 @@ def _times(
         launch = engine.launch(plan, step.strides, _addresses(step, places), stream)
         return Single(launch, flush, tuple(places.values()))
 
-    return times_of({config: timer(config) for config in built}, built[0])
+    return times_of({config: timer(config) for config in built}, built[0], ROUNDS)
 
 
 def _addresses(step: Step, places: Mapping[str, Tensor]) -> dict[str, int]:

@@ -18,22 +18,21 @@ CONTENDING = 1.06
 """Configs within this factor of the least time are timed again: the least of many noisy times is too low."""
 CONTENDERS = 10
 ROUNDS = 3
-"""How often contenders and the selected config are timed again, in turns; their time is the median."""
 
 
-def times_of(timers: Mapping[Name, Callable[[], float]], selected: Name) -> dict[Name, float]:
-    """The times of all configs. Contenders and the selected config are timed several times, and the least time is
-    always one of these: a single lucky time never wins."""
+def times_of(timers: Mapping[Name, Callable[[], float]], selected: Name, rounds: int = ROUNDS) -> dict[Name, float]:
+    """The times of all configs. Contenders and the selected config are timed again ``rounds`` times, in turns, and
+    their time is the median. The least time is always one of these: a single lucky time never wins."""
     times = {name: timer() for name, timer in timers.items()}
     least = min(times.values())
     contenders = sorted((name for name in times if times[name] <= least * CONTENDING), key=times.__getitem__)
     samples: dict[Name, list[float]] = {name: [] for name in (*contenders[:CONTENDERS], selected)}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, again in samples.items():
             again.append(timers[name]())
     times |= {name: statistics.median(again) for name, again in samples.items()}
     while (best := min(times, key=times.__getitem__)) not in samples:
-        samples[best] = [timers[best]() for _ in range(ROUNDS)]
+        samples[best] = [timers[best]() for _ in range(rounds)]
         times[best] = statistics.median(samples[best])
     return times
 

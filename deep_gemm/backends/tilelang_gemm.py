@@ -121,7 +121,7 @@ _compiled: dict[Any, Callable[..., Any]] = {}
 
 def compiled(factory: Any, *sizes: Any, operands: tuple[Tensor, ...]) -> Callable[..., Any]:
     """The kernel for these sizes. It is tuned on the operands at the first call."""
-    key = (factory, sizes)
+    key = (id(factory), sizes)  # factories are of modules, so they stay; they cannot be hashed
     if key not in _compiled:
         with set_autotune_inputs(*operands):
             _compiled[key] = factory(*sizes)

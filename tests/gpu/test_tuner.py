@@ -50,7 +50,7 @@ def test_a_measured_choice_is_right_kept_and_read_by_another_process(cache_dir: 
         deep_gemm.fp8_gemm_nt(a, b, d)
     assert_close_to_exact(d, *a, *b)
     (one,) = found
-    assert len(one.times) == tuner.TOP
+    assert len(one.times) == tuner.TOP + tuner.BEYOND
     assert one.gain >= 1
     assert all(1 < us < 1000 for us in one.times.values())
     config = chosen()

@@ -12,7 +12,7 @@ import torch
 from gpu_fakes import FakeGpu, FakeLaunch, calls_behind
 
 import deep_gemm
-from deep_gemm import arch, calls, engine, measuring, options, settings
+from deep_gemm import arch, calls, engine, measuring, options, select, settings
 from deep_gemm.arch import SM90
 from deep_gemm.errors import CompileError, UnsupportedError
 from deep_gemm.ops import half_dense
@@ -115,9 +115,25 @@ def test_a_new_shape_is_measured_once_and_runs_with_the_fastest(timers: Timers) 
             deep_gemm.bf16_gemm_nt(*operands())  # at other addresses
         deep_gemm.bf16_gemm_nt(*operands(23))  # ranked as 24 is
     offered = timers.offered
-    assert len(offered) == len(set(offered)) == tuner.TOP
+    assert len(offered) == len(set(offered)) == tuner.TOP + tuner.BEYOND
     assert set(timers.planned) == {offered[5]}
     assert all(torch.equal(*pair) for pair in zip(mine, before, strict=True))
+
+
+def test_a_config_outside_the_serving_set_can_win(timers: Timers) -> None:
+    timers.fastest = tuner.TOP + 3
+    with deep_gemm.tuning() as found:
+        deep_gemm.bf16_gemm_nt(*operands())
+    (one,) = found
+    assert one.chosen == timers.offered[timers.fastest]
+    served = select.rank(one.spec, SM90, default())
+    assert one.chosen not in [choice.config for choice in served]
+    tuner._stores.clear()
+    engine.forget_plans()
+    calls.forget_all()
+    with settings.override(tune="read"):
+        deep_gemm.bf16_gemm_nt(*operands())
+    assert timers.planned[-1] == one.chosen
 
 
 def test_what_was_kept_is_read_and_nothing_else_is_measured(timers: Timers) -> None:
@@ -214,7 +230,7 @@ def test_configs_that_do_not_compile_are_left_out(timers: Timers) -> None:
     timers.broken = lambda config: asked.append(config) or len(asked) == 3  # type: ignore[func-returns-value]
     with deep_gemm.tuning() as found:
         deep_gemm.bf16_gemm_nt(*operands())
-    assert len(asked) == tuner.TOP == len(found[0].times) + 1
+    assert len(asked) == tuner.TOP + tuner.BEYOND == len(found[0].times) + 1
     asked.clear()
     timers.broken = lambda config: asked.append(config) or len(asked) == 1  # type: ignore[func-returns-value]
     with deep_gemm.tuning() as found:
@@ -240,7 +256,8 @@ def test_what_has_no_kernel_goes_to_the_fallback(timers: Timers, monkeypatch: py
     def none(spec: Any, device: int) -> Any:
         raise UnsupportedError("There is no kernel.")
 
-    monkeypatch.setattr(engine, "ranked_configs", none)
+    for name in ("ranked_configs", "worth_measuring"):
+        monkeypatch.setattr(engine, name, none)
     a, b, d = operands()
     with deep_gemm.tuning(), settings.override(fallback="torch"):
         deep_gemm.bf16_gemm_nt(a, b, d)
