@@ -136,8 +136,7 @@ class Quantize(Kernel[QuantizeConfig]):
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``quantize.cu.jinja``."""
         p = self._of(params)
-        config = p.config
-        assert isinstance(config, QuantizeConfig)  # see `_of`
+        config = _config(p)
         kind = "rows" if _is_of_rows(p.plain, p.transposed) else "tile"
         gated, gathered = ("true" if chosen else "false" for chosen in (p.gated, p.gathered))
         rows = [gated, gathered, *config.tile, config.num_threads]
@@ -199,8 +198,7 @@ class Quantize(Kernel[QuantizeConfig]):
             if f"{prefix}values" in strides:
                 values[f"{prefix}stride"] = strides[f"{prefix}values"][0]
                 values[f"{prefix}scale_stride_row"], values[f"{prefix}scale_stride_column"] = strides[f"{prefix}scales"]
-        config = self._of(params).config
-        assert isinstance(config, QuantizeConfig)  # see `_of`
+        config = _config(self._of(params))
         down, across = ceil_div(spec.rows, config.tile_rows), ceil_div(spec.columns, config.tile_columns)
         # No wider than the matrix is high, but so wide that the second dimension of the grid is legal.
         band = max(min(config.band, (down - 1).bit_length()), (ceil_div(down, MAX_GRID_Y) - 1).bit_length())
@@ -222,7 +220,7 @@ class Quantize(Kernel[QuantizeConfig]):
             p.dtype,
             p.plain if p.plain != "none" else "",
         ]
-        tile = self.describe(p.config) if _is_of_rows(p.plain, p.transposed) else ""
+        tile = self.describe(_config(p)) if _is_of_rows(p.plain, p.transposed) else ""
         return "_".join(filter(None, [*parts, f"t_{p.transposed}" if p.transposed != "none" else "", tile]))
 
     def cases(self) -> list[KernelParams]:
@@ -245,10 +243,16 @@ class Quantize(Kernel[QuantizeConfig]):
         return next(config for config in self.configs(SM90) if self.worthwhile(spec, config))
 
     def _of(self, params: KernelParams) -> QuantizeParams:
-        if not isinstance(params, QuantizeParams) or not isinstance(params.config, QuantizeConfig):
-            got = f"{type(params).__name__} with a {type(params.config).__name__}"
-            raise TypeError(f"{self.name} takes QuantizeParams with a QuantizeConfig, not {got}")
+        if not isinstance(params, QuantizeParams):
+            raise TypeError(f"{self.name} takes QuantizeParams, not {type(params).__name__}")
         return params
+
+
+def _config(params: QuantizeParams) -> QuantizeConfig:
+    config = params.config
+    if not isinstance(config, QuantizeConfig):
+        raise TypeError(f"casts take a QuantizeConfig, not a {type(config).__name__}")
+    return config
 
 
 def _is_of_rows(plain: str, transposed: str) -> bool:
