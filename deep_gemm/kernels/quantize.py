@@ -233,7 +233,8 @@ class Quantize(Kernel[QuantizeConfig]):
             *(QuantizeSpec(8192, 8192, dtype, "row", "none") for dtype in DTYPES[1:]),
             *(QuantizeSpec(8192, 8192, "bf16", "row", "none", True, source_rows=rows) for rows in (None, 1)),
             *(QuantizeSpec(rows, 8192, "bf16", "row", "none", source_rows=1) for rows in (1, 8192)),
-            *(QuantizeSpec(1, 8192, dtype, "row", "none", dtype == "f16") for dtype in DTYPES),
+            *(QuantizeSpec(1, 8192, dtype, "row", "none") for dtype in DTYPES),
+            QuantizeSpec(1, 8192, "bf16", "row", "none", True),
             QuantizeSpec(8192, 8192, "f32", "row", "column"),
         ]
         return [self.params(spec, self.chosen(spec), SM90) for spec in specs]
