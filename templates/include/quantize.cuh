@@ -7,7 +7,7 @@
 enum Source : u32 { kSourceBf16, kSourceF16, kSourceF32 };
 
 // The matrix to cast: rows are `stride` elements apart. With kGathered, row i of the cast is row index[i] of the matrix, which has
-// `source_rows`; it is zeros if there is no such row. Tile (x % bands, y) of the grid: see `place`.
+// `source_rows`; it is zeros if there is no such row.
 struct QuantizedInput {
   const u8* elements;
   i64 stride;
@@ -29,11 +29,11 @@ struct QuantizedOutput {
   }
 };
 
-// The tile of this CTA. The grid goes down 2^band tiles, then to the right, then to the next band: tiles that run at the same time
-// then write neighbouring parts of the transpose's rows.
+// The tile of this CTA. The grid goes down 2^band tiles before it goes to the right, since its second dimension is limited.
 struct TilePlace {
   u32 row, column;
-  DG_DEVICE explicit TilePlace(u32 band) : row((blockIdx.y << band) + (blockIdx.x & ((1u << band) - 1))), column(blockIdx.x >> band) {}
+  DG_DEVICE explicit TilePlace(u32 band)
+      : row((blockIdx.y << band) + (blockIdx.x & ((1u << band) - 1))), column(blockIdx.x >> band) {}
 };
 
 struct ScaleRule {
@@ -63,11 +63,11 @@ DG_DEVICE u32 to_e4m3(float a, float b, float c, float d) {
   return packed;
 }
 
-// Sixteen bytes that this kernel reads once, or zeros.
-DG_DEVICE void load_once(const u8* at, bool exist, u32* words) {
+// Sixteen bytes, or zeros. Hints that L1 need not keep them made casts 3% slower on an H100.
+DG_DEVICE void load_sixteen(const u8* at, bool exist, u32* words) {
   asm volatile(
       "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n mov.u32 %3, 0;\n"
-      " @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      " @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
       : "l"(at), "r"(static_cast<u32>(exist)));
 }
@@ -169,7 +169,7 @@ DG_DEVICE void load_rows(const QuantizedInput& from, u32 row, u32 column, EightE
 #pragma unroll
       for (u32 r = 0; r < kRows; ++r)
 #pragma unroll
-        for (u32 i = 0; i < kRead; i += 4) load_once(at[r] + offset + i * 4, exist[r] && across != 0, &words[r][i]);
+        for (u32 i = 0; i < kRead; i += 4) load_sixteen(at[r] + offset + i * 4, exist[r] && across != 0, &words[r][i]);
     } else {
 #pragma unroll
       for (u32 r = 0; r < kRows; ++r) {

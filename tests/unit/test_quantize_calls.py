@@ -16,8 +16,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import (
     FEW_ROWS,
     KERNEL,
-    MANY_ROWS,
-    MANY_ROWS_OF_FLOATS,
+    ROWS_OF_FLOATS,
     TILES,
     TILES_OF_FLOATS,
     QuantizeConfig,
@@ -210,8 +209,8 @@ def test_only_rows_are_gathered(cast: str) -> None:
 CHOSEN = [
     ((1, 7168), "bf16", ("row", "none"), False, FEW_ROWS),
     ((64, 7168), "f32", ("row", "none"), True, FEW_ROWS),
-    ((8192, 7168), "f16", ("row", "none"), False, MANY_ROWS),
-    ((8192, 7168), "bf16", ("row", "none"), True, MANY_ROWS_OF_FLOATS),
+    ((8192, 7168), "f16", ("row", "none"), False, TILES),
+    ((8192, 7168), "bf16", ("row", "none"), True, ROWS_OF_FLOATS),
     ((1, 7168), "bf16", ("row", "column"), False, TILES),
     ((8192, 7168), "f32", ("tile", "none"), False, TILES_OF_FLOATS),
 ]
