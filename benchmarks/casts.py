@@ -2,8 +2,9 @@
 
     python -m deep_gemm.benchmarks.casts --output FILE
 
-times each cast in CUDA graphs on one GPU: of a large matrix, whose share of the copy rate counts, and of 1, 16 and 64
-rows, whose time beside an empty kernel's counts. A row for each goes to FILE, and a line to the terminal.
+times each cast in CUDA graphs on one GPU: of a large matrix and of gathered rows, whose share of the copy rate counts,
+and of 1, 16 and 64 rows, whose time beside an empty kernel's counts. Gathered rows are timed beside a copy of them by
+torch and a cast of the copy, too. A row for each goes to FILE, and a line to the terminal.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from deep_gemm.benchmarks import provenance
 from deep_gemm.testing import timing
 
 LARGE, FEW = (8192, 7168), (1, 16, 64)
+TOKENS, EXPERTS = 4096, 8
+"""Gathered rows: each token goes to so many experts."""
 SETS = 4
 """Matrices that a graph goes through in turns: together they are larger than L2."""
 
@@ -65,6 +68,30 @@ def copies(count: int) -> list[timing.Call]:
     return [functools.partial(pair[0].copy_, pair[1]) for pair in pairs]
 
 
+def gathered() -> dict[str, Any]:
+    """A row for the cast of tokens in the order of their experts."""
+    m, k = TOKENS * EXPERTS, LARGE[1]
+    generator = torch.Generator("cuda").manual_seed(0)
+    order = torch.randperm(m, device="cuda", generator=generator) % TOKENS
+    index = order.int()
+    xs = [torch.randn(TOKENS, k, device="cuda", generator=generator).bfloat16() for _ in range(SETS)]
+    out, copied = quantize.rows(xs[0], rows=index), torch.empty(m, k, device="cuda", dtype=torch.bfloat16)
+
+    def two_steps(x: Tensor) -> None:
+        torch.index_select(x, 0, order, out=copied)
+        quantize.rows(copied, out=out)
+
+    count = moved(xs[0], out)
+    calls: dict[str, list[timing.Call]] = {
+        "cast": [functools.partial(quantize.rows, x, out=out, rows=index) for x in xs],
+        "two steps": [functools.partial(two_steps, x) for x in xs],
+        "copy": copies(count),
+    }
+    us = timing.graph(calls, calls_in_graph=16)
+    times = {"us": us["cast"], "copy_us": us["copy"], "index_select_and_cast_us": us["two steps"]}
+    return {"cast": "gathered rows", "m": m, "k": k, "bytes": count, **times}
+
+
 def measure() -> list[dict[str, Any]]:
     """A row for each cast and size."""
     found: list[dict[str, Any]] = []
@@ -73,6 +100,7 @@ def measure() -> list[dict[str, Any]]:
         calls, count = prepared(cast, LARGE, SETS)
         us = timing.graph({"cast": calls, "copy": copies(count)})
         found.append({"cast": name, "m": m, "k": k, "bytes": count, "us": us["cast"], "copy_us": us["copy"]})
+    found.append(gathered())
     nothing = torch.zeros(1, device="cuda")
     for m in FEW:
         calls, _ = prepared(quantize.rows, (m, LARGE[1]), SETS)
@@ -90,7 +118,9 @@ def main(output: Path | None) -> None:
         beside = row.get("copy_us", row.get("empty_us"))
         kind = "of the copy rate" if "copy_us" in row else "x an elementwise kernel of one element"
         share = beside / row["us"] if "copy_us" in row else row["us"] / beside
-        click.echo(f"{row['cast']:21} {row['m']:5} x {row['k']}  {row['us']:8.2f} us  {share:.3f} {kind}")
+        steps = row.get("index_select_and_cast_us")
+        more = f"; {steps:.2f} us as index_select and a cast" if steps else ""
+        click.echo(f"{row['cast']:21} {row['m']:5} x {row['k']}  {row['us']:8.2f} us  {share:.3f} {kind}{more}")
         if output is not None:
             with output.open("a") as file:
                 file.write(json.dumps({"mode": "casts", **row, **origin}) + "\n")

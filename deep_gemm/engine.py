@@ -167,7 +167,9 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         ranked = ranked_configs(spec, device)
         config: KernelConfig = ranked[0].config
     else:
-        config = next(kernels.for_spec(spec)[0].configs(arch))
+        kernel = kernels.for_spec(spec)[0]
+        fitting = (config for config in kernel.configs(arch) if kernel.runs(spec, config))
+        config = next(config for config in fitting if kernel.worthwhile(spec, config))
     params = kernel_params(spec, config, arch)
     selected = time.perf_counter()
     function, binary = load(params, device, str(spec))

@@ -230,9 +230,11 @@ class ScaledGroupedParams(ScaledParams):
 
 @dataclass(frozen=True)
 class QuantizeParams(KernelParams):
-    """The params of a cast to FP8: the input's ``dtype``, and fields of `QuantizeSpec`."""
+    """The params of a cast to FP8: the input's ``dtype``, and fields of `QuantizeSpec`. ``gathered``: an index says
+    which rows are cast."""
 
     dtype: str = "bf16"
     plain: str = "row"
     transposed: str = "none"
     gated: bool = False
+    gathered: bool = False

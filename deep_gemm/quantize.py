@@ -15,6 +15,10 @@ Common arguments:
 - ``use_ue8m0``: scales are powers of two.
 - ``epsilon``: the least magnitude from which a scale is computed. With 0, blocks of zeros have the scale 0.
 - ``gated``: cast silu(left half of x) * right half, computed in float32, instead of x.
+- ``rows``: int32, contiguous, of any length R, on the device of x. Row i of the result is row ``rows[i]`` of x, as in
+  ``rows(x[rows])``, but x is read once and not copied: tokens go to their experts and become FP8 in one pass. A number
+  that is no row of x, such as -1, gives a row of zeros: padding. Only `rows` gathers; the other casts raise
+  UnsupportedError.
 - ``row_major``: fresh scales of 1 x 128 are row-major. Otherwise they are MN-major, and GEMMs read them without a
   further launch.
 
@@ -30,7 +34,8 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch, quantisation
-from deep_gemm.errors import InvalidInputError
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.ops import checks
 from deep_gemm.ops import quantize as ops
 from deep_gemm.quantisation import AMAX_MIN
 from deep_gemm.spec import SCALE_BLOCK, Blocks
@@ -47,10 +52,15 @@ def rows(
     epsilon: float = AMAX_MIN,
     gated: bool = False,
     row_major: bool = False,
+    rows: Tensor | None = None,
 ) -> Quantized:
-    """One scale for each row per 128 columns: values (M, K), scales (M, ceil(K / 128)). Operand A of `fp8_gemm_nt`."""
-    out = out if out is not None else _empty(x, "row", gated, row_major=row_major)
-    ops.plain(x, out, "row", "none", use_ue8m0, epsilon, gated)
+    """One scale for each row per 128 columns: values (M, K), scales (M, ceil(K / 128)). Operand A of `fp8_gemm_nt`.
+    With ``rows``, M is its length."""
+    out = out if out is not None else _empty(x, "row", gated, row_major=row_major, index=rows)
+    if rows is None:
+        ops.plain(x, out, "row", "none", use_ue8m0, epsilon, gated)
+    else:
+        ops.gathered(x, rows, out, "row", "none", use_ue8m0, epsilon, gated)
     return out
 
 
@@ -62,9 +72,11 @@ def columns(
     epsilon: float = AMAX_MIN,
     gated: bool = False,
     row_major: bool = False,
+    rows: Tensor | None = None,
 ) -> Quantized:
     """`rows` of the transpose of x: values (K, M), scales (K, ceil(M / 128)). An operand of a weight gradient, whose K
     is the number of tokens."""
+    _refuse_index(rows)
     out = out if out is not None else _empty(x, "column", gated, transposed=True, row_major=row_major)
     ops.transposed(x, out, "none", "column", use_ue8m0, epsilon, gated)
     return out
@@ -78,8 +90,10 @@ def rows_and_columns(
     epsilon: float = AMAX_MIN,
     gated: bool = False,
     row_major: bool = False,
+    rows: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """The results of `rows` and `columns`, from one pass over x."""
+    _refuse_index(rows)
     first, second = (
         out
         if out is not None
@@ -92,18 +106,32 @@ def rows_and_columns(
     return first, second
 
 
-def blocks(x: Tensor, *, out: Quantized | None = None, use_ue8m0: bool = False, epsilon: float = AMAX_MIN) -> Quantized:
+def blocks(
+    x: Tensor,
+    *,
+    out: Quantized | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+    rows: Tensor | None = None,
+) -> Quantized:
     """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`."""
+    _refuse_index(rows)
     out = out if out is not None else _empty(x, "tile")
     ops.plain(x, out, "tile", "none", use_ue8m0, epsilon, False)
     return out
 
 
 def blocks_transposed(
-    x: Tensor, *, out: Quantized | None = None, use_ue8m0: bool = False, epsilon: float = AMAX_MIN
+    x: Tensor,
+    *,
+    out: Quantized | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+    rows: Tensor | None = None,
 ) -> Quantized:
     """`blocks` of the transpose of x: values (K, M), scales (ceil(K / 128), ceil(M / 128)). Weights for the gradient of
     a layer's input."""
+    _refuse_index(rows)
     out = out if out is not None else _empty(x, "tile", transposed=True)
     ops.transposed(x, out, "none", "tile", use_ue8m0, epsilon, False)
     return out
@@ -115,8 +143,10 @@ def blocks_and_transpose(
     out: tuple[Quantized, Quantized] | None = None,
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
+    rows: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """The results of `blocks` and `blocks_transposed`, from one pass over x."""
+    _refuse_index(rows)
     first, second = out if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
     return first, second
@@ -157,8 +187,21 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
     return quantisation.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
 
 
+def _refuse_index(rows: object) -> None:
+    if rows is not None:
+        raise UnsupportedError(
+            "rows must be None: only quantize.rows gathers rows. The other casts have scales for 128 rows, which would "
+            "come from different places of x. Pass x[rows] instead of x."
+        )
+
+
 def _empty(
-    x: Tensor, blocks: Blocks, gated: bool = False, transposed: bool = False, row_major: bool = False
+    x: Tensor,
+    blocks: Blocks,
+    gated: bool = False,
+    transposed: bool = False,
+    row_major: bool = False,
+    index: Tensor | None = None,
 ) -> Quantized:
     """Fresh outputs for a cast of x."""
     if not isinstance(x, Tensor) or x.dim() != 2:
@@ -167,6 +210,9 @@ def _empty(
     if not isinstance(gated, bool) or not isinstance(row_major, bool):
         raise InvalidInputError(f"gated and row_major must be True or False, not {gated!r} and {row_major!r}.")
     rows, columns = x.shape
+    if index is not None:
+        checks.check_plain("rows", index, (1,))
+        rows = index.shape[0]
     return ops.empty_output(rows, columns // 2 if gated else columns, blocks, x.device, transposed, row_major)
 
 

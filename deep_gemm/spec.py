@@ -160,7 +160,8 @@ class QuantizeSpec:
     ``plain`` and ``transposed`` say which elements of a 128 x 128 tile share a scale: those of a row, those of a column
     (both of the input matrix), or all; with "none" there is no such output. ``gated``: the input has twice as many
     columns, and silu(left half) * right half is cast. ``epsilon``, as the bits of a float32, is the least magnitude
-    from which a scale is computed.
+    from which a scale is computed. If ``source_rows`` is given, the ``rows`` rows are gathered by an index from a
+    matrix with so many.
     """
 
     rows: int
@@ -171,6 +172,7 @@ class QuantizeSpec:
     gated: bool = False
     epsilon: int = 0
     power_of_two: bool = False
+    source_rows: int | None = None
 
     def __str__(self) -> str:
         return f"quantising {self.rows} x {self.columns} elements of {self.dtype}"

@@ -125,6 +125,10 @@ def run_casts() -> bool:
     x, y = (torch.randn(rows, 656, device="cuda").bfloat16() for rows in (200, 330))
     for function in (quantize.rows_and_columns, quantize.blocks_and_transpose, quantize.rows, quantize.columns):
         function(x)
+    many = torch.randn(8192, 656, device="cuda").bfloat16()  # other tiles than few rows
+    for source in (x, many):
+        quantize.rows(source, rows=torch.arange(-1, 8000, dtype=torch.int32, device="cuda"))
+    quantize.rows(many)
     (a, sfa), (b, sfb) = quantize.rows(x), quantize.rows(y, row_major=True)
     d, same = (torch.empty(200, 330, device="cuda") for _ in range(2))
     deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d, recipe=(1, 1, 128))

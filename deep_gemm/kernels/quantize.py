@@ -9,10 +9,16 @@ from typing import Any
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelConfig, KernelParams, QuantizeParams
-from ..spec import QuantizeSpec, Spec, ceil_div
+from ..spec import Blocks, Dtype, QuantizeSpec, Spec, ceil_div
 from .base import Argument, Kernel, Strides, Value
 
 TILE = 128
+
+MAX_GRID_Y = 65535
+"""The most CTAs along the second dimension of a grid."""
+
+DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "f32")
+BLOCKS: tuple[Blocks, ...] = ("row", "column", "tile")
 
 _SOURCES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32"}
 _BLOCKS = {"none": "kNothingShared", "row": "kRow", "column": "kColumn", "tile": "kTileShared"}
@@ -20,20 +26,37 @@ _BLOCKS = {"none": "kNothingShared", "row": "kRow", "column": "kColumn", "tile":
 
 @dataclass(frozen=True)
 class QuantizeConfig(KernelConfig):
-    """The tile that one CTA of ``num_threads`` threads casts."""
+    """The tile that one CTA of ``num_threads`` threads casts. Registers are budgeted for ``ctas_per_sm`` CTAs on an
+    SM."""
 
     tile_rows: int
     tile_columns: int
     num_threads: int
+    ctas_per_sm: int
 
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns that one CTA casts."""
         return self.tile_rows, self.tile_columns
 
+    @property
+    def rows_each(self) -> int:
+        """Rows of a thread, which has eight columns."""
+        return self.tile_rows * self.tile_columns // (8 * self.num_threads)
+
+
+TILES = QuantizeConfig(128, 128, 256, ctas_per_sm=4)
+TILES_OF_FLOATS = QuantizeConfig(128, 128, 512, ctas_per_sm=2)
+ROWS_OF_FLOATS = QuantizeConfig(64, 128, 256, ctas_per_sm=4)
+FEW_ROWS = QuantizeConfig(1, 1024, 128, ctas_per_sm=8)
+
+FEW = 1 << 20
+"""Elements up to which rows are cast by `FEW_ROWS`. Larger tiles would leave SMs idle; on an H100 they were faster from
+256 rows of 7168 on."""
+
 
 class Quantize(Kernel[QuantizeConfig]):
-    """See ``templates/include/quantize.cuh``."""
+    """See ``templates/include/quantize_rows.cuh`` and ``quantize_tile.cuh``."""
 
     name = "quantize"
     archs = (SM90.name,)
@@ -47,15 +70,37 @@ class Quantize(Kernel[QuantizeConfig]):
             return f"it casts bf16, f16 and f32, not {spec.dtype}"
         if spec.transposed == "row" or spec.plain == spec.transposed == "none":
             return f"it writes no {spec.plain} scales with {spec.transposed} scales of the transpose"
+        if spec.source_rows is not None and not _is_of_rows(spec.plain, spec.transposed):
+            return "it gathers rows only where each row has scales of its own"
         return None
 
     def configs(self, arch: ArchSpec) -> Iterator[QuantizeConfig]:
-        """One config: memory bandwidth limits the kernel."""
-        yield QuantizeConfig(tile_rows=TILE, tile_columns=TILE, num_threads=256)
+        """See `worthwhile`."""
+        yield from (TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS)
 
     def illegal(self, config: QuantizeConfig, arch: ArchSpec) -> str | None:
-        """None for the only config."""
-        return None if config in self.configs(arch) else f"there is one config only: {next(self.configs(arch))}"
+        """None for the configs of `configs`."""
+        return None if config in self.configs(arch) else f"a config must be one of {list(self.configs(arch))}"
+
+    def runs(self, spec: Spec, config: QuantizeConfig) -> bool:
+        """Whether ``config`` has the tiles that ``spec`` needs."""
+        if not isinstance(spec, QuantizeSpec):
+            return False
+        if config.rows_each > (4 if spec.gated or spec.dtype == "f32" else 8):
+            return False  # too many registers
+        return _is_of_rows(spec.plain, spec.transposed) or config.tile == (TILE, TILE)
+
+    def worthwhile(self, spec: Spec, config: QuantizeConfig) -> bool:
+        """One config for each kind of cast. A thread holds 16-bit elements in half as many registers as float32, which
+        gated elements are too."""
+        if not isinstance(spec, QuantizeSpec):
+            return False
+        floats = spec.gated or spec.dtype == "f32"
+        if not _is_of_rows(spec.plain, spec.transposed):
+            return config == (TILES_OF_FLOATS if floats else TILES)
+        if spec.rows * spec.columns <= FEW:
+            return config == FEW_ROWS
+        return config == (ROWS_OF_FLOATS if floats else TILES)
 
     def params(self, spec: Spec, config: QuantizeConfig, arch: ArchSpec) -> QuantizeParams:
         """See `Kernel.params`. Adds the input's type and the outputs."""
@@ -67,17 +112,25 @@ class Quantize(Kernel[QuantizeConfig]):
             plain=spec.plain,
             transposed=spec.transposed,
             gated=spec.gated,
+            gathered=spec.source_rows is not None,
         )
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``quantize.cu.jinja``."""
         p = self._of(params)
+        config = _config(p)
+        kind = "rows" if _is_of_rows(p.plain, p.transposed) else "tile"
+        gated, gathered = ("true" if chosen else "false" for chosen in (p.gated, p.gathered))
+        rows = [gated, gathered, *config.tile, config.num_threads]
+        tile = [_BLOCKS[p.plain], _BLOCKS[p.transposed], gated, config.num_threads]
+        template = ", ".join(map(str, [_SOURCES[p.dtype], *(rows if kind == "rows" else tile)]))
         return {
-            "source": _SOURCES[p.dtype],
-            "plain": _BLOCKS[p.plain],
-            "transposed": _BLOCKS[p.transposed],
-            "gated": "true" if p.gated else "false",
-            "num_threads": next(self.configs(SM90)).num_threads,
+            "rows_or_tile": kind,
+            "kernel": f"Quantize{kind.capitalize()}<{template}>",
+            "num_threads": config.num_threads,
+            "ctas_per_sm": config.ctas_per_sm,
+            "index": "index" if p.gathered else "nullptr",
+            "source_rows": "source_rows" if p.gathered else "rows",
             "plain_output": _output("", p.plain),
             "transposed_output": _output("t_", p.transposed),
         }
@@ -85,6 +138,8 @@ class Quantize(Kernel[QuantizeConfig]):
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """The matrix, the rule for scales, and the values and scales of each output; strides in elements."""
         p = self._of(params)
+        index = Argument("index", "const u32*", operand="rows")
+        gathered = (index, Argument("source_rows", "u32")) if p.gathered else ()
         outputs: list[Argument] = []
         for prefix, blocks in (("", p.plain), ("t_", p.transposed)):
             if blocks != "none":
@@ -100,6 +155,8 @@ class Quantize(Kernel[QuantizeConfig]):
             Argument("input_stride", "i64"),
             Argument("rows", "u32"),
             Argument("columns", "u32"),
+            *gathered,
+            Argument("band", "u32"),
             Argument("epsilon", "u32"),
             Argument("power_of_two", "u32"),
             *outputs,
@@ -109,7 +166,7 @@ class Quantize(Kernel[QuantizeConfig]):
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Casts operand "x", (rows, columns) or (rows, 2 * columns) with contiguous rows, to "values" and "scales", and
-        its transpose to "t_values" and "t_scales"."""
+        its transpose to "t_values" and "t_scales". Operand "rows", if there is one, says which rows of "x"."""
         if not isinstance(spec, QuantizeSpec):
             raise TypeError(f"{self.name} casts matrices, but it was asked for {spec}")
         values: dict[str, Any] = {
@@ -123,42 +180,66 @@ class Quantize(Kernel[QuantizeConfig]):
             if f"{prefix}values" in strides:
                 values[f"{prefix}stride"] = strides[f"{prefix}values"][0]
                 values[f"{prefix}scale_stride_row"], values[f"{prefix}scale_stride_column"] = strides[f"{prefix}scales"]
-        tiles = ceil_div(spec.rows, TILE) * ceil_div(spec.columns, TILE)
-        threads = next(self.configs(SM90)).num_threads
-        return LaunchShape(grid=(tiles, 1, 1), block=threads, dynamic_shared=0, pdl=pdl), values
+        config = _config(self._of(params))
+        down, across = ceil_div(spec.rows, config.tile_rows), ceil_div(spec.columns, config.tile_columns)
+        band = (ceil_div(down, MAX_GRID_Y) - 1).bit_length()
+        values |= {"source_rows": spec.source_rows, "band": band}
+        grid = across << band, ceil_div(down, 1 << band), 1
+        return LaunchShape(grid=grid, block=config.num_threads, dynamic_shared=0, pdl=pdl), values
 
     def shared_bytes(self, params: KernelParams) -> int:
         """None: shared memory is static."""
         return 0
 
     def entry(self, params: KernelParams) -> str:
-        """Such as ``quantize_bf16_row_t_column``."""
+        """Such as ``quantize_bf16_row_t_column`` or ``quantize_bf16_row_128x128``."""
         p = self._of(params)
-        parts = ["quantize", "silu" if p.gated else "", p.dtype, p.plain if p.plain != "none" else ""]
-        return "_".join(filter(None, [*parts, f"t_{p.transposed}" if p.transposed != "none" else ""]))
+        parts = [
+            "quantize",
+            "gathered" if p.gathered else "",
+            "silu" if p.gated else "",
+            p.dtype,
+            p.plain if p.plain != "none" else "",
+        ]
+        tile = self.describe(_config(p)) if _is_of_rows(p.plain, p.transposed) else ""
+        return "_".join(filter(None, [*parts, f"t_{p.transposed}" if p.transposed != "none" else "", tile]))
 
     def cases(self) -> list[KernelParams]:
-        """Each kind of output, each useful pair of outputs, and each type of input."""
-        kinds = [
-            *(("bf16", plain, "none", False) for plain in ("row", "column", "tile")),
-            *(("bf16", "none", transposed, False) for transposed in ("column", "tile")),
-            *(("bf16", "row", "column", gated) for gated in (False, True)),
-            *((dtype, "tile", "tile", False) for dtype in ("bf16", "f32")),
-            ("bf16", "row", "none", True),
-            *((dtype, "row", "none", False) for dtype in ("f16", "f32")),
-            ("f32", "row", "column", False),
+        """Each kind of output, each useful pair of outputs, each type of input, and each config."""
+        specs = [
+            *(QuantizeSpec(8192, 8192, "bf16", plain, "none") for plain in BLOCKS),
+            *(QuantizeSpec(8192, 8192, "bf16", "none", transposed) for transposed in BLOCKS[1:]),
+            *(QuantizeSpec(8192, 8192, "bf16", "row", "column", gated) for gated in (False, True)),
+            *(QuantizeSpec(8192, 8192, dtype, "tile", "tile") for dtype in DTYPES if dtype != "f16"),
+            *(QuantizeSpec(8192, 8192, dtype, "row", "none") for dtype in DTYPES[1:]),
+            *(QuantizeSpec(8192, 8192, "bf16", "row", "none", True, source_rows=rows) for rows in (None, 1)),
+            *(QuantizeSpec(rows, 8192, "bf16", "row", "none", source_rows=1) for rows in (1, 8192)),
+            *(QuantizeSpec(1, 8192, dtype, "row", "none") for dtype in DTYPES),
+            QuantizeSpec(1, 8192, "bf16", "row", "none", True),
+            QuantizeSpec(8192, 8192, "f32", "row", "column"),
         ]
-        config = next(self.configs(SM90))
-        return [
-            QuantizeParams(self.name, SM90.name, config, dtype=dtype, plain=plain, transposed=transposed, gated=gated)
-            for dtype, plain, transposed, gated in kinds
-        ]
+        return [self.params(spec, self.chosen(spec), SM90) for spec in specs]
+
+    def chosen(self, spec: QuantizeSpec) -> QuantizeConfig:
+        """The config that calls use."""
+        return next(config for config in self.configs(SM90) if self.worthwhile(spec, config))
 
     def _of(self, params: KernelParams) -> QuantizeParams:
-        if not isinstance(params, QuantizeParams) or not isinstance(params.config, QuantizeConfig):
-            got = f"{type(params).__name__} with a {type(params.config).__name__}"
-            raise TypeError(f"{self.name} takes QuantizeParams with a QuantizeConfig, not {got}")
+        if not isinstance(params, QuantizeParams):
+            raise TypeError(f"{self.name} takes QuantizeParams, not {type(params).__name__}")
         return params
+
+
+def _config(params: QuantizeParams) -> QuantizeConfig:
+    config = params.config
+    if not isinstance(config, QuantizeConfig):
+        raise TypeError(f"quantize takes a QuantizeConfig, not a {type(config).__name__}")
+    return config
+
+
+def _is_of_rows(plain: str, transposed: str) -> bool:
+    """Whether ``quantize_rows.cuh`` does the cast."""
+    return (plain, transposed) == ("row", "none")
 
 
 def _output(prefix: str, blocks: str) -> str:

@@ -40,18 +40,21 @@ class QuantizeOperands:
 
 
 class Quantize(Operation):
-    """See ``deep_gemm.quantize``. ``plain`` and ``transposed`` say which outputs there are."""
+    """See ``deep_gemm.quantize``. ``plain`` and ``transposed`` say which outputs there are. ``gathered``: an index says
+    which rows of x are cast."""
 
-    def __init__(self, plain: bool, transposed: bool) -> None:
+    def __init__(self, plain: bool, transposed: bool, gathered: bool = False) -> None:
         self.written = (*(["plain"] if plain else []), *(["transposed"] if transposed else []))
+        self.read = ("x", "rows") if gathered else ("x",)
         prefixes = {"plain": "", "transposed": "t_"}
-        self.name = "quantize " + " and ".join(self.written)
-        self.parameters = ("x", *self.written, "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated")
-        self.operands = {"x": "x"}
+        self.name = ("quantize gathered " if gathered else "quantize ") + " and ".join(self.written)
+        options = "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated"
+        self.parameters = (*self.read, *self.written, *options)
+        self.operands = {name: name for name in self.read}
         for output in self.written:
             prefix = prefixes[output]
             self.operands |= {f"{prefix}values": f"{output}[0]", f"{prefix}scales": f"{output}[1]"}
-        self.outputs = tuple(name for name in self.operands if name != "x")
+        self.outputs = tuple(name for name in self.operands if name not in self.read)
         self.output = self.outputs[0]
 
     def check(self, *arguments: Any) -> QuantizeOperands | None:
@@ -63,18 +66,22 @@ class Quantize(Operation):
                 raise InvalidInputError(f"{name} must be True or False, but it is {given[name]!r}.")
         if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon <= MAX_EPSILON:
             raise InvalidInputError(f"epsilon must be a number from 0 that float32 can hold, but it is {epsilon!r}.")
-        named: dict[str, Any] = {"x": given["x"]}
+        named: dict[str, Any] = {name: given[name] for name in self.read}
         for output in self.written:
             values, scales = checks.pair(output, given[output])
             named |= {f"the {output} values": values, f"the {output} scales": scales}
         for name, tensor in named.items():
-            checks.check_plain(name, tensor)
+            checks.check_plain(name, tensor, (1,) if name == "rows" else (2,))
         device = checks.check_devices(named)
         x = named["x"]
         if x.dtype not in DTYPES:
             known = ", ".join(map(str, DTYPES))
             raise InvalidInputError(f"x must be one of {known}, but it is {x.dtype}.")
-        rows, columns = x.shape
+        source_rows, columns = x.shape
+        index = named.get("rows")
+        if index is not None:
+            check_index(index)
+        rows = source_rows if index is None else index.shape[0]
         if gated and columns % 2:
             raise InvalidInputError(
                 f"x must have an even number of columns if gated: two halves, but it is {shape_of(x)}."
@@ -86,7 +93,8 @@ class Quantize(Operation):
         if checks.is_fake(named.values()):
             return None
         checks.check_memory(named)
-        checks.check_sizes("x", x)
+        for name in self.read:
+            checks.check_sizes(name, named[name])
         if x.numel():
             checks.check_row_major("x", x)
         self._check_places(named)
@@ -101,13 +109,14 @@ class Quantize(Operation):
             gated=gated,
             epsilon=struct.unpack("<I", struct.pack("<f", abs(epsilon)))[0],  # -0.0 has a sign
             power_of_two=use_ue8m0,
+            source_rows=None if index is None else source_rows,
         )
         return QuantizeOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
     def _check_places(self, named: Mapping[str, Tensor]) -> None:
         """Check that the rows of outputs do not overlap, and that outputs share no memory with other operands."""
         for name, tensor in named.items():
-            if name == "x" or not tensor.numel():
+            if name in self.read or not tensor.numel():
                 continue
             dense = tensor if name.endswith("values") or tensor.stride(1) == 1 else tensor.t()
             if dense is not tensor and dense.shape[1] > 1 and dense.stride(1) != 1:
@@ -125,6 +134,8 @@ class Quantize(Operation):
     def reference(self, x: QuantizeOperands) -> None:
         """See `cast_blocks`."""
         source = x.tensors["x"].detach()
+        if "rows" in x.tensors:
+            source = gathered_rows(source, x.tensors["rows"])
         if x.spec.gated:
             left, right = source.float().chunk(2, dim=1)
             source = torch.nn.functional.silu(left) * right
@@ -136,6 +147,26 @@ class Quantize(Operation):
                     found = (values.t(), scales.t()) if prefix else (values, scales)
                     x.tensors[f"{prefix}values"].view(torch.uint8).copy_(found[0].view(torch.uint8))
                     x.tensors[f"{prefix}scales"].copy_(found[1])
+
+
+def check_index(rows: Tensor) -> None:
+    """Refuse an index of rows that is not int32 or not contiguous."""
+    if rows.dtype != torch.int32:
+        raise InvalidInputError(
+            f"rows must be torch.int32: the row of x for each row of the result, but it is {rows.dtype}."
+        )
+    if rows.numel() > 1 and rows.stride(0) != 1:
+        raise InvalidInputError(
+            f"rows must be contiguous, but it has the stride {rows.stride(0)}. Pass rows.contiguous()."
+        )
+
+
+def gathered_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``rows`` of x; zeros for a number that is no row of x."""
+    known = (rows >= 0) & (rows < x.shape[0])
+    found = x.new_zeros((rows.shape[0], x.shape[1]))
+    found[known] = x[rows[known].long()]
+    return found
 
 
 def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = False) -> tuple[int, int]:
@@ -175,4 +206,6 @@ def empty_output(
 
 
 plain, transposed, both = (entry(Quantize(*outputs)) for outputs in ((True, False), (False, True), (True, True)))
-"""Arguments: x, one or two outputs, the blocks of both ("none" for one that is absent), use_ue8m0, epsilon, gated."""
+gathered = entry(Quantize(True, False, gathered=True))
+"""Arguments: x, one or two outputs, the blocks of both ("none" for one that is absent), use_ue8m0, epsilon, gated.
+``gathered`` has the index of rows after x."""

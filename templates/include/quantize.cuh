@@ -1,26 +1,40 @@
-// Casts a matrix to FP8 (E4M3) with a scale for each block of it: value / scale, where scale = max(largest magnitude, epsilon) /
+// What the casts to FP8 (E4M3) share. A block of a matrix is cast to value / scale, where scale = max(largest magnitude, epsilon) /
 // 448, or the next power of two. Every step is an IEEE float32 operation, so that torch computes the same bytes (see
 // quantisation.py).
 #pragma once
 #include "barrier.cuh"
 
-// The elements of a 128 x 128 tile that share a scale: a row, a column, or the whole tile. kNothingShared: no output.
-enum Shared : u32 { kNothingShared, kRow, kColumn, kTileShared };
-
 enum Source : u32 { kSourceBf16, kSourceF16, kSourceF32 };
 
-// An output: values, whose rows are `stride` bytes apart, and scales with any strides. `wide`: eight bytes may be stored at once.
+// The matrix to cast: rows are `stride` elements apart. With kGathered, row i of the cast is row index[i] of the matrix, which has
+// `source_rows`; it is zeros if there is no such row.
+struct QuantizedInput {
+  const u8* elements;
+  i64 stride;
+  u32 rows, columns;
+  const u32* index;
+  u32 source_rows;
+};
+
+// An output: values, whose rows are `stride` bytes apart, and scales with any strides. `odd`: the last bits of the addresses.
 struct QuantizedOutput {
   u8* values;
   i64 stride;
   float* scales;
   i64 scale_stride_row, scale_stride_column;
-  bool wide;
+  u32 odd;
+
+  DG_DEVICE void scale(u32 row, u32 column, float value) const {
+    scales[row * scale_stride_row + column * scale_stride_column] = value;
+  }
 };
 
-DG_DEVICE u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
-
-DG_DEVICE u32 shuffled_max(u32 x, u32 lanes) { return max_of(x, __shfl_xor_sync(0xffffffffu, x, lanes)); }
+// The tile of this CTA. The grid goes down 2^band tiles before it goes to the right, since its second dimension is limited.
+struct TilePlace {
+  u32 row, column;
+  DG_DEVICE explicit TilePlace(u32 band)
+      : row((blockIdx.y << band) + (blockIdx.x & ((1u << band) - 1))), column(blockIdx.x >> band) {}
+};
 
 struct ScaleRule {
   u32 epsilon;  // float32 bits
@@ -49,9 +63,65 @@ DG_DEVICE u32 to_e4m3(float a, float b, float c, float d) {
   return packed;
 }
 
-template <u32 kSource>
-struct SourceElement {
-  enum : u32 { kBytes = kSource == kSourceF32 ? 4 : 2, kWords = 2 * kBytes };  // words of eight elements
+// Sixteen bytes, or zeros. Hints that L1 need not keep them made casts 3% slower on an H100.
+DG_DEVICE void load_sixteen(const u8* at, bool exist, u32* words) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n mov.u32 %3, 0;\n"
+      " @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+      : "l"(at), "r"(static_cast<u32>(exist)));
+}
+
+// Eight bytes of a row, or only the first `exist` of them at the row's end.
+DG_DEVICE void store_some(u8* at, bool wide, u32 exist, u32 low, u32 high) {
+  if (wide && exist >= 8) {
+    *reinterpret_cast<uint2*>(at) = uint2{low, high};
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i)
+      if (i < exist) at[i] = static_cast<u8>((i < 4 ? low : high) >> i % 4 * 8);
+  }
+}
+
+// Eight adjacent elements of a row in registers: two to a word as they are in memory, or as float32 if the matrix is float32 or
+// gated. Magnitudes have the same form as the elements, as integers; those of 16 bits are compared two at a time.
+template <u32 kSource, bool kGated>
+struct EightElements {
+  enum : bool { kPacked = kSource != kSourceF32 && !kGated };
+  enum : u32 { kBytes = kSource == kSourceF32 ? 4 : 2, kRead = 2 * kBytes, kWords = kPacked ? 4 : 8 };
+
+  u32 words[kWords];
+
+  DG_DEVICE float get(u32 i) const {
+    if constexpr (kPacked) return widen(i % 2 == 0 ? words[i / 2] & 0xFFFF : words[i / 2] >> 16);
+    else return __uint_as_float(words[i]);
+  }
+
+  DG_DEVICE u32 magnitude(u32 word) const { return words[word] & (kPacked ? 0x7FFF7FFF : 0x7FFFFFFF); }
+
+  static DG_DEVICE u32 larger(u32 x, u32 y) {
+    if constexpr (kPacked) {
+      u32 found;
+      asm("max.u16x2 %0, %1, %2;" : "=r"(found) : "r"(x), "r"(y));
+      return found;
+    } else {
+      return max_of(x, y);
+    }
+  }
+
+  // The largest magnitude among the eight, or two of which one is the largest.
+  DG_DEVICE u32 largest() const {
+    u32 found = magnitude(0);
+#pragma unroll
+    for (u32 i = 1; i < kWords; ++i) found = larger(found, magnitude(i));
+    return found;
+  }
+
+  // The larger half of a word of magnitudes, as the bits of a float32.
+  static DG_DEVICE u32 of_word(u32 word) {
+    if constexpr (kPacked) return __float_as_uint(widen(max_of(word & 0xFFFF, word >> 16)));
+    else return word;
+  }
 
   static DG_DEVICE float widen(u32 bits) {
     float value;
@@ -63,214 +133,161 @@ struct SourceElement {
     return value;
   }
 
-  // The i-th of eight elements.
-  static DG_DEVICE float get(const u32 (&words)[kWords], u32 i) {
-    if constexpr (kSource == kSourceF32) return __uint_as_float(words[i]);
-    else return widen(i % 2 == 0 ? words[i / 2] & 0xFFFF : words[i / 2] >> 16);
-  }
-
-  // Eight elements from `at` on. The first `exist` of them exist; the others are read as zeros.
-  static DG_DEVICE void load(const u8* at, bool wide, u32 exist, u32 (&words)[kWords]) {
-    if (wide && exist >= 8) {
+  // Makes the compiler convert the elements again when they are used next, instead of keeping the converted ones in registers.
+  DG_DEVICE void forget_conversions() {
+    if constexpr (kPacked)
 #pragma unroll
-      for (u32 i = 0; i < kWords; i += 4) {
-        const uint4 loaded = *reinterpret_cast<const uint4*>(at + i * 4);
-        words[i] = loaded.x, words[i + 1] = loaded.y, words[i + 2] = loaded.z, words[i + 3] = loaded.w;
-      }
+      for (u32 i = 0; i < kWords; ++i) asm volatile("" : "+r"(words[i]));
+  }
+};
+
+// Loads eight columns from `column` on of rows row, row + 1, ... Elements that do not exist are zeros.
+template <u32 kSource, bool kGated, bool kGathered, u32 kRows>
+DG_DEVICE void load_rows(const QuantizedInput& from, u32 row, u32 column, EightElements<kSource, kGated> (&v)[kRows]) {
+  using Elements = EightElements<kSource, kGated>;
+  constexpr u32 kRead = Elements::kRead;
+  const i64 step = from.stride * Elements::kBytes;
+  const i64 right = static_cast<i64>(from.columns) * Elements::kBytes;  // from an element to the one that it gates
+  const u64 places = reinterpret_cast<u64>(from.elements) | static_cast<u64>(step) | (kGated ? static_cast<u64>(right) : 0);
+  const u32 across = column < from.columns ? min_of(from.columns - column, 8) : 0;
+  const bool wide = (places & 15) == 0 && (across & 7) == 0;
+  const u8* first = from.elements + static_cast<i64>(column) * Elements::kBytes;
+  const u8* at[kRows];
+  bool exist[kRows];
+#pragma unroll
+  for (u32 r = 0; r < kRows; ++r) {
+    u32 source = row + r;
+    exist[r] = source < from.rows;
+    if constexpr (kGathered) {
+      source = exist[r] ? from.index[source] : from.source_rows;
+      exist[r] = source < from.source_rows;
+    }
+    at[r] = first + source * step;
+  }
+  const auto load = [&](i64 offset, u32 (&words)[kRows][kRead]) {
+    if (wide) {
+#pragma unroll
+      for (u32 r = 0; r < kRows; ++r)
+#pragma unroll
+        for (u32 i = 0; i < kRead; i += 4) load_sixteen(at[r] + offset + i * 4, exist[r] && across != 0, &words[r][i]);
     } else {
 #pragma unroll
-      for (u32 i = 0; i < kWords; ++i) words[i] = 0;
+      for (u32 r = 0; r < kRows; ++r) {
+        const u8* some = at[r] + offset;
 #pragma unroll
-      for (u32 i = 0; i < 8; ++i) {
-        if (i < exist) {
-          if constexpr (kSource == kSourceF32) words[i] = *reinterpret_cast<const u32*>(at + i * 4);
-          else words[i / 2] |= static_cast<u32>(*reinterpret_cast<const u16*>(at + i * 2)) << i % 2 * 16;
+        for (u32 i = 0; i < kRead; ++i) words[r][i] = 0;
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+          if (exist[r] && i < across) {
+            if constexpr (kSource == kSourceF32) words[r][i] = *reinterpret_cast<const u32*>(some + i * 4);
+            else words[r][i / 2] |= static_cast<u32>(*reinterpret_cast<const u16*>(some + i * 2)) << i % 2 * 16;
+          }
         }
       }
     }
-  }
-};
-
-// A CTA of 256 threads quantises one tile of 128 x 128. A thread has eight rows of eight columns. 16 threads cover a row, so a
-// row's maximum takes four shuffles. A column's maximum goes through shared memory. The transposed tile is staged there in units
-// of eight bytes; the units of column c are swizzled (unit XOR c / 8), so that the threads of a warp write to and read from all
-// banks.
-//
-// With kGated the input has twice as many columns, and silu(left half) * right half is quantised.
-template <u32 kSource, u32 kPlain, u32 kTransposed, bool kGated, u32 kThreads>
-struct Quantize {
-  enum : u32 { kTile = 128, kEach = 8 };
-  static_assert(kThreads * kEach * kEach == kTile * kTile);
-  enum : bool { kColumns = kPlain == kColumn || kTransposed == kColumn };
-  enum : bool { kWhole = kPlain == kTileShared || kTransposed == kTileShared };
-  using Element = SourceElement<kSource>;
-
-  struct Shared {
-    u32 columns[kColumns ? 8 : 1][kColumns ? kTile : 1];  // largest magnitudes of each warp's rows
-    u32 whole[8];
-    alignas(16) u32 transposed[kTransposed ? kTile * kTile / 4 : 1];
   };
+  u32 words[kRows][kRead];
+  load(0, words);
+  const auto element = [](const u32 (&eight)[kRead], u32 i) {
+    if constexpr (kSource == kSourceF32) return __uint_as_float(eight[i]);
+    else return Elements::widen(i % 2 == 0 ? eight[i / 2] & 0xFFFF : eight[i / 2] >> 16);
+  };
+  if constexpr (!kGated) {
+#pragma unroll
+    for (u32 r = 0; r < kRows; ++r)
+#pragma unroll
+      for (u32 i = 0; i < kRead; ++i) v[r].words[i] = words[r][i];
+  } else {
+    u32 others[kRows][kRead];
+    load(right, others);
+#pragma unroll
+    for (u32 r = 0; r < kRows; ++r)
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        const float x = element(words[r], i);
+        float power, sigmoid;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+        v[r].words[i] = __float_as_uint(x * sigmoid * element(others[r], i));
+      }
+  }
+}
 
-  static DG_DEVICE void run(const u8* input, i64 stride, u32 rows, u32 columns, const ScaleRule& rule,
-                            const QuantizedOutput& plain, const QuantizedOutput& transposed, Shared& shared) {
-    const u32 across = ceil_div(columns, kTile), thread = threadIdx.x, warp = thread / 32;
-    const u32 block_row = blockIdx.x / across, block_column = blockIdx.x % across;
-    const u32 part = thread % 16, group = thread / 16;
-    const u32 row = block_row * kTile + group * kEach, column = block_column * kTile + part * kEach;
-    float v[kEach][kEach];
-    wait_for_previous_kernel();
-    allow_next_kernel();
-    load(input, stride, rows, columns, row, column, v);
+// The scales of 128 columns of kRows rows, whose elements 16 threads hold. Thread `part` of them finds the scale of row
+// part / (16 / kRows): in each exchange with another thread it keeps half of the rows.
+template <class Elements, u32 kRows>
+struct RowScales {
+  enum : u32 { kSame = 16 / kRows };  // threads with the same scale
+  float scale, inverse;
 
-    float row_scale[kPlain == kRow ? +kEach : 1];
-    if constexpr (kPlain == kRow) {
+  DG_DEVICE RowScales(const Elements (&v)[kRows], u32 part, const ScaleRule& rule) {
+    u32 largest;
+    if constexpr (Elements::kPacked && kRows > 1) {
+      u32 pairs[kRows / 2];  // the maxima of two rows
 #pragma unroll
-      for (u32 r = 0; r < kEach; ++r) {
-        u32 largest = 0;
-#pragma unroll
-        for (u32 c = 0; c < kEach; ++c) largest = max_of(largest, magnitude(v[r][c]));
-#pragma unroll
-        for (u32 lanes = 8; lanes > 0; lanes /= 2) largest = shuffled_max(largest, lanes);
-        row_scale[r] = rule.scale(largest);
+      for (u32 i = 0; i < kRows / 2; ++i) {
+        const u32 first = v[2 * i].largest(), second = v[2 * i + 1].largest();
+        pairs[i] = Elements::larger(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
       }
-      float mine = row_scale[0];
+      const u32 pair = exchanged<kRows / 2, 8>(pairs, part);
+      largest = Elements::of_word(part & kSame ? pair >> 16 : pair & 0xFFFF);
+    } else {
+      u32 rows[kRows];
 #pragma unroll
-      for (u32 r = 1; r < kEach; ++r) mine = part == r ? row_scale[r] : mine;
-      if (part < kEach && row + part < rows)
-        plain.scales[(row + part) * plain.scale_stride_row + block_column * plain.scale_stride_column] = mine;
+      for (u32 r = 0; r < kRows; ++r) rows[r] = v[r].largest();
+      largest = Elements::of_word(exchanged<kRows, 8>(rows, part));
     }
-    if constexpr (kColumns) {
-#pragma unroll
-      for (u32 c = 0; c < kEach; ++c) {
-        u32 largest = 0;
-#pragma unroll
-        for (u32 r = 0; r < kEach; ++r) largest = max_of(largest, magnitude(v[r][c]));
-        largest = shuffled_max(largest, 16);
-        if (thread % 32 < 16) shared.columns[warp][part * kEach + c] = largest;
-      }
-    }
-    if constexpr (kWhole) {
-      u32 largest = 0;
-#pragma unroll
-      for (u32 r = 0; r < kEach; ++r)
-#pragma unroll
-        for (u32 c = 0; c < kEach; ++c) largest = max_of(largest, magnitude(v[r][c]));
-#pragma unroll
-      for (u32 lanes = 16; lanes > 0; lanes /= 2) largest = shuffled_max(largest, lanes);
-      if (thread % 32 == 0) shared.whole[warp] = largest;
-    }
-    if constexpr (kColumns || kWhole) __syncthreads();
+    scale = rule.scale(largest);
+    inverse = ScaleRule::inverse(scale);
+  }
 
-    float column_inverse[kColumns ? +kEach : 1], whole_inverse = 0.0f;
-    if constexpr (kColumns) {
-#pragma unroll
-      for (u32 c = 0; c < kEach; ++c) column_inverse[c] = rule.inverse(column_scale(shared, part * kEach + c, rule));
-      if (thread < kTile && block_column * kTile + thread < columns) {
-        const float scale = column_scale(shared, thread, rule);
-        const u32 at = block_column * kTile + thread;
-        // A column of the input is a row of the transpose.
-        if constexpr (kTransposed == kColumn)
-          transposed.scales[at * transposed.scale_stride_row + block_row * transposed.scale_stride_column] = scale;
-        if constexpr (kPlain == kColumn)
-          plain.scales[block_row * plain.scale_stride_row + at * plain.scale_stride_column] = scale;
-      }
-    }
-    if constexpr (kWhole) {
-      u32 largest = shared.whole[0];
-#pragma unroll
-      for (u32 i = 1; i < 8; ++i) largest = max_of(largest, shared.whole[i]);
-      const float scale = rule.scale(largest);
-      whole_inverse = rule.inverse(scale);
-      if (thread == 0) {
-        if constexpr (kPlain == kTileShared)
-          plain.scales[block_row * plain.scale_stride_row + block_column * plain.scale_stride_column] = scale;
-        if constexpr (kTransposed == kTileShared)
-          transposed.scales[block_column * transposed.scale_stride_row + block_row * transposed.scale_stride_column] = scale;
-      }
-    }
+  DG_DEVICE float inverse_of(u32 row) const { return kRows == 1 ? inverse : __shfl_sync(0xffffffffu, inverse, row * kSame, 16); }
 
-    if constexpr (kPlain != kNothingShared) {
-#pragma unroll
-      for (u32 r = 0; r < kEach; ++r) {
-        if (row + r >= rows || column >= columns) continue;
-        float q[kEach];
-        const float same = kPlain == kRow ? rule.inverse(row_scale[kPlain == kRow ? r : 0]) : whole_inverse;
-#pragma unroll
-        for (u32 c = 0; c < kEach; ++c) q[c] = v[r][c] * (kPlain == kColumn ? column_inverse[kColumns ? c : 0] : same);
-        store(plain, row + r, column, min_of(columns - column, +kEach), to_e4m3(q[0], q[1], q[2], q[3]),
-              to_e4m3(q[4], q[5], q[6], q[7]));
-      }
-    }
-    if constexpr (kTransposed != kNothingShared) {
-#pragma unroll
-      for (u32 c = 0; c < kEach; ++c) {
-        float q[kEach];
-        const float same = kTransposed == kColumn ? column_inverse[kColumns ? c : 0] : whole_inverse;
-#pragma unroll
-        for (u32 r = 0; r < kEach; ++r) q[r] = v[r][c] * same;
-        u32* to = &shared.transposed[(part * kEach + c) * (kTile / 4) + (group ^ part) * 2];
-        to[0] = to_e4m3(q[0], q[1], q[2], q[3]);
-        to[1] = to_e4m3(q[4], q[5], q[6], q[7]);
-      }
-      __syncthreads();
-#pragma unroll
-      for (u32 step = 0; step < kTile * kTile / 8 / kThreads; ++step) {
-        const u32 i = step * kThreads + thread, at = i / 16, unit = i % 16;
-        const u32 y = block_column * kTile + at, x = block_row * kTile + unit * 8;
-        const u32* from = &shared.transposed[at * (kTile / 4) + (unit ^ at / 8) * 2];
-        if (y < columns && x < rows) store(transposed, y, x, min_of(rows - x, +kEach), from[0], from[1]);
-      }
-    }
+  // Stores the scales of the rows that exist.
+  DG_DEVICE void store(const QuantizedOutput& to, u32 row, u32 rows, u32 block, u32 part) const {
+    if (part % kSame == 0 && row + part / kSame < rows) to.scale(row + part / kSame, block, scale);
   }
 
  private:
-  static DG_DEVICE void load(const u8* input, i64 stride, u32 rows, u32 columns, u32 row, u32 column, float (&v)[kEach][kEach]) {
-    const i64 step = stride * Element::kBytes;
-    const u8* at = input + row * step + static_cast<i64>(column) * Element::kBytes;
-    const i64 right = static_cast<i64>(columns) * Element::kBytes;  // from an element to the one that it gates
-    const u64 places = reinterpret_cast<u64>(input) | static_cast<u64>(step) | (kGated ? static_cast<u64>(right) : 0);
-    const bool wide = (places & 15) == 0;
-    const u32 across = column < columns ? min_of(columns - column, +kEach) : 0;
-    u32 words[kEach][Element::kWords];
+  template <u32 kCount, u32 kLanes>
+  static DG_DEVICE u32 exchanged(const u32 (&x)[kCount], u32 part) {
+    if constexpr (kCount > 1) {
+      const bool upper = part & kLanes;
+      u32 kept[kCount / 2];
 #pragma unroll
-    for (u32 r = 0; r < kEach; ++r) Element::load(at + r * step, wide, row + r < rows ? across : 0, words[r]);
-#pragma unroll
-    for (u32 r = 0; r < kEach; ++r)
-#pragma unroll
-      for (u32 c = 0; c < kEach; ++c) v[r][c] = Element::get(words[r], c);
-    if constexpr (kGated) {
-#pragma unroll
-      for (u32 r = 0; r < kEach; ++r) Element::load(at + right + r * step, wide, row + r < rows ? across : 0, words[r]);
-#pragma unroll
-      for (u32 r = 0; r < kEach; ++r)
-#pragma unroll
-        for (u32 c = 0; c < kEach; ++c) v[r][c] = silu(v[r][c]) * Element::get(words[r], c);
-    }
-  }
-
-  static DG_DEVICE float silu(float x) {
-    float power, sigmoid;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
-    return x * sigmoid;
-  }
-
-  static DG_DEVICE float column_scale(const Shared& shared, u32 column, const ScaleRule& rule) {
-    u32 largest = shared.columns[0][column];
-#pragma unroll
-    for (u32 i = 1; i < 8; ++i) largest = max_of(largest, shared.columns[i][column]);
-    return rule.scale(largest);
-  }
-
-  // Stores eight bytes of a row, or only the first `exist` of them at the row's end.
-  static DG_DEVICE void store(const QuantizedOutput& to, u32 row, u32 column, u32 exist, u32 low, u32 high) {
-    u8* at = to.values + row * to.stride + column;
-    if (to.wide && exist == kEach) {
-      asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(low), "r"(high) : "memory");
+      for (u32 i = 0; i < kCount / 2; ++i) {
+        const u32 low = x[i], high = x[kCount / 2 + i];
+        kept[i] = Elements::larger(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, kLanes));
+      }
+      return exchanged<kCount / 2, kLanes / 2>(kept, part);
+    } else if constexpr (kLanes > 0) {
+      const u32 kept[1] = {Elements::larger(x[0], __shfl_xor_sync(0xffffffffu, x[0], kLanes))};
+      return exchanged<1, kLanes / 2>(kept, part);
     } else {
-#pragma unroll
-      for (u32 i = 0; i < kEach; ++i)
-        if (i < exist) at[i] = static_cast<u8>((i < 4 ? low : high) >> i % 4 * 8);
+      return x[0];
     }
   }
 };
+
+// Stores eight columns of rows row, row + 1, ... of the matrix. factor(r, c) is what element (r, c) is multiplied by.
+template <class Elements, u32 kRows, class Factor>
+DG_DEVICE void store_rows(const QuantizedOutput& to, u32 row, u32 column, u32 rows, u32 columns, const Elements (&v)[kRows],
+                          const Factor& factor) {
+  const u32 across = column < columns ? min_of(columns - column, 8) : 0;
+  u8* at = to.values + row * to.stride + column;
+  const auto cast = [&](u32 r, u32 first) {
+    return to_e4m3(v[r].get(first) * factor(r, first), v[r].get(first + 1) * factor(r, first + 1),
+                   v[r].get(first + 2) * factor(r, first + 2), v[r].get(first + 3) * factor(r, first + 3));
+  };
+  if (across == 8 && (to.odd & 7) == 0) {
+#pragma unroll
+    for (u32 r = 0; r < kRows; ++r) {
+      const uint2 q{cast(r, 0), cast(r, 4)};
+      if (row + r < rows) *reinterpret_cast<uint2*>(at + r * to.stride) = q;
+    }
+  } else {
+#pragma unroll
+    for (u32 r = 0; r < kRows; ++r)
+      if (row + r < rows) store_some(at + r * to.stride, false, across, cast(r, 0), cast(r, 4));
+  }
+}

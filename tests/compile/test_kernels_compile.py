@@ -38,6 +38,7 @@ from deep_gemm.jit.generator import include_dir, render
 from deep_gemm.kernels import ffma_bursts as bursts
 from deep_gemm.kernels import fp8 as fp8_module
 from deep_gemm.kernels import sm90_fp8_gemm
+from deep_gemm.kernels.quantize import QuantizeConfig
 from deep_gemm.kernels.tiles import segments
 from deep_gemm.log import log
 from deep_gemm.params import KernelParams, QuantizeParams
@@ -63,9 +64,14 @@ def static_shared(params: KernelParams) -> int:
     blocks = {params.plain, params.transposed}
     if blocks == {"row", "none"}:
         return 0
-    # Maxima of eight warps for each column and for the tile, and the transposed tile; one element where one is unused.
-    maxima = align((8 * 128 * 4 if "column" in blocks else 4) + 8 * 4, 16)
-    return align(maxima + (128 * 128 if params.transposed != "none" else 4), 16)
+    assert isinstance(params.config, QuantizeConfig)
+    warps = params.config.num_threads // 32
+    # The transposed tile, the maxima of each warp for each column, factors of columns, and a maximum for each warp; one
+    # element where one is unused.
+    maximum = 4 if params.gated or params.dtype == "f32" else 2
+    found = 128 * 128 if params.transposed != "none" else 16
+    found += warps * 128 * maximum + 128 * 4 if "column" in blocks else 16 + 4
+    return align(found + (warps * 4 if "tile" in blocks else 4), 16)
 
 
 # Descriptors of operands must stay in uniform registers. If ptxas believes that a loop count is divergent, it keeps

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ import torch
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm import quantisation, quantize
+from deep_gemm import calls, engine, quantisation, quantize
+from deep_gemm.arch import SM90
+from deep_gemm.kernels.quantize import KERNEL, Quantize, QuantizeConfig
+from deep_gemm.ops.quantize import DTYPES
+from deep_gemm.spec import QuantizeSpec
 from deep_gemm.testing import guarded, guarded_copy
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -41,6 +47,18 @@ def reference(x: torch.Tensor, block: tuple[int, int], use_ue8m0: bool, epsilon:
     return quantisation.cast_blocks(x.cpu(), *block, use_ue8m0, epsilon)
 
 
+@contextlib.contextmanager
+def fresh_choices() -> Iterator[None]:
+    """Configs are chosen anew inside, and again afterwards."""
+    engine.forget_plans()
+    calls.forget_all()
+    try:
+        yield
+    finally:
+        engine.forget_plans()
+        calls.forget_all()
+
+
 CASTS: dict[str, tuple[Callable[..., Any], tuple[int, int], bool]] = {
     "rows": (quantize.rows, (1, 128), False),
     "columns": (quantize.columns, (128, 1), True),
@@ -65,6 +83,79 @@ def test_bytes(cast: str, dtype: torch.dtype, use_ue8m0: bool, epsilon: float) -
         what = f"{rows} x {columns}"
         assert same(scales.t() if flip else scales, sf), f"scales of {what}"
         assert same(values.t() if flip else values, expected), f"values of {what}"
+
+
+_is_worthwhile = Quantize.worthwhile  # tests replace it
+
+
+def serves(spec: QuantizeSpec, config: QuantizeConfig) -> bool:
+    """Whether calls use this config for casts of this kind, of whatever size."""
+    return any(_is_worthwhile(KERNEL, replace(spec, rows=rows, columns=1024), config) for rows in (1, 1 << 20))
+
+
+@pytest.mark.parametrize("config", list(KERNEL.configs(SM90)), ids=KERNEL.describe)
+@pytest.mark.parametrize("cast", [*CASTS, "gathered rows"])
+def test_bytes_of_each_config(cast: str, config: QuantizeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of the matrix: by size, calls of tests would all choose the same."""
+    monkeypatch.setattr(Quantize, "worthwhile", lambda self, spec, chosen: chosen == config)
+    function, block, flip = CASTS[cast.split()[-1]]
+    blocks = {"rows": "row", "columns": "column"}.get(cast.split()[-1], "tile")
+    for index, (rows, columns) in enumerate([*SHAPES, (1100, 2100)]):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            spec = QuantizeSpec(rows, columns, DTYPES[dtype], *(("none", blocks) if flip else (blocks, "none")))
+            if not serves(spec, config):
+                continue
+            with fresh_choices():
+                x = awkward(rows, columns, dtype, index)
+                chosen = torch.arange(rows, dtype=torch.int32).flip(0) if "gathered" in cast else None
+                given = {"rows": chosen.to(DEVICE)} if chosen is not None else {}
+                values, scales = function(x.to(DEVICE), **given)
+                expected, sf = reference(x if chosen is None else x[chosen], block, False, quantisation.AMAX_MIN)
+            assert same(scales.t() if flip else scales, sf), f"scales of {rows} x {columns} {dtype}"
+            assert same(values.t() if flip else values, expected), f"values of {rows} x {columns} {dtype}"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (40, 7168), (129, 250), (3, 1000)])
+def test_gathered_rows_are_the_cast_of_those_rows(rows: int, columns: int, gated: bool) -> None:
+    """Any order, repeated rows, and rows of zeros for numbers that are no row."""
+    x = awkward(rows, columns * (1 + gated), torch.bfloat16).to(DEVICE)
+    generator = torch.Generator().manual_seed(rows)
+    for count in (1, 7, 200):
+        index = torch.randint(-1, rows, (count,), generator=generator, dtype=torch.int32)
+        index[count // 2] = -1
+        if count > 6:
+            index[:4] = torch.tensor([rows, 2**31 - 1, -(2**31), rows - 1])
+        known = (index >= 0) & (index < rows)
+        padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
+        alone = quantize.rows(padded[torch.where(known, index, rows).long()], gated=gated)
+        found = quantize.rows(x, rows=index.to(DEVICE), gated=gated)
+        assert all(same(mine, theirs) for mine, theirs in zip(found, alone, strict=True))
+
+
+def test_gathering_from_a_matrix_without_rows() -> None:
+    x = torch.empty(0, 256, device=DEVICE, dtype=torch.bfloat16)
+    values, scales = quantize.rows(x, rows=torch.full((5,), -1, dtype=torch.int32, device=DEVICE))
+    expected, sf = reference(torch.zeros(5, 256), (1, 128), False, quantisation.AMAX_MIN)
+    assert same(values, expected)
+    assert same(scales, sf)
+
+
+@cuda_only
+def test_an_index_that_another_kernel_has_just_written() -> None:
+    """The index is read after the kernels before it have finished, in a graph too."""
+    x = torch.randn(64, 512, device=DEVICE).bfloat16()
+    index = torch.zeros(300, dtype=torch.int32, device=DEVICE)
+    out = quantize.rows(x, rows=index)
+    graph = torch.cuda.CUDAGraph()
+    steps = torch.arange(300, dtype=torch.int32, device=DEVICE)
+    with torch.cuda.graph(graph):
+        torch.remainder(steps, 65, out=index)
+        quantize.rows(x, rows=index, out=out)
+    graph.replay()
+    torch.cuda.synchronize()
+    alone = quantize.rows(torch.cat([x, torch.zeros_like(x[:1])])[index.long()])
+    assert all(same(mine, theirs) for mine, theirs in zip(out, alone, strict=True))
 
 
 @pytest.mark.parametrize("pair", ["rows_and_columns", "blocks_and_transpose"])

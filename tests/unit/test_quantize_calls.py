@@ -11,7 +11,17 @@ from gpu_fakes import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import InvalidInputError, quantisation, quantize
+from deep_gemm import InvalidInputError, UnsupportedError, quantisation, quantize
+from deep_gemm.arch import SM90
+from deep_gemm.kernels.quantize import (
+    FEW_ROWS,
+    KERNEL,
+    ROWS_OF_FLOATS,
+    TILES,
+    TILES_OF_FLOATS,
+    QuantizeConfig,
+)
+from deep_gemm.spec import Blocks, Dtype, QuantizeSpec
 from deep_gemm.testing import guarded
 
 E4M3 = torch.float8_e4m3fn
@@ -117,12 +127,34 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(2 * M, 6)[::2, ::2])),
         "contiguous along one dimension",
     ),
+    "an index of int64": (lambda: quantize.rows(x(), rows=index().long()), "rows must be torch.int32"),
+    "an index that is a list": (lambda: quantize.rows(x(), rows=[0]), "rows must be a torch.Tensor"),
+    "an index of two dimensions": (lambda: quantize.rows(x(), rows=index()[None]), "rows must have 1 dimensions"),
+    "an index with gaps": (lambda: quantize.rows(x(), rows=index()[::2]), "rows must be contiguous, .* stride 2"),
+    "an index that was freed": (lambda: quantize.rows(x(), rows=freed(index())), "rows has no memory"),
+    "an index without data": (lambda: quantize.rows(x(), rows=index().to("meta")), "rows is a meta tensor"),
+    "out for all rows of x": (
+        lambda: quantize.rows(x(), rows=index(), out=quantize.rows(x())),
+        r"the plain values must be torch.float8_e4m3fn \(5, 272\)",
+    ),
+    "values on the index": (lambda: onto_the_index(), "the plain values and rows share memory"),
     "freed": (lambda: quantize.rows(freed()), "x has no memory"),
 }
 
 
-def freed() -> torch.Tensor:
-    found = x()
+def index() -> torch.Tensor:
+    return torch.tensor([3, 0, -1, M - 1, 3], dtype=torch.int32)
+
+
+def onto_the_index() -> Any:
+    memory = torch.zeros(5 * K, dtype=torch.uint8)
+    rows = memory[-32:].view(torch.int32)[:5]
+    _, scales = quantize.rows(x(), rows=index())
+    return quantize.rows(x(), rows=rows, out=(memory.view(E4M3).view(5, K), scales))
+
+
+def freed(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    found = x() if tensor is None else tensor
     found.untyped_storage().resize_(0)
     return found
 
@@ -132,6 +164,80 @@ def test_mistakes(case: str) -> None:
     call, words = MISTAKES[case]
     with pytest.raises(InvalidInputError, match=words):
         call()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-3, 12) | st.integers(-(2**31), 2**31 - 1), max_size=20), st.integers(0, 9), st.booleans())
+def test_gathered_rows(chosen: list[int], rows: int, gated: bool) -> None:
+    source = x(rows, 272)
+    columns = 136 if gated else 272
+    values, scales = quantize.rows(source, rows=torch.tensor(chosen, dtype=torch.int32), gated=gated)
+    assert values.shape == (len(chosen), columns)
+    zeros = quantize.rows(torch.zeros(1, 272, dtype=torch.bfloat16), gated=gated)
+    alone = quantize.rows(source, gated=gated)
+    for at, row in enumerate(chosen):
+        (expected, sf), place = (alone, row) if 0 <= row < rows else (zeros, 0)
+        assert torch.equal(values[at].view(torch.uint8), expected[place].view(torch.uint8))
+        assert torch.equal(scales[at], sf[place])
+
+
+def test_gathering_is_one_launch(gpu: FakeGpu) -> None:
+    source, chosen = x(), index()
+    values, _ = quantize.rows(source, rows=chosen)
+    (launched,) = gpu.launched
+    assert (launched.at["rows"], launched.at["values"]) == (chosen.data_ptr(), values.data_ptr())
+    assert (launched.spec.rows, launched.spec.source_rows) == (5, M)
+
+
+def test_another_index_is_not_the_same_call(gpu: FakeGpu) -> None:
+    source, out = x(), quantize.rows(x(), rows=index())
+    for chosen in (index(), index(), index()):
+        for _ in range(2):
+            quantize.rows(source, rows=chosen, out=out)
+            assert gpu.launched[-1].at["rows"] == chosen.data_ptr()
+
+
+OTHERS = ("columns", "rows_and_columns", "blocks", "blocks_transposed", "blocks_and_transpose")
+
+
+@pytest.mark.parametrize("cast", OTHERS)
+def test_only_rows_are_gathered(cast: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"only quantize.rows gathers rows.*Pass x\[rows\]"):
+        getattr(quantize, cast)(x(), rows=index())
+
+
+CHOSEN = [
+    ((1, 7168), "bf16", ("row", "none"), False, FEW_ROWS),
+    ((64, 7168), "f32", ("row", "none"), True, FEW_ROWS),
+    ((8192, 7168), "f16", ("row", "none"), False, TILES),
+    ((8192, 7168), "bf16", ("row", "none"), True, ROWS_OF_FLOATS),
+    ((1, 7168), "bf16", ("row", "column"), False, TILES),
+    ((8192, 7168), "f32", ("tile", "none"), False, TILES_OF_FLOATS),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "blocks", "gated", "config"), CHOSEN)
+def test_the_config_of_a_cast(
+    size: tuple[int, int], dtype: Dtype, blocks: tuple[Blocks, Blocks], gated: bool, config: QuantizeConfig
+) -> None:
+    spec = QuantizeSpec(*size, dtype, *blocks, gated)
+    assert [config for config in KERNEL.configs(SM90) if KERNEL.worthwhile(spec, config)] == [config]
+    assert KERNEL.runs(spec, config)
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1), st.sampled_from(list(KERNEL.legal(SM90))))
+def test_grids_are_legal_and_cover_the_matrix(rows: int, columns: int, config: QuantizeConfig) -> None:
+    spec = QuantizeSpec(rows, columns, "bf16", "row", "none")
+    strides = {"x": (columns, 1), "values": (columns, 1), "scales": (1, rows)}
+    shape, values = KERNEL.values(KERNEL.params(spec, config, SM90), spec, strides, True, False)
+    width, height, depth = shape.grid
+    assert depth == 1
+    assert height <= 65535
+    if rows * columns < 2**40:  # more than a GPU's memory
+        assert width < 2**31
+    across, band = -(-columns // config.tile_columns), 1 << values["band"]
+    assert width == across * band
+    assert (height - 1) * band < -(-rows // config.tile_rows) <= height * band
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, K), (M, 0), (0, 0)])
