@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +91,7 @@ def command(
     ops = registry.operation_names() if op == "all" else op.split(",")
     names = [name for name in backends.split(",") if name]
     found: list[Comparison] = []
-    with progress().status("") as status:
+    with progress().status("") as status, contextlib.redirect_stdout(sys.stderr):  # what tuners of others print
         for name in ops:
             fitting = [dims for dims in shapes if len(ops) == 1 or len(dims) == len(registry.get_operation(name).dims)]
             found.append(

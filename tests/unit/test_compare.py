@@ -262,6 +262,21 @@ def run(*arguments: str) -> str:
     return result.output
 
 
+def test_what_a_backend_prints_is_no_part_of_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TileLang's tuner prints to standard output."""
+    original = backends.compare
+
+    def loud(*given: Any, **named: Any) -> Any:
+        print("Tuned Latency 0.05")
+        return original(*given, **named)
+
+    monkeypatch.setattr(backends, "compare", loud)
+    told = ("compare", "mul_add", "--shape", "8x32", "--backends", "torch", "--device", "cpu", "--json")
+    result = CliRunner().invoke(app, told)
+    assert json.loads(result.stdout)["results"]
+    assert "Tuned Latency" in result.stderr
+
+
 def test_the_command_says_what_ran_and_what_could_not() -> None:
     text = run("mul_add", "--shape", "8x32", "--backends", "torch,tilelang,cublaslt", "--device", "cpu")
     assert "times are of the host's CPU, no GPU's" in text
