@@ -116,15 +116,20 @@ def fp8(
     return scaled
 
 
-_compiled: dict[Any, Callable[..., Any]] = {}
+_compiled: dict[Any, Callable[..., None]] = {}
 
 
-def compiled(factory: Any, *sizes: Any, operands: tuple[Tensor, ...]) -> Callable[..., Any]:
+def compiled(factory: Any, *sizes: Any, operands: tuple[Tensor, ...]) -> Callable[..., None]:
     """The kernel for these sizes. It is tuned on the operands at the first call."""
     key = (id(factory), sizes)  # factories are of modules, so they stay; they cannot be hashed
     if key not in _compiled:
         with set_autotune_inputs(*operands):
-            _compiled[key] = factory(*sizes)
+            made = factory(*sizes)
+
+        def run(*operands: Tensor) -> None:
+            made(*operands)  # returns a list of no outputs
+
+        _compiled[key] = run
     return _compiled[key]
 
 
