@@ -1,7 +1,7 @@
 """What is timed for the record: our call, the vendor's library and DeepGEMM, on the same operands.
 
-The backends are those of `deep_gemm.backends`. What is to be said of an operation is said here, by the class of its
-operands: nothing else that times it names one.
+The backends are those of `deep_gemm.backends`. The class of an operation's operands
+has all that benchmarks must know about it; no other benchmark names an operation.
 """
 
 from __future__ import annotations
@@ -260,13 +260,13 @@ BACKENDS: dict[str, Callable[[Any], Call]] = {
     "blockwise": blockwise,
     "cublaslt": cublaslt,
 }
-"""What rows call the backends. DeepGEMM is one once it was named."""
+"""The backends by their names in rows. `add_deepgemm` adds DeepGEMM."""
 EASIER = ("tensorwise",)
 """Backends whose results are not ours."""
 
 
 def ours_promised(x: Operands) -> Call:
-    """`ours` with a weight promise, given before the first call.
+    """`ours` on weights that are declared constant before the first call.
 
     Take it back with `retract` after the timing.
     """

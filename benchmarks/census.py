@@ -27,7 +27,7 @@ def kernel_at(n: int, k: int) -> Callable[[int], list[KernelParams]]:
 
 
 def specialised(params: KernelParams, n: int, k: int) -> KernelParams:
-    """The same kernel with compiled_dims="nk": n and k baked in."""
+    """The same kernel with compiled_dims="nk": n and k compiled in."""
     return replace(params, shape=(params.shape[0], n, k))
 
 

@@ -300,7 +300,7 @@ def _caption(figure: Any, rows: Sequence[Row], theme: Theme, label: str, remark:
 
 
 def _bytes(row: Row) -> float:
-    """What a launch moves at least."""
+    """The fewest bytes that a launch can move."""
     return float(1e3 * row["gbps"] * row["us"])
 
 

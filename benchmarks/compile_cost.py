@@ -44,7 +44,7 @@ def kernels() -> list[KernelParams]:
 
 def serving_kernels(step: int = 1) -> list[KernelParams]:
     """All kernels that one of eight GPUs (TP 8, EP 8) can need to serve DeepSeek-V3 with its experts, whatever the
-    routing. With `step`, only every so many buckets of M are looked at."""
+    routing. With `step`, only every `step`-th bucket of M is looked at."""
     from deep_gemm.aot.build import choose
     from deep_gemm.aot.workload import for_every_m, model_layers, shapes
 

@@ -100,7 +100,7 @@ def compile_phases() -> Iterator[Row]:
             yield phases.breakdown(params, compiler, load) | common
 
 
-def baked_sizes() -> Iterator[Row]:
+def compiled_in_sizes() -> Iterator[Row]:
     """Single calls, in turns: N and K given at run time, which is the default, and compiled into the kernel."""
     import deep_gemm
 
@@ -278,6 +278,6 @@ MODES: dict[str, Callable[[], Iterator[Row]]] = {
     "host": host,
     "cold": cold,
     "compile": compile_phases,
-    "dims": baked_sizes,
+    "dims": compiled_in_sizes,
     "kernels": kernel_counts,
 }

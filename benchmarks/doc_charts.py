@@ -47,7 +47,7 @@ def rows_of(name: str, results: Path = RESULTS) -> list[Row]:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """What a chart says of its rows, so that it can be seen without matplotlib whether it is up to date."""
+    """A digest of a chart's rows. The chart contains it, so that a check for old charts needs no matplotlib."""
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 

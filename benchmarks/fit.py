@@ -31,7 +31,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "store_warp_us": (0.001, 1.0),
     "cluster_us": (0.01, 3.0),
     "exchange_us": (0.01, 2.5),
-    "handed_per_us": (1e3, 2e5),
+    "exchanged_per_us": (1e3, 2e5),
     "epilogue_us": (0.05, 3.0),
     "elements_per_us": (5e3, 3e5),
     "epilogue_hidden": (0.01, 0.99),

@@ -63,7 +63,7 @@ TOLERANCE = 1e-3
 BEST = 5
 """Configs of a survey that are printed."""
 RATIO, REFUSED = "ratio_", "refused_"
-"""What the names of a row's fields begin with."""
+"""Prefixes of the names of a row's fields."""
 
 
 def measure(shape: Shape) -> Row:
@@ -154,7 +154,7 @@ class Launch(NamedTuple):
 
 
 def launch_of(x: Operands, device: int) -> Launch:
-    """What a call of ours launches."""
+    """The last launch of a call of ours."""
     masked, of_kind = x.form == "masked", MGroupedFP8 if x.shape.kind == "fp8" else MGroupedBF16
     operation = of_kind("masked" if masked else "contiguous")
     size = check_expected_m("expected_m", x.shape.mean) if masked else get_mk_alignment_for_contiguous_layout()
@@ -278,7 +278,7 @@ def refusals(rows: Sequence[Row]) -> list[str]:
 
 @dataclass
 class Session:
-    """What all measurements of a run share. ``seconds`` bounds the whole run: no new measurement begins after it."""
+    """Options of all measurements of a run. ``seconds`` bounds the whole run: no new measurement begins after it."""
 
     seconds: float = math.inf
     output: Path | None = None

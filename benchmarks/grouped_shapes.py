@@ -29,7 +29,7 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Grouped(ABC):
-    """What all grouped GEMMs have: ``kind`` is "fp8" or "bf16"; ``mean`` is that of the groups' M, or of their K."""
+    """Fields of every grouped GEMM: ``kind`` is "fp8" or "bf16", ``mean`` that of the groups' M, or of their K."""
 
     kind: str
     form: str
@@ -43,7 +43,7 @@ class Grouped(ABC):
 
     @property
     def words(self) -> tuple[str, str, str, str]:
-        """What `--only` chooses by: kind, form, groups x mean size, and the sizes that all groups share."""
+        """The words that `--only` matches: kind, form, groups x mean size, and the sizes that all groups share."""
         return self.kind, self.form, f"{self.groups}x{self.mean}", self.size
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ class Column(NamedTuple):
 
 
 def number(title: str, key: str, digits: int, width: int = 0) -> Column:
-    """A column of the numbers under `key`, with so many digits after the point."""
+    """A column of the numbers under `key`, with `digits` digits after the point."""
     return Column(title, width, lambda row: f"{row[key]:.{digits}f}" if key in row else NONE)
 
 

@@ -164,7 +164,8 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _costs(path: Path) -> list[Row]:
-    """Of each mode only the rows of its last sources: names of kernels change with sources, and old ones would stay."""
+    """The rows of each mode that were measured with its newest sources. Names of kernels change with sources, so older
+    rows would stay beside newer ones."""
     rows = load(path) if path.exists() else []
     digests = {row["mode"]: row["source_digest"] for row in rows}
     return latest([row for row in rows if row["source_digest"] == digests[row["mode"]]])
@@ -179,11 +180,11 @@ AGAINST = {
     "DeepGEMM": "DeepGEMM = 1",
     "read floor": "read floor / time",
 }
-"""What stands above a mean. Those with a worst shape come first in their file."""
+"""Headings of the columns of means. The first of a file also has a worst shape."""
 
 
 def summary_table(rows: Sequence[Row]) -> str:
-    """A line for each mode and range of M: how fast we are against each other way, and the read floor over our time."""
+    """A line for each mode and range of M: our speed relative to each peer, and the read floor over our time."""
     entries: dict[tuple[str, str], dict[str, Row]] = {}
     several = len({operation_of(row) for row in rows}) > 1
     for entry in summary(rows):

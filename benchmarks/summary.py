@@ -46,7 +46,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """For each operation, mode and range of M: how fast we are against each other way, by geometric mean. Entries name
+    """For each operation, mode and range of M: our speed relative to each peer, by geometric mean. Entries name
     the operation where one is not FP8's.
 
     `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise", or for
@@ -62,7 +62,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    """Of one operation."""
+    """The summary of one operation."""
     out = []
     for mode in GEMM_MODES:
         of_mode = [row for row in rows if row["mode"] == mode]

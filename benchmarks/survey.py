@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
-    """What a call with fresh tensors of this shape asks for."""
+    """The spec of a call with fresh tensors of this shape."""
     return backends.of(shape).spec(shape, num_sms)
 
 

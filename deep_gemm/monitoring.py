@@ -159,7 +159,9 @@ class Monitor:
 
     def __init__(self, every: int) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InvalidInputError(f"every must be a positive integer, one call in so many is timed, not {every!r}.")
+            raise InvalidInputError(
+                f"every must be a positive integer n (one call in n is timed), but it is {every!r}."
+            )
         self.every = every
         self.lock = ForkLock()
         self.pending: collections.deque[Pending] = collections.deque()

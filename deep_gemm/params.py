@@ -55,7 +55,7 @@ class GemmConfig(KernelConfig):
         return 128 * (self.num_consumers + 1)
 
     @property
-    def k_shares(self) -> int:
+    def k_splits(self) -> int:
         """Parts that a tile's K is split into, to be added up at the end."""
         return self.cluster_k
 
@@ -111,7 +111,7 @@ class SwappedConfig(FP8Config):
     consumers_k: int = 1
 
     @property
-    def k_shares(self) -> int:
+    def k_splits(self) -> int:
         """Parts that a tile's K is split into, to be added up at the end."""
         return self.cluster_k * self.consumers_k
 
@@ -150,7 +150,7 @@ class HalfSwappedConfig(GemmConfig):
     consumers_k: int = 1
 
     @property
-    def k_shares(self) -> int:
+    def k_splits(self) -> int:
         """Parts that a tile's K is split into, to be added up at the end."""
         return self.cluster_k * self.consumers_k
 

@@ -48,7 +48,7 @@ def as_prometheus(report: Mapping[str, Any]) -> str:
         for entry in report["calls"]:
             value = entry["calls"] * (1 if name == "calls" else entry[name])
             lines.append(f"deep_gemm_{name}_total{{{_labels(entry)}}} {value}")
-    lines.append("# HELP deep_gemm_call_seconds Time of a call, of one in so many.")
+    lines.append("# HELP deep_gemm_call_seconds Time of a call, from the calls that were timed.")
     lines.append("# TYPE deep_gemm_call_seconds summary")
     for entry in report["calls"]:
         if "us" in entry:

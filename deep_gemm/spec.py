@@ -92,7 +92,7 @@ class GemmSpec:
 class KGroupMapsSpec:
     """Tensor maps of the operands A (``m`` rows) and B (``n`` rows) of each of ``groups`` groups along K, made on the
     device from the sizes of the groups. ``padded_k`` is 0 if each group has a matrix of its own. Otherwise all groups
-    are parts of one matrix with so many columns, and begin at multiples of 128 of them."""
+    are parts of one matrix with ``padded_k`` columns, and begin at multiples of 128 columns."""
 
     groups: int
     m: int

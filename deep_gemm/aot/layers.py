@@ -117,7 +117,7 @@ JOINED: dict[str, tuple[str, ...]] = {
 """Layers that serving engines multiply at once, and the weights that each is made of."""
 
 ALSO_ALONE = {"kv_a_proj_with_mqa": "kv_a_proj"}
-"""Also multiplied alone: engines differ, and in decoding it is a call of its own."""
+"""Weights that are prepared alone too: some engines multiply them in a call of their own when decoding."""
 
 COLUMN = frozenset(
     [

@@ -140,7 +140,7 @@ def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[La
 
 
 def dense_layers(config: Mapping[str, Any], tp: int = 1) -> list[Layer]:
-    """Those of `model_layers` that are no routed experts."""
+    """The layers of `model_layers` without those of routed experts."""
     return [layer for layer in model_layers(config, tp) if layer.op not in GROUPED_OPS]
 
 

@@ -224,7 +224,9 @@ def _tell_transfer(report: list[transfer.Item], target: Path, as_json: bool) -> 
 
 @command.command("prune")
 @click.option("--max-bytes", type=Size(), help="Remove until at most this much is stored: 2GiB, 500M, 0.")
-@click.option("--older-than", type=Number(), metavar="DAYS", help="Remove entries that were not used for so many days.")
+@click.option(
+    "--older-than", type=Number(), metavar="DAYS", help="Remove entries that were not used for this many days."
+)
 @click.option("--unused-versions", is_flag=True, help="Remove entries that no compiler or driver here can use.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune(max_bytes: int | None, older_than: float | None, unused_versions: bool, dry_run: bool) -> None:

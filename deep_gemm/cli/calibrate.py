@@ -75,7 +75,7 @@ def command(context: click.Context, seconds: float) -> None:
     type=Number(),
     default=WITHIN,
     show_default=True,
-    help="Time configs whose predicted time is at most so many times the best one's; 0: all.",
+    help="Time configs whose predicted time is at most this multiple of the best one's; 0: all.",
 )
 @click.option(
     "--seconds",
@@ -127,7 +127,7 @@ def surveyed(
     """The shapes of a survey, of `min_m` to `max_m` tokens, in an order that `seed` gives: `count` random ones, and
     with `public` DeepSeek-V3's N x K at many M. Random shapes are log-uniform. Each range of tokens gets so many that
     all ranges have as many rows: small M is timed in graphs too, which makes two or three rows of a shape. There are
-    fewer than `count` if less than one draw in 100 has so many tokens."""
+    fewer than `count` if less than one draw in 100 is in a range."""
     from deep_gemm.benchmarks import survey
 
     found = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []

@@ -119,14 +119,14 @@ def command(
 
 
 def progress() -> Console:
-    """Where it is said what is going on: a line of the terminal that is wiped out again, and nothing elsewhere."""
+    """Show what is being measured: on a terminal in a line that is erased afterwards, otherwise not at all."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def overview(out: Console) -> None:
-    """Print the operations, who has them, and who is absent."""
+    """Print the operations, the backends that have each, and the absent backends."""
     from deep_gemm import backends as registry
 
     rows = []

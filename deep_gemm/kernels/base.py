@@ -221,7 +221,7 @@ class GemmKernel(Kernel[ConfigT]):
             and config.cluster_size <= spec.num_sms
             # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
             and (spec.whole_gpu or config.ctas_per_sm == 1)
-            and not (spec.batch_invariant and config.k_shares > 1)
+            and not (spec.batch_invariant and config.k_splits > 1)
         )
 
     def store(self, config: ConfigT, aligned: bool) -> str:

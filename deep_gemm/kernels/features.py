@@ -39,15 +39,15 @@ class Features(NamedTuple):
     """1 where the store warp stores a tile while consumers compute the next one, else 0."""
     cluster: float
     """1 where CTAs are launched in clusters, else 0."""
-    shares: float
+    exchanges: float
     """1 where the CTAs of a cluster split K and exchange sums, else 0."""
-    handed: float
+    exchanged: float
     """Elements that a CTA sends in the split-K exchange."""
     first: float
     """Bytes that HBM moves until all CTAs have their first stage."""
     traffic: float
     """Bytes that HBM moves after that."""
-    handed_out: float
+    from_l2: float
     """Bytes of both operands that SMs read from L2. Bytes that several tiles request at the same time count less."""
     unaligned: float
     """The fraction of a block's 128-byte rows that begin inside an L2 line."""

@@ -221,7 +221,7 @@ def turns(config: FP8Config) -> int:
     the same time, and the tensor cores idle: with turns, M = N = 4096, K = 7168 took 190 instead of 215 us with 128x192
     tiles and 170.8 instead of 172.4 us with 256x128 (H200). Configs that issue products ahead became slower with
     turns."""
-    return config.num_consumers if config.num_partials == config.k_shares == 1 else 1
+    return config.num_consumers if config.num_partials == config.k_splits == 1 else 1
 
 
 def _weights_maps(spec: Callable[[int], TensorMapSpec], n: int, config: FP8Config) -> tuple[list[Map], Map, int]:
@@ -246,5 +246,5 @@ def check_whole_pieces(params: KernelParams, n: int) -> None:
     if params.store == "tma" and n % 8:
         raise InvalidInputError(
             "A config whose CTAs have one tile each copies eight columns of D at a time, so that N must be a "
-            f"multiple of 8, but N is {n}. Take its persistent twin."
+            f"multiple of 8, but N is {n}. Use the same config with persistent=True."
         )

@@ -85,7 +85,7 @@ def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
         "prologue_us": 0.0 if x.transposed else UPRIGHT_US,
         "store_warp": float(x.store_warp),
         "cluster": float(config.cluster_size > 1),
-        "shares": float(config.cluster_k > 1),
+        "exchanges": float(config.cluster_k > 1),
         "read": x.groups * products * (64 + x.mma_n) * 32,
     }
 
@@ -101,7 +101,7 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
     m, n, k = spec.m, spec.n, spec.k * element_bytes
     d_bytes = 4 if spec.d.dtype == "f32" else 2
     block_m, block_n, size, cluster_k = config.block_m, config.block_n, config.cluster_size, config.cluster_k
-    across_m, across_n, shares = block_m * config.cluster_m, block_n * config.cluster_n, config.k_shares
+    across_m, across_n, splits = block_m * config.cluster_m, block_n * config.cluster_n, config.k_splits
     rows, columns = ceil_div(m, across_m), ceil_div(n, across_n)
     tiles = rows * columns * size
     clusters = _slots(config, spec.num_sms)
@@ -112,7 +112,7 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
     all_tokens = (ceil_div(m, block_m) - 1) * block_m + last
     all_weights = (ceil_div(n, block_n) - 1) * block_n + left(n, block_n)
     # The parts of split K divide the elements that are exchanged and stored.
-    finished = min(block_m, m) * min(block_n, n) / shares
+    finished = min(block_m, m) * min(block_n, n) / splits
     waves = ceil_div(tiles, clusters * size)
     # The bytes of the first stage of all tiles in the first wave, as if each tile had its own rows of B, up to all
     # rows. That is too much where several rows of tiles share rows of B. But there it is a small part of the whole, and
@@ -133,10 +133,10 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
         filled=(tokens + block_n) * SCALE_BLOCK,
         elements=finished * (DIRECT_ELEMENTS if counts.direct else 1.0) * d_bytes / 2,
         # Without swapped operands whole tiles are exchanged, also rows that do not exist.
-        handed=(shares - 1) * (finished if counts.transposed else block_m * block_n / shares),
+        exchanged=(splits - 1) * (finished if counts.transposed else block_m * block_n / splits),
         first=first,
         traffic=m * k + n * k + d_bytes * m * n * (1 if spec.accumulate == "none" else 2) - first,
-        handed_out=tokens_read + weights_read,
+        from_l2=tokens_read + weights_read,
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
         crowded=tokens / config.cluster_n * columns / waves / spec.num_sms * _crowding(k) / blocks,
         asked=tokens / config.cluster_n + block_n / config.cluster_m,

@@ -74,7 +74,7 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         """Each part of split K needs at least one block."""
         if not super().runs(spec, config) or not isinstance(spec, GemmSpec):
             return False
-        return config.k_shares <= ceil_div(spec.k, BLOCK_K)
+        return config.k_splits <= ceil_div(spec.k, BLOCK_K)
 
     @abstractmethod
     def registers(self, config: HalfConfigT) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from .tiles import left
 ScaledConfigT = TypeVar("ScaledConfigT", bound=GemmConfig)
 
 SCALINGS = {("1x128", "1x128"): "1d1d", ("1x128", "128x128"): "1d2d", ("row", "row"): "rowwise"}
-"""What is done, by the scaling of A and of B."""
+"""The name of each supported pair of scalings, those of A and of B."""
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
@@ -37,7 +37,7 @@ _ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32"}
 _ACCUMULATE = {"none": "kNothing", "reads": "kReads", "reduces": "kReduces"}
 
 PROMOTION = {"1d1d": 2 * PROMOTION_CYCLES, "1d2d": PROMOTION_CYCLES, "rowwise": PROMOTION_CYCLES}
-"""Of one column of an m64 slice, in cycles. With 1D1D each element is multiplied twice."""
+"""Cycles in which a consumer promotes one column of an m64 slice. With 1D1D each element is multiplied twice."""
 
 BUSY = {1: 0.94, 2: 1.4}
 """With 1D1D: cycles for each column of an m64 slice in which shared memory delivers scales of B to registers, and not
@@ -57,7 +57,7 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
         return ffma_bursts.POST_PASS if runs and settings.ffma_bursts else None
 
     def refuses(self, spec: Spec) -> str | None:
-        """Whatever is not one product of scaled E4M3; and 1D2D with bf16 output and no C, which other families do."""
+        """Refuses all but products of scaled E4M3, and 1D2D with bf16 output and no C, which other families compute."""
         if not isinstance(spec, GemmSpec):
             return "it multiplies matrices"
         for name, operand in (("A", spec.a), ("B", spec.b)):
@@ -85,7 +85,7 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
         return None
 
     def params(self, spec: Spec, config: ScaledConfigT, arch: ArchSpec) -> ScaledParams:
-        """With the scaling, the output, and how C is added."""
+        """See `Kernel.params`. Adds the scaling, the output, and how C is added."""
         known = super().params(spec, config, arch)
         assert isinstance(spec, GemmSpec)  # checked above
         return ScaledParams(
@@ -100,7 +100,7 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
         return "none" if spec.accumulate == "none" else "reads"
 
     def of(self, params: KernelParams) -> tuple[ScaledParams, ScaledConfigT]:
-        """``params`` and their config as this family's; TypeError if they are another's."""
+        """``params`` and their config with this family's types. Raises TypeError if they belong to another family."""
         if not isinstance(params, ScaledParams) or not isinstance(params.config, self.config_class):
             got = f"{type(params).__name__} with a {type(params.config).__name__}"
             raise TypeError(f"{self.name} takes ScaledParams with a {self.config_class.__name__}, not {got}")
@@ -120,14 +120,14 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
 
     @abstractmethod
     def counts(self, config: ScaledConfigT, aligned: bool, scaling: str) -> Counts:
-        """What the model of speed counts of ``config``, where D is ``aligned`` for TMA or not."""
+        """The performance model's counts for ``config``. ``aligned``: TMA can store D."""
 
     def has_output_map(self, params: ScaledParams) -> bool:
         """Whether TMA stores D."""
         return False
 
     def output_map(self, params: ScaledParams, spec: GemmSpec, stride_d: int) -> Map:
-        """The map by which TMA stores D."""
+        """The tensor map of D, for kernels that store tiles by TMA."""
         raise NotImplementedError(f"{self.name} stores no tiles by TMA")
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
@@ -157,8 +157,8 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """As of the other FP8 kernels (see ``fp8.py``). Scales that belong to blocks of K come by TMA, but for those of
-        128 x 128 blocks; the others are read from memory, with a stride of zero where all rows share one."""
+        """Those of the other FP8 kernels (see ``fp8.py``), with other parameters for scales. TMA loads scales of 1 x
+        128. Threads read all others, with a stride of zero where all rows share one scale."""
         p, _ = self.of(params)
         reads = [Argument("c", "const u8*"), Argument("c_stride", "i64")] if p.accumulate == "reads" else []
         scales = {
@@ -194,8 +194,8 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
     def values(
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """Grid, order of tiles, and tensor maps. Operands: a, sfa, b, sfb, d, and c where it is read. Scales of blocks
-        of K are (rows, blocks) with contiguous rows, but those of 128 x 128; scales of rows have one stride."""
+        """Grid, order of tiles, and tensor maps. Operands: a, sfa, b, sfb, d, and c if consumers read it. Scales of 1 x
+        128 are (rows, blocks of K) with contiguous rows; scales of rows have one stride."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
         p, config = self.of(params)
@@ -257,7 +257,7 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
         return count(self.counts(config, spec.d.aligned, scaling_of(spec)), spec, config)
 
     def entry_name(self, params: ScaledParams, *parts: str) -> str:
-        """The kernel's name out of its parts: scaling and output first, the store and compiled dimensions last."""
+        """The kernel's name, composed of scaling and output, ``parts``, the store, and compiled dimensions."""
         adds = {"none": "", "reads": "add", "reduces": "reduce"}[params.accumulate]
         sizes = [f"{letter}{size}" for letter, size in zip("mnk", params.shape, strict=True) if size]
         head = f"fp8_gemm_{params.scaling}_{params.output}"
@@ -265,11 +265,11 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
 
 
 def scaling_of(spec: GemmSpec) -> str:
-    """Of `ScaledParams.scaling`."""
+    """The name of the spec's scaling; see `ScaledParams`."""
     return SCALINGS[spec.a.scaling, spec.b.scaling]
 
 
 def _scales_map(name: str, size: int, k: int, box: int, strides: Strides) -> Map:
-    """Of scales (size, blocks of K) whose rows are contiguous; a box is a tile's rows in one block."""
+    """The tensor map of scales (size, blocks of K) with contiguous rows. A box has a tile's rows in one block of K."""
     shape = (size, ceil_div(k, SCALE_BLOCK))
     return Map(TensorMapSpec("f32", shape, (strides[name][1] * 4,), (box, 1)), name)

@@ -126,9 +126,10 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         if c.block_n % 16 or not 16 <= c.block_n <= 256:
             return f"block_n must be a multiple of 16 from 16 to 256, not {c.block_n}"
         if c.block_n % (16 * c.cluster_k):
-            return f"{c.cluster_k} shares of K cannot finish equal parts of {c.block_n} columns, in steps of 16"
+            step = 16 * c.cluster_k
+            return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
         if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 64):
-            return "a cluster of small tiles waits for itself longer than sharing loads saves"
+            return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
         slices, mma_n = instruction_shape(c)
         units = slices * c.block_n // mma_n
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
@@ -140,11 +141,11 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         if not _fits(c, mma_n):
             return f"{accumulators(c)} accumulator registers a thread leave too few of {register_split(c)[1]}"
         if not c.persistent and c.cluster_size > 1:
-            return "CTAs that share K or loads with others are persistent"
+            return f"a config with cluster_size {c.cluster_size} must be persistent"
         if c.num_stages < 2:
             return f"{c.num_stages} stages are not two or more"
         if c.num_stages < 3 and c.cluster_k > 1:
-            return "two stages keep too few bytes on their way for a CTA with a part of K"
+            return "two stages load too few bytes ahead for a CTA with a part of K"
         if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
             return f"{c.ctas_per_sm} CTAs with {c.num_consumers} consumers each leave too few registers a thread"
         shared = config_shared_bytes(c, tma_store=True)

@@ -36,7 +36,7 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
 
     @property
     def template(self) -> str:
-        """That of the kernel without groups."""
+        """The template of the kernel without groups."""
         return "sm90_fp8_scaled.cu.jinja"
 
     def post_pass(self, params: KernelParams | None = None) -> PostPass | None:
@@ -73,7 +73,7 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
         return super().illegal(config, arch)
 
     def params(self, spec: Spec, config: ScaledConfig, arch: ArchSpec) -> ScaledGroupedParams:
-        """With the size of the table, and as many stages as fit beside it."""
+        """See `Kernel.params`. Adds the size of the table of groups. Stages are as many as fit beside the table."""
         known = super().params(spec, config, arch)
         found = ScaledGroupedParams(
             **{field.name: getattr(known, field.name) for field in fields(ScaledParams)},
@@ -83,18 +83,18 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
         return groups.fitted(found, arch)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Those of the kernel without groups, and the size of the table."""
+        """The constants of the kernel without groups, and the size of the table."""
         return super().constants(params) | {"grouping": "kAlongK", "segments": self.grouped(params).segments}
 
     def grouped(self, params: KernelParams) -> ScaledGroupedParams:
-        """``params`` as this family's; TypeError if they are another's."""
+        """``params`` with this family's type. Raises TypeError if they belong to another family."""
         if not isinstance(params, ScaledGroupedParams):
             raise TypeError(f"{self.name} takes ScaledGroupedParams, not {type(params).__name__}")
         return params
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """Those of the kernel without groups but for A's and B's maps, which are in memory; another order of tiles; the
-        groups; and strides from matrix to matrix."""
+        """The parameters of the kernel without groups, with another order of tiles. A's and B's maps are in memory.
+        Further parameters are the groups, and strides from matrix to matrix."""
         known = (x for x in super().arguments(params) if x.name not in _ONE_MAP)
         maps = Argument("maps", "const TensorMap*")
         return groups.along_k_arguments(known, self.grouped(params).accumulate, maps)
@@ -120,11 +120,11 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
         return groups.along_k_shape(gemm, config, self.shared_bytes(params), pdl), values
 
     def features(self, spec: Spec, config: ScaledConfig) -> Features:
-        """Those of one product of as many tiles, with a group's part of K."""
+        """The features of one product of as many tiles, with a group's part of K."""
         return super().features(groups.one_product(groups.as_gemm(spec), config, SCALE_BLOCK), config)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """With the table of groups."""
+        """The shared memory of the kernel without groups, and the table of groups."""
         return super().shared_bytes(params) + groups.table_bytes("k", self.grouped(params).segments)
 
     def entry(self, params: KernelParams) -> str:

@@ -71,7 +71,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         if (c.cluster_m, c.cluster_n) not in CLUSTERS or c.cluster_k != 1:
             return f"a cluster of {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
         if c.cluster_size > 1 and (c.block_m < 128 or c.block_n < 128):
-            return "a cluster of small tiles waits for itself longer than sharing loads saves"
+            return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
         if c.buffers not in (1, 2):
             return f"parts are staged in one buffer or in two, not in {c.buffers}"
         mma_n = instruction_columns(c)
@@ -135,7 +135,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         }
 
     def registers(self, config: ScaledConfig) -> tuple[int, int]:
-        """By the number of consumers."""
+        """Depends on the number of consumers."""
         return REGISTERS[config.num_consumers]
 
     def mma_n(self, config: ScaledConfig) -> int:
@@ -143,12 +143,12 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         return instruction_columns(config)
 
     def num_ctas(self, config: ScaledConfig, m: int, n: int, num_sms: int) -> int:
-        """One CTA for each SM, or fewer if there are fewer tiles; whole clusters."""
+        """One CTA for each SM, or fewer if there are fewer tiles, in whole clusters."""
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
         return min(tiles, max(1, num_sms // config.cluster_size)) * config.cluster_size
 
     def counts(self, config: ScaledConfig, aligned: bool, scaling: str) -> Counts:
-        """Rows of A are the instructions' rows; a store warp brings tiles to D."""
+        """Rows of A are the rows of wgmma; the store warp stores tiles."""
         return Counts(
             groups=config.num_consumers,
             slices=config.slices,
@@ -161,7 +161,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         )
 
     def has_output_map(self, params: ScaledParams) -> bool:
-        """Unless each element is stored for itself."""
+        """Yes, unless elements are stored one by one."""
         return params.store == "tma"
 
     def output_map(self, params: ScaledParams, spec: GemmSpec, stride_d: int) -> Map:

@@ -28,8 +28,8 @@ SERVING: tuple[tuple[int, int, int, int], ...] = (
     (64, 1, 1, 1),
     (64, 4, 1, 1),
 )
-"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set: a ladder, not yet chosen by
-measurements."""
+"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set: evenly spaced sizes, which were
+not chosen by measurements."""
 
 _SIZES = sorted({chosen[0] for chosen in SERVING})
 
@@ -43,7 +43,7 @@ class Sm90Fp8ScaledSwapped(ScaledKernel[ScaledSwappedConfig]):
     label = "any swapped "
 
     def refuses(self, spec: Spec) -> str | None:
-        """1D1D too: a token's scale and a weight's would both change with each block."""
+        """Also refuses 1D1D: a token's scale and a weight's would both change with each block of K."""
         if why := super().refuses(spec):
             return why
         assert isinstance(spec, GemmSpec)  # checked above
@@ -86,11 +86,11 @@ class Sm90Fp8ScaledSwapped(ScaledKernel[ScaledSwappedConfig]):
         return register_split(config)
 
     def mma_n(self, config: ScaledSwappedConfig) -> int:
-        """All tokens of the tile."""
+        """One wgmma has all tokens of the tile."""
         return config.block_m
 
     def counts(self, config: ScaledSwappedConfig, aligned: bool, scaling: str) -> Counts:
-        """Tokens are the instructions' columns, and D is turned on its way out."""
+        """Tokens are the columns of wgmma, and the epilogue transposes D."""
         return Counts(
             groups=1,
             slices=1,
@@ -108,7 +108,8 @@ class Sm90Fp8ScaledSwapped(ScaledKernel[ScaledSwappedConfig]):
         return swapped.num_ctas(config, m, n, num_sms)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """Stages, staging area, slots, scales and barriers, as ``Fp8ScaledSwappedLayout`` has them; it asserts it."""
+        """Stages, staging area, slots, scales and barriers, in the layout of ``Fp8ScaledSwappedLayout``, which asserts
+        the same number."""
         p, config = self.of(params)
         return config_shared_bytes(config, p.scaling, p.store == "tma" and p.output != "f32")
 
@@ -118,13 +119,13 @@ class Sm90Fp8ScaledSwapped(ScaledKernel[ScaledSwappedConfig]):
         return self.entry_name(
             p,
             f"swapped_{c.block_m}x{c.block_n}_s{c.num_stages}",
-            f"k{c.cluster_k}x{c.consumers_k}" if c.k_shares > 1 else "",
+            f"k{c.cluster_k}x{c.consumers_k}" if c.k_splits > 1 else "",
             f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         )
 
     def cases(self) -> list[KernelParams]:
-        """The serving set with scales of rows; each scaling, output, way to add C and store, of a plain and of split
-        tiles; compile-time sizes."""
+        """The serving set with scales of rows; each scaling, output, way to add C, and store, with plain tiles and with
+        split K; compile-time dimensions."""
         plain, split, shared = make_config(64), make_config(16, 4), make_config(8, 1, 2)
         return [
             *(make_params(config) for config in self.configs(SM90)),
@@ -161,8 +162,8 @@ def make_config(
 
 
 def make_params(config: ScaledSwappedConfig, **options: object) -> ScaledParams:
-    """The identity of this kernel with ``config``: scales of rows and bf16, copied in pieces of 16 bytes, unless
-    ``options`` say otherwise."""
+    """The identity of this kernel with ``config``. Defaults of ``options``: scales of rows, bf16 output, and stores of
+    16 bytes."""
     known = {"store": "tma", "scaling": "rowwise", "output": "bf16", **options}
     return ScaledParams(kernel=KERNEL.name, arch=SM90.name, config=config, **known)  # type: ignore[arg-type]
 

@@ -130,7 +130,7 @@ class Sm90Fp8Swapped(FP8Kernel[SwappedConfig]):
         return self.entry_name(
             params,
             f"fp8_gemm_swapped_{c.block_m}x{c.block_n}_s{c.num_stages}_p{c.num_partials}",
-            f"k{c.cluster_k}x{c.consumers_k}" if c.k_shares > 1 else "",
+            f"k{c.cluster_k}x{c.consumers_k}" if c.k_splits > 1 else "",
             f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         )
 

@@ -52,9 +52,9 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (256, 128, (1, 2, 1), 1),
 )
 """(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
-``benchmarks/README.md``). Tiles of 176 and 208 columns were taken out: they store boxes of 16 columns, which the model
-of speed takes for as fast as others. Without them the choice came 0.4% nearer to the best for M > 512, and 1.2% nearer
-over 15 shapes that were not surveyed before."""
+``benchmarks/README.md``). Tiles of 176 and 208 columns were taken out: they store boxes of 16 columns, and the
+performance model does not know that these are slower. Without them the choice came 0.4% nearer to the best for M > 512,
+and 1.2% nearer over 15 shapes that were not surveyed before."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
@@ -97,9 +97,10 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         if (c.cluster_m, c.cluster_n, c.cluster_k) not in _CLUSTERS:
             return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {_CLUSTERS}"
         if c.block_n % (16 * c.cluster_k):
-            return f"{c.cluster_k} shares of K cannot finish equal parts of {c.block_n} columns, in steps of 16"
+            step = 16 * c.cluster_k
+            return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
         if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 128):
-            return "a cluster of small tiles waits for itself longer than sharing loads saves"
+            return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
         needed, has = sums(c) + _OTHER_REGISTERS, _REGISTER_SPLITS[c.num_consumers][1]
         if needed > has:
             return f"{needed} registers a thread are more than {has}"

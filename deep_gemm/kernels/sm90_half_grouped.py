@@ -31,7 +31,7 @@ class Sm90HalfGrouped(Sm90HalfGemm):
 
     @property
     def template(self) -> str:
-        """That of the kernel without groups."""
+        """The template of the kernel without groups."""
         return "sm90_half_gemm.cu.jinja"
 
     def refuses_groups(self, spec: GemmSpec) -> str | None:
@@ -76,7 +76,8 @@ class Sm90HalfGrouped(Sm90HalfGemm):
         return isinstance(spec, GemmSpec) and super().worthwhile(groups.one_group(spec), config)
 
     def params(self, spec: Spec, config: HalfConfig, arch: ArchSpec) -> HalfGroupedParams:
-        """With the form of the groups and the size of the table, and as many stages as fit beside it."""
+        """See `Kernel.params`. Adds the form of the groups and the size of their table. As many stages as fit beside
+        the table."""
         known = super().params(spec, config, arch)
         assert isinstance(spec, GemmSpec)  # checked above
         grouping = spec.grouping
@@ -88,18 +89,18 @@ class Sm90HalfGrouped(Sm90HalfGemm):
         return fitted(found, arch)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Those of the kernel without groups, and the form of the groups."""
+        """The constants of the kernel without groups, and the form of the groups."""
         p = self.grouped(params)
         return super().constants(params) | {"grouping": groups.GROUPINGS[p.grouping], "segments": p.segments}
 
     def grouped(self, params: KernelParams) -> HalfGroupedParams:
-        """``params`` as this family's; TypeError if they are another's."""
+        """``params`` with this family's type. Raises TypeError if they belong to another family."""
         if not isinstance(params, HalfGroupedParams):
             raise TypeError(f"{self.name} takes HalfGroupedParams, not {type(params).__name__}")
         return params
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """Those of the kernel without groups, another order of tiles, and the groups."""
+        """The parameters of the kernel without groups, with another order of tiles, and the groups."""
         return groups.with_groups(super().arguments(params))
 
     def values(
@@ -137,13 +138,13 @@ class Sm90HalfGrouped(Sm90HalfGemm):
         return groups.launch_shape(spec, config, self.shared_bytes(params), pdl), values
 
     def features(self, spec: Spec, config: HalfConfig) -> Features:
-        """Those of about as much work without groups."""
+        """The features of about as much work without groups."""
         return groups.with_weights(
             super().features(groups.expected(groups.as_gemm(spec), config), config), groups.as_gemm(spec), 2
         )
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """With the table of groups."""
+        """The shared memory of the kernel without groups, and the table of groups."""
         p = self.grouped(params)
         return super().shared_bytes(params) + groups.table_bytes(p.grouping, p.segments)
 

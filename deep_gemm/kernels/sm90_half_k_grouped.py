@@ -34,7 +34,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
 
     @property
     def template(self) -> str:
-        """That of the kernel without groups."""
+        """The template of the kernel without groups."""
         return "sm90_half_gemm.cu.jinja"
 
     def refuses_groups(self, spec: GemmSpec) -> str | None:
@@ -67,7 +67,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         return super().illegal(config, arch)
 
     def params(self, spec: Spec, config: HalfConfig, arch: ArchSpec) -> HalfGroupedParams:
-        """With the size of the table, and as many stages as fit beside it."""
+        """See `Kernel.params`. Adds the size of the table of groups. Stages are as many as fit beside the table."""
         known = super().params(spec, config, arch)
         found = HalfGroupedParams(
             **{field.name: getattr(known, field.name) for field in fields(HalfParams)},
@@ -77,7 +77,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         return fitted(found, arch)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Those of the kernel without groups, and the size of the table."""
+        """The constants of the kernel without groups, and the size of the table."""
         return super().constants(params) | {
             "grouping": "kAlongK",
             "segments": self.grouped(params).segments,
@@ -85,13 +85,14 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         }
 
     def grouped(self, params: KernelParams) -> HalfGroupedParams:
-        """``params`` as this family's; TypeError if they are another's."""
+        """``params`` with this family's type. Raises TypeError if they belong to another family."""
         if not isinstance(params, HalfGroupedParams):
             raise TypeError(f"{self.name} takes HalfGroupedParams, not {type(params).__name__}")
         return params
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """Those of the kernel without groups, another order of tiles, the groups, and strides from matrix to matrix."""
+        """The parameters of the kernel without groups, with another order of tiles; the groups; and strides from matrix
+        to matrix."""
         return groups.along_k_arguments(super().arguments(params), self.grouped(params).accumulate)
 
     def values(
@@ -119,11 +120,11 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
         return groups.along_k_shape(gemm, config, self.shared_bytes(params), pdl), values
 
     def features(self, spec: Spec, config: HalfConfig) -> Features:
-        """Those of one product of as many tiles, with a group's part of K."""
+        """The features of one product of as many tiles, with a group's part of K."""
         return super().features(groups.one_product(groups.as_gemm(spec), config, BLOCK_K), config)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """With the table of groups."""
+        """The shared memory of the kernel without groups, and the table of groups."""
         p = self.grouped(params)
         assert isinstance(p.config, HalfConfig)
         return _shared(p, p.config)

@@ -125,7 +125,7 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         return self.entry_name(
             p,
             f"swapped_{c.block_m}x{c.block_n}_s{c.num_stages}",
-            f"k{c.cluster_k}x{c.consumers_k}" if c.k_shares > 1 else "",
+            f"k{c.cluster_k}x{c.consumers_k}" if c.k_splits > 1 else "",
             f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         )
 

@@ -42,11 +42,11 @@ def illegal(c: Swapped, block_k: int, shared: int, arch: ArchSpec) -> str | None
         given = f"{c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs and {c.consumers_k} consumers along K"
         return f"sharing a tile by {given} is not 1 x 1 x one of {_CLUSTERS_K} and one of {_CONSUMERS_K}"
     if c.num_consumers != c.consumers_k:
-        return f"{c.num_consumers} consumer warpgroups are not the {c.consumers_k} that share K"
+        return f"num_consumers must be consumers_k, {c.consumers_k}, not {c.num_consumers}"
     if c.block_m % 8 or not 8 <= c.block_m <= TOKENS[-1]:
         return f"block_m must be a multiple of 8 from 8 to {TOKENS[-1]}, not {c.block_m}"
-    if c.k_shares > 8:
-        return f"{c.k_shares} shares of K are more than 8"
+    if c.k_splits > 8:
+        return f"K can be split into 8 parts at most, not {c.k_splits}"
     if c.num_stages < 2 * c.consumers_k or c.num_stages % c.consumers_k:
         return f"{c.num_stages} stages are not two or more for each of {c.consumers_k} consumers along K"
     if c.ctas_per_sm not in (1, 2):
@@ -73,7 +73,7 @@ def num_ctas(c: Swapped, m: int, n: int, num_sms: int) -> int:
 
 def owned_chunks(c: Swapped) -> int:
     """Chunks of eight tokens whose sums one split of K stores."""
-    return ceil_div(c.block_m // 8, c.k_shares)
+    return ceil_div(c.block_m // 8, c.k_splits)
 
 
 def staging_bytes(c: Swapped) -> int:
@@ -83,6 +83,6 @@ def staging_bytes(c: Swapped) -> int:
 
 def exchange_bytes(c: Swapped) -> int:
     """Bytes of the split-K exchange: each consumer has two barriers and a slot for the sums of each other split."""
-    if c.k_shares == 1:
+    if c.k_splits == 1:
         return 0
-    return c.num_consumers * ((c.k_shares - 1) * owned_chunks(c) * 2048 + BARRIER_BYTES)
+    return c.num_consumers * ((c.k_splits - 1) * owned_chunks(c) * 2048 + BARRIER_BYTES)

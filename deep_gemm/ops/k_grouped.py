@@ -79,7 +79,7 @@ class KGroupedOperands:
 
 
 class _KGrouped(Operation):
-    """What FP8 and BF16 share. ``accumulates``: there is a c."""
+    """The common part of the FP8 and the BF16 operation. ``accumulates``: there is a c."""
 
     output = "d"
     dtype: Dtype
@@ -322,7 +322,7 @@ class Entries:
                 raise InvalidInputError(f"ks_cpu must add up to the K of a, {k}, but adds up to {sum(ks)}.")
 
     def call(self, a: Any, b: Any, d: Any, ks: Any, layout: Any, c: Any, compiled_dims: Any, psum: Any) -> None:
-        """Call the one that is meant, with K of each group on the device."""
+        """Call the operation with or without c, with K of each group on the device."""
         if psum:
             raise UnsupportedError("use_psum_layout is not supported by GEMMs grouped along K. Pass K of each group.")
         if isinstance(ks, (list, tuple)):

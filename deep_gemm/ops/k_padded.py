@@ -52,7 +52,7 @@ class KPaddedFP8(KGroupedFP8):
             grouped_checks.check_k_major(name, named[name])
 
     def maps(self, x: KGroupedOperands) -> tuple[KGroupMapsSpec, dict[str, tuple[int, ...]]]:
-        """Those of parts of one matrix."""
+        """The strides of matrices that are parts of one matrix."""
         strides: dict[str, tuple[int, ...]] = {
             name: (grouped_checks.check_k_major(name, x.tensors[name]), 1) for name in ("a", "b")
         }

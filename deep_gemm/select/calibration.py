@@ -35,7 +35,7 @@ class Speed(Constants):
     """Extra launch time of a cluster, whose CTAs start and end together."""
     exchange_us: float
     """Fixed time of a split-K exchange between CTAs, for each tile."""
-    handed_per_us: float
+    exchanged_per_us: float
     """Partial sums that a CTA sends to others in a split-K exchange, in elements a microsecond."""
     epilogue_us: float
     """Fixed time of a tile's epilogue: drain, staging, barriers."""

@@ -53,7 +53,7 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
         "tensor": x.resident * tensor * us,
         "chain": chain * us,
         "loads": loads * us,
-        "l2": x.handed_out * lines / (c.l2_gb_per_s * 1e3),
+        "l2": x.from_l2 * lines / (c.l2_gb_per_s * 1e3),
         "hbm": x.traffic / (c.hbm_gb_per_s * 1e3),
     }
     largest = maximum(
@@ -64,7 +64,7 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     seen = x.waves - (x.waves - 1) * c.epilogue_hidden
     epilogue = seen * (c.epilogue_us + x.resident * x.elements / c.elements_per_us)
     # Nothing hides a split-K exchange: all parts of a tile wait for the last one.
-    epilogue = epilogue + x.waves * (x.shares * c.exchange_us + x.handed / c.handed_per_us)
+    epilogue = epilogue + x.waves * (x.exchanges * c.exchange_us + x.exchanged / c.exchanged_per_us)
     launch = c.launch_us + x.prologue_us + x.consumers * c.consumer_us + x.store_warp * c.store_warp_us
     launch = launch + x.cluster * c.cluster_us
     found["hbm"] = found["hbm"] + first

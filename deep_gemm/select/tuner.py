@@ -157,7 +157,7 @@ _stores: dict[tuple[str, DiskCache | None], Store] = {}
 
 
 def store_of(device: str) -> Store:
-    """The store of a GPU model under the settings of now."""
+    """The store of a GPU model under the current settings."""
     key = (device, default_builder().disk())
     return _stores.get(key) or _stores.setdefault(key, Store(*key))
 

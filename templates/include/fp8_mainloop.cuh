@@ -100,7 +100,8 @@ struct Fp8Mainloop {
     }
   }
 
-  // In place of `start` and `resume` for a tile of which this consumer has no rows: stages and turns go by, and the sums are zeros.
+  // In place of `start` and `resume` for a tile of which this consumer has no rows: it releases stages, passes its turns on, and its
+  // sums are zeros.
   template <class LookAhead, class Finished>
   DG_DEVICE void idle(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
 #pragma unroll 1

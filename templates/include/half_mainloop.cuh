@@ -53,7 +53,7 @@ struct HalfMainloop {
     barriers.release(stage, lane);
   }
 
-  // Lets stages go by whose products are not wanted. Call it when no products are in flight.
+  // Releases stages without multiplying them. Call it when no products are in flight.
   DG_DEVICE void skip(u32 blocks) {
 #pragma unroll 1
     for (; blocks > 0; --blocks) {

@@ -4,8 +4,8 @@
 #include "tma.cuh"
 
 // One warp makes the map of one operand of one group: `from` with another address, length of a row, and stride. The matrices lie one
-// after the other and have `rows` rows. But with `padded_k` all are parts of one matrix with so many columns and rows of `row_bytes`;
-// each begins at a multiple of 128. Each map has a place of its own, so that none is rewritten while loads use it.
+// after the other and have `rows` rows. But with `padded_k` all are parts of one matrix of `padded_k` columns, whose rows are
+// `row_bytes` apart, and each part begins at a multiple of 128 columns. Each map has a place of its own, so that none is rewritten while loads use it.
 DG_DEVICE void make_group_map(const TensorMap* from, const u8* base, u32 rows, u32 padded_k, u32 row_bytes, const int* sizes,
                               u32 group, TensorMap* to) {
   __shared__ alignas(128) TensorMap map;
@@ -23,7 +23,7 @@ DG_DEVICE void make_group_map(const TensorMap* from, const u8* base, u32 rows, u
     if (size % 16 != 0) __trap();  // rows would begin inside the 16 bytes that TMA reads
     row_bytes = size;
   }
-  if (size == 0) {  // never read inside its matrix. But a map needs a row.
+  if (size == 0) {  // nothing is read with this map, but a map must have a row
     size = row_bytes = 16;
     before = 0;
   }

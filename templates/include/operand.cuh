@@ -10,7 +10,7 @@
 //   K-major: one box of 128 bytes of K by the part's rows, or an edge box (see edge_boxes.cuh).
 //   MN-major (16-bit elements only): boxes of 64 rows (128 bytes) by the block of K. Boxes past the edge are not loaded.
 // Either way 64 rows take 8192 bytes.
-// If kMapRows is not zero, the maps have boxes of so many rows, and those that begin before the edge are loaded.
+// If kMapRows is not zero, the maps have boxes of kMapRows rows, and those that begin before the edge are loaded.
 template <u32 kRows, bool kMnMajor, u32 kParts, bool kMayLieOutside, u32 kElementBytes = 2, u32 kMapRows = 0>
 struct OperandTile {
   enum : u32 { kBlockK = 128 / kElementBytes, kBoxBytes = 64 * 128 };

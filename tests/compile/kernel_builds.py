@@ -83,7 +83,7 @@ def stores_by_tma(params: KernelParams) -> bool:
 
 def starts_before_it_stores(params: KernelParams) -> bool:
     """Whether consumers start the next tile's first product before they store this tile. They do not with split K."""
-    return stores_by_tma(params) and fp8(params).k_shares == 1
+    return stores_by_tma(params) and fp8(params).k_splits == 1
 
 
 def fp8(params: KernelParams) -> FP8Config:

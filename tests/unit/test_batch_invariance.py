@@ -50,7 +50,7 @@ def test_no_kernel_splits_k_while_it_is_on() -> None:
         deep_gemm.set_batch_invariant(value)
         specs = [ops.spec(m, n, k, 132) for m in (1, 16, 64, 200, 4096) for n, k in ((576, 7168), (7168, 2048))]
         assert {spec.batch_invariant for spec in specs} == {value}
-        split[value] = {choice.config.k_shares for spec in specs for choice in select.rank(spec, SM90)}
+        split[value] = {choice.config.k_splits for spec in specs for choice in select.rank(spec, SM90)}
     assert split[True] == {1}
     assert max(split[False]) > 1
 

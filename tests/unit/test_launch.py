@@ -75,7 +75,7 @@ def test_tensor_maps_are_of_the_right_tensors_and_within_the_limits_of_the_hardw
 @given(st.sampled_from([config for config in UPRIGHT if config.persistent]))
 def test_stores_are_cut_as_the_kernel_cuts_its_staging_area(config: UprightConfig) -> None:
     d, _ = record(make_params(config), Geometry(300, 1000, 896)).maps["map_d"]
-    finished = config.block_n // config.k_shares  # by a consumer
+    finished = config.block_n // config.k_splits  # by a consumer
     columns = 64 if finished % 64 == 0 else 32 if finished % 32 == 0 else 16
     assert d.box == (columns, 64)
     assert d.swizzle == 2 * columns

@@ -274,8 +274,8 @@ def test_batch_invariance_offers_configs_of_one_order_only(timers: Timers) -> No
     finally:
         deep_gemm.set_batch_invariant(False)
     assert found[0].spec.batch_invariant
-    assert all(config.k_shares == 1 for config in timers.offered)
-    assert any(choice.config.k_shares > 1 for choice in timers._ranked(found[0].spec, 0)) is False
+    assert all(config.k_splits == 1 for config in timers.offered)
+    assert any(choice.config.k_splits > 1 for choice in timers._ranked(found[0].spec, 0)) is False
 
 
 def test_a_launch_that_is_planned_is_not_measured(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:

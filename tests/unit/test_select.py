@@ -299,6 +299,4 @@ def test_the_model_counts_the_rows_that_launches_load(spec: GemmSpec) -> None:
         steps = ceil_div(ceil_div(spec.k, 128), config.cluster_k) * config.cluster_k
         across = ceil_div(columns, config.cluster_n), ceil_div(rows, config.cluster_m)
         shared = [count * min(32, count) ** -L2_SHARING for count in across]
-        assert features(spec, config).handed_out == pytest.approx(
-            (tokens * shared[0] + weights * shared[1]) * steps * 128
-        )
+        assert features(spec, config).from_l2 == pytest.approx((tokens * shared[0] + weights * shared[1]) * steps * 128)

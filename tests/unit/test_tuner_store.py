@@ -120,13 +120,13 @@ def test_a_config_that_calls_do_not_choose_among_any_more_makes_times_stale() ->
 def test_batch_invariance_keeps_its_one_order_of_k() -> None:
     """Times of one position of the switch do not count for the other, and a config that splits K never passes."""
     invariant = replace(SPEC, batch_invariant=True)
-    splitting = next(config for config in modelled() if config.k_shares > 1)
+    splitting = next(config for config in modelled() if config.k_splits > 1)
     tuner.remember(SPEC, {splitting: 1.0, modelled()[0]: 2.0}, DEVICE)
     assert ranked(SPEC)[0] == splitting
     assert ranked(invariant) == modelled(invariant)
     tuner.remember(invariant, {splitting: 1.0, modelled(invariant)[1]: 2.0}, DEVICE)
     assert ranked(invariant) == modelled(invariant)
-    assert all(config.k_shares == 1 for config in ranked(invariant))
+    assert all(config.k_splits == 1 for config in ranked(invariant))
 
 
 def test_every_damaged_file_is_passed_by_and_replaced(cache_dir: Path) -> None:
