@@ -13,13 +13,18 @@ BAR, GAP = 0.8, 1.2
 """The height of a bar as a fraction of its row, and the number of empty rows between two shapes."""
 
 
-def draw(report: Comparison, path: Path) -> None:
-    """Write a PNG with a group of bars for each shape. Raises DeepGemmError without matplotlib, or without results."""
+def prepare() -> None:
+    """Load matplotlib. Raises DeepGemmError without it: call this before the comparison, which takes minutes."""
     try:
         import matplotlib
     except ImportError as error:
         raise DeepGemmError("Charts need matplotlib: pip install 'deep-gemm-jit[plot]'") from error
     matplotlib.use("Agg")
+
+
+def draw(report: Comparison, path: Path) -> None:
+    """Write a PNG with a group of bars for each shape. Raises DeepGemmError without matplotlib, or without results."""
+    prepare()
     import matplotlib.pyplot as plt
 
     if not report.backends:
@@ -55,7 +60,11 @@ def draw(report: Comparison, path: Path) -> None:
     for axis in axes:
         axis.set_xlim(0, 1.15)
         axis.spines[["top", "right"]].set_visible(False)
-    where = f"{report.device}, {report.mode} mode" if report.roof else "times are of the host's CPU, no GPU's"
+    where = (
+        f"{report.device}, {report.mode} mode"
+        if report.roof
+        else "times are those of the host's CPU, and say nothing about a GPU"
+    )
     figure.suptitle(f"{', '.join(report.ops)}: {where}", fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -210,12 +210,14 @@ def candidates(op: str, names: Sequence[str] = ()) -> list[str]:
     A backend's name includes its variants. Raises InvalidInputError for an unknown one.
     """
     here = of(op)
+    for name in names:
+        if name != "all":
+            with contextlib.suppress(UnsupportedError):  # it becomes a row later
+                get_backend(name.partition(":")[0])
     if not names or "all" in names:
         return [*here, *(name for name in absent() if name not in here)]
     chosen = []
     for name in names:
-        with contextlib.suppress(UnsupportedError):  # it becomes a row later
-            get_backend(name.partition(":")[0])
         variants = [found for found in here if found == name or found.partition(":")[0] == name]
         chosen += variants or [name]
     return list(dict.fromkeys(chosen))

@@ -90,10 +90,19 @@ def command(
         return
     ops = registry.operation_names() if op == "all" else op.split(",")
     names = [name for name in backends.split(",") if name]
+    sizes = {name: len(registry.get_operation(name).dims) for name in ops}
+    for dims in shapes if len(ops) > 1 else ():
+        if len(dims) not in sizes.values():
+            text = "x".join(map(str, dims))
+            raise click.UsageError(f"None of {', '.join(ops)} has {len(dims)} sizes, so {text} is no shape of theirs.")
+    if png is not None:
+        from deep_gemm.backends import chart
+
+        chart.prepare()
     found: list[Comparison] = []
     with progress().status("") as status, contextlib.redirect_stdout(sys.stderr):  # what tuners of others print
         for name in ops:
-            fitting = [dims for dims in shapes if len(ops) == 1 or len(dims) == len(registry.get_operation(name).dims)]
+            fitting = [dims for dims in shapes if len(ops) == 1 or len(dims) == sizes[name]]
             found.append(
                 registry.compare(name, fitting, names, device=device, mode=mode, trace=trace, progress=status.update)
             )
@@ -105,9 +114,7 @@ def command(
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render(report), encoding="utf-8")
     if png is not None:
-        from deep_gemm.backends.chart import draw
-
-        draw(report, png)
+        chart.draw(report, png)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -144,7 +151,11 @@ def show(report: Comparison, out: Console) -> None:
 
     on_gpu = report.roof is not None
     columns = (*ERRORS, *(f"{label} ulp" for label in ULP_LABELS))
-    where = f"{report.device}, {report.mode} mode" if on_gpu else "times are of the host's CPU, no GPU's"
+    where = (
+        f"{report.device}, {report.mode} mode"
+        if on_gpu
+        else "times are those of the host's CPU, and say nothing about a GPU"
+    )
     out.print(f"{where}\n")
     for op, dims in report.cases:
         rows = [row for row in report.rows(op, dims) if row.timing or row.accuracy]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ def test_shapes_that_cannot_be_are_rows_with_the_reason(monkeypatch: pytest.Monk
     [
         ({"op": "gemm"}, "op must be one of"),
         ({"backends": ["cudnn"]}, "backend must be one of"),
+        ({"backends": ["all", "cudnn"]}, "backend must be one of"),
         ({"mode": "fast"}, "mode must be one of flush, graph, steady, but it is 'fast'"),
         ({"device": "tpu"}, "device must be cpu or cuda, but it is 'tpu'"),
         ({"shapes": [(1, 2, 3)]}, r"A shape of mul_add is rows x columns, sizes from 1, but \(1, 2, 3\) was given"),
@@ -279,7 +281,7 @@ def test_what_a_backend_prints_is_no_part_of_the_json(monkeypatch: pytest.Monkey
 
 def test_the_command_says_what_ran_and_what_could_not() -> None:
     text = run("mul_add", "--shape", "8x32", "--backends", "torch,tilelang,cublaslt", "--device", "cpu")
-    assert "times are of the host's CPU, no GPU's" in text
+    assert "times are those of the host's CPU, and say nothing about a GPU" in text
     assert "mul_add 8 x 32" in text
     assert "against float64" in text
     assert "1  torch    1.000        1 of 1" in text
@@ -312,11 +314,26 @@ def test_the_command_lists_what_there_is_and_refuses_what_there_is_not() -> None
         (["gemm"], "op must be one of"),
         (["mul_add", "--shape", "4xfour"], "'4xfour' is no shape: 4096x7168x2048 is."),
         (["mul_add", "--backends", "cudnn"], "backend must be one of"),
+        (
+            ["mul_add,swiglu", "--shape", "4x4x4"],
+            "None of mul_add, swiglu has 3 sizes, so 4x4x4 is no shape of theirs.",
+        ),
         (["mul_add", "--deepgemm", "nowhere"], "There is no package deep_gemm in"),
     ):
         result = CliRunner().invoke(app, ["compare", *arguments])
         assert result.exit_code != 0
         assert message in result.output
+
+
+def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    measured: list[str] = []
+    monkeypatch.setattr(backends, "compare", lambda name, *rest, **options: measured.append(name))
+    result = CliRunner().invoke(app, ["compare", "mul_add", "--png", str(tmp_path / "x.png")])
+    assert "Charts need matplotlib: pip install" in result.output
+    assert (result.exit_code, measured) == (1, [])
 
 
 def test_the_command_ends_with_status_1_if_a_result_is_wrong() -> None:
