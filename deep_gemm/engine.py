@@ -167,7 +167,7 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         ranked = ranked_configs(spec, device)
         config: KernelConfig = ranked[0].config
     else:
-        kernel = kernels.for_spec(spec)[0]
+        kernel = kernels.for_spec(spec, arch)[0]
         fitting = (config for config in kernel.configs(arch) if kernel.runs(spec, config))
         config = next(config for config in fitting if kernel.worthwhile(spec, config))
     params = kernel_params(spec, config, arch)

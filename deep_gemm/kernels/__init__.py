@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from typing import Any
 
+from ..arch import ArchSpec
 from ..errors import UnsupportedError
 from ..params import KernelConfig
 from ..spec import Spec
@@ -37,9 +38,17 @@ def of(config: KernelConfig) -> Kernel[Any]:
     raise LookupError(f"no kernel takes a {type(config).__name__}")
 
 
-def for_spec(spec: Spec) -> list[Kernel[Any]]:
-    """The families that can compute ``spec``. Raises UnsupportedError, with each family's reason, if none can."""
-    reasons = {kernel: kernel.refuses(spec) for kernel in registry().values()}
+def for_spec(spec: Spec, arch: ArchSpec | None = None) -> list[Kernel[Any]]:
+    """The families that can compute ``spec`` and, if ``arch`` is given, can be built for it. Raises UnsupportedError,
+    with each family's reason, if there is none."""
+
+    def refuses(kernel: Kernel[Any]) -> str | None:
+        reason = kernel.refuses(spec)
+        if reason is None and arch is not None and arch.name not in kernel.archs:
+            return f"it is built for {', '.join(kernel.archs)}, not for {arch.name}"
+        return reason
+
+    reasons = {kernel: refuses(kernel) for kernel in registry().values()}
     found = [kernel for kernel, reason in reasons.items() if reason is None]
     if not found:
         listed = " ".join(f"{kernel.name}: {reason}." for kernel, reason in reasons.items())

@@ -139,7 +139,7 @@ def candidates(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """The configs of the serving set that can run ``spec``. Raises UnsupportedError if there is none."""
     found = [
         (kernel.worthwhile(spec, config), config)
-        for kernel in kernels.for_spec(spec)
+        for kernel in kernels.for_spec(spec, arch)
         for config in _serving(kernel.name, arch)
         if kernel.runs(spec, config)
     ]
@@ -158,4 +158,5 @@ def _serving(kernel: str, arch: ArchSpec) -> tuple[GemmConfig, ...]:
 
 def legal(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """Every legal config that can run ``spec``, fast or slow: for surveys and tuners."""
-    return [config for kernel in kernels.for_spec(spec) for config in kernel.legal(arch) if kernel.runs(spec, config)]
+    families = kernels.for_spec(spec, arch)
+    return [config for kernel in families for config in kernel.legal(arch) if kernel.runs(spec, config)]

@@ -13,7 +13,7 @@ from golden_renders import FAMILIES, FOLDER, PLAIN, SWAPPED, find_config, golden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_gemm import arch, kernels, ops
+from deep_gemm import arch, kernels, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.engine import build_request
 from deep_gemm.errors import UnsupportedError
@@ -142,6 +142,14 @@ def test_transposing_and_copying_are_one_familys_each() -> None:
     assert kernels.for_spec(TransposeSpec(4, 4)) == [transpose_scales.KERNEL]
     assert kernels.for_spec(TransposeBytesSpec(4, 16)) == [transpose_bytes.KERNEL]
     assert kernels.for_spec(CopySpec(4, 4)) == [copy_rows.KERNEL]
+
+
+def test_a_family_is_left_out_where_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    blackwell = replace(SM90, name="sm_100a", capability=(10, 0))
+    with pytest.raises(UnsupportedError, match="sm90_fp8_gemm: it is built for sm_90a, not for sm_100a"):
+        select.select(SPEC, blackwell)
+    monkeypatch.setattr(type(copy_rows.KERNEL), "archs", (SM90.name, "sm_100a"))
+    assert kernels.for_spec(CopySpec(4, 4), blackwell) == [copy_rows.KERNEL]
 
 
 def test_templates_use_exactly_the_declared_fields(kernel: Kernel[Any]) -> None:
