@@ -50,8 +50,8 @@ def examples(page: Path) -> str:
     return "\n".join(found["code"] for found in _BLOCK.finditer(page.read_text()) if not found["skip"])
 
 
-OWN = ("compare", "own_kernels", "monitor", "fallback", "debugging")
-"""Pages with tests of their own: their examples compile, register, or change settings."""
+OWN = ("compare", "own_kernels", "monitor", "fallback", "debugging", "adding", "adding_epilogue", "adding_architecture")
+"""Pages with tests of their own: their examples compile, register, change settings, or change the sources."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page) and page.stem not in OWN], ids=named)
