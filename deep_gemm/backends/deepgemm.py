@@ -33,7 +33,7 @@ def why_absent() -> str:
     """See `Backend.why_absent`."""
     if _told or _installed() is not None:
         return ""
-    return f"no second package {NAME} is on sys.path, nor was a directory named that pip install --target put it into"
+    return f"no other package {NAME} is on sys.path; compare --deepgemm DIRECTORY takes one from pip install --target"
 
 
 def _installed() -> Path | None:

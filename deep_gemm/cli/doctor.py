@@ -216,5 +216,10 @@ def _verdict(report: dict[str, Any]) -> str:
         return "To do:"
     compiles = any(compiler["chosen"] for compiler in report["compilers"])
     runs = any(gpu["arch"] for gpu in report["gpus"])
-    works = f"Kernels can be {'compiled' if compiles else 'taken from packs'}{' and run' if runs else ''} here."
+    how = "compiled" if compiles else "taken from packs"
+    if any(line["variable"] == "DG_JIT_FORBID_COMPILE" and line["value"] == "True" for line in report["settings"]):
+        how = "taken from packs and the cache"
+    works = f"Kernels can be {how}{' and run' if runs else ''} here."
+    if how.endswith("cache"):
+        works += " DG_JIT_FORBID_COMPILE forbids compiling."
     return f"{works} To do:" if report["to_do"] else f"{works} Nothing to do."

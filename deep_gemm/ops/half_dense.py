@@ -136,6 +136,7 @@ class HalfGemm(Operation):
             b_given = f"{shape_of(b)} (N, K)" if form[1] == "t" else f"{shape_of(b.t())} (K, N)"
             raise InvalidInputError(
                 f"a and b must agree in K, but in the form {form}, a is {a_given} and b is {b_given}."
+                f"{self._other_form(a, b, d, form)}"
             )
         shape = (a.shape[0], b.shape[0])
         for name in ("c", "d"):
@@ -145,6 +146,15 @@ class HalfGemm(Operation):
                 )
         for name, tensor in (("a", a), ("b", b), ("d", d)):
             checks.check_sizes(name, tensor)
+
+    def _other_form(self, a: Tensor, b: Tensor, d: Tensor, form: str) -> str:
+        """The form in which these tensors agree, as a sentence; "" if there is none."""
+        for other in ("nt", "nn", "tn", "tt"):
+            x = a if other[0] == form[0] else a.t()
+            y = b if other[1] == form[1] else b.t()
+            if x.shape[1] == y.shape[1] and d.shape == (x.shape[0], y.shape[0]):
+                return f" They agree in the form {other}: call {self.name[:-2]}{other}."
+        return ""
 
     def work(self, x: HalfGemmOperands, device: int) -> Work:
         """The GEMM, after copies of A and B if TMA cannot read them as they are."""

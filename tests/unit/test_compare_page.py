@@ -24,7 +24,6 @@ def blocks(language: str) -> list[str]:
 
 def test_the_examples_run() -> None:
     code = "\n".join(blocks("python"))
-    assert code.count("assert ") == 3
     exec(compile(code, "docs/compare.md", "exec"), {})
 
 

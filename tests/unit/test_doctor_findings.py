@@ -102,6 +102,11 @@ def test_doctor_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(".")[0].strip() for line in lines[at + 1 :]] == ["1", "2"]
     lines = shown(monkeypatch, compilers=[])
     assert lines[-2] == "To do:"
+    forbidden = [setting("DG_JIT_FORBID_COMPILE", "True", "DG_JIT_FORBID_COMPILE")]
+    assert shown(monkeypatch, settings=forbidden)[-1] == (
+        "Kernels can be taken from packs and the cache and run here. "
+        "DG_JIT_FORBID_COMPILE forbids compiling. Nothing to do."
+    )
 
 
 def test_settings_are_shown_as_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

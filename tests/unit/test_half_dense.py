@@ -163,6 +163,18 @@ def test_what_a_process_has_switched_on_changes_nothing() -> None:
     assert torch.equal(d, expected)
 
 
+@pytest.mark.parametrize("fits", FORMS)
+@pytest.mark.parametrize("called", FORMS)
+def test_a_wrong_form_is_told_the_right_one(called: str, fits: str) -> None:
+    a, b = halves((M, K) if fits[0] == "n" else (K, M)), halves((N, K) if fits[1] == "t" else (K, N))
+    call = getattr(deep_gemm, f"bf16_gemm_{called}")
+    if called == fits:
+        call(a, b, halves((M, N)))
+    else:
+        with pytest.raises(InvalidInputError, match=f"They agree in the form {fits}: call bf16_gemm_{fits}"):
+            call(a, b, halves((M, N)))
+
+
 def test_fp8_without_scales_goes_through_torch() -> None:
     a, b = (random(rows, 32, torch.float32, rows).to(torch.float8_e4m3fn) for rows in (16, 32))
     d = torch.empty(16, 32, dtype=torch.bfloat16)

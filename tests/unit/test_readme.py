@@ -313,13 +313,6 @@ def test_costs_have_a_table_each(tmp_path: Path) -> None:
     assert "| 576 x 7168 | 4 | 9 |" in text
 
 
-def test_it_is_said_how_random_shapes_are_drawn() -> None:
-    for word in ("log-uniform", "multiples of 16, 64 or 128", "1..8192", "64..32768", "128..16384"):
-        assert word in readme.RANDOM
-        doc = shapes.log_uniform.__doc__ or ""
-        assert word in " ".join(doc.replace("a multiple of", "multiples of").split())
-
-
 def test_fill_refuses_a_file_without_the_marks() -> None:
     with pytest.raises(ValueError, match=r"page\.md must have <!-- numbers:begin -->"):
         readme.fill("nothing", {"numbers": "x"}, "page.md")
