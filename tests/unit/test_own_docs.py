@@ -77,3 +77,7 @@ def test_errors_and_levels_of_the_page_exist() -> None:
     for error, bases in listed:
         for base in re.findall(r"\w+", bases):
             assert issubclass(getattr(deep_gemm, error), getattr(builtins, base)), error
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    assert set(deep_gemm.__all__) <= set(re.findall(r"\w+", (ROOT / "docs" / "api.md").read_text()))
