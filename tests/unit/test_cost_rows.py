@@ -159,7 +159,7 @@ def test_sizes_compiled_in_are_timed_beside_those_at_run_time(monkeypatch: pytes
     monkeypatch.setattr(backends, "make_operands", operands)
     monkeypatch.setattr("deep_gemm.fp8_gemm_nt", note)
     monkeypatch.setattr(costs.timing, "flush", flush)
-    rows = list(costs.baked_sizes())
+    rows = list(costs.compiled_in_sizes())
     assert len(rows) == 28
     assert (
         rows[0].items()
