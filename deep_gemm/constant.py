@@ -82,7 +82,7 @@ def declare_constant(*tensors: Tensor) -> None:
         InvalidInputError: an argument is not a tensor with memory of its own. Nothing is declared then.
     """
     storages = [_storage(x, index, "declare_constant") for index, x in enumerate(tensors)]
-    if not _ends_are_told():
+    if not _callbacks_work():
         warn_once(
             "constant",
             f"torch {torch.__version__} does not always tell that a storage was freed, so declare_constant has no "
@@ -138,7 +138,7 @@ def _storage(x: object, index: int, function: str) -> torch.UntypedStorage:
 
 
 @functools.cache
-def _ends_are_told() -> bool:
+def _callbacks_work() -> bool:
     """Whether a weak reference to a storage calls back even if C++ owns its Python object and torch's own weak
     reference to it exists (torch.multiprocessing keeps one). Before torch 2.10 it did not, although the memory was
     freed."""

@@ -78,7 +78,7 @@ class FakeGpu:
         for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm, quantize.Quantize):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
-        monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
+        monkeypatch.setattr(constant, "_callbacks_work", lambda: True)
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
         monkeypatch.setattr(torch, "empty", self.empty)

@@ -51,7 +51,7 @@ class Library:
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(deepgemm, "_told", [])
+    monkeypatch.setattr(deepgemm, "_loaded", [])
 
 
 @pytest.fixture

@@ -19,19 +19,19 @@ from .operations import HALF_GEMMS, FP8Gemm, WeightGradient
 from .registry import Call, kernel
 
 NAME = "deep_gemm"
-_told: list[Any] = []
+_loaded: list[Any] = []
 """The library that was passed to `use`, if any."""
 
 
 def use(library: Any) -> str:
     """Compare with this module of DeepGEMM. Returns its version."""
-    _told[:] = [library]
+    _loaded[:] = [library]
     return str(getattr(library, "__version__", "of no known version"))
 
 
 def why_absent() -> str:
     """See `Backend.why_absent`."""
-    if _told or _installed() is not None:
+    if _loaded or _installed() is not None:
         return ""
     return f"no other package {NAME} is on sys.path; compare --deepgemm DIRECTORY takes one from pip install --target"
 
@@ -48,12 +48,12 @@ def _installed() -> Path | None:
 
 def library() -> Any:
     """DeepGEMM's module. Raises DeepGemmError if there is none."""
-    if not _told:
+    if not _loaded:
         directory = _installed()
         if directory is None:
             raise DeepGemmError(f"There is no DeepGEMM here: {why_absent()}.")
         use(load(directory))
-    return _told[0]
+    return _loaded[0]
 
 
 def prepare(op: str, *operands: Any) -> Call:

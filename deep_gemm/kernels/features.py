@@ -55,6 +55,6 @@ class Features(NamedTuple):
     """Rows of a block whose L2 lines are requested repeatedly, weighted by the contention that they cause."""
     read: float
     """Bytes of operands that instructions read from shared memory for a block. Only the power model uses this and
-    `asked`."""
-    asked: float
+    `requested`."""
+    requested: float
     """Rows of 128 bytes that a CTA requests from L2. Of rows that a cluster shares, only the CTA's own part counts."""

@@ -139,6 +139,6 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
         from_l2=tokens_read + weights_read,
         unaligned=1 - math.gcd(k, SCALE_BLOCK) / SCALE_BLOCK if k > SCALE_BLOCK else 0.0,
         crowded=tokens / config.cluster_n * columns / waves / spec.num_sms * _crowding(k) / blocks,
-        asked=tokens / config.cluster_n + block_n / config.cluster_m,
+        requested=tokens / config.cluster_n + block_n / config.cluster_m,
         **_always(counts, config),
     )

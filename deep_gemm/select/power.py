@@ -38,7 +38,7 @@ class Power(Constants):
     """Reading a row of 128 bytes from shared memory, in units of 128 products."""
     filled_row: float
     """Writing a row from L2 into shared memory."""
-    asked_row: float
+    requested_row: float
     """Requesting a row from L2, which CTAs of a cluster may share."""
     stored_per_us: float
     """Elements of D that are stored a microsecond."""
@@ -55,7 +55,7 @@ def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
         float(blocks * config.block_m * config.block_n),
         blocks * x.read / ROW_BYTES,
         blocks * x.filled / ROW_BYTES,
-        blocks * x.asked,
+        blocks * x.requested,
         float(spec.m * spec.n),
         1.0,
     )
@@ -63,7 +63,7 @@ def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
 
 def sustained_us(spec: GemmSpec, config: GemmConfig, x: Features, power: Power) -> float:
     """The time of one launch among many back to back, if power is the limit. ``x`` are the features of the pair."""
-    products, read, filled, asked, stored, launches = draws(spec, config, x)
-    moved = power.read_row * read + power.filled_row * filled + power.asked_row * asked
+    products, read, filled, requested, stored, launches = draws(spec, config, x)
+    moved = power.read_row * read + power.filled_row * filled + power.requested_row * requested
     drawn = (products + moved) * BLOCK_K / power.products_per_us
     return drawn + stored / power.stored_per_us + power.launch_us * launches

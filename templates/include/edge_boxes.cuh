@@ -27,10 +27,10 @@ DG_DEVICE void with_map(u32 part, u32 rows, const TensorMap* whole, const Tensor
   }
 }
 
-// Calls `use(bring)`. There `bring(load)` calls `load(map, place, row)` for each of a tile's boxes of B: one for each segment of
-// its columns. If `kParts` CTAs of a cluster load a tile together, it is the part-th part of each segment. A box holds the rows
-// of B from `row` on, and goes to the tile's row `place`. At most one box in all tiles is cut by the edge; its map is `last`.
-// Only tiles that are not whole test for it in each stage.
+// Calls `use(each_box)`. There `each_box(load)` calls `load(map, place, row)` for each of a tile's boxes of B: one for each
+// segment of its columns. If `kParts` CTAs of a cluster load a tile together, it is the part-th part of each segment. A box holds
+// the rows of B from `row` on, and goes to the tile's row `place`. At most one box in all tiles is cut by the edge; its map is
+// `last`. Only tiles that are not whole test for it in each stage.
 template <u32 kParts, bool kMayLieOutside, class Columns, u32 kMaps, class Use>
 DG_DEVICE void with_boxes(const Columns& columns, u32 part, u32 edge, const TensorMap* const (&maps)[kMaps],
                           const TensorMap* last, const Use& use) {

@@ -136,10 +136,10 @@ struct Fp8Gemm {
     const Order order(blocks(), rank_k(), 0);
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(kBytesB, kClusterK > 1 || arg.early_stages > 0));
-      with_weights(columns_of(first), [&](const auto& bring) {
+      with_weights(columns_of(first), [&](const auto& each_box) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
-          bring([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(step) * kBlockK, row); });
+          each_box([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(step) * kBlockK, row); });
       });
     }
     __syncwarp();
@@ -167,11 +167,11 @@ struct Fp8Gemm {
     Cursor cursor;
     for (; tile.valid(); tile.advance()) {
       const Order order = this->order();
-      const auto load = [&](const auto& bring, auto... policy) {
+      const auto load = [&](const auto& each_box, auto... policy) {
         if (arg.early_stages == 0) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           const u32 b = shared + kOffsetB + stage * kBytesB, x = order.step_block(step) * kBlockK;
-          bring([&](const TensorMap* map, u32 place, u32 row) {
+          each_box([&](const TensorMap* map, u32 place, u32 row) {
             if constexpr (kClusterM > 1) {
               tma_load_multicast(b + place * kBlockK, map, barriers.full(stage), x, row, kAll, policy...);
             } else {
@@ -180,8 +180,8 @@ struct Fp8Gemm {
           });
         }, EarlyLoads(arg.early_stages, kBytesB, kBytesA));
       };
-      with_weights(columns_of(tile), [&](const auto& bring) {
-        with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load(bring, policy...); });
+      with_weights(columns_of(tile), [&](const auto& each_box) {
+        with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load(each_box, policy...); });
       });
     }
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);

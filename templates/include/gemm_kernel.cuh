@@ -241,10 +241,10 @@ struct GemmKernel {
     const Order order = this->order();
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(B::kBytes, kClusterK > 1 || arg.early_stages > 0));
-      B::with_boxes(b(first), first.column, part_b(), [&](const auto& bring) {
+      B::with_boxes(b(first), first.column, part_b(), [&](const auto& each_box) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
-          bring(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
+          each_box(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
       });
     }
     __syncwarp();
@@ -258,11 +258,11 @@ struct GemmKernel {
     for (; tile.valid(); tile.advance()) {
       const auto from = b(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
-      B::with_boxes(from, weights_row(tile), part_b(), [&](const auto& bring) {
+      B::with_boxes(from, weights_row(tile), part_b(), [&](const auto& each_box) {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
-            load<(kClusterM > 1)>(bring, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
+            load<(kClusterM > 1)>(each_box, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
           }, EarlyLoads(arg.early_stages, B::kBytes, A::kBytes));
         });
       });
@@ -278,20 +278,20 @@ struct GemmKernel {
       const auto from = a(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
       const u32 bytes = A::bytes(from, tile.row) + B::bytes(b(tile), weights_row(tile)) + Scales::kStageBytes;
-      A::with_boxes(from, tile.row, part_a(), [&](const auto& bring) {
+      A::with_boxes(from, tile.row, part_a(), [&](const auto& each_box) {
         wait_for_previous_kernel();
         allow_next_kernel();
         barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
-          load<(kClusterN > 1)>(bring, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step));
+          load<(kClusterN > 1)>(each_box, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step));
         });
       });
     }
   }
 
-  template <bool kMulticast, class Bring, class... Policy>
-  DG_DEVICE void load(const Bring& bring, u32 offset, u32 stage, u32 k, Policy... policy) const {
-    bring(k, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
+  template <bool kMulticast, class EachBox, class... Policy>
+  DG_DEVICE void load(const EachBox& each_box, u32 offset, u32 stage, u32 k, Policy... policy) const {
+    each_box(k, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
       if constexpr (kMulticast) {
         tma_load_multicast(shared + offset + place, map, barriers.full(stage), x, y, kAll, policy...);
       } else {

@@ -36,8 +36,8 @@ struct OperandTile {
     }
   }
 
-  // Calls `use(bring)`. There `bring(k, load)` calls `load(map, place, x, y)` for each box of the part in the block of K that begins
-  // at k: `place` is the box's offset in the tile, x and y are its coordinates, innermost first.
+  // Calls `use(each_box)`. There `each_box(k, load)` calls `load(map, place, x, y)` for each box of the part in the block of K
+  // that begins at k: `place` is the box's offset in the tile, x and y are its coordinates, innermost first.
   template <class Use>
   static DG_DEVICE void with_boxes(const Source& from, u32 first, u32 part, const Use& use) {
     const u32 row = first + part * kPartRows;

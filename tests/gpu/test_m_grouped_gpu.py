@@ -238,7 +238,7 @@ def test_n_major_masked() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_masked_rows_that_are_no_multiple_of_a_tile(kind: str) -> None:
+def test_mrequested_rows_that_are_no_multiple_of_a_tile(kind: str) -> None:
     """Nothing spills into the next group, whatever max_m and the estimate are."""
     for max_m in (1, 5, 64, 65, 129, 300):
         counts = (max_m, 0, max(1, max_m // 2), max_m, 1)

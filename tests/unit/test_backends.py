@@ -170,7 +170,7 @@ def test_packages_join_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_deepgemm_is_found_beside_ours_and_called_as_ours_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepgemm, "_told", [])
+    monkeypatch.setattr(deepgemm, "_loaded", [])
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not (Path(entry) / "deep_gemm").exists()])
     assert "pip install --target" in backends.absent()["deepgemm"]
     package = tmp_path / "deep_gemm"

@@ -99,7 +99,7 @@ def test_peers_compute_the_same(op: str, accumulate: bool, monkeypatch: pytest.M
         backends.BACKENDS[name](x)()
         assert calc_diff(x.d, 2 * (a @ b) if accumulate else a @ b) < 1e-3
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    monkeypatch.setattr(deepgemm, "_told", [])
+    monkeypatch.setattr(deepgemm, "_loaded", [])
     assert backends.names_for(problem(op)) == ("ours", "cublaslt")
     asked: list[Any] = []
     backends.add_deepgemm(SimpleNamespace(**{op: lambda *given: asked.append(given)}))

@@ -246,7 +246,7 @@ def test_what_meets_the_limit_of_power_has_a_line_of_its_own() -> None:
 def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    monkeypatch.setattr(deepgemm, "_told", [])
+    monkeypatch.setattr(deepgemm, "_loaded", [])
     backends.add_deepgemm(types.SimpleNamespace(fp8_gemm_nt=lambda a, b, d: asked.append((a, b, d))))
     x = backends.FP8Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
     backends.BACKENDS[backends.DEEPGEMM](x)()

@@ -21,14 +21,14 @@ import deep_gemm
 from deep_gemm import InvalidInputError, constant, log
 from deep_gemm.settings import child_environment
 
-ENDS_ARE_TOLD = constant._ends_are_told()
+CALLBACKS_WORK = constant._callbacks_work()
 
 
 @pytest.fixture(autouse=True)
 def no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constant, "_promises", {})
     # An old torch reports nearly all ends: enough for all tests but one.
-    monkeypatch.setattr(constant, "_ends_are_told", lambda: True)
+    monkeypatch.setattr(constant, "_callbacks_work", lambda: True)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_the_promise_ends_before_the_memory_is_given_back(
     owned_by_torch: bool, watched_by_another: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So there is no moment at which another tensor has the address while the promise still stands."""
-    if not ENDS_ARE_TOLD and owned_by_torch and watched_by_another:
+    if not CALLBACKS_WORK and owned_by_torch and watched_by_another:
         pytest.skip("this torch does not tell, and promises have no effect")
     memory = Memory()
     alive = weakref.ref(memory.buffer)
@@ -236,7 +236,7 @@ def test_what_is_no_tensor_with_memory(function: Any) -> None:
 def test_a_torch_that_does_not_tell_of_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(constant, "_ends_are_told", lambda: False)
+    monkeypatch.setattr(constant, "_callbacks_work", lambda: False)
     log.reset_warnings()
     w = torch.zeros(4)
     with caplog.at_level(logging.WARNING, "deep_gemm"):
@@ -250,7 +250,7 @@ def test_a_torch_that_does_not_tell_of_the_end(
 def test_torch_2_10_and_newer_tell() -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version >= (2, 10):
-        assert ENDS_ARE_TOLD
+        assert CALLBACKS_WORK
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -259,7 +259,7 @@ def test_promises_after_a_fork_and_at_exit() -> None:
     code = """
 import os, torch, deep_gemm
 from deep_gemm import constant
-constant._ends_are_told = lambda: True
+constant._callbacks_work = lambda: True
 w, v = torch.zeros(16), torch.zeros(16)
 deep_gemm.declare_constant(w, v)
 pid = os.fork()

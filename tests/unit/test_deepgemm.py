@@ -68,7 +68,7 @@ def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch:
     from deep_gemm.benchmarks import backends
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    monkeypatch.setattr(deepgemm, "_told", [])
+    monkeypatch.setattr(deepgemm, "_loaded", [])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     (x,) = backends.make_operands(GemmShape(4, 128, 256), 1, device="cpu")
     backends.ours(x)()
@@ -101,7 +101,7 @@ def test_it_is_timed_beside_the_others(
     from deep_gemm.cli import bench
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    monkeypatch.setattr(deepgemm, "_told", [])
+    monkeypatch.setattr(deepgemm, "_loaded", [])
     monkeypatch.setattr(bench, "_need_gpu", lambda modes: None)
     asked: list[tuple[str, ...]] = []
 

@@ -30,7 +30,7 @@ POWER = Power(
     products_per_us=8e8,
     read_row=5.0,
     filled_row=30.0,
-    asked_row=2.0,
+    requested_row=2.0,
     stored_per_us=2e6,
     launch_us=3.0,
 )
