@@ -38,7 +38,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             if (operand.dtype, operand.major, operand.scaling) != ("e4m3", "k", scaling):
                 return f"{name} must be K-major e4m3 with {scaling} scales, not {_words(operand)}"
             if not operand.aligned:
-                return f"{name} must begin and step by 16 bytes, as TMA reads it"
+                return f"the address and the row stride of {name} must be multiples of 16 bytes for TMA"
         if (spec.d.dtype, spec.d.major, spec.d.scaling) != ("bf16", "mn", "none"):
             return f"D must be row-major (MN-major) bf16 without scales, not {_words(spec.d)}"
         if spec.batch != 1 or spec.grouping != "none":

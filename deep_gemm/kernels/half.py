@@ -51,7 +51,7 @@ class HalfKernel(GemmKernel[HalfConfigT]):
             if operand.scaling != "none":
                 return f"{name} has {operand.scaling} scales, and it applies none"
             if not operand.aligned:
-                return f"{name} must begin and step by 16 bytes, as TMA reads it"
+                return f"the address and the row stride of {name} must be multiples of 16 bytes for TMA"
         if spec.d.dtype not in (spec.a.dtype, "f32") or (spec.d.major, spec.d.scaling) != ("mn", "none"):
             return f"D must be row-major {spec.a.dtype} or f32, not {spec.d.major}-major {spec.d.dtype}"
         if spec.batch != 1:

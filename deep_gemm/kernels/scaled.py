@@ -64,7 +64,7 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
             if (operand.dtype, operand.major) != ("e4m3", "k"):
                 return f"{name} must be K-major e4m3, not {operand.major}-major {operand.dtype}"
             if not operand.aligned:
-                return f"{name} must begin and step by 16 bytes, as TMA reads it"
+                return f"the address and the row stride of {name} must be multiples of 16 bytes for TMA"
         if (spec.a.scaling, spec.b.scaling) not in SCALINGS:
             known = ", ".join(" and ".join(pair) for pair in SCALINGS)
             return f"scales of A and B must be {known}, not {spec.a.scaling} and {spec.b.scaling}"

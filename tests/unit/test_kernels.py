@@ -76,7 +76,7 @@ A, B, D = SPEC.a, SPEC.b, SPEC.d
         ({"a": replace(A, dtype="bf16")}, "A must be K-major e4m3 with 1x128 scales, not K-major bf16"),
         ({"a": replace(A, major="mn")}, "not MN-major e4m3 with 1x128 scales"),
         ({"b": replace(B, scaling="row")}, "B must be K-major e4m3 with 128x128 scales, not .* with row scales"),
-        ({"a": replace(A, aligned=False)}, "A must begin and step by 16 bytes"),
+        ({"a": replace(A, aligned=False)}, "A must be multiples of 16 bytes for TMA"),
         ({"d": replace(D, dtype="e4m3")}, "D must be row-major .* bf16 without scales, not MN-major e4m3 without"),
         ({"d": replace(D, major="k")}, "D must be .*, not K-major bf16"),
         ({"batch": 2}, "without batch or groups"),
