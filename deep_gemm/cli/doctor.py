@@ -217,7 +217,7 @@ def _verdict(report: dict[str, Any]) -> str:
     compiles = any(compiler["chosen"] for compiler in report["compilers"])
     runs = any(gpu["arch"] for gpu in report["gpus"])
     how = "compiled" if compiles else "taken from packs"
-    if any(line["variable"] == "DG_JIT_FORBID_COMPILE" and line["value"] == "True" for line in report["settings"]):
+    if any(line["variable"] == "DG_JIT_FORBID_COMPILE" and line["value"] is True for line in report["settings"]):
         how = "taken from packs and the cache"
     works = f"Kernels can be {how}{' and run' if runs else ''} here."
     if how.endswith("cache"):

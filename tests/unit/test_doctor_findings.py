@@ -13,6 +13,7 @@ from deep_gemm.cli import doctor
 from deep_gemm.cli.app import app
 from deep_gemm.cli.console import fact
 from deep_gemm.cli.findings import NVRTC, judge
+from deep_gemm.settings import settings
 
 NVCC_13 = {"kind": "nvcc", "path": "/cuda/bin/nvcc", "version": "13.0", "usable": True, "chosen": True, "why": "best"}
 WHEEL = {"kind": "nvrtc", "path": "/x/nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "version": "12.9", "usable": True}
@@ -102,8 +103,12 @@ def test_doctor_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(".")[0].strip() for line in lines[at + 1 :]] == ["1", "2"]
     lines = shown(monkeypatch, compilers=[])
     assert lines[-2] == "To do:"
-    forbidden = [setting("DG_JIT_FORBID_COMPILE", "True", "DG_JIT_FORBID_COMPILE")]
-    assert shown(monkeypatch, settings=forbidden)[-1] == (
+
+
+def test_doctor_says_that_compiling_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    with settings.override(forbid_compile=True):
+        lines = shown(monkeypatch, settings=doctor._settings())
+    assert lines[-1] == (
         "Kernels can be taken from packs and the cache and run here. "
         "DG_JIT_FORBID_COMPILE forbids compiling. Nothing to do."
     )
