@@ -13,8 +13,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from deep_gemm.backends.chart import draw
+from deep_gemm.backends.results import Comparison
 from deep_gemm.benchmarks import chart
 from deep_gemm.benchmarks.rows import operation_of
 from deep_gemm.benchmarks.run import load
@@ -36,7 +39,9 @@ EVERY: dict[str, tuple[str, str, Callable[[Any, Sequence[Row], chart.Theme], Non
     "bf16-flush-ratio": ("bf16", "flush", chart.ratio),
     "bf16-decode": ("bf16", "graph", chart.decode),
 }
-"""Each chart of the documentation: its file of rows, their mode, and what is drawn of them."""
+"""Each chart of rows in the documentation: its file, their mode, and what is drawn of them."""
+COMPARISON = "compare-h100"
+"""The file of a recorded comparison, and its chart."""
 
 
 def rows_of(name: str, results: Path = RESULTS) -> list[Row]:
@@ -68,6 +73,24 @@ def svg(name: str, rows: Sequence[Row], theme: chart.Theme) -> str:
     return shorter.replace(" \n", "\n").replace("'DejaVu Sans'", "Helvetica, Arial, 'DejaVu Sans', sans-serif")
 
 
+def comparison_svg(results: Path = RESULTS) -> str:
+    """The chart of a recorded `deep-gemm compare`, as the text of an SVG file."""
+    import matplotlib
+
+    found = comparison(results)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "deep_gemm"}), TemporaryDirectory() as folder:
+        path = Path(folder) / "chart.svg"
+        draw(Comparison.from_json(found), path)
+        text = re.sub(r"<dc:date>[^<]*</dc:date>", "", path.read_text()).replace(" \n", "\n")
+    return text + f"<!-- rows {digest([found])} -->\n"
+
+
+def comparison(results: Path = RESULTS) -> Row:
+    """What `deep-gemm compare --json` printed on an H100."""
+    found: Row = json.loads((results / f"{COMPARISON}.json").read_text())
+    return found
+
+
 def outdated(charts: Path = CHARTS, results: Path = RESULTS) -> list[str]:
     """Files of charts that are missing, or show other rows than `results` holds."""
     found = []
@@ -77,6 +100,9 @@ def outdated(charts: Path = CHARTS, results: Path = RESULTS) -> list[str]:
             path = charts / f"{name}-{variant}.svg"
             if not path.exists() or said not in path.read_text():
                 found.append(path.name)
+    path = charts / f"{COMPARISON}.svg"
+    if not path.exists() or f"rows {digest([comparison(results)])}" not in path.read_text():
+        found.append(path.name)
     return found
 
 
@@ -90,6 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         rows = rows_of(name)
         for variant, theme in chart.THEMES.items():
             (CHARTS / f"{name}-{variant}.svg").write_text(svg(name, rows, theme))
+    (CHARTS / f"{COMPARISON}.svg").write_text(comparison_svg())
     return 0
 
 

@@ -8,6 +8,7 @@ Numbers there are never typed by hand. It needs a source tree, since a wheel car
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from deep_gemm.aot.layers import FP8
+from deep_gemm.backends.results import Comparison
 from deep_gemm.benchmarks import phases
 from deep_gemm.benchmarks.rows import operation_of
 from deep_gemm.benchmarks.run import load
@@ -273,11 +275,31 @@ def _origin(rows: Sequence[Row]) -> str:
     return f"{values['device']}, driver {driver}, torch {values['torch']}{deepgemm}, {values['date']}"
 
 
+def backends_table(results: Path = RESULTS) -> str:
+    """The times of a recorded `deep-gemm compare`: a line for each shape, the shortest of a right result in bold."""
+    found = Comparison.from_json(json.loads((results / "compare-h100.json").read_text()))
+    names = list(dict.fromkeys(row.backend for row in found.results))
+    lines = [f"| operation | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for op, dims in found.cases:
+        rows = {row.backend: row for row in found.rows(op, dims)}
+        best = min((row for row in rows.values() if row.status == "ok"), key=lambda row: row.us)
+        cells = []
+        for name in names:
+            row = rows.get(name)
+            text = _time(row.us) if row is not None and row.timing else ""
+            cells.append(f"**{text}**" if row is best else text)
+        lines.append(f"| {op} {best.shape} | {' | '.join(cells)} |")
+    where = found.environment
+    origin = f"{where['device']}, driver {where['driver']}, torch {where['torch']}, {where['date']}, {found.mode} mode"
+    return "\n".join([*lines, "", f"Measured on an {origin}."])
+
+
 def parts(results: Path = RESULTS) -> dict[str, dict[str, str]]:
     """The generated parts of each file."""
     return {
         "README.md": {"speed": speed_table(results), "rows": speed_origin(results)},
         "docs/performance.md": {"numbers": numbers(results)},
+        "docs/compare.md": {"backends": backends_table(results)},
         "docs/settings.md": {"environment": environment_table()},
     }
 

@@ -23,7 +23,8 @@ def prepare() -> None:
 
 
 def draw(report: Comparison, path: Path) -> None:
-    """Write a PNG with a group of bars for each shape. Raises DeepGemmError without matplotlib, or without results."""
+    """Write a PNG, or what else ``path`` ends in, with a group of bars for each shape. Raises DeepGemmError without
+    matplotlib, or without results."""
     prepare()
     import matplotlib.pyplot as plt
 
@@ -39,7 +40,7 @@ def draw(report: Comparison, path: Path) -> None:
         groups.append((place, rows))
         ticks += [(place + index, row.backend) for index, row in enumerate(rows)]
         place += len(rows) + GAP
-    figure, axes = plt.subplots(1, 2, figsize=(12, 0.3 * place + 1.6), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(12, 0.3 * place + 1.6), sharey=True, layout="constrained")
     speeds, errors = axes
     for start, rows in groups:
         speeds.text(0, start - 0.7, f"{rows[0].op}  {rows[0].shape}", fontweight="bold", fontsize=9)
@@ -66,7 +67,6 @@ def draw(report: Comparison, path: Path) -> None:
         else "times are those of the host's CPU, and say nothing about a GPU"
     )
     figure.suptitle(f"{', '.join(report.ops)}: {where}", fontsize=10)
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

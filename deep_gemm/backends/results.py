@@ -133,6 +133,18 @@ class Comparison:
             groups.setdefault((why, shapes), []).append(backend)
         return [LeftOut(tuple(backends), shapes, why) for (why, shapes), backends in groups.items()]
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Comparison:
+        """The comparison that `to_json` wrote."""
+        rows = []
+        for row in data["results"]:
+            timing = Timing(**row["timing"]) if row["timing"] else None
+            found = row["accuracy"]
+            accuracy = Accuracy(**found | {"ulps": tuple(found["ulps"].values())}) if found else None
+            rows.append(Result(**row | {"dims": tuple(row["dims"]), "timing": timing, "accuracy": accuracy}))
+        roof = Roof(**data["roof"]) if data["roof"] else None
+        return cls(data["device"], data["mode"], roof, tuple(rows), data["environment"])
+
     def to_json(self) -> dict[str, Any]:
         """The whole comparison, for `json.dumps`."""
         rows = [asdict(row) for row in self.results]

@@ -94,6 +94,11 @@ def test_the_page_in_a_browser(scheme: str, tmp_path: Path) -> None:
         assert found["lengths"] == pytest.approx(expected, abs=0.02)
 
 
+def test_a_comparison_can_be_read_again() -> None:
+    found = comparison()
+    assert Comparison.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
 def test_the_page_needs_no_other_file() -> None:
     page = render(comparison())
     assert not re.search(r"<script|<link|<img|<iframe|src=|href=|url\(|@import|https?://", page)
