@@ -179,8 +179,8 @@ def test_factors_of_rows_are_those_of_the_result(exact: bool) -> None:
     if exact:
         assert torch.equal(weighted.float(), expected)
     else:
-        # Both results were rounded to bfloat16, and sums of float32 that nearly cancel differ by more.
-        limit = expected.abs() * 2.0**-8 + 1e-5 * d.float().abs().max() * factors.abs()[:, None]
+        # Both results were rounded to bfloat16, by 1 / 256 at most. Sums of float32 that nearly cancel differ by more.
+        limit = expected.abs() * (2.02 / 256) + 1e-5 * d.float().abs().max() * factors.abs()[:, None]
         assert bool(((weighted.float() - expected).abs() <= limit).all())
 
 
