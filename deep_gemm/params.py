@@ -231,10 +231,11 @@ class ScaledGroupedParams(ScaledParams):
 @dataclass(frozen=True)
 class QuantizeParams(KernelParams):
     """The params of a cast to FP8: the input's ``dtype``, and fields of `QuantizeSpec`. ``gathered``: an index says
-    which rows are cast."""
+    which rows are cast. ``factors``: the scales of each row are multiplied by a factor."""
 
     dtype: str = "bf16"
     plain: str = "row"
     transposed: str = "none"
     gated: bool = False
     gathered: bool = False
+    factors: bool = False

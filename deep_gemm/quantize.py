@@ -19,6 +19,10 @@ Common arguments:
   ``rows(x[rows])``, but x is read once and not copied: tokens go to their experts and become FP8 in one pass. A number
   that is no row of x, such as -1, gives a row of zeros: padding. Only `rows` gathers; the other casts raise
   UnsupportedError.
+- ``factors``: float32, contiguous, one for each row of the result, on the device of x. Row i stands for the row times
+  ``factors[i]``, and so does row i of a GEMM's result: a router's weights cost no launch. Only the stored scales are
+  multiplied, each by one float32 operation; values have the same bytes as without. Not with ``use_ue8m0``. Only `rows`
+  has factors; the other casts raise UnsupportedError.
 - ``row_major``: fresh scales of 1 x 128 are row-major. Otherwise they are MN-major, and GEMMs read them without a
   further launch.
 
@@ -53,14 +57,19 @@ def rows(
     gated: bool = False,
     row_major: bool = False,
     rows: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Quantized:
     """One scale for each row per 128 columns: values (M, K), scales (M, ceil(K / 128)). Operand A of `fp8_gemm_nt`.
     With ``rows``, M is its length."""
     out = out if out is not None else _empty(x, "row", gated, row_major=row_major, index=rows)
-    if rows is None:
+    if rows is None and factors is None:
         ops.plain(x, out, "row", "none", use_ue8m0, epsilon, gated)
-    else:
+    elif factors is None:
         ops.gathered(x, rows, out, "row", "none", use_ue8m0, epsilon, gated)
+    elif rows is None:
+        ops.factored(x, factors, out, "row", "none", use_ue8m0, epsilon, gated)
+    else:
+        ops.gathered_factored(x, rows, factors, out, "row", "none", use_ue8m0, epsilon, gated)
     return out
 
 
@@ -73,10 +82,11 @@ def columns(
     gated: bool = False,
     row_major: bool = False,
     rows: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Quantized:
     """`rows` of the transpose of x: values (K, M), scales (K, ceil(M / 128)). An operand of a weight gradient, whose K
     is the number of tokens."""
-    _refuse_index(rows)
+    _refuse_operands_of_rows(rows, factors)
     out = out if out is not None else _empty(x, "column", gated, transposed=True, row_major=row_major)
     ops.transposed(x, out, "none", "column", use_ue8m0, epsilon, gated)
     return out
@@ -91,9 +101,10 @@ def rows_and_columns(
     gated: bool = False,
     row_major: bool = False,
     rows: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """The results of `rows` and `columns`, from one pass over x."""
-    _refuse_index(rows)
+    _refuse_operands_of_rows(rows, factors)
     first, second = (
         out
         if out is not None
@@ -113,9 +124,10 @@ def blocks(
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
     rows: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Quantized:
     """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`."""
-    _refuse_index(rows)
+    _refuse_operands_of_rows(rows, factors)
     out = out if out is not None else _empty(x, "tile")
     ops.plain(x, out, "tile", "none", use_ue8m0, epsilon, False)
     return out
@@ -128,10 +140,11 @@ def blocks_transposed(
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
     rows: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Quantized:
     """`blocks` of the transpose of x: values (K, M), scales (ceil(K / 128), ceil(M / 128)). Weights for the gradient of
     a layer's input."""
-    _refuse_index(rows)
+    _refuse_operands_of_rows(rows, factors)
     out = out if out is not None else _empty(x, "tile", transposed=True)
     ops.transposed(x, out, "none", "tile", use_ue8m0, epsilon, False)
     return out
@@ -144,9 +157,10 @@ def blocks_and_transpose(
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
     rows: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """The results of `blocks` and `blocks_transposed`, from one pass over x."""
-    _refuse_index(rows)
+    _refuse_operands_of_rows(rows, factors)
     first, second = out if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
     return first, second
@@ -187,11 +201,16 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
     return quantisation.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
 
 
-def _refuse_index(rows: object) -> None:
+def _refuse_operands_of_rows(rows: object, factors: object) -> None:
     if rows is not None:
         raise UnsupportedError(
             "rows must be None: only quantize.rows gathers rows. The other casts have scales for 128 rows, which would "
             "come from different places of x. Pass x[rows] instead of x."
+        )
+    if factors is not None:
+        raise UnsupportedError(
+            "factors must be None: only quantize.rows multiplies rows by factors. The other casts have scales for 128 "
+            "rows, and each row a factor of its own. Multiply x by them before the cast, or the result of the GEMM."
         )
 
 

@@ -161,7 +161,7 @@ class QuantizeSpec:
     (both of the input matrix), or all; with "none" there is no such output. ``gated``: the input has twice as many
     columns, and silu(left half) * right half is cast. ``epsilon``, as the bits of a float32, is the least magnitude
     from which a scale is computed. If ``source_rows`` is given, the ``rows`` rows are gathered by an index from a
-    matrix with so many.
+    matrix with so many. ``factors``: stored scales are multiplied by a factor of each of the ``rows`` rows.
     """
 
     rows: int
@@ -173,6 +173,7 @@ class QuantizeSpec:
     epsilon: int = 0
     power_of_two: bool = False
     source_rows: int | None = None
+    factors: bool = False
 
     def __str__(self) -> str:
         return f"quantising {self.rows} x {self.columns} elements of {self.dtype}"

@@ -127,7 +127,10 @@ def run_casts() -> bool:
         function(x)
     many = torch.randn(8192, 656, device="cuda").bfloat16()  # other tiles than few rows
     for source in (x, many):
-        quantize.rows(source, rows=torch.arange(-1, 8000, dtype=torch.int32, device="cuda"))
+        index = torch.arange(-1, 8000, dtype=torch.int32, device="cuda")
+        quantize.rows(source, rows=index)
+        quantize.rows(source, rows=index, factors=torch.rand(len(index), device="cuda"))
+        quantize.rows(source, gated=True, factors=torch.rand(len(source), device="cuda"))
     quantize.rows(many)
     (a, sfa), (b, sfb) = quantize.rows(x), quantize.rows(y, row_major=True)
     d, same = (torch.empty(200, 330, device="cuda") for _ in range(2))

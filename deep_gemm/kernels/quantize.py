@@ -72,6 +72,10 @@ class Quantize(Kernel[QuantizeConfig]):
             return f"it writes no {spec.plain} scales with {spec.transposed} scales of the transpose"
         if spec.source_rows is not None and not _is_of_rows(spec.plain, spec.transposed):
             return "it gathers rows only where each row has scales of its own"
+        if spec.factors and not _is_of_rows(spec.plain, spec.transposed):
+            return "it multiplies rows by factors only where each row has scales of its own"
+        if spec.factors and spec.power_of_two:
+            return "scales that are multiplied by factors are no powers of two"
         return None
 
     def configs(self, arch: ArchSpec) -> Iterator[QuantizeConfig]:
@@ -113,6 +117,7 @@ class Quantize(Kernel[QuantizeConfig]):
             transposed=spec.transposed,
             gated=spec.gated,
             gathered=spec.source_rows is not None,
+            factors=spec.factors,
         )
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -120,8 +125,8 @@ class Quantize(Kernel[QuantizeConfig]):
         p = self._of(params)
         config = _config(p)
         kind = "rows" if _is_of_rows(p.plain, p.transposed) else "tile"
-        gated, gathered = ("true" if chosen else "false" for chosen in (p.gated, p.gathered))
-        rows = [gated, gathered, *config.tile, config.num_threads]
+        gated, gathered, factored = ("true" if chosen else "false" for chosen in (p.gated, p.gathered, p.factors))
+        rows = [gated, gathered, factored, *config.tile, config.num_threads]
         tile = [_BLOCKS[p.plain], _BLOCKS[p.transposed], gated, config.num_threads]
         template = ", ".join(map(str, [_SOURCES[p.dtype], *(rows if kind == "rows" else tile)]))
         return {
@@ -131,6 +136,7 @@ class Quantize(Kernel[QuantizeConfig]):
             "ctas_per_sm": config.ctas_per_sm,
             "index": "index" if p.gathered else "nullptr",
             "source_rows": "source_rows" if p.gathered else "rows",
+            "factors": "factors" if p.factors else "nullptr",
             "plain_output": _output("", p.plain),
             "transposed_output": _output("t_", p.transposed),
         }
@@ -140,6 +146,7 @@ class Quantize(Kernel[QuantizeConfig]):
         p = self._of(params)
         index = Argument("index", "const u32*", operand="rows")
         gathered = (index, Argument("source_rows", "u32")) if p.gathered else ()
+        factors = (Argument("factors", "const float*", operand="factors"),) if p.factors else ()
         outputs: list[Argument] = []
         for prefix, blocks in (("", p.plain), ("t_", p.transposed)):
             if blocks != "none":
@@ -156,6 +163,7 @@ class Quantize(Kernel[QuantizeConfig]):
             Argument("rows", "u32"),
             Argument("columns", "u32"),
             *gathered,
+            *factors,
             Argument("band", "u32"),
             Argument("epsilon", "u32"),
             Argument("power_of_two", "u32"),
@@ -166,7 +174,8 @@ class Quantize(Kernel[QuantizeConfig]):
         self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Casts operand "x", (rows, columns) or (rows, 2 * columns) with contiguous rows, to "values" and "scales", and
-        its transpose to "t_values" and "t_scales". Operand "rows", if there is one, says which rows of "x"."""
+        its transpose to "t_values" and "t_scales". Operand "rows", if there is one, says which rows of "x"; operand
+        "factors" multiplies their scales."""
         if not isinstance(spec, QuantizeSpec):
             raise TypeError(f"{self.name} casts matrices, but it was asked for {spec}")
         values: dict[str, Any] = {
@@ -197,6 +206,7 @@ class Quantize(Kernel[QuantizeConfig]):
         parts = [
             "quantize",
             "gathered" if p.gathered else "",
+            "factored" if p.factors else "",
             "silu" if p.gated else "",
             p.dtype,
             p.plain if p.plain != "none" else "",
@@ -215,6 +225,8 @@ class Quantize(Kernel[QuantizeConfig]):
             *(QuantizeSpec(8192, 8192, "bf16", "row", "none", True, source_rows=rows) for rows in (None, 1)),
             *(QuantizeSpec(rows, 8192, "bf16", "row", "none", source_rows=1) for rows in (1, 8192)),
             *(QuantizeSpec(1, 8192, dtype, "row", "none") for dtype in DTYPES),
+            *(QuantizeSpec(rows, 8192, "bf16", "row", "none", True, factors=True) for rows in (1, 8192)),
+            *(QuantizeSpec(rows, 8192, "bf16", "row", "none", source_rows=1, factors=True) for rows in (1, 8192)),
             QuantizeSpec(1, 8192, "bf16", "row", "none", True),
             QuantizeSpec(8192, 8192, "f32", "row", "column"),
         ]

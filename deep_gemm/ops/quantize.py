@@ -41,13 +41,14 @@ class QuantizeOperands:
 
 class Quantize(Operation):
     """See ``deep_gemm.quantize``. ``plain`` and ``transposed`` say which outputs there are. ``gathered``: an index says
-    which rows of x are cast."""
+    which rows of x are cast. ``factored``: the scales of each row are multiplied by a factor."""
 
-    def __init__(self, plain: bool, transposed: bool, gathered: bool = False) -> None:
+    def __init__(self, plain: bool, transposed: bool, gathered: bool = False, factored: bool = False) -> None:
         self.written = (*(["plain"] if plain else []), *(["transposed"] if transposed else []))
-        self.read = ("x", "rows") if gathered else ("x",)
+        self.read = ("x", *(["rows"] if gathered else []), *(["factors"] if factored else []))
         prefixes = {"plain": "", "transposed": "t_"}
-        self.name = ("quantize gathered " if gathered else "quantize ") + " and ".join(self.written)
+        kinds = [*(["gathered"] if gathered else []), *(["factored"] if factored else [])]
+        self.name = " ".join(["quantize", *kinds, " and ".join(self.written)])
         options = "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated"
         self.parameters = (*self.read, *self.written, *options)
         self.operands = {name: name for name in self.read}
@@ -71,7 +72,7 @@ class Quantize(Operation):
             values, scales = checks.pair(output, given[output])
             named |= {f"the {output} values": values, f"the {output} scales": scales}
         for name, tensor in named.items():
-            checks.check_plain(name, tensor, (1,) if name == "rows" else (2,))
+            checks.check_plain(name, tensor, (1,) if name in ("rows", "factors") else (2,))
         device = checks.check_devices(named)
         x = named["x"]
         if x.dtype not in DTYPES:
@@ -82,6 +83,9 @@ class Quantize(Operation):
         if index is not None:
             check_index(index)
         rows = source_rows if index is None else index.shape[0]
+        factors = named.get("factors")
+        if factors is not None:
+            check_factors(factors, rows, use_ue8m0)
         if gated and columns % 2:
             raise InvalidInputError(
                 f"x must have an even number of columns if gated: two halves, but it is {shape_of(x)}."
@@ -110,6 +114,7 @@ class Quantize(Operation):
             epsilon=struct.unpack("<I", struct.pack("<f", abs(epsilon)))[0],  # -0.0 has a sign
             power_of_two=use_ue8m0,
             source_rows=None if index is None else source_rows,
+            factors=factors is not None,
         )
         return QuantizeOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
@@ -144,6 +149,8 @@ class Quantize(Operation):
             for prefix, blocks in (("", x.spec.plain), ("t_", x.spec.transposed)):
                 if blocks != "none":
                     values, scales = cast_blocks(source, *_BLOCK[blocks], x.spec.power_of_two, epsilon)
+                    if "factors" in x.tensors:
+                        scales = scales * x.tensors["factors"][:, None]
                     found = (values.t(), scales.t()) if prefix else (values, scales)
                     x.tensors[f"{prefix}values"].view(torch.uint8).copy_(found[0].view(torch.uint8))
                     x.tensors[f"{prefix}scales"].copy_(found[1])
@@ -158,6 +165,29 @@ def check_index(rows: Tensor) -> None:
     if rows.numel() > 1 and rows.stride(0) != 1:
         raise InvalidInputError(
             f"rows must be contiguous, but it has the stride {rows.stride(0)}. Pass rows.contiguous()."
+        )
+
+
+def check_factors(factors: Tensor, rows: int, use_ue8m0: bool) -> None:
+    """Refuse factors that are not float32, not contiguous, or not one for each row of the result, and factors of
+    scales that must be powers of two."""
+    if factors.dtype != torch.float32:
+        raise InvalidInputError(
+            f"factors must be torch.float32, as the scales that they multiply, but it is {factors.dtype}. Pass "
+            "factors.float()."
+        )
+    if factors.shape[0] != rows:
+        raise InvalidInputError(
+            f"factors must have one for each of the {rows} rows of the result, but it has {factors.shape[0]}."
+        )
+    if rows > 1 and factors.stride(0) != 1:
+        raise InvalidInputError(
+            f"factors must be contiguous, but it has the stride {factors.stride(0)}. Pass factors.contiguous()."
+        )
+    if use_ue8m0:
+        raise InvalidInputError(
+            "factors must be None if use_ue8m0 is True: scales times factors are no powers of two. Leave use_ue8m0 "
+            "False, or multiply the result of the GEMM."
         )
 
 
@@ -206,6 +236,7 @@ def empty_output(
 
 
 plain, transposed, both = (entry(Quantize(*outputs)) for outputs in ((True, False), (False, True), (True, True)))
-gathered = entry(Quantize(True, False, gathered=True))
+gathered, factored = entry(Quantize(True, False, gathered=True)), entry(Quantize(True, False, factored=True))
+gathered_factored = entry(Quantize(True, False, gathered=True, factored=True))
 """Arguments: x, one or two outputs, the blocks of both ("none" for one that is absent), use_ue8m0, epsilon, gated.
-``gathered`` has the index of rows after x."""
+After x, those that gather have the index of rows, and then those with factors have the factors."""

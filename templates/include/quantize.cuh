@@ -7,13 +7,15 @@
 enum Source : u32 { kSourceBf16, kSourceF16, kSourceF32 };
 
 // The matrix to cast: rows are `stride` elements apart. With kGathered, row i of the cast is row index[i] of the matrix, which has
-// `source_rows`; it is zeros if there is no such row.
+// `source_rows`; it is zeros if there is no such row. With kFactored, the scales that are stored for row i are those of its values
+// times factors[i].
 struct QuantizedInput {
   const u8* elements;
   i64 stride;
   u32 rows, columns;
   const u32* index;
   u32 source_rows;
+  const float* factors;
 };
 
 // An output: values, whose rows are `stride` bytes apart, and scales with any strides. `odd`: the last bits of the addresses.

@@ -141,21 +141,67 @@ def test_gathering_from_a_matrix_without_rows() -> None:
     assert same(scales, sf)
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_factors_multiply_the_scales_and_leave_the_values(dtype: torch.dtype, gated: bool, gathered: bool) -> None:
+    for index, (rows, columns) in enumerate([*SHAPES, (1100, 2100)]):  # the last has other tiles
+        x = awkward(rows, columns * (1 + gated), dtype, index).to(DEVICE)
+        chosen = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE).flip(0) if gathered else None  # one is no row
+        factors = torch.randn(rows + gathered, generator=torch.Generator().manual_seed(rows))
+        for place, special in enumerate((0.0, float("nan"), 1e-38, 3e38, -float("inf"))[: len(factors) // 2]):
+            factors[place] = special
+        values, scales = quantize.rows(x, rows=chosen, factors=factors.to(DEVICE), gated=gated)
+        expected, sf = quantize.rows(x, rows=chosen, gated=gated)
+        assert same(values, expected), f"values of {rows} x {columns}"
+        assert same(scales, sf.cpu() * factors[:, None]), f"scales of {rows} x {columns}"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_factors_of_rows_are_those_of_the_result(exact: bool) -> None:
+    """Of experts, with SwiGLU in the cast. Powers of two leave the same bits; other factors round once more."""
+    m, n, k, experts = 512, 256, 768, 3
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(m, 2 * k, device=DEVICE, generator=generator).bfloat16()
+    weights = [
+        quantize.blocks(torch.randn(n, k, device=DEVICE, generator=generator).bfloat16()) for _ in range(experts)
+    ]
+    b = torch.stack([values for values, _ in weights]), torch.stack([scales for _, scales in weights])
+    labels = (torch.arange(m, device=DEVICE) // 256).int()
+    factors = torch.rand(m, device=DEVICE, generator=generator) - 0.5
+    if exact:
+        factors = torch.exp2(torch.round(8 * factors))
+    d, weighted = (torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(quantize.rows(hidden, gated=True), b, d, labels)
+    a = quantize.rows(hidden, gated=True, factors=factors)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, weighted, labels)
+    expected = d.float() * factors[:, None]
+    if exact:
+        assert torch.equal(weighted.float(), expected)
+    else:
+        # Both results were rounded to bfloat16, by 1 / 256 at most. Sums of float32 that nearly cancel differ by more.
+        limit = expected.abs() * (2.02 / 256) + 1e-5 * d.float().abs().max() * factors.abs()[:, None]
+        assert bool(((weighted.float() - expected).abs() <= limit).all())
+
+
 @cuda_only
-def test_an_index_that_another_kernel_has_just_written() -> None:
-    """The index is read after the kernels before it have finished, in a graph too."""
+def test_operands_that_another_kernel_has_just_written() -> None:
+    """The index and the factors are read after the kernels before have finished, in a graph too."""
     x = torch.randn(64, 512, device=DEVICE).bfloat16()
     index = torch.zeros(300, dtype=torch.int32, device=DEVICE)
-    out = quantize.rows(x, rows=index)
+    factors = torch.zeros(300, device=DEVICE)
+    out = quantize.rows(x, rows=index, factors=factors)
     graph = torch.cuda.CUDAGraph()
     steps = torch.arange(300, dtype=torch.int32, device=DEVICE)
     with torch.cuda.graph(graph):
         torch.remainder(steps, 65, out=index)
-        quantize.rows(x, rows=index, out=out)
+        torch.add(steps, 0.5, out=factors)
+        quantize.rows(x, rows=index, factors=factors, out=out)
     graph.replay()
     torch.cuda.synchronize()
-    alone = quantize.rows(torch.cat([x, torch.zeros_like(x[:1])])[index.long()])
-    assert all(same(mine, theirs) for mine, theirs in zip(out, alone, strict=True))
+    values, scales = quantize.rows(torch.cat([x, torch.zeros_like(x[:1])])[index.long()])
+    assert same(out[0], values)
+    assert same(out[1], scales * (steps + 0.5)[:, None])
 
 
 @pytest.mark.parametrize("pair", ["rows_and_columns", "blocks_and_transpose"])

@@ -139,11 +139,34 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "values on the index": (lambda: onto_the_index(), "the plain values and rows share memory"),
     "freed": (lambda: quantize.rows(freed()), "x has no memory"),
+    "factors of double": (lambda: quantize.rows(x(), factors=factors().double()), "factors must be torch.float32"),
+    "factors that are a list": (lambda: quantize.rows(x(), factors=[1.0]), "factors must be a torch.Tensor"),
+    "factors in a column": (lambda: quantize.rows(x(), factors=factors()[:, None]), "factors must have 1 dimensions"),
+    "factors with gaps": (lambda: quantize.rows(x(), factors=factors(2 * M)[::2]), "factors must be contiguous, .* 2"),
+    "factors that were freed": (lambda: quantize.rows(x(), factors=freed(factors())), "factors has no memory"),
+    "factors without data": (lambda: quantize.rows(x(), factors=factors().to("meta")), "factors is a meta tensor"),
+    "too few factors": (lambda: quantize.rows(x(), factors=factors(5)), "one for each of the 130 rows .* it has 5"),
+    "a factor for each row of x": (
+        lambda: quantize.rows(x(), rows=index(), factors=factors()),
+        "one for each of the 5 rows of the result, but it has 130",
+    ),
+    "factors and powers of two": (
+        lambda: quantize.rows(x(), factors=factors(), use_ue8m0=True),
+        "factors must be None if use_ue8m0 is True",
+    ),
+    "scales on the factors": (
+        lambda: quantize.rows(x(), factors=(s := factors(M * 3))[:M], out=(torch.empty(M, K).to(E4M3), s.view(M, 3))),
+        "the plain scales and factors share memory",
+    ),
 }
 
 
 def index() -> torch.Tensor:
     return torch.tensor([3, 0, -1, M - 1, 3], dtype=torch.int32)
+
+
+def factors(rows: int = M) -> torch.Tensor:
+    return torch.rand(rows, generator=torch.Generator().manual_seed(1))
 
 
 def onto_the_index() -> Any:
@@ -189,21 +212,63 @@ def test_gathering_is_one_launch(gpu: FakeGpu) -> None:
     assert (launched.spec.rows, launched.spec.source_rows) == (5, M)
 
 
-def test_another_index_is_not_the_same_call(gpu: FakeGpu) -> None:
-    source, out = x(), quantize.rows(x(), rows=index())
-    for chosen in (index(), index(), index()):
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(width=32), max_size=20), st.booleans(), st.booleans())
+def test_factors_multiply_the_scales(given: list[float], gathered: bool, gated: bool) -> None:
+    factors, source = torch.tensor(given, dtype=torch.float32), x(30, 272)
+    chosen = torch.arange(28, 28 - len(given), -1, dtype=torch.int32) if gathered else None
+    source = source if gathered else source[: len(given)]
+    values, scales = quantize.rows(source, rows=chosen, factors=factors, gated=gated)
+    expected, sf = quantize.rows(source, rows=chosen, gated=gated)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+    # Products of two float32 are exact in float64, and are rounded once.
+    exact = (sf.double() * factors.double()[:, None]).float()
+    torch.testing.assert_close(scales, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_factors_are_read_by_the_same_launch(gpu: FakeGpu, gathered: bool) -> None:
+    source, chosen, given = x(), index() if gathered else None, factors(5 if gathered else M)
+    quantize.rows(source, rows=chosen, factors=given)
+    (launched,) = gpu.launched
+    assert launched.at["factors"] == given.data_ptr()
+    assert ("rows" in launched.at) == gathered
+    assert launched.spec.factors
+
+
+@pytest.mark.parametrize("operand", ["rows", "factors"])
+def test_another_index_or_other_factors_are_not_the_same_call(gpu: FakeGpu, operand: str) -> None:
+    source, out = x(5), quantize.rows(x(5))
+    makers: dict[str, Callable[[], torch.Tensor]] = {"rows": index, "factors": lambda: factors(5)}
+    for _ in range(3):
+        given = makers[operand]()
         for _ in range(2):
-            quantize.rows(source, rows=chosen, out=out)
-            assert gpu.launched[-1].at["rows"] == chosen.data_ptr()
+            quantize.rows(source, out=out, **{operand: given})
+            assert gpu.launched[-1].at[operand] == given.data_ptr()
+
+
+def test_fake_operands_are_checked_and_not_touched() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        source, chosen = torch.empty(M, K, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int32)
+        values, scales = quantize.rows(source, rows=chosen, factors=torch.empty(5))
+        assert (values.shape, scales.shape) == ((5, K), (5, 3))
+        with pytest.raises(InvalidInputError, match="one for each of the 5 rows"):
+            quantize.rows(source, rows=chosen, factors=torch.empty(M))
+        with pytest.raises(InvalidInputError, match="on one device"):
+            quantize.rows(source, factors=torch.empty(M, device="cuda"))
 
 
 OTHERS = ("columns", "rows_and_columns", "blocks", "blocks_transposed", "blocks_and_transpose")
 
 
 @pytest.mark.parametrize("cast", OTHERS)
-def test_only_rows_are_gathered(cast: str) -> None:
+def test_only_rows_are_gathered_and_have_factors(cast: str) -> None:
     with pytest.raises(UnsupportedError, match=r"only quantize.rows gathers rows.*Pass x\[rows\]"):
         getattr(quantize, cast)(x(), rows=index())
+    with pytest.raises(UnsupportedError, match=r"factors must be None: only quantize.rows.*Multiply x by them"):
+        getattr(quantize, cast)(x(), factors=factors())
 
 
 CHOSEN = [

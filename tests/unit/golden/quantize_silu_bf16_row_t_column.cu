@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     const u32 odd = static_cast<u32>(reinterpret_cast<u64>(values) | static_cast<u64>(stride)) & 15;
     return QuantizedOutput{values, stride, scales, scale_stride_row, scale_stride_column, odd};
   };
-  const QuantizedInput from{input, input_stride, rows, columns, nullptr, rows};
+  const QuantizedInput from{input, input_stride, rows, columns, nullptr, rows, nullptr};
   const ScaleRule rule{epsilon, power_of_two != 0};
   __shared__ Kernel::Shared shared;
   Kernel::run(from, band, rule, output(values, stride, scales, scale_stride_row, scale_stride_column), output(t_values, t_stride, t_scales, t_scale_stride_row, t_scale_stride_column), shared);
