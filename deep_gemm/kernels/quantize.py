@@ -49,10 +49,11 @@ TILES = QuantizeConfig(128, 128, 256, ctas_per_sm=4)
 TILES_OF_FLOATS = QuantizeConfig(128, 128, 512, ctas_per_sm=2)
 ROWS_OF_FLOATS = QuantizeConfig(64, 128, 256, ctas_per_sm=4)
 FEW_ROWS = QuantizeConfig(1, 1024, 128, ctas_per_sm=8)
+SOME_ROWS = QuantizeConfig(2, 1024, 128, ctas_per_sm=8)
 
-FEW = 1 << 20
-"""Elements up to which rows are cast by `FEW_ROWS`. Larger tiles would leave SMs idle; on an H100 they were faster from
-256 rows of 7168 on."""
+FEW, SOME = 1 << 18, 1 << 20
+"""Elements up to which rows are cast by `FEW_ROWS` and `SOME_ROWS`: larger tiles would leave SMs idle. On an H100 these
+were fastest for up to 16 rows of 7168, and for 64; from 256 on larger tiles were."""
 
 
 class Quantize(Kernel[QuantizeConfig]):
@@ -80,7 +81,7 @@ class Quantize(Kernel[QuantizeConfig]):
 
     def configs(self, arch: ArchSpec) -> Iterator[QuantizeConfig]:
         """See `worthwhile`."""
-        yield from (TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS)
+        yield from (TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS, SOME_ROWS)
 
     def illegal(self, config: QuantizeConfig, arch: ArchSpec) -> str | None:
         """None for the configs of `configs`."""
@@ -102,8 +103,9 @@ class Quantize(Kernel[QuantizeConfig]):
         floats = spec.gated or spec.dtype == "f32"
         if not _is_of_rows(spec.plain, spec.transposed):
             return config == (TILES_OF_FLOATS if floats else TILES)
-        if spec.rows * spec.columns <= FEW:
-            return config == FEW_ROWS
+        size = spec.rows * spec.columns
+        if size <= SOME:
+            return config == (FEW_ROWS if size <= FEW else SOME_ROWS)
         return config == (ROWS_OF_FLOATS if floats else TILES)
 
     def params(self, spec: Spec, config: QuantizeConfig, arch: ArchSpec) -> QuantizeParams:
@@ -227,7 +229,8 @@ class Quantize(Kernel[QuantizeConfig]):
             *(QuantizeSpec(1, 8192, dtype, "row", "none") for dtype in DTYPES),
             *(QuantizeSpec(rows, 8192, "bf16", "row", "none", True, factors=True) for rows in (1, 8192)),
             *(QuantizeSpec(rows, 8192, "bf16", "row", "none", source_rows=1, factors=True) for rows in (1, 8192)),
-            QuantizeSpec(1, 8192, "bf16", "row", "none", True),
+            *(QuantizeSpec(rows, 8192, "bf16", "row", "none", True) for rows in (1, 64)),
+            QuantizeSpec(64, 8192, "bf16", "row", "none"),
             QuantizeSpec(8192, 8192, "f32", "row", "column"),
         ]
         return [self.params(spec, self.chosen(spec), SM90) for spec in specs]

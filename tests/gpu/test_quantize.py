@@ -90,7 +90,7 @@ _is_worthwhile = Quantize.worthwhile  # tests replace it
 
 def serves(spec: QuantizeSpec, config: QuantizeConfig) -> bool:
     """Whether calls use this config for casts of this kind, of whatever size."""
-    return any(_is_worthwhile(KERNEL, replace(spec, rows=rows, columns=1024), config) for rows in (1, 1 << 20))
+    return any(_is_worthwhile(KERNEL, replace(spec, rows=rows, columns=1024), config) for rows in (1, 512, 1 << 20))
 
 
 @pytest.mark.parametrize("config", list(KERNEL.configs(SM90)), ids=KERNEL.describe)

@@ -17,6 +17,7 @@ from deep_gemm.kernels.quantize import (
     FEW_ROWS,
     KERNEL,
     ROWS_OF_FLOATS,
+    SOME_ROWS,
     TILES,
     TILES_OF_FLOATS,
     QuantizeConfig,
@@ -273,7 +274,8 @@ def test_only_rows_are_gathered_and_have_factors(cast: str) -> None:
 
 CHOSEN = [
     ((1, 7168), "bf16", ("row", "none"), False, FEW_ROWS),
-    ((64, 7168), "f32", ("row", "none"), True, FEW_ROWS),
+    ((36, 7168), "f16", ("row", "none"), False, FEW_ROWS),
+    ((64, 7168), "f32", ("row", "none"), True, SOME_ROWS),
     ((8192, 7168), "f16", ("row", "none"), False, TILES),
     ((8192, 7168), "bf16", ("row", "none"), True, ROWS_OF_FLOATS),
     ((1, 7168), "bf16", ("row", "column"), False, TILES),

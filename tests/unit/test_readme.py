@@ -82,7 +82,7 @@ def test_generated_parts_are_up_to_date() -> None:
 
 def test_charts_show_the_rows_of_today(tmp_path: Path) -> None:
     assert doc_charts.outdated(ROOT / "docs" / "charts", RESULTS) == [], "run: make readme"
-    assert len(doc_charts.outdated(tmp_path, RESULTS)) == 2 * len(doc_charts.EVERY), "missing ones are seen"
+    assert len(doc_charts.outdated(tmp_path, RESULTS)) == 2 * len(doc_charts.EVERY) + 1, "missing ones are seen"
 
 
 def test_a_chart_of_other_rows_is_out_of_date() -> None:
