@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -16,7 +17,10 @@ import pytest
 
 from deep_gemm import engine, kernels
 from deep_gemm.jit import Binary, Builder, sass
+from deep_gemm.jit.binary import BuildRequest
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
+from deep_gemm.jit.compilers.base import common_flags
+from deep_gemm.jit.compilers.nvrtc import Nvrtc
 from deep_gemm.params import FP8Config, KernelParams, UprightConfig
 from deep_gemm.settings import settings
 
@@ -33,6 +37,27 @@ def open_compiler(kind: str) -> Compiler:
     if usable is None:
         pytest.skip("; ".join(f"{f.path}: {f.why}" for f in found) or "nvcc is not installed")
     return Nvcc(usable.path)
+
+
+_FAST = (12, 9)
+"""The first NVRTC with `--Ofast-compile`."""
+
+
+def fast_ptx(nvrtc: Compiler, request: BuildRequest, headers: Path) -> bytes:
+    """PTX of a kernel, hardly optimised, in a fraction of a second. It shows whether code compiles, and whether two
+    versions differ. Raises ValueError with the compiler's log."""
+    assert isinstance(nvrtc, Nvrtc)
+    library, program = nvrtc._open(), ctypes.c_void_p()
+    options = ["--gpu-architecture=compute_90a", "-default-device", *common_flags(), f"--include-path={headers}"]
+    options += ["--Ofast-compile=max"] if nvrtc.version >= _FAST else []
+    array = (ctypes.c_char_p * len(options))(*map(os.fsencode, options))
+    library.nvrtcCreateProgram(ctypes.byref(program), request.source.encode(), b"kernel.cu", 0, None, None)
+    try:
+        if library.nvrtcCompileProgram(program, len(options), array):
+            raise ValueError(nvrtc._get(program, "ProgramLog", "kernel.cu", options).decode())
+        return nvrtc._get(program, "PTX", "kernel.cu", options)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from half_mutations import KERNELS, MUTATIONS, Mutation
 from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, one_of_a_wide_tile, open_compiler
 
-from deep_gemm import engine, kernels
-from deep_gemm.jit import Builder
+from deep_gemm import kernels
 from deep_gemm.kernels import sm90_half_gemm, sm90_half_swapped
 from deep_gemm.params import HalfParams, KernelParams
 
@@ -43,12 +41,6 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
             return started[kind][params].result()
 
         yield built
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    """A builder of kernels without mutations, which builds each once."""
-    return Builder(tmp_path_factory.mktemp("sound"), open_compiler("nvrtc"))
 
 
 def pairs(cases: list[HalfParams]) -> list[Any]:
@@ -102,11 +94,3 @@ def test_the_main_loop_is_products_and_a_barrier(
     loop = main_loop(builds(kind, params).sass)
     assert len(moves_to_uniform(loop)) <= 2
     assert len(loop) < 70
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_mutation_applies_once_and_changes_the_code(mutation: Mutation, sound: Builder, tmp_path: Path) -> None:
-    """The mutations of tests/gpu/test_half_mutations.py."""
-    request = engine.build_request(KERNELS[mutation.kernels[0]])
-    broken = Builder(tmp_path / "broken", open_compiler("nvrtc"), mutation.headers(tmp_path / "include"))
-    assert broken.build(request).cubin != sound.build(request).cubin
