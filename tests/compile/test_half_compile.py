@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
