@@ -19,8 +19,8 @@ from deep_gemm.jit import default_builder
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.log import reset_warnings
 
-SHAPES = [GemmShape(m, 576, 7168) for m in (1, 64, 256)]
-TOTAL = len(build.choose(SHAPES).kernels)  # for three products on each GPU model, and the transpose of scales
+SHAPES = [GemmShape(m, 576, 512) for m in (1, 64)]  # these compile fast
+TOTAL = len(build.choose(SHAPES).kernels)  # for two products on each GPU model, and the transpose of scales
 FIRST = len(build.choose(SHAPES[:1]).kernels)
 
 
@@ -65,7 +65,7 @@ def worker(shared_worker: Executor) -> Callable[..., Executor]:
 @contextmanager
 def dask_pool(**environment: str) -> Iterator[Executor]:
     distributed = pytest.importorskip("distributed")
-    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
+    options: dict[str, Any] = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None, "silence_logs": 40}
     with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
         client.run(set_environment, {"DG_JIT_USE_NVRTC": "1", **environment})
         with client.get_executor() as pool:
@@ -125,7 +125,7 @@ class Deadly(Executor):
 
 
 def test_a_worker_that_dies_costs_nothing_but_time(caplog: pytest.LogCaptureFixture, cache_dir: Path) -> None:
-    with process_pool() as pool, caplog.at_level(logging.WARNING, "deep_gemm"):
+    with process_pool(1) as pool, caplog.at_level(logging.WARNING, "deep_gemm"):
         summary = build.precompile(SHAPES, executor=Deadly(pool))
     assert (len(summary.outcomes), summary.failed) == (TOTAL, [])
     assert DiskCache(cache_dir).info()["entries"] == TOTAL

@@ -6,10 +6,11 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_builds import KINDS, Built, build_all, main_loop, moves_to_uniform, one_of_a_wide_tile, open_compiler
+from kernel_builds import KINDS, Built, build_all, for_nvcc, main_loop, moves_to_uniform, open_compiler
 
 from deep_gemm import kernels
 from deep_gemm.kernels import sm90_half_gemm, sm90_half_swapped
@@ -23,19 +24,19 @@ def entry(params: KernelParams) -> str:
     return kernels.get(params.kernel).entry(params)
 
 
-KERNELS_OF = {"nvrtc": CASES, "nvcc": one_of_a_wide_tile(CASES)}
+KERNELS_OF = {"nvrtc": CASES, "nvcc": for_nvcc(CASES)}
 """The cases for each compiler. NVCC gets few, because NVRTC has the same optimiser and assembler."""
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, KernelParams], Built]]:
+def builds(kernels_root: Path) -> Iterator[Callable[[str, KernelParams], Built]]:
     """Kernels built by a compiler."""
     with contextlib.ExitStack() as stack:
         started: dict[str, dict[KernelParams, Future[Built]]] = {}
 
         def built(kind: str, params: KernelParams) -> Built:
             if kind not in started:
-                work = build_all(open_compiler(kind), tmp_path_factory.mktemp(kind), KERNELS_OF[kind])
+                work = build_all(open_compiler(kind), kernels_root, KERNELS_OF[kind])
                 started[kind] = stack.enter_context(work)
             return started[kind][params].result()
 

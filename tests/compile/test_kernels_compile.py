@@ -18,12 +18,12 @@ from kernel_builds import (
     KINDS,
     Built,
     build_all,
+    for_nvcc,
     fp8,
     in_one_bank,
     kept_operands,
     loaded_maps,
     moves_to_uniform,
-    one_of_a_wide_tile,
     open_compiler,
     starts_before_it_stores,
     stores_by_tma,
@@ -87,8 +87,7 @@ LOOPS = [
     )
 ]
 
-ONE_OF_A_TILE = one_of_a_wide_tile(CASES)
-KERNELS = {"nvrtc": list(dict.fromkeys(CASES + LOOPS)), "nvcc": list(dict.fromkeys(ONE_OF_A_TILE + LOOPS))}
+KERNELS = {"nvrtc": list(dict.fromkeys(CASES + LOOPS)), "nvcc": list(dict.fromkeys(for_nvcc(CASES) + LOOPS[::4]))}
 
 
 def entry(params: KernelParams) -> str:
@@ -101,14 +100,14 @@ def compiler(request: pytest.FixtureRequest) -> Compiler:
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, KernelParams], Built]]:
+def builds(kernels_root: Path) -> Iterator[Callable[[str, KernelParams], Built]]:
     """Kernels built by a compiler. All kernels for a compiler are compiled when the first one is needed."""
     with contextlib.ExitStack() as stack:
         started: dict[str, dict[KernelParams, Future[Built]]] = {}
 
         def built(kind: str, params: KernelParams) -> Built:
             if kind not in started:
-                work = build_all(open_compiler(kind), tmp_path_factory.mktemp(kind), KERNELS[kind])
+                work = build_all(open_compiler(kind), kernels_root, KERNELS[kind])
                 started[kind] = stack.enter_context(work)
             return started[kind][params].result()
 

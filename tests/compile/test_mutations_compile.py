@@ -13,7 +13,7 @@ import mutations
 import pytest
 import scaled_mutations
 from headers import edited_headers
-from kernel_builds import fast_ptx, open_compiler
+from kernel_builds import open_compiler, ptx
 from mutation import Mutation
 
 from deep_gemm import engine
@@ -44,9 +44,9 @@ def nvrtc() -> Compiler:
 
 
 @pytest.fixture(scope="module")
-def sound(nvrtc: Compiler) -> Callable[[KernelParams], bytes]:
+def sound(nvrtc: Compiler) -> Callable[[KernelParams], str]:
     """PTX of a kernel without mutations."""
-    return functools.cache(lambda params: fast_ptx(nvrtc, engine.build_request(params), include_dir()))
+    return functools.cache(lambda params: ptx(nvrtc, engine.build_request(params), include_dir(), fast=True))
 
 
 @pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__)
@@ -63,11 +63,11 @@ def test_an_edit_that_fits_nowhere_or_twice_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "mutation"), EACH, ids=lambda it: getattr(it, "name", None) or it.__name__)
 def test_it_applies_once_compiles_and_changes_the_code(
-    module: Any, mutation: Mutation, nvrtc: Compiler, sound: Callable[[KernelParams], bytes], tmp_path: Path
+    module: Any, mutation: Mutation, nvrtc: Compiler, sound: Callable[[KernelParams], str], tmp_path: Path
 ) -> None:
     """Whether a mutant still launches, and is wrong, only a GPU can tell."""
     headers = mutation.headers(tmp_path / "include")
     changed = [p.name for p in include_dir().glob("*.cuh") if p.read_bytes() != (headers / p.name).read_bytes()]
     assert changed == [mutation.file]
     params = one_in_turn(module, mutation)
-    assert fast_ptx(nvrtc, engine.build_request(params), headers) != sound(params)
+    assert ptx(nvrtc, engine.build_request(params), headers, fast=True) != sound(params)
