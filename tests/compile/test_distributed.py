@@ -96,8 +96,8 @@ def test_wrong_bytes_are_refused_and_compiled_here(ranks: Ranks, tmp_path: Path,
 
 
 def test_ranks_that_die(ranks: Ranks, tmp_path: Path) -> None:
-    """A rank that is dead at the start costs no time. One that dies while it compiles costs at most the timeout. Last in
-    this file, since only two ranks are left."""
+    """A rank that is dead at the start costs no time. One that dies while it compiles costs at most the timeout. Last,
+    since only two ranks are left."""
     assert ranks.run(jobs(tmp_path / "warm", []))[3] is not None
     ranks.processes[3].kill()
     ranks.processes[3].join()
