@@ -67,7 +67,10 @@ class Built:
     """A kernel and its disassembly."""
 
     binary: Binary
-    sass: str
+
+    @functools.cached_property
+    def sass(self) -> str:
+        return sass(self.binary.cubin)
 
     @functools.cached_property
     def loop(self) -> list[str]:
@@ -82,8 +85,7 @@ def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iter
     builder = Builder(root, compiler)
 
     def build(params: KernelParams) -> Built:
-        binary = builder.build(engine.build_request(params))
-        return Built(binary, sass(binary.cubin))
+        return Built(builder.build(engine.build_request(params)))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {params: pool.submit(build, params) for params in cases}

@@ -47,6 +47,7 @@ from deep_gemm.spec import align
 # 16-bit GEMMs are in test_half_compile.py.
 FOUND = [kernel for kernel in kernels.registry().values() if kernel.mma_instruction != "HGMMA"]
 CASES = [params for kernel in FOUND for params in kernel.cases()]
+FIRST_OF_EACH = list({params.kernel: params for params in reversed(CASES)}.values())
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
 STATIC_SHARED = {
     "transpose_scales": 32 * 65 * 4,
@@ -136,7 +137,12 @@ def test_nothing_is_spilled_or_serialised(built: Built, params: KernelParams) ->
     # There are no module variables, which the driver would have to allocate and relocate at each load.
     assert b".nv.global" not in built.binary.cubin
     assert b".nv.constant4" not in built.binary.cubin
-    # There is no local memory in any form: loads and stores, or indexed arrays of registers.
+
+
+@each(FIRST_OF_EACH)
+def test_code_agrees_with_what_ptxas_reports(built: Built, params: KernelParams) -> None:
+    """A kernel without a stack has no local memory in any form: loads and stores, or indexed arrays of registers."""
+    assert built.binary.resources.stack == 0
     assert re.findall(r"\b(?:LDL|STL|LDLM|STLM)\b.*", built.sass) == []
     instruction = kernels.get(params.kernel).mma_instruction
     assert instruction in built.sass
