@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import forks_with_torch
 
 from deep_gemm.aot import build
 from deep_gemm.aot.workload import GemmShape
@@ -40,9 +40,8 @@ def set_environment(values: dict[str, str]) -> None:
 
 @contextmanager
 def process_pool(workers: int = 2, **environment: str) -> Iterator[Executor]:
-    context = multiprocessing.get_context("spawn")
     own = {"DG_JIT_USE_NVRTC": "1", **environment}
-    with ProcessPoolExecutor(workers, context, initializer=set_environment, initargs=(own,)) as pool:
+    with ProcessPoolExecutor(workers, forks_with_torch(), initializer=set_environment, initargs=(own,)) as pool:
         yield pool
 
 
