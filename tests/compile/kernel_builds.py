@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from cover import cover
+from listings import Listings
 
 from deep_gemm import engine, kernels
-from deep_gemm.jit import Binary, Builder, sass
+from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.binary import BuildRequest
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
 from deep_gemm.jit.compilers.base import common_flags
@@ -67,10 +68,11 @@ class Built:
     """A kernel and its disassembly."""
 
     binary: Binary
+    listings: Listings
 
-    @functools.cached_property
+    @property
     def sass(self) -> str:
-        return sass(self.binary.cubin)
+        return self.listings.of(self.binary.cubin)
 
     @functools.cached_property
     def loop(self) -> list[str]:
@@ -82,10 +84,12 @@ class Built:
 def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iterator[dict[KernelParams, Future[Built]]]:
     """Futures of all cases compiled by ``compiler``, as many at a time as there are cores. A case that fails to compile
     fails only the tests that use it."""
-    builder = Builder(root, compiler)
+    builder, listings = Builder(root, compiler), Listings()
 
     def build(params: KernelParams) -> Built:
-        return Built(builder.build(engine.build_request(params)))
+        binary = builder.build(engine.build_request(params))
+        listings.expect(binary.cubin)
+        return Built(binary, listings)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {params: pool.submit(build, params) for params in cases}
