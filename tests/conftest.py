@@ -45,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
     config.stash[SCRATCH] = scratch
     config.pluginmanager.register(GpuRecord(TESTS / "gpu"))
+    if hasattr(config.option, "loadscopereorder"):
+        # Side by side, files begin in the order of collection, not those with most tests first.
+        config.option.loadscopereorder = False
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -59,7 +62,9 @@ def pytest_report_header() -> str:
     return f"deep_gemm: {origin}; gpu tests: {'run' if reason is None else f'skipped, {reason}'}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # side by side: long files first, so that no process ends long after the others
+        items.sort(key=lambda item: item.path.parent.name != "compile")
     for item in items:
         kind = item.path.relative_to(TESTS).parts[0]
         if kind in ("gpu", "compile"):

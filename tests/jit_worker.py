@@ -144,7 +144,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     random.Random(job.get("seed", 0)).shuffle(sources)
     print("ready", flush=True)
     while "gate" in job and not Path(job["gate"]).exists():
-        time.sleep(0.01)  # dozens of processes wait here, while others need the CPU to start
+        time.sleep(0.03)  # dozens of processes wait here, while others need the CPU to start
     if job.get("fork"):
         build = Builder(root, compiler, include)
         return {"child": fork_while_locked(build, *(jit_fakes.request(source=source) for source in sources))}

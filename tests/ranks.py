@@ -11,10 +11,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 Job = dict[str, Any]
+
+
+def forks_with_torch() -> ForkServerContext:
+    """Processes forked from one that has imported torch, and nothing else of this one: importing it takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "deep_gemm.aot.distributed"])
+    return context
 
 
 class Ranks:
@@ -24,7 +32,7 @@ class Ranks:
         import torch.distributed as dist
 
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = forks_with_torch()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):

@@ -18,6 +18,7 @@ from deep_gemm.jit.cache.locks import held
 
 # Anything younger may still be in use by a compiler, so it is no leftover. Writers sweep after the same time.
 LEFTOVER_SECONDS = 3600.0
+_GONE = "it was replaced or removed meanwhile"
 
 Progress = Callable[[int, int], None]
 
@@ -168,9 +169,11 @@ def _glance(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Sele
     size, used = size_of(path), _last_use(path)
     state, reason = "sound", ""
     if not os.path.lexists(path / entries.META):
-        young = time.time() - used <= LEFTOVER_SECONDS
-        state = "in use" if young else "leftover"
-        reason = "it is being compiled, or was within the hour" if young else f"no {entries.META}: never completed"
+        state, reason = "in use", "it is being compiled, or was within the hour"
+        if not os.path.lexists(path):
+            reason = _GONE
+        elif time.time() - used > LEFTOVER_SECONDS:
+            state, reason = "leftover", f"no {entries.META}: never completed"
     return Checked(str(path.relative_to(disk.root)), state, reason, size, used, where[1], where[2])
 
 
@@ -193,7 +196,7 @@ def _judge(disk: DiskCache, path: Path, where: tuple[str, str, str], here: Selec
             disk._read(address)
             break
         except FileNotFoundError:
-            return "in use", "it was replaced or removed meanwhile"
+            return "in use", _GONE
         except (OSError, ValueError, RecursionError) as error:
             # As in loading: between two renames of a writer, a good entry can look wrong once.
             if attempt == 2:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cover import cover
+from listings import Listings
 
 from deep_gemm import engine, kernels
-from deep_gemm.jit import Binary, Builder, sass
+from deep_gemm.jit import Binary, Builder
+from deep_gemm.jit.binary import BuildRequest
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
+from deep_gemm.jit.compilers.base import common_flags
+from deep_gemm.jit.compilers.nvrtc import Nvrtc
 from deep_gemm.params import FP8Config, KernelParams, UprightConfig
 from deep_gemm.settings import settings
 
@@ -35,12 +42,37 @@ def open_compiler(kind: str) -> Compiler:
     return Nvcc(usable.path)
 
 
+_FAST = (12, 9)
+"""The first NVRTC with `--Ofast-compile`."""
+
+
+def ptx(nvrtc: Compiler, request: BuildRequest, headers: Path, fast: bool = False) -> str:
+    """PTX of a kernel, without the time that ptxas takes. `fast`: hardly optimised, in a fraction of a second, which
+    shows whether code compiles and whether two versions differ. Raises ValueError with the compiler's log."""
+    assert isinstance(nvrtc, Nvrtc)
+    library, program = nvrtc._open(), ctypes.c_void_p()
+    options = ["--gpu-architecture=compute_90a", "-default-device", *common_flags(), f"--include-path={headers}"]
+    options += ["--Ofast-compile=max"] if fast and nvrtc.version >= _FAST else []
+    array = (ctypes.c_char_p * len(options))(*map(os.fsencode, options))
+    library.nvrtcCreateProgram(ctypes.byref(program), request.source.encode(), b"kernel.cu", 0, None, None)
+    try:
+        if library.nvrtcCompileProgram(program, len(options), array):
+            raise ValueError(nvrtc._get(program, "ProgramLog", "kernel.cu", options).decode())
+        return nvrtc._get(program, "PTX", "kernel.cu", options).decode()
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
 @dataclass(frozen=True)
 class Built:
     """A kernel and its disassembly."""
 
     binary: Binary
-    sass: str
+    listings: Listings
+
+    @property
+    def sass(self) -> str:
+        return self.listings.of(self.binary.cubin)
 
     @functools.cached_property
     def loop(self) -> list[str]:
@@ -52,22 +84,32 @@ class Built:
 def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iterator[dict[KernelParams, Future[Built]]]:
     """Futures of all cases compiled by ``compiler``, as many at a time as there are cores. A case that fails to compile
     fails only the tests that use it."""
-    builder = Builder(root, compiler)
+    builder, listings = Builder(root, compiler), Listings()
 
     def build(params: KernelParams) -> Built:
         binary = builder.build(engine.build_request(params))
-        return Built(binary, sass(binary.cubin))
+        listings.expect(binary.cubin)
+        return Built(binary, listings)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {params: pool.submit(build, params) for params in cases}
         pool.shutdown(cancel_futures=True)
 
 
-def one_of_a_wide_tile(cases: list[KernelParams]) -> list[KernelParams]:
-    """The cases that NVCC compiles too: one of each tile that leaves few registers, and one or more of each kernel that
-    is no GEMM. NVCC and NVRTC have the same optimiser and assembler, but maybe of different versions."""
-    first = {(params.kernel, params.config.tile): params for params in reversed(cases)}
-    return [params for (_, (rows, columns)), params in first.items() if rows * columns >= 128 * 128]
+def for_nvcc(cases: list[KernelParams]) -> list[KernelParams]:
+    """The cases that NVCC compiles too: of tiles that leave few registers, one of each kernel and each kind of scales,
+    C and groups, the largest tiles first. NVCC and NVRTC have the same optimiser and assembler, but maybe of different
+    versions."""
+
+    def area(params: KernelParams) -> int:
+        return math.prod(params.config.tile)
+
+    def kinds(params: KernelParams) -> frozenset[Hashable]:
+        fields = ("kernel", "scaling", "accumulate", "grouping")
+        return frozenset((name, getattr(params, name)) for name in fields if hasattr(params, name))
+
+    wide = sorted((params for params in cases if area(params) >= 128 * 128), key=area, reverse=True)
+    return cover(wide, kinds)
 
 
 def upright(params: KernelParams) -> UprightConfig | None:

@@ -12,7 +12,7 @@ from ranks import Job, Ranks
 from deep_gemm.aot.workload import GemmShape
 
 SIZE = 4
-LIMIT = 8.0
+LIMIT = 12.0
 """Seconds that ranks wait for another rank's kernel: more than a compilation takes on a busy machine."""
 SHAPES = [GemmShape(m, n, 512) for m in (1, 64) for n in (576, 4096)]
 OTHERS = [GemmShape(1, 576, 512), GemmShape(64, 576, 7168)]
@@ -43,6 +43,7 @@ def everything_is_there(answers: list[Any]) -> int:
 
 
 def test_each_kernel_is_compiled_once_in_all_and_is_everywhere(ranks: Ranks, tmp_path: Path) -> None:
+    keys = []
     for call in ("first", "second"):  # the second has empty directories, and must not get the first's published kernels
         answers = ranks.run(jobs(tmp_path / call))
         count = everything_is_there(answers)
@@ -52,12 +53,11 @@ def test_each_kernel_is_compiled_once_in_all_and_is_everywhere(ranks: Ranks, tmp
         layers = sorted(layer for answer in answers for layer in answer["layers"].values())
         assert layers == ["adopted"] * count * (SIZE - 1) + ["compiled"] * count
         assert [answer["warnings"] for answer in answers] == [[]] * SIZE
+        keys.append(ranks.store.num_keys())
+    # Only each rank's count of calls is left in the store.
+    assert keys[0] == keys[1]
     answers = ranks.run(jobs(tmp_path / "first"))
     assert (total(answers), total(answers, "adopted")) == (0, 0)
-    # Only each rank's count of calls is left in the store.
-    before = ranks.store.num_keys()
-    ranks.run(jobs(tmp_path / "third"))
-    assert ranks.store.num_keys() == before
 
 
 def test_a_common_cache_directory(ranks: Ranks, tmp_path: Path) -> None:
@@ -95,30 +95,27 @@ def test_wrong_bytes_are_refused_and_compiled_here(ranks: Ranks, tmp_path: Path,
     assert total(answers) == count + len(bad) * (SIZE - 1)
 
 
-def test_ranks_that_die(tmp_path: Path) -> None:
-    """A rank that is dead at the start costs no time. One that dies while it compiles costs at most the timeout."""
-    ranks = Ranks(SIZE)
-    try:
-        assert ranks.run(jobs(tmp_path / "warm", []))[3] is not None
-        ranks.processes[3].kill()
-        ranks.processes[3].join()
-        answers = ranks.run(jobs(tmp_path / "first", timeout=60.0))
-        assert answers[3] is None
-        assert total(answers) == everything_is_there(answers[:3])
-        assert max(answer["seconds"] for answer in answers[:3]) < 40
-        assert [answer["warnings"] for answer in answers[:3]] == [[]] * 3
+def test_ranks_that_die(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that is dead at the start costs no time. One that dies while it compiles costs at most the timeout. Last,
+    since only two ranks are left."""
+    assert ranks.run(jobs(tmp_path / "warm", []))[3] is not None
+    ranks.processes[3].kill()
+    ranks.processes[3].join()
+    answers = ranks.run(jobs(tmp_path / "first", timeout=60.0))
+    assert answers[3] is None
+    assert total(answers) == everything_is_there(answers[:3])
+    assert max(answer["seconds"] for answer in answers[:3]) < 40
+    assert [answer["warnings"] for answer in answers[:3]] == [[]] * 3
 
-        gate = str(tmp_path / "gate")
-        told = jobs(tmp_path / "second", SHAPES[:3], timeout=LIMIT, after=gate)  # five kernels: one in those hands
-        told[1] |= {"after": None, "sabotage": ("dies building", gate), "jobs": 1}
-        answers = ranks.run(told)
-        assert answers[1] is None
-        left = [answers[0], answers[2]]
-        count = everything_is_there(left)
-        assert total(left) == count + 1
-        for answer in left:
-            assert LIMIT <= answer["seconds"] < 4 * LIMIT
-            (message,) = answer["warnings"]
-            assert message.startswith("1 kernel did not come from other ranks in time, and is built here: ")
-    finally:
-        ranks.stop()
+    gate = str(tmp_path / "gate")
+    told = jobs(tmp_path / "second", SHAPES[:3], timeout=LIMIT, after=gate)  # five kernels: one in those hands
+    told[1] |= {"after": None, "sabotage": ("dies building", gate), "jobs": 1}
+    answers = ranks.run(told)
+    assert answers[1] is None
+    left = [answers[0], answers[2]]
+    count = everything_is_there(left)
+    assert total(left) == count + 1
+    for answer in left:
+        assert LIMIT <= answer["seconds"] < 4 * LIMIT
+        (message,) = answer["warnings"]
+        assert message.startswith("1 kernel did not come from other ranks in time, and is built here: ")

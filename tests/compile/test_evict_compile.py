@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from golden_renders import PLAIN, SWAPPED, find_config, make_params
 from headers import edited_headers
-from kernel_builds import argument_names, loaded_maps, open_compiler
+from kernel_builds import argument_names, loaded_maps, open_compiler, ptx
 
 from deep_gemm import engine
 from deep_gemm.jit.generator import include_dir
@@ -28,17 +28,8 @@ EVICT_FIRST = 0x12F0000000000000
 def loads(config: FP8Config, headers: Path) -> tuple[Counter[str], Counter[str]]:
     """The number of loads in PTX through each tensor map, by the name of the kernel's parameter: loads with the policy,
     and loads without."""
-    params, compiler = make_params(config), open_compiler("nvrtc")
-    request = engine.build_request(params)
-    compiled = compiler.compile(
-        request.name,
-        request.source,
-        "k.cu",
-        list(compiler.flags(request.arch)),
-        headers.absolute(),
-        want_ptx=True,
-    )
-    text = compiled.ptx or ""
+    params = make_params(config)
+    text = ptx(open_compiler("nvrtc"), engine.build_request(params), headers.absolute())
     names = argument_names(params)
     copied = dict(re.findall(r"(?:mov|cvta\.param)\.\w+\s+(%rd\d+), (\w+|%rd\d+);", text))
 

@@ -23,10 +23,10 @@ CONFIGS = [
 ]
 
 
-def zeros_behind_the_first_product(tmp_path: Path, config: FP8Config, headers: Path) -> int:
+def zeros_behind_the_first_product(root: Path, config: FP8Config, headers: Path) -> int:
     """The number of registers that are cleared between a tile's first two groups of products, in the order of the code.
     The code for tiles with one block is elsewhere."""
-    builder = Builder(tmp_path / "cache", open_compiler("nvrtc"), headers)
+    builder = Builder(root, open_compiler("nvrtc"), headers)
     text = sass(builder.build(engine.build_request(make_params(config))).cubin)
     first, second = [found.end() for found in re.finditer(r"GMMA\.[^;]*gsb0", text)][:2]
     found = re.findall(r"\b(CS2R R\d+, SRZ|MOV R\d+, RZ|MOV\.U32 R\d+, RZ, RZ, RZ)", text[first:second])
@@ -34,10 +34,10 @@ def zeros_behind_the_first_product(tmp_path: Path, config: FP8Config, headers: P
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}x{c.cluster_size}")
-def test_a_tile_of_several_blocks_clears_no_sums(tmp_path: Path, config: FP8Config) -> None:
-    assert zeros_behind_the_first_product(tmp_path, config, include_dir()) < 8
+def test_a_tile_of_several_blocks_clears_no_sums(kernels_root: Path, config: FP8Config) -> None:
+    assert zeros_behind_the_first_product(kernels_root, config, include_dir()) < 8
 
 
-def test_it_would_be_seen(tmp_path: Path) -> None:
+def test_it_would_be_seen(kernels_root: Path, tmp_path: Path) -> None:
     headers = edited_headers(tmp_path / "include", "fp8_mainloop.cuh", ('          asm volatile("");', "          "))
-    assert zeros_behind_the_first_product(tmp_path, CONFIGS[2], headers) > 100
+    assert zeros_behind_the_first_product(kernels_root, CONFIGS[2], headers) > 100

@@ -18,21 +18,22 @@ from kernel_builds import (
     KINDS,
     Built,
     build_all,
+    for_nvcc,
     fp8,
     in_one_bank,
     kept_operands,
     loaded_maps,
     moves_to_uniform,
-    one_of_a_wide_tile,
     open_compiler,
     starts_before_it_stores,
     stores_by_tma,
     upright,
 )
+from listings import instructions
 
 from deep_gemm import engine, kernels
 from deep_gemm.errors import CompileError
-from deep_gemm.jit import Builder
+from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir, render
 from deep_gemm.kernels import ffma_bursts as bursts
@@ -48,6 +49,7 @@ from deep_gemm.spec import align
 # 16-bit GEMMs are in test_half_compile.py.
 FOUND = [kernel for kernel in kernels.registry().values() if kernel.mma_instruction != "HGMMA"]
 CASES = [params for kernel in FOUND for params in kernel.cases()]
+FIRST_OF_EACH = list({params.kernel: params for params in reversed(CASES)}.values())
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
 STATIC_SHARED = {
     "transpose_scales": 32 * 65 * 4,
@@ -93,8 +95,7 @@ LOOPS = [
     )
 ]
 
-ONE_OF_A_TILE = one_of_a_wide_tile(CASES)
-KERNELS = {"nvrtc": list(dict.fromkeys(CASES + LOOPS)), "nvcc": list(dict.fromkeys(ONE_OF_A_TILE + LOOPS))}
+KERNELS = {"nvrtc": list(dict.fromkeys(CASES + LOOPS)), "nvcc": list(dict.fromkeys(for_nvcc(CASES) + LOOPS[::4]))}
 
 
 def entry(params: KernelParams) -> str:
@@ -107,14 +108,14 @@ def compiler(request: pytest.FixtureRequest) -> Compiler:
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, KernelParams], Built]]:
+def builds(kernels_root: Path) -> Iterator[Callable[[str, KernelParams], Built]]:
     """Kernels built by a compiler. All kernels for a compiler are compiled when the first one is needed."""
     with contextlib.ExitStack() as stack:
         started: dict[str, dict[KernelParams, Future[Built]]] = {}
 
         def built(kind: str, params: KernelParams) -> Built:
             if kind not in started:
-                work = build_all(open_compiler(kind), tmp_path_factory.mktemp(kind), KERNELS[kind])
+                work = build_all(open_compiler(kind), kernels_root, KERNELS[kind])
                 started[kind] = stack.enter_context(work)
             return started[kind][params].result()
 
@@ -143,12 +144,16 @@ def test_nothing_is_spilled_or_serialised(built: Built, params: KernelParams) ->
     # There are no module variables, which the driver would have to allocate and relocate at each load.
     assert b".nv.global" not in built.binary.cubin
     assert b".nv.constant4" not in built.binary.cubin
-    # There is no local memory in any form: loads and stores, or indexed arrays of registers.
+
+
+@each(FIRST_OF_EACH)
+def test_code_agrees_with_what_ptxas_reports(built: Built, params: KernelParams) -> None:
+    """A kernel without a stack has no local memory in any form: loads and stores, or indexed arrays of registers."""
+    assert instructions(built.sass) == instructions(sass(built.binary.cubin))
+    assert built.binary.resources.stack == 0
     assert re.findall(r"\b(?:LDL|STL|LDLM|STLM)\b.*", built.sass) == []
     instruction = kernels.get(params.kernel).mma_instruction
-    assert instruction in built.sass
-    if not instruction:
-        assert "GMMA" not in built.sass
+    assert instruction in built.sass if instruction else "GMMA" not in built.sass
 
 
 @each(GEMMS)

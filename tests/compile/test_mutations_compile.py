@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grouped_mutations
+import half_mutations
+import mutations
 import pytest
 import scaled_mutations
 from headers import edited_headers
-from kernel_builds import open_compiler
-from mutations import MUTATIONS, Mutation, mutated_kernels
+from kernel_builds import open_compiler, ptx
+from mutation import Mutation
 
 from deep_gemm import engine
-from deep_gemm.jit import Builder
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels import k_group_maps
+from deep_gemm.params import KernelParams
 
-KERNELS = mutated_kernels()
+KERNELS: dict[Any, dict[str, KernelParams]] = {
+    mutations: mutations.mutated_kernels(),
+    scaled_mutations: dict(scaled_mutations.KERNELS),
+    grouped_mutations: {name: kernel.params for name, kernel in grouped_mutations.KERNELS.items()},
+    half_mutations: dict(half_mutations.KERNELS),
+}
+EACH = [(module, mutation) for module in KERNELS for mutation in module.MUTATIONS]
 
 
-def one_in_turn(mutation: Mutation) -> str:
-    """One of the kernels that the mutation breaks. tests/gpu/test_mutations.py compiles and runs all of them."""
-    return mutation.kernels[MUTATIONS.index(mutation) % len(mutation.kernels)]
+def one_in_turn(module: Any, mutation: Mutation) -> KernelParams:
+    """One of the kernels that the mutation breaks. tests/gpu compiles all of them as they are used, and runs them."""
+    if mutation.file == "k_group_maps.cuh":
+        return k_group_maps.KERNEL.cases()[0]
+    return KERNELS[module][mutation.kernels[module.MUTATIONS.index(mutation) % len(mutation.kernels)]]
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +44,14 @@ def nvrtc() -> Compiler:
 
 
 @pytest.fixture(scope="module")
-def sound(nvrtc: Compiler, tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("sound"), nvrtc)
+def sound(nvrtc: Compiler) -> Callable[[KernelParams], str]:
+    """PTX of a kernel without mutations."""
+    return functools.cache(lambda params: ptx(nvrtc, engine.build_request(params), include_dir(), fast=True))
 
 
-def test_names_are_distinct() -> None:
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+@pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__)
+def test_names_are_distinct(module: Any) -> None:
+    assert len({mutation.name for mutation in module.MUTATIONS}) == len(module.MUTATIONS)
 
 
 def test_an_edit_that_fits_nowhere_or_twice_is_an_error(tmp_path: Path) -> None:
@@ -46,36 +61,13 @@ def test_an_edit_that_fits_nowhere_or_twice_is_an_error(tmp_path: Path) -> None:
         edited_headers(tmp_path / "many", "fp8_gemm.cuh", ("u32", ""))
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize(("module", "mutation"), EACH, ids=lambda it: getattr(it, "name", None) or it.__name__)
 def test_it_applies_once_compiles_and_changes_the_code(
-    mutation: Mutation, nvrtc: Compiler, sound: Builder, tmp_path: Path
+    module: Any, mutation: Mutation, nvrtc: Compiler, sound: Callable[[KernelParams], str], tmp_path: Path
 ) -> None:
+    """Whether a mutant still launches, and is wrong, only a GPU can tell."""
     headers = mutation.headers(tmp_path / "include")
     changed = [p.name for p in include_dir().glob("*.cuh") if p.read_bytes() != (headers / p.name).read_bytes()]
     assert changed == [mutation.file]
-    broken = Builder(tmp_path / "broken", nvrtc, headers)
-    request = engine.build_request(KERNELS[one_in_turn(mutation)])
-    mutant, original = broken.build(request), sound.build(request)
-    assert mutant.key != original.key
-    assert mutant.cubin != original.cubin
-    # The mutant must still launch: spills would do no harm, but more registers would.
-    assert mutant.resources.registers <= original.resources.registers
-
-
-@pytest.mark.parametrize("mutation", scaled_mutations.MUTATIONS, ids=lambda mutation: mutation.name)
-def test_so_does_each_of_the_kernel_with_any_scaling(
-    mutation: Mutation, nvrtc: Compiler, sound: Builder, tmp_path: Path
-) -> None:
-    request = engine.build_request(scaled_mutations.KERNELS[mutation.kernels[0]])
-    broken = Builder(tmp_path / "broken", nvrtc, mutation.headers(tmp_path / "include"))
-    assert broken.build(request).cubin != sound.build(request).cubin
-
-
-@pytest.mark.parametrize("mutation", grouped_mutations.MUTATIONS, ids=lambda mutation: mutation.name)
-def test_so_does_each_of_grouped_kernels(mutation: Mutation, nvrtc: Compiler, sound: Builder, tmp_path: Path) -> None:
-    params = grouped_mutations.KERNELS[mutation.kernels[0]].params
-    if mutation.file == "k_group_maps.cuh":
-        params = k_group_maps.KERNEL.cases()[0]
-    request = engine.build_request(params)
-    broken = Builder(tmp_path / "broken", nvrtc, mutation.headers(tmp_path / "include"))
-    assert broken.build(request).cubin != sound.build(request).cubin
+    params = one_in_turn(module, mutation)
+    assert ptx(nvrtc, engine.build_request(params), headers, fast=True) != sound(params)

@@ -36,12 +36,12 @@ def counts_before_prefetch(text: str) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("cluster_k", [1, 2])
 @pytest.mark.parametrize(("family", "block_n"), [(PLAIN, 64), (PLAIN, 224), (SWAPPED, 64)])
 def test_three_blocks_of_weights_come_into_l2_where_there_is_time(
-    compiler: Compiler, tmp_path: Path, family: Kernel[Any], block_n: int, cluster_k: int
+    compiler: Compiler, kernels_root: Path, family: Kernel[Any], block_n: int, cluster_k: int
 ) -> None:
     """CTAs with split K wait for their cluster: they prefetch three blocks, or as many as `IN_L2` allows. Other CTAs do
     so only with early loads, which they know at run time, and otherwise prefetch one block."""
     config = find_config(family, block_n=block_n, cluster_k=cluster_k)
     several = min(3, IN_L2 // (config.block_n * config.block_k))
-    text = sass(Builder(tmp_path, compiler).build(engine.build_request(make_params(config))).cubin)
+    text = sass(Builder(kernels_root, compiler).build(engine.build_request(make_params(config))).cubin)
     least, chosen = counts_before_prefetch(text)
     assert (least, chosen) == (([several], []) if cluster_k > 1 else ([], [several]))

@@ -14,10 +14,10 @@ from deep_gemm.jit import Builder, sass
 from deep_gemm.params import FP8Config
 
 
-def divisions_between_products(tmp_path: Path, config: FP8Config) -> list[str]:
+def divisions_between_products(kernels_root: Path, config: FP8Config) -> list[str]:
     """The integer multiplications for upper halves, which locate a tile in the order, between the first and the last
     wgmma. This part of the code belongs to consumers only."""
-    text = sass(Builder(tmp_path, open_compiler("nvrtc")).build(engine.build_request(make_params(config))).cubin)
+    text = sass(Builder(kernels_root, open_compiler("nvrtc")).build(engine.build_request(make_params(config))).cubin)
     return re.findall(r"IMAD\.HI\.U32", text[text.index("GMMA") : text.rindex("GMMA")])
 
 
@@ -31,10 +31,10 @@ def divisions_between_products(tmp_path: Path, config: FP8Config) -> list[str]:
     ],
     ids=lambda config: f"{config.block_m}x{config.block_n}",
 )
-def test_two_consumers_are_told_their_next_tile(tmp_path: Path, config: FP8Config) -> None:
-    assert divisions_between_products(tmp_path, config) == []
+def test_two_consumers_are_told_their_next_tile(kernels_root: Path, config: FP8Config) -> None:
+    assert divisions_between_products(kernels_root, config) == []
 
 
-def test_one_looks_for_it_itself(tmp_path: Path) -> None:
+def test_one_looks_for_it_itself(kernels_root: Path) -> None:
     """The check above must be able to fail: a lone consumer has these multiplications."""
-    assert divisions_between_products(tmp_path, find_config(block_m=64, block_n=64))
+    assert divisions_between_products(kernels_root, find_config(block_m=64, block_n=64))

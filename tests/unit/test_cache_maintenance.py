@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -129,6 +130,30 @@ def test_delete_looks_again(disk: DiskCache) -> None:
     assert states(disk) == {"22222": "sound"}
 
 
+@pytest.mark.parametrize("before", ["verify looks at it", "delete begins", "delete takes its lock"])
+def test_an_entry_that_another_process_deletes_meanwhile(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """The other process deletes it, and counts it."""
+    bad = add(disk, 2)
+    (bad / "kernel.cubin").write_bytes(b"other")
+
+    def gone_before(name: str) -> None:
+        real = getattr(maintenance, name)
+        monkeypatch.setattr(maintenance, name, lambda *rest: (shutil.rmtree(bad, ignore_errors=True), real(*rest))[1])
+
+    if before == "verify looks at it":
+        gone_before("_glance")
+    found = verify(disk)
+    assert [item.state for item in found] == ["in use" if before == "verify looks at it" else "corrupted"]
+    if before == "delete begins":
+        shutil.rmtree(bad)
+    if before == "delete takes its lock":
+        gone_before("_delete_entry")
+    assert not any(item.done for item in delete_bad(disk, found))
+    assert not bad.exists()
+
+
 def test_a_locked_entry_is_left_to_its_owner(disk: DiskCache) -> None:
     bad = add(disk, 2, days=9)
     (bad / "kernel.cubin").write_bytes(b"other")
@@ -231,12 +256,14 @@ def test_readers_and_writers_during_prune_and_verify(disk: DiskCache) -> None:
     for thread in threads:
         thread.start()
     removed = 0
-    for _ in range(40):
-        removed += sum(item.done for item in prune(disk, max_bytes=0))
-        delete_bad(disk, verify(disk))
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        for _ in range(40):
+            removed += sum(item.done for item in prune(disk, max_bytes=0))
+            delete_bad(disk, verify(disk))
+    finally:  # threads that go on would show in other tests of this process
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert problems == []
     assert removed > 0
 

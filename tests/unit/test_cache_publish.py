@@ -73,10 +73,12 @@ def test_nobody_waits_to_see_what_a_winner_published(root: Path, monkeypatch: py
         raise FileNotFoundError(address)
 
     monkeypatch.setattr(DiskCache, "_read", lagging)
-    looked: list[object] = []
-    real = DiskCache.get
-    monkeypatch.setattr(DiskCache, "get", lambda self, address: looked.append(address) or real(self, address))
-    built = builder(root).build(request())
+    ours, looked = builder(root), []
+    disk = ours.disk()
+    assert disk is not None
+    real = disk.get
+    monkeypatch.setattr(disk, "get", lambda address: looked.append(address) or real(address))
+    built = ours.build(request())
     assert (built.layer, built.cubin) == ("compiled", CUBIN)
     # Looked up before the lock and once inside it, for each driver's directory; not in a loop.
     assert len(looked) <= 4

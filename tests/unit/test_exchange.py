@@ -77,8 +77,8 @@ def test_what_does_not_come_is_waited_for_until_the_deadline(client: Client) -> 
     start = time.monotonic()
     assert not second.wait(0, start + 0.3)
     assert not second.wait(1, start + 0.3)
-    # A FileStore counts in whole seconds.
-    assert 0.2 < time.monotonic() - start < 9.0
+    # A FileStore counts in whole seconds, and a busy machine takes some of its own. A store's own limit is minutes.
+    assert 0.2 < time.monotonic() - start < 30.0
     first.publish(1, binary())
     assert first.wait(1, start)  # a TCPStore does not acknowledge set(): only after this is the value there for others
     assert second.wait(1, start), "after the deadline, what is there already is taken"

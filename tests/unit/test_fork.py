@@ -152,7 +152,7 @@ def test_who_comes_during_a_fork_enters_after_it() -> None:
     thread.start()
     assert not done.wait(0.1)
     waits._after_fork_in_parent()
-    assert done.wait(10)
+    assert done.wait(60)
     thread.join()
 
 

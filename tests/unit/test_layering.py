@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -100,11 +101,15 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@functools.cache
+def whole(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def parse(path: Path) -> ast.Module:
     """The module without what only a type checker imports."""
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if not is_type_checking(node)]
-    return tree
+    return ast.Module([node for node in whole(path).body if not is_type_checking(node)], [])
 
 
 def violations(module: str, tree: ast.AST) -> list[str]:
@@ -162,12 +167,11 @@ def particulars(module: str, tree: ast.AST) -> set[str]:
     return {name for name in names - DTYPES_OF.get(module, set()) if FAMILY.search(name.lower())}
 
 
-@pytest.mark.parametrize(
-    "module", sorted(m for m in FILES if any(m == prefix or m.startswith(prefix + ".") for prefix in CORE))
-)
-def test_the_core_names_no_family_and_no_dtype(module: str) -> None:
+def test_the_core_names_no_family_and_no_dtype() -> None:
     """Another kernel, operation or dtype is a file of its own, and changes none of these modules."""
-    assert particulars(module, parse(FILES[module])) == set()
+    core = [m for m in FILES if any(m == prefix or m.startswith(prefix + ".") for prefix in CORE)]
+    found = {module: particulars(module, parse(FILES[module])) for module in core}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -184,10 +188,10 @@ def test_a_name_of_a_family_is_found(source: str) -> None:
     assert particulars("deep_gemm.engine", ast.parse(source))
 
 
-@pytest.mark.parametrize("module", sorted(m for m in FILES if not m.startswith("deep_gemm.kernels")))
-def test_families_are_found_by_the_registry_alone(module: str) -> None:
+def test_families_are_found_by_the_registry_alone() -> None:
     families = {f"deep_gemm.kernels.{name}" for name in kernels.registry()}
-    assert families.isdisjoint(imports(module, parse(FILES[module])))
+    others = [module for module in FILES if not module.startswith("deep_gemm.kernels")]
+    assert [module for module in others if not families.isdisjoint(imports(module, parse(FILES[module])))] == []
 
 
 def reads_environment(tree: ast.AST) -> bool:
@@ -199,9 +203,11 @@ def reads_environment(tree: ast.AST) -> bool:
     return False
 
 
-@pytest.mark.parametrize("module", sorted(set(FILES) - {"deep_gemm.templates.__init__"}))
-def test_imports_point_one_way(module: str) -> None:
-    assert violations(module, parse(FILES[module])) == []
+def test_imports_point_one_way() -> None:
+    found = {
+        module: violations(module, parse(FILES[module])) for module in set(FILES) - {"deep_gemm.templates.__init__"}
+    }
+    assert {module: what for module, what in found.items() if what} == {}
 
 
 @pytest.mark.parametrize(
@@ -220,23 +226,30 @@ def test_an_arrow_that_points_back_is_found(module: str, source: str) -> None:
     assert violations(module, ast.parse(source))
 
 
-@pytest.mark.parametrize("module", sorted(module for module in FILES if module.startswith("deep_gemm.jit")))
-def test_the_jit_knows_no_torch(module: str) -> None:
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+def knows_torch(tree: ast.AST) -> bool:
+    for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not [name for name in names if name.split(".")[0] == "torch"]
+        if any(name.split(".")[0] == "torch" for name in names):
+            return True
+    return False
 
 
-@pytest.mark.parametrize("module", sorted(set(FILES) - {"deep_gemm.settings"}))
-def test_only_settings_reads_the_environment(module: str) -> None:
-    assert not reads_environment(ast.parse(FILES[module].read_text()))
+JIT = [module for module in FILES if module.startswith("deep_gemm.jit")]
+
+
+def test_the_jit_knows_no_torch() -> None:
+    assert [module for module in JIT if knows_torch(whole(FILES[module]))] == []
+    assert knows_torch(ast.parse("def f():\n    from torch.cuda import is_available"))
+
+
+def test_only_settings_reads_the_environment() -> None:
+    assert [module for module in FILES if reads_environment(whole(FILES[module]))] == ["deep_gemm.settings"]
 
 
 def test_a_read_of_the_environment_is_found() -> None:
     assert reads_environment(ast.parse("import os\nhome = os.environ['HOME']"))
     assert reads_environment(ast.parse("from os import getenv"))
-    assert reads_environment(ast.parse(FILES["deep_gemm.settings"].read_text()))
 
 
 def runs_data(tree: ast.AST) -> bool:
@@ -251,9 +264,8 @@ def runs_data(tree: ast.AST) -> bool:
     return False
 
 
-@pytest.mark.parametrize("module", sorted(module for module in FILES if module.startswith("deep_gemm.jit")))
-def test_nothing_unpickles_or_evaluates(module: str) -> None:
-    assert not runs_data(parse(FILES[module]))
+def test_nothing_unpickles_or_evaluates() -> None:
+    assert [module for module in JIT if runs_data(parse(FILES[module]))] == []
 
 
 @pytest.mark.parametrize("source", ["import pickle", "from marshal import loads", "eval('1')", "exec(text)"])
@@ -269,10 +281,10 @@ def source_files() -> list[Path]:
     return sorted(set(files))
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda path: "/".join(path.parts[-2:]))
-def test_files_stay_small(path: Path) -> None:
-    lines = path.read_text().count("\n")
-    assert lines <= MAX_LINES, f"{path} has {lines} lines: split it, one noun a file"
+def test_files_stay_small() -> None:
+    lines = {path: path.read_text().count("\n") for path in source_files()}
+    long = {str(path): count for path, count in lines.items() if count > MAX_LINES}
+    assert long == {}, "split them, one noun a file"
 
 
 def test_every_package_is_listed_for_installation() -> None:

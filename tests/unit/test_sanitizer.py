@@ -68,6 +68,9 @@ def test_the_tool_is_the_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cuda-sanitizer-api\nVersion: 13.5.25\n")
     paths = "nvidia/cu13/compute-sanitizer/compute-sanitizer", "nvidia/cu13/bin/compute-sanitizer"
     (record / "RECORD").write_text("".join(f"{path},,\n" for path in paths))
+    for path in paths:  # importlib_metadata, which some packages put in the place of Python's own, lists what is there
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert sanitizer.tool() == tmp_path / paths[1]
 
