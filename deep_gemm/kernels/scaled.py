@@ -157,8 +157,8 @@ class ScaledKernel(GemmKernel[ScaledConfigT]):
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """Those of the other FP8 kernels (see ``fp8.py``), with other parameters for scales. TMA loads scales of 1 x
-        128. Threads read all others, with a stride of zero where all rows share one scale."""
+        """The arguments of the other FP8 kernels (see ``fp8.py``), with other parameters for scales. TMA loads scales
+        of 1 x 128. Threads read all others, with a stride of zero where all rows share one scale."""
         p, _ = self.of(params)
         reads = [Argument("c", "const u8*"), Argument("c_stride", "i64")] if p.accumulate == "reads" else []
         scales = {

@@ -32,7 +32,7 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
 
     @property
     def template(self) -> str:
-        """That of the kernel without groups."""
+        """The template of the kernel without groups."""
         return "sm90_fp8_scaled.cu.jinja"
 
     def refuses_groups(self, spec: GemmSpec) -> str | None:
@@ -80,7 +80,8 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
         return isinstance(spec, GemmSpec) and super().worthwhile(groups.one_group(spec), config)
 
     def params(self, spec: Spec, config: ScaledConfig, arch: ArchSpec) -> ScaledGroupedParams:
-        """With the form of the groups and the size of the table, and as many stages as fit beside it."""
+        """See `Kernel.params`. Adds the form of the groups and the size of their table, and takes as many stages as fit
+        beside it."""
         known = super().params(spec, config, arch)
         grouping = groups.as_gemm(spec).grouping
         found = ScaledGroupedParams(
@@ -91,7 +92,7 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
         return groups.fitted(found, arch)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Those of the kernel without groups, and the form of the groups."""
+        """The constants of the kernel without groups, and the form of the groups."""
         p = self.grouped(params)
         return super().constants(params) | {"grouping": groups.GROUPINGS[p.grouping], "segments": p.segments}
 
@@ -102,8 +103,8 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
         return params
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """Those of the kernel without groups, another order of tiles, the groups, and the stride of B's scales from
-        group to group."""
+        """The arguments of the kernel without groups, another order of tiles, the groups, and the stride of B's scales
+        from group to group."""
         return (*groups.with_groups(super().arguments(params)), Argument("scale_b_stride_g", "i64"))
 
     def values(
@@ -140,12 +141,12 @@ class Sm90Fp8Grouped(Sm90Fp8Scaled):
         return groups.launch_shape(gemm, config, self.shared_bytes(params), pdl), values
 
     def features(self, spec: Spec, config: ScaledConfig) -> Features:
-        """Those of about as much work without groups."""
+        """The features of about as much work without groups."""
         gemm = groups.as_gemm(spec)
         return groups.with_weights(super().features(groups.expected(gemm, config), config), gemm, 1)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """With the table of groups."""
+        """The bytes of the kernel without groups, and those of the table of groups."""
         p = self.grouped(params)
         return super().shared_bytes(params) + groups.table_bytes(p.grouping, p.segments)
 

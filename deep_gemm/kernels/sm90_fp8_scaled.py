@@ -114,7 +114,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         return super().adds(spec)
 
     def params(self, spec: Spec, config: ScaledConfig, arch: ArchSpec) -> ScaledParams:
-        """With as many stages as fit beside the output's staging buffers."""
+        """See `Kernel.params`. Takes as many stages as fit beside the output's staging buffers."""
         found = super().params(spec, config, arch)
         return replace(found, config=fitted(config, found.scaling, found.output, arch))
 
