@@ -35,6 +35,7 @@ EVERY: dict[str, tuple[str, str, Callable[[Any, Sequence[Row], chart.Theme], Non
     "fp8-steady-ratio": ("reference", "steady", chart.ratio),
     "fp8-roofline": ("reference", "flush", chart.roofline),
     "fp8-decode": ("reference", "graph", chart.decode),
+    "fp8-h100-flush-ratio": ("fp8-h100", "flush", chart.ratio),
     "fp8-random": ("random", "flush", chart.ratio),
     "bf16-flush-ratio": ("bf16", "flush", chart.ratio),
     "bf16-decode": ("bf16", "graph", chart.decode),

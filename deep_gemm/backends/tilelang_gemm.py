@@ -94,7 +94,7 @@ def fp8(
             a_tile = T.alloc_shared((block_m, block_k), "float8_e4m3fn")
             b_tile = T.alloc_shared((block_n, block_k), "float8_e4m3fn")
             d_tile = T.alloc_shared((block_m, block_n), "bfloat16")
-            scale = T.alloc_shared((block_m,), "float32")
+            scale = T.alloc_fragment((block_m,), "float32")
             part = T.alloc_fragment((block_m, block_n), "float32")
             acc = T.alloc_fragment((block_m, block_n), "float32")
             T.use_swizzle(panel_size=10)

@@ -24,8 +24,10 @@ from deep_gemm.jit.binary import BuildRequest
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
 from deep_gemm.jit.compilers.base import common_flags
 from deep_gemm.jit.compilers.nvrtc import Nvrtc
-from deep_gemm.params import FP8Config, KernelParams, UprightConfig
+from deep_gemm.kernels.quantize import QuantizeConfig
+from deep_gemm.params import FP8Config, KernelParams, QuantizeParams, UprightConfig
 from deep_gemm.settings import settings
+from deep_gemm.spec import align
 
 KINDS = ("nvrtc", "nvcc")
 
@@ -214,3 +216,28 @@ def kept_operands(code: str) -> Iterator[tuple[str, str]]:
     for line, after in itertools.pairwise(lines):
         if re.search(r"\bFFMA R\d+, R\d+(?:\.reuse)?, R\d+\.reuse", line):
             yield line, after
+
+
+STATIC_SHARED = {
+    "transpose_scales": 32 * 65 * 4,
+    "copy_rows": 64 * 66 * 2,
+    "transpose_bytes": 128 * 128,
+    "k_group_maps": 128,
+}
+
+
+def static_shared(params: KernelParams) -> int:
+    """Bytes of static shared memory, which are not part of the launch."""
+    if not isinstance(params, QuantizeParams):
+        return STATIC_SHARED.get(params.kernel, 0)
+    blocks = {params.plain, params.transposed}
+    if blocks == {"row", "none"}:
+        return 0
+    assert isinstance(params.config, QuantizeConfig)
+    warps = params.config.num_threads // 32
+    # The transposed tile, the maxima of each warp for each column, factors of columns, and a maximum for each warp; one
+    # element where one is unused.
+    maximum = 4 if params.gated or params.dtype == "f32" else 2
+    found = 128 * 128 if params.transposed != "none" else 16
+    found += warps * 128 * maximum + 128 * 4 if "column" in blocks else 16 + 4
+    return align(found + (warps * 4 if "tile" in blocks else 4), 16)

@@ -26,6 +26,7 @@ from kernel_builds import (
     moves_to_uniform,
     open_compiler,
     starts_before_it_stores,
+    static_shared,
     stores_by_tma,
     upright,
 )
@@ -39,41 +40,16 @@ from deep_gemm.jit.generator import include_dir, render
 from deep_gemm.kernels import ffma_bursts as bursts
 from deep_gemm.kernels import fp8 as fp8_module
 from deep_gemm.kernels import sm90_fp8_gemm
-from deep_gemm.kernels.quantize import QuantizeConfig
 from deep_gemm.kernels.tiles import segments
 from deep_gemm.log import log
-from deep_gemm.params import KernelParams, QuantizeParams
+from deep_gemm.params import KernelParams
 from deep_gemm.settings import settings
-from deep_gemm.spec import align
 
 # 16-bit GEMMs are in test_half_compile.py.
 FOUND = [kernel for kernel in kernels.registry().values() if kernel.mma_instruction != "HGMMA"]
 CASES = [params for kernel in FOUND for params in kernel.cases()]
 FIRST_OF_EACH = list({params.kernel: params for params in reversed(CASES)}.values())
 GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
-STATIC_SHARED = {
-    "transpose_scales": 32 * 65 * 4,
-    "copy_rows": 64 * 66 * 2,
-    "transpose_bytes": 128 * 128,
-    "k_group_maps": 128,
-}
-
-
-def static_shared(params: KernelParams) -> int:
-    """Bytes of static shared memory, which are not part of the launch."""
-    if not isinstance(params, QuantizeParams):
-        return STATIC_SHARED.get(params.kernel, 0)
-    blocks = {params.plain, params.transposed}
-    if blocks == {"row", "none"}:
-        return 0
-    assert isinstance(params.config, QuantizeConfig)
-    warps = params.config.num_threads // 32
-    # The transposed tile, the maxima of each warp for each column, factors of columns, and a maximum for each warp; one
-    # element where one is unused.
-    maximum = 4 if params.gated or params.dtype == "f32" else 2
-    found = 128 * 128 if params.transposed != "none" else 16
-    found += warps * 128 * maximum + 128 * 4 if "column" in blocks else 16 + 4
-    return align(found + (warps * 4 if "tile" in blocks else 4), 16)
 
 
 # Descriptors of operands must stay in uniform registers. If ptxas believes that a loop count is divergent, it keeps
