@@ -298,3 +298,19 @@ def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k:
     assert groups.skips_padding(spec, make_config(128, 256)) is skips
     contiguous = m_grouped.spec("e4m3", "contiguous", count * rows, 6144, k, count, 132, alignment=128)
     assert groups.skips_padding(contiguous, make_config(128, 256)) is skips
+
+
+@pytest.mark.parametrize(
+    ("form", "count", "rows", "k", "evicted"),
+    [
+        ("masked", 6, 20, 2048, 1),
+        ("masked", 6, 20, 7168, 0),  # 264 MB
+        ("masked", 32, 20, 2048, 0),
+        ("masked", 6, 100, 2048, 0),  # two rows of tiles read B
+        ("contiguous", 6, 20, 2048, 0),
+    ],
+)
+def test_weights_that_are_read_once_leave_l2_first(form: str, count: int, rows: int, k: int, evicted: int) -> None:
+    expected = {"expected_m": rows} if form == "masked" else {}
+    spec = m_grouped.spec("e4m3", form, 4096, 6144, k, count, 132, alignment=128, **expected)
+    assert groups.evict_first(spec, make_config(64, 128)) == evicted
