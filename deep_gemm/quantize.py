@@ -17,12 +17,11 @@ Common arguments:
 - ``gated``: cast silu(left half of x) * right half, computed in float32, instead of x.
 - ``rows``: int32, contiguous, of any length R, on the device of x. Row i of the result is row ``rows[i]`` of x, as in
   ``rows(x[rows])``, but x is read once and not copied: tokens go to their experts and become FP8 in one pass. A number
-  that is no row of x, such as -1, gives a row of zeros: padding. Only `rows` gathers; the other casts raise
-  UnsupportedError.
+  that is no row of x, such as -1, gives a row of zeros: padding. Only the function `rows` gathers.
 - ``factors``: float32, contiguous, one for each row of the result, on the device of x. Row i stands for the row times
   ``factors[i]``, and so does row i of a GEMM's result: a router's weights cost no launch. Only the stored scales are
-  multiplied, each by one float32 operation; values have the same bytes as without. Not with ``use_ue8m0``. Only `rows`
-  has factors; the other casts raise UnsupportedError.
+  multiplied, each by one float32 operation; values have the same bytes as without. Not with ``use_ue8m0``. Only the
+  function `rows` has factors.
 - ``row_major``: fresh scales of 1 x 128 are row-major. Otherwise they are MN-major, and GEMMs read them without a
   further launch.
 
@@ -38,7 +37,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch, quantisation
-from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import checks
 from deep_gemm.ops import quantize as ops
 from deep_gemm.quantisation import AMAX_MIN
@@ -81,12 +80,9 @@ def columns(
     epsilon: float = AMAX_MIN,
     gated: bool = False,
     row_major: bool = False,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
 ) -> Quantized:
     """`rows` of the transpose of x: values (K, M), scales (K, ceil(M / 128)). An operand of a weight gradient, whose K
     is the number of tokens."""
-    _refuse_operands_of_rows(rows, factors)
     out = out if out is not None else _empty(x, "column", gated, transposed=True, row_major=row_major)
     ops.transposed(x, out, "none", "column", use_ue8m0, epsilon, gated)
     return out
@@ -100,11 +96,8 @@ def rows_and_columns(
     epsilon: float = AMAX_MIN,
     gated: bool = False,
     row_major: bool = False,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """The results of `rows` and `columns`, from one pass over x."""
-    _refuse_operands_of_rows(rows, factors)
     first, second = (
         out
         if out is not None
@@ -123,11 +116,8 @@ def blocks(
     out: Quantized | None = None,
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
 ) -> Quantized:
     """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`."""
-    _refuse_operands_of_rows(rows, factors)
     out = out if out is not None else _empty(x, "tile")
     ops.plain(x, out, "tile", "none", use_ue8m0, epsilon, False)
     return out
@@ -139,12 +129,9 @@ def blocks_transposed(
     out: Quantized | None = None,
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
 ) -> Quantized:
     """`blocks` of the transpose of x: values (K, M), scales (ceil(K / 128), ceil(M / 128)). Weights for the gradient of
     a layer's input."""
-    _refuse_operands_of_rows(rows, factors)
     out = out if out is not None else _empty(x, "tile", transposed=True)
     ops.transposed(x, out, "none", "tile", use_ue8m0, epsilon, False)
     return out
@@ -156,11 +143,8 @@ def blocks_and_transpose(
     out: tuple[Quantized, Quantized] | None = None,
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """The results of `blocks` and `blocks_transposed`, from one pass over x."""
-    _refuse_operands_of_rows(rows, factors)
     first, second = out if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
     return first, second
@@ -199,19 +183,6 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
         ops.plain(x, out, "tile", "none", use_ue8m0, AMAX_MIN, False)
         return out
     return quantisation.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
-
-
-def _refuse_operands_of_rows(rows: object, factors: object) -> None:
-    if rows is not None:
-        raise UnsupportedError(
-            "rows must be None: only quantize.rows gathers rows. The other casts have scales for 128 rows, which would "
-            "come from different places of x. Pass x[rows] instead of x."
-        )
-    if factors is not None:
-        raise UnsupportedError(
-            "factors must be None: only quantize.rows multiplies rows by factors. The other casts have scales for 128 "
-            "rows, and each row a factor of its own. Multiply x by them before the cast, or the result of the GEMM."
-        )
 
 
 def _empty(

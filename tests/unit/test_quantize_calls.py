@@ -11,7 +11,7 @@ from gpu_fakes import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import InvalidInputError, UnsupportedError, quantisation, quantize
+from deep_gemm import InvalidInputError, quantisation, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import (
     FEW_ROWS,
@@ -259,17 +259,6 @@ def test_fake_operands_are_checked_and_not_touched() -> None:
             quantize.rows(source, rows=chosen, factors=torch.empty(M))
         with pytest.raises(InvalidInputError, match="on one device"):
             quantize.rows(source, factors=torch.empty(M, device="cuda"))
-
-
-OTHERS = ("columns", "rows_and_columns", "blocks", "blocks_transposed", "blocks_and_transpose")
-
-
-@pytest.mark.parametrize("cast", OTHERS)
-def test_only_rows_are_gathered_and_have_factors(cast: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"only quantize.rows gathers rows.*Pass x\[rows\]"):
-        getattr(quantize, cast)(x(), rows=index())
-    with pytest.raises(UnsupportedError, match=r"factors must be None: only quantize.rows.*Multiply x by them"):
-        getattr(quantize, cast)(x(), factors=factors())
 
 
 CHOSEN = [
