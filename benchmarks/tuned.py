@@ -101,7 +101,8 @@ def remember(path: Path, stale: bool = False) -> Counter[str]:
     for row in survey.load([path]):
         asked, device = ranked_as(survey.spec_of(shape_of(row), arch.num_sms)), row.get("device")
         ranked = select.rank(asked, arch, calibration.of(str(device)))
-        names = {_name(each.config, replace(asked, m=1, n=128, k=128, expected_m=0)): each.config for each in ranked}
+        offered = [each.config for each in ranked] + select.legal(asked, arch)
+        names = {_name(config, replace(asked, m=1, n=128, k=128, expected_m=0)): config for config in offered}
         if row["mode"] != "flush":
             counts["left out, not single calls"] += 1
         elif not isinstance(device, str) or not device:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import arch as archs
 from . import engine, options
-from .errors import CompileError
+from .errors import CompileError, DeepGemmError
 from .jit.forking import ForkLock
 from .log import log, warn_once
 from .operation import Operation, Step, Work
@@ -127,7 +127,13 @@ def _times(
         launch = engine.launch(plan, step.strides, _addresses(step, places), stream)
         return Single(launch, flush, tuple(places.values()))
 
-    return times_of({config: timer(config) for config in built}, built[0], ROUNDS)
+    timers = {built[0]: timer(built[0])}
+    for config in built[1:]:
+        try:
+            timers[config] = timer(config)
+        except DeepGemmError as error:
+            log.debug("%s is not measured: %s", config, error)
+    return times_of(timers, built[0], ROUNDS) if len(timers) > 1 else {}
 
 
 def _addresses(step: Step, places: Mapping[str, Tensor]) -> dict[str, int]:

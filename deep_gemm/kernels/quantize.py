@@ -71,6 +71,8 @@ class Quantize(Kernel[QuantizeConfig]):
             return f"it casts bf16, f16 and f32, not {spec.dtype}"
         if spec.transposed == "row" or spec.plain == spec.transposed == "none":
             return f"it writes no {spec.plain} scales with {spec.transposed} scales of the transpose"
+        if {spec.plain, spec.transposed} == {"column", "tile"}:
+            return "it writes scales of columns and of tiles in separate launches"
         if spec.source_rows is not None and not _is_of_rows(spec.plain, spec.transposed):
             return "it gathers rows only where each row has scales of its own"
         if spec.factors and not _is_of_rows(spec.plain, spec.transposed):

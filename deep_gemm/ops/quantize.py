@@ -193,10 +193,10 @@ def check_factors(factors: Tensor, rows: int, use_ue8m0: bool) -> None:
 
 def gathered_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Rows ``rows`` of x; zeros for a number that is no row of x."""
+    if not x.shape[0]:
+        return x.new_zeros((rows.shape[0], x.shape[1]))
     known = (rows >= 0) & (rows < x.shape[0])
-    found = x.new_zeros((rows.shape[0], x.shape[1]))
-    found[known] = x[rows[known].long()]
-    return found
+    return x[rows.clamp(0, x.shape[0] - 1).long()].masked_fill(~known[:, None], 0)
 
 
 def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = False) -> tuple[int, int]:

@@ -159,4 +159,9 @@ def _serving(kernel: str, arch: ArchSpec) -> tuple[GemmConfig, ...]:
 def legal(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """Every legal config that can run ``spec``, fast or slow: for surveys and tuners."""
     families = kernels.for_spec(spec, arch)
-    return [config for kernel in families for config in kernel.legal(arch) if kernel.runs(spec, config)]
+    return [config for kernel in families for config in _legal(kernel.name, arch) if kernel.runs(spec, config)]
+
+
+@functools.cache
+def _legal(kernel: str, arch: ArchSpec) -> tuple[GemmConfig, ...]:
+    return tuple(kernels.get(kernel).legal(arch))

@@ -133,8 +133,11 @@ def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration, device: str) 
 
 
 def worth_measuring(spec: GemmSpec, arch: ArchSpec, calibration: Calibration, device: str) -> list[Choice]:
-    """The `TOP` first configs of `rank`, and the `BEYOND` first of all other legal ones by the model."""
+    """The `TOP` first configs of `rank`, and the `BEYOND` first of all other legal ones by the model. Only the former
+    if they were measured before."""
     asked, first = ranked_as(spec), rank(spec, arch, calibration, device)[:TOP]
+    if first[0].measured_us:
+        return first
     taken = {choice.config for choice in first}
     others = [config for config in legal(asked, arch) if config not in taken]
     return first + order(asked, others, calibration)[:BEYOND]
@@ -187,6 +190,8 @@ def timed(record: Record, arch: ArchSpec, calibration: Calibration) -> Timed[Gem
     except UnsupportedError:
         return None
     configs = {known[name]: us for name, us in record.times.items() if name in known}
+    if not configs:
+        return None
 
     def modelled(config: GemmConfig) -> float:
         return float(parts(features(record.spec, config), calibration.speed)["total"])

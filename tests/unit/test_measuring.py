@@ -14,7 +14,7 @@ from gpu_fakes import FakeGpu, FakeLaunch, calls_behind
 import deep_gemm
 from deep_gemm import arch, calls, engine, measuring, options, select, settings
 from deep_gemm.arch import SM90
-from deep_gemm.errors import CompileError, UnsupportedError
+from deep_gemm.errors import CompileError, DriverError, UnsupportedError
 from deep_gemm.ops import half_dense
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import tuner
@@ -37,6 +37,8 @@ class Timers:
         """The operands of the first config, before anything was timed."""
         self.broken: Callable[[GemmConfig], bool] = lambda config: False
         """Which configs do not compile."""
+        self.unloadable: Callable[[GemmConfig], bool] = lambda config: False
+        """Which configs cannot be loaded or launched."""
         self.planned: list[GemmConfig] = []
         """The configs of the plans that calls made."""
         self.capturing = False
@@ -66,6 +68,8 @@ class Timers:
         return self.gpu.plan(spec, device)
 
     def forced_plan(self, spec: GemmSpec, config: GemmConfig, device: int) -> Any:
+        if self.unloadable(config):
+            raise DriverError("it does not load")
         return SimpleNamespace(spec=spec, config=config)
 
     def launch(self, plan: Any, strides: Any, at: Mapping[str, int], stream: int, constant: bool = False) -> FakeLaunch:
@@ -236,6 +240,15 @@ def test_configs_that_do_not_compile_are_left_out(timers: Timers) -> None:
     with deep_gemm.tuning() as found:
         deep_gemm.bf16_gemm_nt(*operands(200))
     assert (found, len(timers.gpu.launched)) == ([], 2)
+
+
+def test_configs_that_cannot_be_loaded_are_left_out(timers: Timers) -> None:
+    asked: list[GemmConfig] = []
+    timers.unloadable = lambda config: asked.append(config) or len(asked) == 3  # type: ignore[func-returns-value]
+    with deep_gemm.tuning() as found:
+        deep_gemm.bf16_gemm_nt(*operands())
+    assert asked[2] not in found[0].times
+    assert len(found[0].times) == len(asked) - 1
 
 
 def test_without_memory_for_copies_the_model_decides(

@@ -261,6 +261,12 @@ def test_fake_operands_are_checked_and_not_touched() -> None:
             quantize.rows(source, factors=torch.empty(M, device="cuda"))
 
 
+def test_columns_and_tiles_are_separate_launches() -> None:
+    """Their factors would share a place in the kernel."""
+    for blocks in (("column", "tile"), ("tile", "column")):
+        assert "separate launches" in str(KERNEL.refuses(QuantizeSpec(8, 8, "bf16", *blocks)))
+
+
 CHOSEN = [
     ((1, 7168), "bf16", ("row", "none"), False, FEW_ROWS),
     ((36, 7168), "f16", ("row", "none"), False, FEW_ROWS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,16 @@ def test_a_survey_is_kept_for_the_tuner_unless_other_sources_measured_it(tmp_pat
     assert tuner.rank(other, SM90, default(), DEVICE)[0].config == select.rank(other, SM90)[0].config
     assert "2 rows kept" in tune("--learn", str(path), "--stale").output
     assert tuner.rank(other, SM90, default(), DEVICE)[0].config == select.rank(other, SM90)[2].config
+
+
+def test_a_survey_can_teach_a_config_outside_the_serving_set(tmp_path: Path) -> None:
+    spec = ops.spec(64, 7168, 2048, 132)
+    served = [choice.config for choice in select.rank(spec, SM90)]
+    best = next(config for config in select.legal(spec, SM90) if config not in served)
+    one = row()
+    one["times"][survey.name_of(best, replace(spec, m=1, n=128, k=128, expected_m=0), SM90)] = 1.0
+    assert "1 rows kept" in tune("--learn", str(write(tmp_path / "rows.jsonl", one))).output
+    assert tuner.rank(spec, SM90, default(), DEVICE)[0].config == best
 
 
 def test_shapes_need_a_gpu_and_something_must_be_asked_for() -> None:
