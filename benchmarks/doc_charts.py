@@ -76,10 +76,12 @@ def svg(name: str, rows: Sequence[Row], theme: chart.Theme) -> str:
 
 def comparison_svg(results: Path = RESULTS) -> str:
     """The chart of a recorded `deep-gemm compare`, as the text of an SVG file."""
-    import matplotlib
+    from matplotlib import style
 
     found = comparison(results)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "deep_gemm"}), TemporaryDirectory() as folder:
+    own = {"svg.fonttype": "none", "svg.hashsalt": "deep_gemm"}
+    # The themes of other charts leave their colours behind.
+    with style.context(["default", own], after_reset=True), TemporaryDirectory() as folder:
         path = Path(folder) / "chart.svg"
         draw(Comparison.from_json(found), path)
         text = re.sub(r"<dc:date>[^<]*</dc:date>", "", path.read_text()).replace(" \n", "\n")
