@@ -82,6 +82,11 @@ class UprightConfig(FP8Config):
 
 
 @dataclass(frozen=True)
+class RowsConfig(UprightConfig):
+    """The same for one scale for each row of A and of B."""
+
+
+@dataclass(frozen=True)
 class ScaledConfig(FP8Config):
     """A config for any scaling. Tiles are stored in parts through ``buffers`` staging buffers for each consumer."""
 

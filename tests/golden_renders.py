@@ -19,6 +19,7 @@ from deep_gemm.kernels import (
     quantize,
     sm90_fp8_gemm,
     sm90_fp8_grouped,
+    sm90_fp8_rows,
     sm90_fp8_scaled,
     sm90_fp8_scaled_swapped,
     sm90_fp8_swapped,
@@ -68,6 +69,7 @@ def golden_params() -> list[KernelParams]:
         sm90_half_swapped.make_params(
             sm90_half_swapped.make_config(24, 2, 2), majors="km", dtype="f16", output="f16", accumulate="reads"
         ),
+        sm90_fp8_rows.KERNEL.cases()[-1],
         sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 160)),
         sm90_fp8_scaled.make_params(
             sm90_fp8_scaled.make_config(128, 128, (1, 2)), scaling="rowwise", output="bf16", accumulate="reads"

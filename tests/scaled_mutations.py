@@ -5,16 +5,25 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_rows
 from deep_gemm.kernels import sm90_fp8_scaled_swapped as swapped
 from deep_gemm.kernels.sm90_fp8_scaled import make_config, make_params
 from deep_gemm.params import ScaledParams
+
+
+def of_rows(block_m: int, block_n: int) -> ScaledParams:
+    """The kernel for scales of rows and bf16 output, whose params do not name these."""
+    params = sm90_fp8_rows.make_params(sm90_fp8_rows.rows(sm90_fp8_gemm.make_config(block_m, block_n)))
+    return ScaledParams(**vars(params), scaling="rowwise", output="bf16")
+
 
 KERNELS: dict[str, ScaledParams] = {
     "rows": make_params(make_config(128, 128)),
     "parts": make_params(make_config(128, 160), accumulate="reduces"),
     "blocks": make_params(make_config(64, 64), scaling="1d2d", accumulate="reads"),
-    "whole": make_params(make_config(128, 128), scaling="rowwise", output="bf16"),
+    "whole": make_params(make_config(128, 128), scaling="rowwise"),
     "direct": make_params(make_config(64, 64), scaling="rowwise", store="direct"),
+    "own": of_rows(128, 192),
     "swapped": swapped.make_params(swapped.make_config(32)),
     "swapped split": swapped.make_params(swapped.make_config(16, 4), scaling="1d2d", output="f32", accumulate="reads"),
 }
@@ -91,14 +100,35 @@ MUTATIONS = [
         "scaling.cuh",
         "      sum[i] *= even;\n",
         "",
-        ("whole", "direct"),
+        ("whole", "direct", "own"),
     ),
     Mutation(
         "take B's scales of another lane",
         "scaling.cuh",
         "from = column % 32 + lane % 4 * 2;",
         "from = lane % 4 * 2;",
-        ("whole", "direct"),
+        ("whole", "direct", "own"),
+    ),
+    Mutation(
+        "take A's scales of the first rows for every tile",
+        "fp8_gemm.cuh",
+        "mainloop.scaling.fetch(tile.row + first_row",
+        "mainloop.scaling.fetch(first_row",
+        ("own",),
+    ),
+    Mutation(
+        "take B's scales of the first columns for every tile",
+        "fp8_gemm.cuh",
+        "return columns.at(kColumn + column + lane);",
+        "return kColumn + column + lane;",
+        ("own",),
+    ),
+    Mutation(
+        "tell consumers the next tile's column as its row",
+        "next_tile_hint.cuh",
+        '{%1, %2};" ::"r"(place)',
+        '{%1, %1};" ::"r"(place)',
+        ("own",),
     ),
     Mutation("add C to one of two neighbours", "fp8_scaled.cuh", "      pair[1] += second;\n", "", ("blocks",)),
     Mutation(
@@ -127,7 +157,7 @@ MUTATIONS = [
         "gemm_kernel.cuh",
         "Tile::kShapeK : arg.k;",
         "Tile::kShapeK : arg.k - 128;",
-        tuple(KERNELS),
+        tuple(name for name in KERNELS if name != "own"),
     ),
 ]
 

@@ -30,11 +30,27 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
 
     mma_instruction = "QGMMA"
 
+    scalings: tuple[str, str] = ("1x128", "128x128")
+    """Those of A and of B."""
+
+    scale_arguments: tuple[Argument, ...] = (
+        Argument("scale_b", "const float*", operand="sfb"),
+        Argument("scale_b_stride_n", "i64"),
+        Argument("scale_b_stride_k", "i64"),
+    )
+    """The parameters of scales that threads read."""
+
+    scale_maps: tuple[Argument, ...] = (
+        Argument("map_scale_a", "TensorMap"),
+        Argument("map_scale_a_last", "TensorMap"),
+    )
+    """Those of scales that TMA loads: the map, and that of the edge box."""
+
     def refuses(self, spec: Spec) -> str | None:
-        """Refuses every spec except a single 1D2D product of E4M3 with bf16 output."""
+        """Refuses every spec except a single product of E4M3 with `scalings` and bf16 output."""
         if not isinstance(spec, GemmSpec):
             return "it multiplies matrices"
-        for name, operand, scaling in (("A", spec.a, "1x128"), ("B", spec.b, "128x128")):
+        for name, operand, scaling in zip("AB", (spec.a, spec.b), self.scalings, strict=True):
             if (operand.dtype, operand.major, operand.scaling) != ("e4m3", "k", scaling):
                 return f"{name} must be K-major e4m3 with {scaling} scales, not {_words(operand)}"
             if not operand.aligned:
@@ -136,16 +152,15 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             *(Argument(name, "u32") for name in ("m", "n", "k", "last_rows", "last_columns", "early_stages")),
             Argument("raster", "Raster"),
             Argument("evict_first", "u32"),
-            Argument("scale_b", "const float*", operand="sfb"),
-            Argument("scale_b_stride_n", "i64"),
-            Argument("scale_b_stride_k", "i64"),
+            *self.scale_arguments,
             Argument("d", "u16*"),
             Argument("d_stride", "i64"),
             Argument("map_a", "TensorMap"),
             Argument("map_b", "TensorMap", field="map_b[0]"),
-            Argument("map_scale_a", "TensorMap"),
+            *self.scale_maps[:1],
             *map_d,
-            *(Argument(name, "TensorMap") for name in ("map_a_last", "map_b_last", "map_scale_a_last")),
+            *(Argument(name, "TensorMap") for name in ("map_a_last", "map_b_last")),
+            *self.scale_maps[1:],
             *more,
         )
 
@@ -158,8 +173,7 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
         config = self.config(params)
         m, n, k = spec.m, spec.n, spec.k
         (stride_a, _), (stride_b, _), (stride_d, _) = strides["a"], strides["b"], strides["d"]
-        stride_sfa, stride_sfb = strides["sfa"][1], strides["sfb"]
-        rows, blocks = last_rows(config, m), ceil_div(k, SCALE_BLOCK)
+        rows = last_rows(config, m)
         order = raster(config, m, n, k, spec.num_sms)
 
         def tokens(box: int) -> TensorMapSpec:
@@ -170,12 +184,8 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             promotion = l2_promotion(spec, stride_b)
             return TensorMapSpec("u8", (k, n), (stride_b,), (SCALE_BLOCK, box), 128, promotion)
 
-        def scales(box: int) -> TensorMapSpec:
-            return TensorMapSpec("f32", (m, blocks), (stride_sfa * 4,), (box, 1))
-
         map_a, map_a_last = operand_maps(tokens, "a", m, config.block_m // config.cluster_n, rows)
         maps_b, map_b_last, columns = _weights_maps(weights, n, config)
-        map_scale_a, map_scale_a_last = operand_maps(scales, "sfa", m, config.block_m, rows)
         shape = LaunchShape(
             grid=(self.num_ctas(config, m, n, spec.num_sms), 1, 1),
             block=config.num_threads,
@@ -192,17 +202,29 @@ class FP8Kernel(GemmKernel[FP8ConfigT]):
             "early_stages": early_stages(config, m, k) if constant and pdl else 0,
             "raster": list(order.arguments),
             "evict_first": evict_first(spec, order, k, large_d=self.stores_by_tma(params)),
-            "scale_b_stride_n": stride_sfb[0],
-            "scale_b_stride_k": stride_sfb[1],
             "d_stride": stride_d,
             "map_a": map_a,
             "map_b": maps_b[0],
-            "map_scale_a": map_scale_a,
             "map_d": self.output_map(params, spec, stride_d),
             "map_a_last": map_a_last,
             "map_b_last": map_b_last,
-            "map_scale_a_last": map_scale_a_last,
+            **self.scale_values(config, spec, strides),
             **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
+        }
+
+    def scale_values(self, config: FP8ConfigT, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
+        """The values of `scale_arguments` and `scale_maps`, without pointers."""
+
+        def scales(box: int) -> TensorMapSpec:
+            return TensorMapSpec("f32", (spec.m, ceil_div(spec.k, SCALE_BLOCK)), (strides["sfa"][1] * 4,), (box, 1))
+
+        map_a, map_a_last = operand_maps(scales, "sfa", spec.m, config.block_m, last_rows(config, spec.m))
+        stride_n, stride_k = strides["sfb"]
+        return {
+            "scale_b_stride_n": stride_n,
+            "scale_b_stride_k": stride_k,
+            "map_scale_a": map_a,
+            "map_scale_a_last": map_a_last,
         }
 
     def output_map(self, params: KernelParams, spec: GemmSpec, stride_d: int) -> Value:

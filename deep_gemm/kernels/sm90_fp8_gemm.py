@@ -95,6 +95,12 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
     archs = (SM90.name,)
     config_class = UprightConfig
 
+    scaling = "k1D2D"
+    """The device code's name of the scaling."""
+
+    prefix = "fp8_gemm"
+    """The beginning of the kernels' names."""
+
     def configs(self, arch: ArchSpec) -> Iterator[UprightConfig]:
         """`SERVING`, with as many stages as fit."""
         for chosen in SERVING:
@@ -175,6 +181,7 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
             "min_ctas": 2 if register_split(c) == _REGISTER_SPLITS[1][0] else 1,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
+            "scaling": self.scaling,
         }
 
     def registers(self, config: UprightConfig) -> tuple[int, int]:
@@ -225,7 +232,7 @@ class Sm90Fp8Gemm(FP8Kernel[UprightConfig]):
         c = self.config(params)
         return self.entry_name(
             params,
-            f"fp8_gemm_{c.block_m}x{c.block_n}_s{c.num_stages}_p{c.num_partials}",
+            f"{self.prefix}_{c.block_m}x{c.block_n}_s{c.num_stages}_p{c.num_partials}",
             f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
             f"k{c.cluster_k}x1" if c.cluster_k > 1 else "",
             f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",

@@ -59,6 +59,13 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
                     if self.illegal(config, arch) is None
                 )
 
+    def refuses_groups(self, spec: GemmSpec) -> str | None:
+        """Also refuses scales of rows with an aligned bf16 output and without C."""
+        plain = spec.d.dtype == "bf16" and spec.d.aligned and spec.accumulate == "none"
+        if plain and scaling_of(spec) == "rowwise":
+            return "scales of rows with bf16 output and without C have a kernel of their own"
+        return super().refuses_groups(spec)
+
     def illegal(self, config: ScaledConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, or None."""
         c = config
@@ -193,7 +200,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
         tile, tall, lone = make_config(128, 128), make_config(256, 64, buffers=1, partials=2), make_config(64, 64)
         wide, pair = make_config(128, 256, buffers=1), make_config(128, 256, (2, 1), buffers=1)
         most, square = make_config(128, 160), make_config(128, 128, (1, 2))
-        rows = {"scaling": "rowwise", "output": "bf16"}
+        rows = {"scaling": "rowwise"}
         return [
             *(make_params(config, **{} if _multiplies(config) else rows) for config in self.configs(SM90)),
             make_params(most, accumulate="reduces"),
@@ -209,8 +216,8 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             make_params(square, scaling="1d2d", accumulate="reduces"),
             make_params(lone, scaling="1d2d", store="direct", accumulate="reads"),
             make_params(make_config(128, 112), **rows),
-            make_params(lone, **rows, store="direct"),
-            make_params(tile, **rows, accumulate="reads"),
+            make_params(lone, **rows, output="bf16", store="direct"),
+            make_params(tile, **rows, output="bf16", accumulate="reads"),
             make_params(tile, shape=(0, 2112, 7168)),
         ]
 

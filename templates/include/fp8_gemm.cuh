@@ -1,4 +1,5 @@
-// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors: 1 x 128 for A, 128 x 128 for B.
+// D[m, n] = A[m, k] @ B[n, k]^T for FP8 operands with float32 scale factors: 1 x 128 for A and 128 x 128 for B, or one for each row
+// of A and of B.
 // Warp-specialised: a producer warpgroup fills a ring of stages by TMA. Each consumer warpgroup multiplies its own rows of the
 // tile, promotes them, and stages them for the store. In persistent CTAs the producers load the next tile meanwhile.
 //
@@ -13,6 +14,7 @@
 #include "order.cuh"
 #include "pipeline.cuh"
 #include "prologue.cuh"
+#include "scaling.cuh"
 #include "scheduler.cuh"
 #include "split_k_exchange.cuh"
 #include "staging.cuh"
@@ -30,6 +32,11 @@ struct Fp8Gemm {
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
   enum : bool { kTmaStore = Tile::kTmaStore, kClusters = kClusterSize > 1 };
   enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
+
+  // Whether there is one scale for each row of A and of B. Then promotion multiplies by A's scales, and the epilogue by B's. These
+  // kernels do not split K, and store by TMA or copies.
+  enum : bool { kRowScales = Tile::kScaling == kRowwise };
+  static_assert(!kRowScales || (kClusterK == 1 && kTmaStore));
 
   // One consumer's rows of a tile, in m64 slices.
   enum : u32 { kSlices = kBlockM / (64 * kConsumers) };
@@ -77,7 +84,16 @@ struct Fp8Gemm {
   enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK };
   enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA writes to 128-byte boundaries
   enum : u32 { kOffsetA = 0, kOffsetB = kStages * kBytesA };
-  using Scaling = RowTokens<Weights, Columns, kSlices, kBytesScale>;
+  template <bool kRowwiseScales, class = void>
+  struct ScalingOf {
+    using Type = RowTokens<Weights, Columns, kSlices, kBytesScale>;
+  };
+  template <class T>
+  struct ScalingOf<true, T> {
+    using Type = RowScales<kSlices>;
+  };
+  using Scaling = typename ScalingOf<kRowScales>::Type;
+  using LateScales = ColumnScales<Mma::kN>;  // B's scales of rows for one unit
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
   using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
@@ -124,7 +140,7 @@ struct Fp8Gemm {
       __syncwarp();
       if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
     } else {
-      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments>(arg, kBlockM, kBlockN);
+      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments, !kRowScales>(arg, kBlockM, kBlockN);
       prologue_sync<kClusterSize>();
       if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
       consume(Scheduler(arg.raster));
@@ -188,7 +204,12 @@ struct Fp8Gemm {
   }
 
   DG_DEVICE void produce_scales(Scheduler tile) {
-    ProducerCursor cursor = load_scales(*this, tile);
+    ProducerCursor cursor;
+    if constexpr (kRowScales) {
+      cursor = expect_loads(*this, tile);
+    } else {
+      cursor = load_scales(*this, tile);
+    }
     if constexpr (kTmaStore && !kPersistent) barriers.fill(cursor, Areas::kStagesLent, [](u32, u32) {});
   }
 
@@ -209,12 +230,28 @@ struct Fp8Gemm {
       for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = columns_of(tile).scale_row(scale);
       return found;
     };
-    const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part());
-    Mainloop mainloop(barriers, Scaling(weights, shared + kOffsetScale + (first_row + warp * 16 + lane / 4) * 4),
-                      uniform(descriptor_low(shared + first_row * kBlockK)), uniform(descriptor_low(shared + kOffsetB)),
-                      consumer, lane);
+    const auto scaling = [&] {
+      const u32 row = first_row + warp * 16 + lane / 4;
+      if constexpr (kRowScales) {
+        return Scaling(arg.scale_a, arg.scale_a_stride, m());
+      } else {
+        const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part());
+        return Scaling(weights, shared + kOffsetScale + row * 4);
+      }
+    };
+    Mainloop mainloop(barriers, scaling(), uniform(descriptor_low(shared + first_row * kBlockK)),
+                      uniform(descriptor_low(shared + kOffsetB)), consumer, lane);
+    LateScales late;
+    const auto fetch_rows = [&] {
+      if constexpr (kRowScales) mainloop.scaling.fetch(tile.row + first_row + warp * 16 + lane / 4);
+    };
+    const auto go_on = [&] {
+      if constexpr (!kRowScales) mainloop.scaling.weights.go_on(part());
+    };
     if (arg.early_stages == 0) wait_for_previous_kernel();
-    if (tile.valid()) mainloop.scaling.weights.open();
+    if constexpr (!kRowScales) {
+      if (tile.valid()) mainloop.scaling.weights.open();
+    }
     if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
     NextTileHint next = hint();
@@ -222,18 +259,20 @@ struct Fp8Gemm {
     if constexpr (kStartsEarly) {
       if (tile.valid()) mainloop.start();
     }
+    if (tile.valid()) fetch_rows();
     // A CTA's last tile has a copy of `finish` of its own. Where a path with a product in flight joins one without, ptxas inserts a
     // wait, and no product would run while the next tile begins. Direct stores have no registers for a second copy.
     for (bool more = tile.valid(); more;) {
       const Scheduler now = tile;
       const u32 mine = uniform(order().mine());
+      load_late<0>(late, now, lane);
       const auto put = [&](auto unit) {
-        if constexpr (kStagesEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage);
+        if constexpr (kStagesEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage, late);
       };
       const auto look_ahead = [&] {
-        if constexpr (kHints) next.take(tile);
+        if constexpr (kHints) next.template take<kRowScales>(tile);
         else if constexpr (kPersistent) tile.advance();
-        if (kPersistent && kScalesEarly && (kHints || tile.valid())) mainloop.scaling.weights.go_on(part());
+        if (kPersistent && kScalesEarly && (kHints || tile.valid())) go_on();
       };
       if constexpr (kStartsEarly) {
         mainloop.resume(sum, mine, look_ahead, put);
@@ -242,12 +281,13 @@ struct Fp8Gemm {
       }
       more = kPersistent && tile.valid();
       if (kTmaStore && !more) {
-        finish(mainloop, sum, now, consumer, split, thread, false);
+        finish(mainloop, sum, now, consumer, split, thread, false, late);
         break;
       }
-      if (!kScalesEarly && more) mainloop.scaling.weights.go_on(part());
+      if (!kScalesEarly && more) go_on();
       if (kStartsEarly && more) mainloop.start();
-      finish(mainloop, sum, now, consumer, split, thread, kTmaStore || more);
+      if (more) fetch_rows();
+      finish(mainloop, sum, now, consumer, split, thread, kTmaStore || more, late);
     }
     // For ptxas: without this barrier it assumes that products are in flight after the loop, and serialises all of them.
     named_barrier_sync(kConsumerBarrier + consumer, 128);
@@ -256,9 +296,9 @@ struct Fp8Gemm {
 
   // Exchanges and stores a tile's sums when they are final.
   DG_DEVICE void finish(Mainloop& mainloop, Sums& sum, const Scheduler& tile, u32 consumer, u32 split, u32 thread,
-                        bool goes_on) {
+                        bool goes_on, LateScales& late) {
     if constexpr (kStagesEarly) {
-      stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage);
+      stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage, late);
     } else {
       if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, split, thread, goes_on);
       store(sum, tile.row + consumer * 64 * kSlices, columns_of(tile), consumer, split, thread);
@@ -280,10 +320,24 @@ struct Fp8Gemm {
     }
   }
 
+  // Starts loading B's scales of rows for a unit.
   template <u32 kUnit>
-  DG_DEVICE void stage(const Sums& sum, const Scheduler& tile, u32 consumer, u32 thread, u32 next_stage) const {
+  DG_DEVICE void load_late(LateScales& late, const Scheduler& tile, u32 lane) const {
+    if constexpr (kRowScales) {
+      const Columns columns = columns_of(tile);
+      constexpr u32 kColumn = kUnit % Mainloop::kParts * Mma::kN;
+      late.load(arg.scale_b, arg.scale_b_stride, n(), [&](u32 column) { return columns.at(kColumn + column + lane); });
+    }
+  }
+
+  template <u32 kUnit>
+  DG_DEVICE void stage(Sums& sum, const Scheduler& tile, u32 consumer, u32 thread, u32 next_stage, LateScales& late) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 area = shared + Areas::offset(consumer, next_stage);
+    if constexpr (kRowScales) {
+      late.template apply<Mma::kN>(&sum[kSlice][kColumn / 2], 0, thread % 32);
+      if constexpr (Mainloop::kParts > 1 && kUnit + 1 < Mainloop::kUnits) load_late<kUnit + 1>(late, tile, thread % 32);
+    }
     if constexpr (kUnit == 0) Areas::wait_until_free(consumer);
     Store::template stage<kSlice, kColumn, Mma::kN>(area, &sum[kSlice][kColumn / 2], thread / 32, thread % 32);
     if constexpr (kPersistent) {

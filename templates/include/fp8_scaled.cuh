@@ -169,7 +169,7 @@ struct Fp8Scaled {
   // Starts loading B's scales for a unit that begins with this column.
   DG_DEVICE void load_late(LateScales& late, u32 column, const Place& at) const {
     if constexpr (kScaling == kRowwise)
-      late.load(kernel.arg.scale_b, kernel.arg.scale_b_stride, column, kernel.n(), at.lane);
+      late.load(kernel.arg.scale_b, kernel.arg.scale_b_stride, kernel.n(), [&](u32 i) { return column + i + at.lane; });
   }
 
   // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile.

@@ -31,6 +31,19 @@ DG_DEVICE void load_tokens(const Gemm& gemm, typename Gemm::Scheduler tile) {
   }
 }
 
+// Without scales to load: only sets the number of bytes that each full barrier expects of all loaders. Returns its position in the
+// ring.
+template <class Gemm>
+DG_DEVICE ProducerCursor expect_loads(const Gemm& gemm, typename Gemm::Scheduler tile) {
+  ProducerCursor cursor;
+  const auto order = gemm.order();
+  for (; tile.valid(); tile.advance()) {
+    const u32 bytes = (gemm.weights_loaded(tile) + gemm.tokens_loaded(tile.row)) * Gemm::kBlockK;
+    gemm.barriers.fill(cursor, order.length, [&](u32, u32 stage) { barrier_arrive_expect(gemm.barriers.full(stage), bytes); });
+  }
+  return cursor;
+}
+
 // A's scales of every tile. This loader has the least to do, so it also sets the number of bytes that each full barrier expects of
 // all loaders. Returns its position in the ring.
 template <class Gemm>

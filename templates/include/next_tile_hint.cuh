@@ -12,18 +12,28 @@ struct NextTileHint {
 
   DG_DEVICE explicit NextTileHint(u32 address) : place(address) {}
 
-  template <class Tile>
+  template <bool kRow, class Tile>
   DG_DEVICE void publish(const Tile& ahead, bool writes) {
-    if (writes) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(ahead.column) : "memory");
+    if (writes) {
+      if constexpr (kRow) {
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(ahead.column), "r"(ahead.row) : "memory");
+      } else {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(ahead.column) : "memory");
+      }
+    }
     place ^= 8;
   }
 
-  // Moves `tile` to the next one: its index and its column, which is all that consumers need. Past the last tile the column is
-  // that of the last.
-  template <class Tile>
+  // Moves `tile` to the next one: its index and its column, and its row if consumers need it. Past the last tile they are those of
+  // the last.
+  template <bool kRow, class Tile>
   DG_DEVICE void take(Tile& tile) {
     tile.index += tile.stride;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile.column) : "r"(place) : "memory");
+    if constexpr (kRow) {
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(tile.column), "=r"(tile.row) : "r"(place) : "memory");
+    } else {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile.column) : "r"(place) : "memory");
+    }
     place ^= 8;
   }
 

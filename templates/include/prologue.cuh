@@ -5,16 +5,16 @@
 #include "warpgroup.cuh"
 
 // Prefetches the tensor maps of the first loads. Call it from a consumer thread, which is idle then.
-template <u32 kSegments, class Arguments>
+template <u32 kSegments, bool kScaleMaps = true, class Arguments>
 DG_DEVICE void prefetch_maps(const Arguments& arg, u32 block_m, u32 block_n) {
 #pragma unroll
   for (u32 segment = 0; segment < kSegments; ++segment) tma_prefetch_map(arg.map_b[segment]);
   tma_prefetch_map(arg.map_a);
-  tma_prefetch_map(arg.map_scale_a);
+  if constexpr (kScaleMaps) tma_prefetch_map(arg.map_scale_a);
   if (arg.last_columns < block_n) tma_prefetch_map(arg.map_b_last);
   if (arg.last_rows < block_m) {
     tma_prefetch_map(arg.map_a_last);
-    tma_prefetch_map(arg.map_scale_a_last);
+    if constexpr (kScaleMaps) tma_prefetch_map(arg.map_scale_a_last);
   }
 }
 

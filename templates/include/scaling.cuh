@@ -159,9 +159,11 @@ template <u32 kColumns>
 struct ColumnScales {
   float scale[ceil_div(kColumns, 32)];
 
-  DG_DEVICE void load(const float* scales, i64 stride, u32 column, u32 columns, u32 lane) {
+  // `place(i)` is the column of D, of `columns`, whose scale is this lane's i / 32-th.
+  template <class Place>
+  DG_DEVICE void load(const float* scales, i64 stride, u32 columns, const Place& place) {
 #pragma unroll
-    for (u32 i = 0; i < kColumns; i += 32) scale[i / 32] = scale_of(scales, stride, column + i + lane, columns);
+    for (u32 i = 0; i < kColumns; i += 32) scale[i / 32] = scale_of(scales, stride, place(i), columns);
   }
 
   // Multiplies the sums of kCount columns from the tile's column `first` on. `sum` is this thread's first one.

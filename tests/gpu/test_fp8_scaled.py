@@ -17,6 +17,7 @@ from deep_gemm import engine, kernels, quantisation
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
+from deep_gemm.kernels import sm90_fp8_rows
 from deep_gemm.kernels import sm90_fp8_scaled as scaled
 from deep_gemm.kernels import sm90_fp8_scaled_swapped as swapped
 from deep_gemm.kernels.scaled import SCALINGS
@@ -60,6 +61,11 @@ CASES: list[ScaledParams] = [
     params  # type: ignore[misc]
     for kernel in (scaled.KERNEL, swapped.KERNEL)
     for params in kernel.cases()
+    if not any(params.shape)
+]
+CASES += [
+    ScaledParams(**vars(params), scaling="rowwise", output="bf16")
+    for params in sm90_fp8_rows.KERNEL.cases()
     if not any(params.shape)
 ]
 

@@ -100,6 +100,7 @@ def test_doctor() -> None:
     assert edited == {
         "sm90_fp8_gemm",
         "sm90_fp8_swapped",
+        "sm90_fp8_rows",
         "sm90_fp8_scaled",
         "sm90_fp8_scaled_swapped",
         "sm90_fp8_grouped",

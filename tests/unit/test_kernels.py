@@ -44,6 +44,7 @@ def test_the_registry_finds_every_module_with_a_kernel() -> None:
     gemms = {
         "sm90_fp8_gemm",
         "sm90_fp8_swapped",
+        "sm90_fp8_rows",
         "sm90_fp8_scaled",
         "sm90_fp8_scaled_swapped",
         "sm90_half_gemm",
@@ -124,7 +125,9 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     if replace(spec, d=replace(spec.d, aligned=D.aligned)) == SPEC:
         assert kernels.for_spec(spec) == list(FAMILIES)
     elif plain and fp8 and scaling in SCALINGS and spec.d.dtype in ("bf16", "f32"):
-        names = ["sm90_fp8_scaled", *([] if SCALINGS[scaling] == "1d1d" else ["sm90_fp8_scaled_swapped"])]
+        own = SCALINGS[scaling] == "rowwise" and (spec.d.dtype, spec.d.aligned, spec.accumulate) == ("bf16", True, "none")
+        names = ["sm90_fp8_rows" if own else "sm90_fp8_scaled"]
+        names += [] if SCALINGS[scaling] == "1d1d" else ["sm90_fp8_scaled_swapped"]
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
     elif plain and half and spec.d.dtype == "bf16":
         names = ["sm90_half_gemm", "sm90_half_swapped"] if spec.a.major == "k" else ["sm90_half_gemm"]

@@ -9,6 +9,7 @@ struct Tile {
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 0, kShapeK = 0 };  // 0: given at run time
   enum : bool { kPersistent = true, kTmaStore = true };
+  enum : u32 { kScaling = k1D2D };
   enum : u32 { kSharedBytes = 199264 };
 };
 

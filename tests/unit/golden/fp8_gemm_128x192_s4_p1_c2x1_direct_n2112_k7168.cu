@@ -9,6 +9,7 @@ struct Tile {
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
   enum : u32 { kShapeM = 0, kShapeN = 2112, kShapeK = 7168 };  // 0: given at run time
   enum : bool { kPersistent = true, kTmaStore = false };
+  enum : u32 { kScaling = k1D2D };
   enum : u32 { kSharedBytes = 165952 };
 };
 
