@@ -26,8 +26,8 @@ LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
 MOST_COLUMNS = 1 << 18
 """Columns of tiles: with more of them the device's quotient of floats could be off by one."""
 
-A_ROWS = 64
-"""Rows of a box of A. A tile loads those that begin before its group's end."""
+FEW_ROWS = 32
+"""Rows of a box of A in tiles of 64 rows, which are for groups of few rows."""
 
 _FEW_TILES, _LOW, _HELD_IN_L2 = 16, 4, 64 << 20
 """Tiles of a CTA, rows of tiles of a group, and bytes of B. On an H100, in single calls, skipping padding made 64
@@ -41,6 +41,9 @@ _STRIP = 16
 """Rows of tiles in a strip."""
 _CHUNK_BYTES = 1024
 """Of the labels that are looked at together."""
+
+_AHEAD = 32768
+"""Bytes of B that a CTA prefetches while sizes are read."""
 
 _MOST_EVICTED = 200_000_000
 """Bytes of B up to which it is loaded with evict-first; see `evict_first`."""
@@ -62,12 +65,25 @@ def table_bytes(grouping: str, entries: int) -> int:
     return align(((4 if labels else 3) * entries + 1) * 4 + (_CHUNK_BYTES if labels else 0), 128)
 
 
-def order(config: GemmConfig, n: int, skips: bool) -> Sequence[int]:
-    """The kernel's argument ``raster``: columns of tiles, whether padding is skipped, and what it divides by."""
+def order(config: GemmConfig, n: int, skips: bool, ahead: int) -> Sequence[int]:
+    """The kernel's argument ``raster``: columns of tiles, whether padding is skipped, blocks of B that are prefetched,
+    and what it divides by."""
     columns = ceil_div(n, config.block_n)
     if columns > MOST_COLUMNS:
         raise UnsupportedError(f"N = {n} is more than {MOST_COLUMNS} tiles of {config.block_n} columns.")
-    return [columns, int(skips), *divisor(columns), *divisor(columns * _STRIP)]
+    return [columns, int(skips), ahead, *divisor(columns), *divisor(columns * _STRIP)]
+
+
+def blocks_ahead(spec: GemmSpec, config: GemmConfig) -> int:
+    """Blocks of B that are prefetched while sizes are read, if groups are expected to have one row of tiles each."""
+    row_bytes = config.block_k * _BYTES[spec.b.dtype]
+    blocks = min(_AHEAD // (config.block_n * row_bytes), ceil_div(spec.k, config.block_k))
+    return blocks if is_low(spec, config) else 0
+
+
+def is_low(spec: GemmSpec, config: GemmConfig) -> bool:
+    """Whether masked groups have one row of tiles each, even with twice the expected rows."""
+    return spec.grouping == "masked" and 2 * one_group(spec).m <= config.block_m
 
 
 def skips_padding(spec: GemmSpec, config: GemmConfig) -> bool:
@@ -108,8 +124,7 @@ def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
     On an H100, single calls of 6 x 20 rows took 0.88 of the time with 50 MB of B, 0.97 with 132 MB and 0.99 with 264
     MB; 32 x 20 rows took 1.03 with 700 MB. Where several rows of tiles read B, evict-first cost up to 45%."""
     weights = spec.groups * spec.n * spec.k * _BYTES[spec.b.dtype]
-    alone = spec.grouping == "masked" and 2 * one_group(spec).m <= config.block_m
-    return int(alone and weights <= _MOST_EVICTED)
+    return int(is_low(spec, config) and weights <= _MOST_EVICTED)
 
 
 def with_groups(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
@@ -122,10 +137,16 @@ def with_groups(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
     )
 
 
+def a_rows(grouping: str, config: GemmConfig) -> int:
+    """Rows of a box of A. A tile loads the boxes that begin before its group's end; where rows have labels, all that
+    one consumer multiplies, because the product of padding is written."""
+    return FEW_ROWS if config.block_m == 64 and grouping != "contiguous" else 64
+
+
 def launch_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[str, Any]:
     """Values of those parameters that depend on no family."""
     return _sizes(spec, config) | {
-        "raster": list(order(config, spec.n, skips_padding(spec, config))),
+        "raster": list(order(config, spec.n, skips_padding(spec, config), blocks_ahead(spec, config))),
         "d_stride": strides["d"][0],
         "alignment": spec.alignment,
         "evict_first": evict_first(spec, config),

@@ -84,7 +84,11 @@ class Sm90Fp8KGrouped(Sm90Fp8Scaled):
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """The constants of the kernel without groups, and the size of the table."""
-        return super().constants(params) | {"grouping": "kAlongK", "segments": self.grouped(params).segments}
+        return super().constants(params) | {
+            "grouping": "kAlongK",
+            "segments": self.grouped(params).segments,
+            "a_rows": 64,
+        }
 
     def grouped(self, params: KernelParams) -> ScaledGroupedParams:
         """``params`` with this family's type. Raises TypeError if they belong to another family."""

@@ -139,6 +139,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
             "buffers": c.buffers,
             "grouping": "kUngrouped",
             "segments": LEAST_SEGMENTS,
+            "a_rows": 0,
         }
 
     def registers(self, config: ScaledConfig) -> tuple[int, int]:

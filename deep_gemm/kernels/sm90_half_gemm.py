@@ -149,6 +149,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             "step_b": step(p.majors[1]),
             "grouping": "kUngrouped",
             "segments": LEAST_SEGMENTS,
+            "a_rows": 0,
         }
 
     def registers(self, config: HalfConfig) -> tuple[int, int]:

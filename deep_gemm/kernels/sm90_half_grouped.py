@@ -91,7 +91,8 @@ class Sm90HalfGrouped(Sm90HalfGemm):
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """The constants of the kernel without groups, and the form of the groups."""
         p = self.grouped(params)
-        return super().constants(params) | {"grouping": groups.GROUPINGS[p.grouping], "segments": p.segments}
+        form = {"grouping": groups.GROUPINGS[p.grouping], "segments": p.segments}
+        return super().constants(params) | form | {"a_rows": groups.a_rows(p.grouping, self.of(params)[1])}
 
     def grouped(self, params: KernelParams) -> HalfGroupedParams:
         """``params`` with this family's type. Raises TypeError if they belong to another family."""
@@ -117,7 +118,7 @@ class Sm90HalfGrouped(Sm90HalfGemm):
             promotion = l2_promotion(spec, stride, 2)
             return Map(TensorMapSpec(spec.a.dtype, (spec.k, size), (stride,), (BLOCK_K, box), 128, promotion), name)
 
-        map_a = k_major("a", rows, groups.A_ROWS)
+        map_a = k_major("a", rows, groups.a_rows(spec.grouping, config))
         if spec.b.major == "k":
             map_b = k_major("b", spec.groups * spec.n, config.block_n)
         else:

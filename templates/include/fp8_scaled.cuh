@@ -24,9 +24,9 @@ struct Fp8ScaledLayout {
   static_assert(!kIdles || Tile::kPartials == 1, "ptxas would serialise the products of two sets of partial sums");
 
   // With groups along K each group is a matrix of its own, and each has tensor maps, whose boxes have 64 rows. With other groups
-  // boxes of A have 64 rows too, so that most padding is not loaded.
+  // boxes of A have some rows of a tile, so that most padding is not loaded.
   enum : bool { kMapsOfGroups = Tile::kGrouping == kAlongK };
-  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, (Tile::kGrouping == kUngrouped ? 0 : 64)>;
+  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, Tile::kRowsOfA>;
   using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;

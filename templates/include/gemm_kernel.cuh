@@ -194,6 +194,9 @@ struct GemmKernel {
         prefetch_maps();
         if constexpr (Scales::kLoads) tma_prefetch_map(arg.map_scale_a);
       }
+      if constexpr (kByRows && !B::kAlongRows) {
+        if (warp == kConsumers * 4) prefetch_ahead();
+      }
       wait_for_previous_kernel();
       Layout::Table::build(arg, shared + Layout::kOffsetGroups, m());  // ends with a barrier of the CTA
     }
@@ -246,6 +249,17 @@ struct GemmKernel {
         for (u32 step = 0; step < count; ++step)
           each_box(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
       });
+    }
+    __syncwarp();
+  }
+
+  // Prefetches blocks of B of the tile that is probably this CTA's first (see GroupRaster).
+  DG_DEVICE void prefetch_ahead() const {
+    const u32 group = arg.raster->column.quotient(blockIdx.x), tile = blockIdx.x - group * arg.raster->columns;
+    if (arg.raster->ahead > 0 && group < arg.groups && elect_one()) {
+#pragma unroll 1
+      for (u32 step = 0; step < arg.raster->ahead; ++step)
+        tma_prefetch(arg.map_b, step * kBlockK, group * n() + tile * Layout::kBlockN);
     }
     __syncwarp();
   }

@@ -27,8 +27,11 @@ DG_DEVICE int load_label(const int* from) {
 //
 // With `skips`, padding after a group's rows is neither loaded nor multiplied where consumers have nothing else of a tile. Such tiles
 // take less time, so CTAs that share columns of B drift apart (see kernels/groups.py).
+//
+// While sizes of groups are being read, `ahead` blocks of B are prefetched of the tile that this CTA has first if every group has
+// one row of tiles.
 struct GroupRaster {
-  u32 columns, skips;  // tiles in a row of tiles
+  u32 columns, skips, ahead;  // `columns`: tiles in a row of tiles
   Divisor column, strip;
 };
 enum : u32 { kStrip = 16, kStripShift = 4 };

@@ -19,11 +19,10 @@ struct HalfGemmLayout {
   static_assert(kSlices * 64 * kConsumers == kBlockM && kColumns % 16 == 0 && Mma::kN == kBlockN);
 
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
-  // With groups along M boxes of A have 64 rows, so that most padding is not loaded.
-  enum : u32 { kMapRows = kGrouping == kUngrouped || kGrouping == kAlongK ? 0 : 64 };
   // Whether a consumer idles while it has no rows of a tile, since a group ends before them.
-  enum : bool { kIdles = kMapRows > 0 && kConsumers > 1 };
-  using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters, 2, kMapRows>;
+  enum : bool { kIdles = kGrouping != kUngrouped && kGrouping != kAlongK && kConsumers > 1 };
+  // With groups along M boxes of A have some rows of a tile, so that most padding is not loaded.
+  using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters, 2, Tile::kRowsOfA>;
   using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
   using Table = GroupTable<kGrouping, kGrouping == kAlongK ? 1 : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;

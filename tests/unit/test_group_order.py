@@ -105,7 +105,7 @@ def divided(x: float, y: int, ulps: int) -> int:
 
 def tile(order: Sequence[int], table: Table, block_m: int, block_n: int, index: int) -> tuple[int, int, int]:
     """`GroupedScheduler::locate`: row, column and segment."""
-    columns, column, strip = order[0], tuple(order[2:5]), tuple(order[5:8])
+    columns, column, strip = order[0], tuple(order[3:6]), tuple(order[6:9])
     segment = table.segment(quotient(index, column))
     before, height = table.begin[segment], table.begin[segment + 1] - table.begin[segment]
     in_segment = index - before * columns
@@ -124,7 +124,7 @@ def tile(order: Sequence[int], table: Table, block_m: int, block_n: int, index: 
 def check_tiles(table: Table, block_m: int, block_n: int, n: int, wanted: list[tuple[int, int, int]]) -> None:
     """Each tile is found once, in the order that is documented. ``wanted`` are the first row, the rows of tiles, and
     the group or the end of each segment that has any."""
-    order = groups.order(make_config(block_m, block_n), n, True)
+    order = groups.order(make_config(block_m, block_n), n, True, 0)
     columns = ceil_div(n, block_n)
     expected = [
         (row + y * block_m, column * block_n, last)

@@ -125,7 +125,11 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     if replace(spec, d=replace(spec.d, aligned=D.aligned)) == SPEC:
         assert kernels.for_spec(spec) == list(FAMILIES)
     elif plain and fp8 and scaling in SCALINGS and spec.d.dtype in ("bf16", "f32"):
-        own = SCALINGS[scaling] == "rowwise" and (spec.d.dtype, spec.d.aligned, spec.accumulate) == ("bf16", True, "none")
+        own = SCALINGS[scaling] == "rowwise" and (spec.d.dtype, spec.d.aligned, spec.accumulate) == (
+            "bf16",
+            True,
+            "none",
+        )
         names = ["sm90_fp8_rows" if own else "sm90_fp8_scaled"]
         names += [] if SCALINGS[scaling] == "1d1d" else ["sm90_fp8_scaled_swapped"]
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
