@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_expert_layers import BF16, DEEPSEEK_V3, FP8, QWEN3_MOE, of_experts
 
 import deep_gemm
-from deep_gemm import engine, ops, select
+from deep_gemm import engine, kernels, ops, select
 from deep_gemm.aot import build, model, workload
 from deep_gemm.aot.layers import FORMS, GROUPED_OPS, Layer, is_masked
 from deep_gemm.aot.workload import GemmShape
@@ -65,6 +65,20 @@ def test_masked_choices_go_by_the_rows_that_are_expected() -> None:
             assert select.rank(asked, SM90) == select.rank(least, SM90)
 
 
+def test_groups_of_few_rows_have_narrow_tiles_small_boxes_and_early_weights() -> None:
+    found = {}
+    for op, rows, expected in ((FP8[2], 4096, 20), (FP8[2], 4096, 1000), (BF16[2], 4096, 20), (FP8[0], 640, 1)):
+        asked = build.spec_of(GemmShape(rows, 4096, 7168, op=op, groups=6, expected_m=expected), SM90)
+        config = select.rank(asked, SM90)[0].config
+        kernel = kernels.of(config)
+        strides = {"a": (7168, 1), "b": (7168, 1), "d": (4096, 1), "sfa": (1, rows), "sfb": (1792, 56, 1)}
+        _, values = kernel.values(kernel.params(asked, config, SM90), asked, strides, pdl=False, constant=False)
+        found[op, expected] = (config.tile[1], values["map_a"].spec.box[1], values["raster"][2], values["evict_first"])
+    assert found[FP8[2], 20] == (32, 32, 8, 1)
+    assert found[BF16[2], 20][1:3] == (32, 4)
+    assert [found[key][1:] for key in ((FP8[2], 1000), (FP8[0], 1))] == [(64, 0, 0)] * 2
+
+
 @pytest.fixture(scope="module")
 def prepared() -> dict[str, tuple[Layer, set[KernelParams]]]:
     """What is compiled ahead for one layer, by operation: for up to 300 tokens on each of 4 GPUs."""
@@ -102,8 +116,8 @@ def test_every_routing_finds_its_kernel(
 
 
 def test_helpers_come_along(prepared: dict[str, tuple[Layer, set[KernelParams]]]) -> None:
-    for op, (_, kernels) in prepared.items():
-        names = {params.kernel for params in kernels}
+    for op, (_, needed) in prepared.items():
+        names = {params.kernel for params in needed}
         assert names == ({"sm90_fp8_grouped", "transpose_scales"} if op in FP8 else {"sm90_half_grouped"})
 
 
@@ -205,10 +219,10 @@ def test_the_command_takes_shapes_with_groups() -> None:
 
 @pytest.mark.compile
 def test_inspect_takes_groups(cache_dir: Path) -> None:
-    arguments = ["--op", FP8[2], "--groups", "32", "--expected-m", "20", "--json", "--top", "2"]
+    arguments = ["--op", FP8[2], "--groups", "32", "--expected-m", "50", "--json", "--top", "2"]
     report = run("inspect", "4096x512x256", *arguments)
     asked = report["spec"]
-    assert (asked["m"], asked["groups"], asked["grouping"], asked["expected_m"]) == (4096, 32, "masked", 32)
+    assert (asked["m"], asked["groups"], asked["grouping"], asked["expected_m"]) == (4096, 32, "masked", 64)
     assert "_masked_g32_" in report["kernel"]
     assert len(report["configs"]) == 2
 

@@ -11,6 +11,7 @@ struct Constants {
   enum : bool { kTmaStore = true, kMnMajorB = true };
   enum : u32 { kElement = kF32, kAccumulate = kReduces };
   enum : u32 { kGrouping = kUngrouped, kSegments = 32 };
+  enum : u32 { kRowsOfA = 0 };  // of a box; 0: all of a tile
   enum : u32 { kSharedBytes = 229440 };
 };
 

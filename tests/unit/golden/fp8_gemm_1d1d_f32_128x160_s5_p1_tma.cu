@@ -10,6 +10,7 @@ struct Constants {
   enum : u32 { kScaling = k1D1D, kElement = kF32, kAccumulate = kNothing };
   enum : bool { kTmaStore = true };
   enum : u32 { kGrouping = kUngrouped, kSegments = 32 };
+  enum : u32 { kRowsOfA = 0 };  // of a box; 0: all of a tile
   enum : u32 { kSharedBytes = 226128 };
 };
 

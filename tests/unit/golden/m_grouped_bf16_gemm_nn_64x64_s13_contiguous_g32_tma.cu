@@ -11,6 +11,7 @@ struct Constants {
   enum : bool { kTmaStore = true, kMnMajorB = true };
   enum : u32 { kElement = kBf16, kAccumulate = kNothing };
   enum : u32 { kGrouping = kIndex, kSegments = 32 };
+  enum : u32 { kRowsOfA = 64 };  // of a box; 0: all of a tile
   enum : u32 { kSharedBytes = 223056 };
 };
 

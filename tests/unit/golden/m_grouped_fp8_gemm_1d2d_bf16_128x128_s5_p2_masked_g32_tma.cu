@@ -10,6 +10,7 @@ struct Constants {
   enum : u32 { kScaling = k1D2D, kElement = kBf16, kAccumulate = kNothing };
   enum : bool { kTmaStore = true };
   enum : u32 { kGrouping = kMasked, kSegments = 32 };
+  enum : u32 { kRowsOfA = 64 };  // of a box; 0: all of a tile
   enum : u32 { kSharedBytes = 199760 };
 };
 
