@@ -91,8 +91,12 @@ class Sm90HalfGrouped(Sm90HalfGemm):
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """The constants of the kernel without groups, and the form of the groups."""
         p = self.grouped(params)
-        form = {"grouping": groups.GROUPINGS[p.grouping], "segments": p.segments}
-        return super().constants(params) | form | {"a_rows": groups.a_rows(p.grouping, self.of(params)[1])}
+        return {
+            **super().constants(params),
+            "grouping": groups.GROUPINGS[p.grouping],
+            "segments": p.segments,
+            "a_rows": groups.a_rows(p.grouping, self.of(params)[1]),
+        }
 
     def grouped(self, params: KernelParams) -> HalfGroupedParams:
         """``params`` with this family's type. Raises TypeError if they belong to another family."""
