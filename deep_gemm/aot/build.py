@@ -170,7 +170,7 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
             for params in found:
                 wanted.setdefault(params, []).append(shape)
     helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
-    wanted |= {params: [] for name in sorted(helpers) for params in kernels.get(name).cases() if params.arch == arch}
+    wanted |= {params: [] for name in sorted(helpers) for params in kernels.get(name).ahead() if params.arch == arch}
     return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 

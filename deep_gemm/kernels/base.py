@@ -194,6 +194,10 @@ class Kernel(ABC, Generic[ConfigT]):
     def cases(self) -> list[KernelParams]:
         """The instances that tests compile and run: every template branch at least once."""
 
+    def ahead(self) -> list[KernelParams]:
+        """The instances that calls before a dense GEMM can need (see `ops.helpers`)."""
+        return self.cases()
+
 
 class GemmKernel(Kernel[ConfigT]):
     """The base class of GEMM families."""

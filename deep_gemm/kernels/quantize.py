@@ -237,6 +237,10 @@ class Quantize(Kernel[QuantizeConfig]):
         ]
         return [self.params(spec, self.chosen(spec), SM90) for spec in specs]
 
+    def ahead(self) -> list[KernelParams]:
+        """Those without an index of rows and without factors, which are for experts."""
+        return [params for params in self.cases() if not (self._of(params).gathered or self._of(params).factors)]
+
     def chosen(self, spec: QuantizeSpec) -> QuantizeConfig:
         """The config that calls use."""
         return next(config for config in self.configs(SM90) if self.worthwhile(spec, config))
