@@ -95,7 +95,7 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
         """One wgmma has all tokens of the tile."""
         return config.block_m
 
-    def counts(self, config: HalfSwappedConfig, aligned: bool) -> Counts:
+    def counts(self, config: HalfSwappedConfig, output: str, aligned: bool) -> Counts:
         """Tokens are the columns of wgmma, and the epilogue transposes D."""
         return Counts(
             groups=1,

@@ -1,9 +1,10 @@
 """The time of a GEMM with a config, by a roofline model.
 
-Each resource has its time: the tensor cores of an SM, which co-resident CTAs share; a consumer's chain of multiply and
-promote; the latency of loads, which stages hide; the path from L2 into an SM; the whole L2; and HBM. They overlap, but
-not perfectly: together they take a smooth maximum (a p-norm) of their times. The launch and the first stage come
-before, the epilogue of the last tile after them. `Features` holds counts, `Speed` the rates.
+Each resource has its time: the tensor cores of an SM and the shared memory that feeds them, which co-resident CTAs
+share; a consumer's chain of multiply and promote; the latency of loads, which stages hide; the path from L2 into an SM;
+the whole L2; and HBM. They overlap, but not perfectly: together they take a smooth maximum (a p-norm) of their times.
+The launch and the first stage come before, the epilogue of the last tile after them. `Features` holds counts, `Speed`
+the rates.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     ``x`` holds arrays or tensors and ``maximum`` is their elementwise maximum."""
     us = x.steps * (1e-3 / c.clock_ghz)  # us of one cycle in each block of K
     tensor = x.tensor * c.tensor
+    # Shared memory feeds the tensor cores, and takes what is loaded.
+    fed = (x.read + x.filled) / c.shared_bytes_per_cycle
     own = tensor * x.consumers_k / x.consumers
     hidden = maximum(own, x.promotion + c.chain_cycles)
     chain = (hidden + (1 - x.ahead) * (own + x.promotion + c.chain_cycles - hidden)) / x.consumers_k
@@ -50,7 +53,7 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     )
     first = x.first / (c.start_gb_per_s * 1e3)
     found = {
-        "tensor": x.resident * tensor * us,
+        "tensor": x.resident * maximum(tensor, fed) * us,
         "chain": chain * us,
         "loads": loads * us,
         "l2": x.from_l2 * lines / (c.l2_gb_per_s * 1e3),
@@ -60,8 +63,8 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
         found["tensor"], maximum(found["chain"], maximum(found["loads"], maximum(found["l2"], found["hbm"])))
     )
     body = largest * sum((time / largest) ** c.overlap for time in found.values()) ** (1 / c.overlap)
-    # Each tile but the last is stored while the next is multiplied. CTAs on one SM share its path out.
-    seen = x.waves - (x.waves - 1) * c.epilogue_hidden
+    # Most kernels store each tile but the last while the next is multiplied. CTAs on one SM share its path out.
+    seen = x.waves - (x.waves - 1) * c.epilogue_hidden * x.hides_epilogue
     epilogue = seen * (c.epilogue_us + x.resident * x.elements / c.elements_per_us)
     # Nothing hides a split-K exchange: all parts of a tile wait for the last one.
     epilogue = epilogue + x.waves * (x.exchanges * c.exchange_us + x.exchanged / c.exchanged_per_us)
