@@ -25,6 +25,7 @@ _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4))
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (64, 32, (1, 1, 1), 2),
+    (64, 48, (1, 1, 1), 1),
     (64, 64, (1, 1, 1), 1),
     (64, 64, (1, 1, 1), 2),
     (64, 64, (1, 1, 2), 1),
@@ -33,7 +34,9 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (64, 96, (1, 1, 1), 2),
     (64, 128, (1, 1, 1), 1),
     (64, 128, (1, 1, 4), 1),
+    (128, 32, (1, 1, 2), 1),
     (128, 64, (1, 1, 1), 1),
+    (128, 64, (1, 1, 2), 1),
     (128, 64, (1, 1, 4), 1),
     (128, 96, (1, 1, 1), 1),
     (128, 128, (1, 1, 1), 1),
@@ -58,7 +61,7 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 )
 """(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
 ``benchmarks/README.md``), and then changed by hand for M of 1000 and more: eight were added that were the best of many
-shapes, and three left out that were chosen for none. docs/measurements/selector.md has what that gained."""
+shapes. docs/measurements/selector.md has what that gained."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""

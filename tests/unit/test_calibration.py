@@ -172,7 +172,7 @@ config."""
         ("survey-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 513, 1 << 20, 23, 0.98, 0.92),
         ("survey-h100.jsonl", "NVIDIA H100 80GB HBM3", "graph", 1, 64, 26, 0.97, 0.87),
         ("survey-h100.jsonl", "NVIDIA H100 80GB HBM3", "graph", 65, 512, 12, 0.97, 0.88),
-        ("survey-half-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 513, 1 << 20, 35, 0.985, 0.91),
+        ("survey-half-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 513, 1 << 20, 55, 0.985, 0.91),
         ("survey-h200.jsonl", "NVIDIA H200", "flush", 1, 64, 43, 0.965, 0.9),
         ("survey-h200.jsonl", "NVIDIA H200", "flush", 65, 512, 320, 0.97, 0.77),
         ("survey-h200.jsonl", "NVIDIA H200", "flush", 513, 1 << 20, 130, 0.97, 0.84),
