@@ -36,7 +36,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "elements_per_us": (5e3, 3e5),
     "epilogue_hidden": (0.01, 0.99),
     "tensor": (1.0, 6.4),
-    "shared_bytes_per_cycle": (64, 256),
     "chain_cycles": (30, 400),
     "load_cycles": (600, 6000),
     "fill_bytes_per_cycle": (10, 110),

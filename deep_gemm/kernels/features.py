@@ -56,9 +56,9 @@ class Features(NamedTuple):
     crowded: float
     """Rows of a block whose L2 lines are requested repeatedly, weighted by the contention that they cause."""
     read: float
-    """Bytes of operands that instructions read from shared memory for a block."""
+    """Bytes of operands that instructions read from shared memory for a block. Only the power model uses this,
+    `requested` and `element_bytes`."""
     requested: float
-    """Rows of 128 bytes that a CTA requests from L2. Of rows that a cluster shares, only the CTA's own part
-    counts. Only the power model uses this and `element_bytes`."""
+    """Rows of 128 bytes that a CTA requests from L2. Of rows that a cluster shares, only the CTA's own part counts."""
     element_bytes: float
     """Of both operands."""

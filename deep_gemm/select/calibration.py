@@ -45,8 +45,6 @@ class Speed(Constants):
     """Fraction of the epilogue that overlaps with the next tile."""
     tensor: float
     """Tensor-core cycles for each nominal cycle: above 1, since their power lowers the clock."""
-    shared_bytes_per_cycle: float
-    """Bandwidth of an SM's shared memory, for what instructions read and for what is loaded."""
     chain_cycles: float
     """Latency of one block of K in a consumer: wait, issue, drain."""
     load_cycles: float

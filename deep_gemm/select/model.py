@@ -1,10 +1,9 @@
 """The time of a GEMM with a config, by a roofline model.
 
-Each resource has its time: the tensor cores of an SM and the shared memory that feeds them, which co-resident CTAs
-share; a consumer's chain of multiply and promote; the latency of loads, which stages hide; the path from L2 into an SM;
-the whole L2; and HBM. They overlap, but not perfectly: together they take a smooth maximum (a p-norm) of their times.
-The launch and the first stage come before, the epilogue of the last tile after them. `Features` holds counts, `Speed`
-the rates.
+Each resource has its time: the tensor cores of an SM, which co-resident CTAs share; a consumer's chain of multiply and
+promote; the latency of loads, which stages hide; the path from L2 into an SM; the whole L2; and HBM. They overlap, but
+not perfectly: together they take a smooth maximum (a p-norm) of their times. The launch and the first stage come
+before, the epilogue of the last tile after them. `Features` holds counts, `Speed` the rates.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     ``x`` holds arrays or tensors and ``maximum`` is their elementwise maximum."""
     us = x.steps * (1e-3 / c.clock_ghz)  # us of one cycle in each block of K
     tensor = x.tensor * c.tensor
-    # Shared memory feeds the tensor cores, and takes what is loaded.
-    fed = (x.read + x.filled) / c.shared_bytes_per_cycle
     own = tensor * x.consumers_k / x.consumers
     hidden = maximum(own, x.promotion + c.chain_cycles)
     chain = (hidden + (1 - x.ahead) * (own + x.promotion + c.chain_cycles - hidden)) / x.consumers_k
@@ -53,7 +50,7 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     )
     first = x.first / (c.start_gb_per_s * 1e3)
     found = {
-        "tensor": x.resident * maximum(tensor, fed) * us,
+        "tensor": x.resident * tensor * us,
         "chain": chain * us,
         "loads": loads * us,
         "l2": x.from_l2 * lines / (c.l2_gb_per_s * 1e3),

@@ -14,7 +14,7 @@ from deep_gemm.kernels.sm90_half_gemm import KERNEL, make_config
 from deep_gemm.ops import half_dense
 from deep_gemm.params import HalfConfig
 from deep_gemm.select import candidates, select
-from deep_gemm.select.calibration import Calibration, default
+from deep_gemm.select.calibration import default
 from deep_gemm.select.model import estimate, features
 from deep_gemm.spec import GemmSpec, Major
 
@@ -136,21 +136,6 @@ def test_tall_products_get_upright_tiles() -> None:
     for m, n, k in ((3780, 256, 256), (2250, 288, 128), (520, 128, 656)):
         assert isinstance(select(asked(m, n, k), SM90).config, HalfConfig)
     assert not isinstance(select(asked(16, 4096, 4096), SM90).config, HalfConfig)
-
-
-def slowed(**speed: float) -> Calibration:
-    return replace(default(), speed=replace(default().speed, **speed))
-
-
-def test_shared_memory_feeds_the_tensor_cores() -> None:
-    """A block of 128 x 96 tiles reads 40 KB and takes 28 KB: that is more than its products take."""
-    spec, narrow = asked(2048, 2112, 7168), make_config(128, 96)
-    x, speed = counted(spec, narrow), slowed(shared_bytes_per_cycle=128.0).speed
-    assert (x.read, x.filled) == (8 * (64 + 96) * 32, (128 + 96) * 128)
-    cycles = x.steps * (x.read + x.filled) / 128
-    assert estimate(spec, narrow, speed).tensor_us == pytest.approx(cycles * 1e-3 / speed.clock_ghz)
-    fast = slowed(shared_bytes_per_cycle=1e6).speed
-    assert estimate(spec, narrow, fast).tensor_us == pytest.approx(x.steps * x.tensor * fast.tensor * 1e-3 / 1.98)
 
 
 def test_wide_tiles_are_chosen_where_narrow_ones_wait_for_shared_memory() -> None:
