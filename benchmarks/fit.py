@@ -22,7 +22,7 @@ from deep_gemm.params import GemmConfig
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Speed
 from deep_gemm.select.model import features, parts
-from deep_gemm.select.power import BLOCK_K, Power, draws
+from deep_gemm.select.power import BLOCK_BYTES, Power, draws
 from deep_gemm.spec import GemmSpec
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -230,6 +230,6 @@ def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Pow
     if not bool((found > 0).all() and found.isfinite().all()):
         return None
     products, *rows_moved, stored, launch = (float(value) for value in found)
-    values = (BLOCK_K / products, *(row / products for row in rows_moved), 1 / stored, launch)
+    values = (BLOCK_BYTES / products, *(row / products for row in rows_moved), 1 / stored, launch)
     power = Power(*(float(f"{value:.5g}") for value in values))
     return power, {"pairs": len(matrix), "deviation": round(float((matrix @ found - 1).std()), 4)}

@@ -37,6 +37,8 @@ class Features(NamedTuple):
     """Extra microseconds of a launch of this family."""
     store_warp: float
     """1 where the store warp stores a tile while consumers compute the next one, else 0."""
+    hides_epilogue: float
+    """1 where the next tile's products run while a tile is stored, else 0."""
     cluster: float
     """1 where CTAs are launched in clusters, else 0."""
     exchanges: float
@@ -50,11 +52,13 @@ class Features(NamedTuple):
     from_l2: float
     """Bytes of both operands that SMs read from L2. Bytes that several tiles request at the same time count less."""
     unaligned: float
-    """The fraction of a block's 128-byte rows that begin inside an L2 line."""
+    """The fraction of a block's 128-byte rows that begin inside an L2 line: of both operands, weighted by the bytes."""
     crowded: float
     """Rows of a block whose L2 lines are requested repeatedly, weighted by the contention that they cause."""
     read: float
-    """Bytes of operands that instructions read from shared memory for a block. Only the power model uses this and
-    `requested`."""
+    """Bytes of operands that instructions read from shared memory for a block. Only the power model uses this,
+    `requested` and `element_bytes`."""
     requested: float
     """Rows of 128 bytes that a CTA requests from L2. Of rows that a cluster shares, only the CTA's own part counts."""
+    element_bytes: float
+    """Of both operands."""

@@ -89,8 +89,8 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         """Grid size."""
 
     @abstractmethod
-    def counts(self, config: HalfConfigT, aligned: bool) -> Counts:
-        """The performance model's counts for ``config``. ``aligned``: TMA can store D."""
+    def counts(self, config: HalfConfigT, output: str, aligned: bool) -> Counts:
+        """The performance model's counts for ``config`` and the dtype of D. ``aligned``: TMA can store D."""
 
     def output_map(self, params: HalfParams, spec: GemmSpec, stride_d: int) -> TensorMapSpec | None:
         """The tensor map of D; None for kernels without a parameter for it."""
@@ -123,11 +123,11 @@ class HalfKernel(GemmKernel[HalfConfigT]):
         """As for the FP8 kernels with K twice as long: the bytes and the blocks are the same. There is no promotion."""
         if not isinstance(spec, GemmSpec):
             raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
-        return count(self._counts(config, spec.d.aligned), spec, config, element_bytes=2)
+        return count(self._counts(config, spec.d.dtype, spec.d.aligned), spec, config, element_bytes=2)
 
     @functools.cache  # noqa: B019 - one instance for the life of the process
-    def _counts(self, config: HalfConfigT, aligned: bool) -> Counts:
-        return self.counts(config, aligned)
+    def _counts(self, config: HalfConfigT, output: str, aligned: bool) -> Counts:
+        return self.counts(config, output, aligned)
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants that both templates have."""

@@ -40,21 +40,28 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (128, 64, (1, 1, 4), 1),
     (128, 96, (1, 1, 1), 1),
     (128, 128, (1, 1, 1), 1),
+    (128, 128, (1, 1, 2), 1),
     (128, 128, (1, 1, 4), 1),
     (128, 128, (2, 1, 1), 1),
     (128, 160, (1, 1, 1), 1),
+    (128, 176, (1, 1, 1), 1),
     (128, 192, (1, 1, 1), 1),
     (128, 192, (2, 1, 1), 1),
     (128, 224, (1, 1, 1), 1),
+    (128, 224, (2, 1, 1), 1),
+    (128, 240, (2, 1, 1), 1),
     (128, 256, (1, 1, 1), 1),
     (128, 256, (2, 1, 1), 1),
+    (256, 96, (1, 1, 1), 1),
     (256, 128, (1, 1, 1), 1),
     (256, 128, (1, 2, 1), 1),
+    (256, 144, (1, 2, 1), 1),
+    (256, 160, (1, 2, 1), 1),
+    (256, 192, (2, 1, 1), 1),
 )
 """(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
-``benchmarks/README.md``). Tiles of 176 and 208 columns were taken out: they store boxes of 16 columns, and the
-performance model does not know that these are slower. Without them the choice came 0.4% nearer to the best for M > 512,
-and 1.2% nearer over 15 shapes that were not surveyed before."""
+``benchmarks/README.md``), and then changed by hand for M of 1000 and more: eight were added that were the best of many
+shapes. docs/measurements/selector.md has what that gained."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
@@ -160,7 +167,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         """One wgmma has all columns of the tile."""
         return config.block_n
 
-    def counts(self, config: HalfConfig, aligned: bool) -> Counts:
+    def counts(self, config: HalfConfig, output: str, aligned: bool) -> Counts:
         """Rows of A are the rows of wgmma; the store warp stores tiles."""
         return Counts(
             groups=config.num_consumers,
@@ -170,6 +177,8 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             direct=not aligned,
             store_warp=aligned,
             promotion=0.0,
+            stored_row=box_columns(config.block_n // config.cluster_k, output) * BYTES[output],
+            hides_epilogue=aligned and staging_buffers(config, output) == 1,
         )
 
     def num_ctas(self, config: HalfConfig, m: int, n: int, num_sms: int) -> int:
@@ -224,6 +233,8 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             make_params(split, majors="mm"),
             make_params(wide, output="f32"),
             make_params(tall, output="f32", accumulate="reduces", majors="mm"),
+            make_params(make_config(128, 192), output="f32", accumulate="reduces", majors="mm"),
+            make_params(tile, output="f32", accumulate="reads"),
             make_params(tile, accumulate="reads"),
             make_params(split, output="f32", accumulate="reads"),
             make_params(split, accumulate="reads"),
@@ -284,10 +295,10 @@ def sums(config: HalfConfig) -> int:
 
 
 def staging_buffers(config: HalfConfig, output: str) -> int:
-    """Staging buffers of a consumer. One if tiles are staged late, while the next tile's products run: that needs
-    16-bit elements, no split K, and enough registers. Otherwise two, because consumers wait for a free buffer."""
-    registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
-    late = output != "f32" and config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
+    """Staging buffers of a consumer. One if tiles are staged late, while the next tile's products run: that needs no
+    split K, and registers for the words of a whole tile. Otherwise two, because consumers wait for a free buffer."""
+    registers = sums(config) + sums(config) * BYTES[output] // 4 + _OTHER_REGISTERS
+    late = config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
     return 1 if late else 2
 
 

@@ -17,7 +17,7 @@ from ..params import GemmConfig
 from ..spec import GemmSpec, ceil_div
 from .calibration import Calibration, default
 from .model import Estimate, estimate, features, parts
-from .power import sustained_us
+from .power import KNOWN_BYTES, sustained_us
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def order(
     def key(config: GemmConfig) -> tuple[float, int]:
         x = features(spec, config)
         us = corrected(config, parts(x, calibration.speed)["total"])
-        if sustained:
+        if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
             us = (max(0.0, us - launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
         return us, config.block_m * config.block_n

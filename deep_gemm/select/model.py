@@ -60,8 +60,8 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
         found["tensor"], maximum(found["chain"], maximum(found["loads"], maximum(found["l2"], found["hbm"])))
     )
     body = largest * sum((time / largest) ** c.overlap for time in found.values()) ** (1 / c.overlap)
-    # Each tile but the last is stored while the next is multiplied. CTAs on one SM share its path out.
-    seen = x.waves - (x.waves - 1) * c.epilogue_hidden
+    # Most kernels store each tile but the last while the next is multiplied. CTAs on one SM share its path out.
+    seen = x.waves - (x.waves - 1) * c.epilogue_hidden * x.hides_epilogue
     epilogue = seen * (c.epilogue_us + x.resident * x.elements / c.elements_per_us)
     # Nothing hides a split-K exchange: all parts of a tile wait for the last one.
     epilogue = epilogue + x.waves * (x.exchanges * c.exchange_us + x.exchanged / c.exchanged_per_us)

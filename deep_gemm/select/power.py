@@ -21,8 +21,11 @@ from ..spec import GemmSpec, ceil_div
 from .constants import Constants
 
 ROW_BYTES = 128
-BLOCK_K = 128
-"""Counts are for a block of this much of K."""
+BLOCK_BYTES = 128
+"""Counts are for a block of this many bytes of each row of K."""
+KNOWN_BYTES = 1
+"""Bytes of the elements that the constants were fitted to. No 16-bit operands were timed back to back, and their single
+calls of 200 to 1900 us took 2 to 28% less than the estimate (H100)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Power(Constants):
     WHAT: ClassVar[str] = "A calibration's part about power"
 
     products_per_us: float
-    """Multiply-adds of two elements a microsecond, if nothing else drew power."""
+    """Multiply-adds of eight-bit elements a microsecond, if nothing else drew power. Of 16-bit ones half as many are
+    assumed."""
     read_row: float
     """Reading a row of 128 bytes from shared memory, in units of 128 products."""
     filled_row: float
@@ -50,7 +54,7 @@ def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
     elements of D; and the launch."""
     tiles = ceil_div(spec.m, config.block_m * config.cluster_m) * config.cluster_m
     tiles *= ceil_div(spec.n, config.block_n * config.cluster_n) * config.cluster_n
-    blocks = tiles * ceil_div(spec.k, BLOCK_K)
+    blocks = tiles * ceil_div(spec.k * int(x.element_bytes), BLOCK_BYTES)
     return (
         float(blocks * config.block_m * config.block_n),
         blocks * x.read / ROW_BYTES,
@@ -65,5 +69,5 @@ def sustained_us(spec: GemmSpec, config: GemmConfig, x: Features, power: Power) 
     """The time of one launch among many back to back, if power is the limit. ``x`` are the features of the pair."""
     products, read, filled, requested, stored, launches = draws(spec, config, x)
     moved = power.read_row * read + power.filled_row * filled + power.requested_row * requested
-    drawn = (products + moved) * BLOCK_K / power.products_per_us
+    drawn = (products + moved) * BLOCK_BYTES / power.products_per_us
     return drawn + stored / power.stored_per_us + power.launch_us * launches

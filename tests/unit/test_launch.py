@@ -66,8 +66,8 @@ def test_tensor_maps_are_of_the_right_tensors_and_within_the_limits_of_the_hardw
         assert (spec.dtype, spec.dims, spec.strides, address) == of
         if spec.dtype == "u8":
             assert spec.swizzle == 128  # wgmma reads rows of 128 swizzled bytes
-            # Where D is larger than B and sectors are whole, L2 promotion loads two blocks of K together.
-            promoted = 256 if 2 * g.m * g.n > g.n * g.k and spec.strides[0] % 32 == 0 else 128
+            # Where D is larger than B and rows begin with lines, L2 promotion loads two blocks of K together.
+            promoted = 256 if 2 * g.m * g.n > g.n * g.k and spec.strides[0] % 128 == 0 else 128
             assert spec.l2_promotion == promoted
 
 
