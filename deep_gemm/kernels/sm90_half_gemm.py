@@ -233,8 +233,6 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             make_params(split, majors="mm"),
             make_params(wide, output="f32"),
             make_params(tall, output="f32", accumulate="reduces", majors="mm"),
-            make_params(make_config(128, 192), output="f32", accumulate="reduces", majors="mm"),
-            make_params(tile, output="f32", accumulate="reads"),
             make_params(tile, accumulate="reads"),
             make_params(split, output="f32", accumulate="reads"),
             make_params(split, accumulate="reads"),
@@ -295,10 +293,10 @@ def sums(config: HalfConfig) -> int:
 
 
 def staging_buffers(config: HalfConfig, output: str) -> int:
-    """Staging buffers of a consumer. One if tiles are staged late, while the next tile's products run: that needs no
-    split K, and registers for the words of a whole tile. Otherwise two, because consumers wait for a free buffer."""
-    registers = sums(config) + sums(config) * BYTES[output] // 4 + _OTHER_REGISTERS
-    late = config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
+    """Staging buffers of a consumer. One if tiles are staged late, while the next tile's products run: that needs
+    16-bit elements, no split K, and enough registers. Otherwise two, because consumers wait for a free buffer."""
+    registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
+    late = output != "f32" and config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
     return 1 if late else 2
 
 

@@ -60,11 +60,11 @@ struct HalfGemm {
   using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
   using Sums = typename Mainloop::Sums;
   enum : u32 { kSlices = Layout::kSlices, kColumns = Layout::kColumns, kClusterK = Layout::kClusterK };
-  // Whether a finished tile stays in registers, as words of D, and is staged while the next tile's products run. One buffer is then
-  // enough: a part has been stored before the next part is staged.
+  // Whether a finished tile stays in registers, as words of 16-bit elements, and is staged while the next tile's products run. One
+  // buffer is then enough: a part has been stored before the next part is staged.
   enum : bool { kStoresLate = Tile::kTmaStore && Tile::kBuffers == 1 };
   enum : bool { kIdles = Layout::kIdles };
-  static_assert(!kStoresLate || (kClusterK == 1 && !Kernel::kByDepth));
+  static_assert(!kStoresLate || (Tile::kElement != kF32 && kClusterK == 1 && !Kernel::kByDepth));
 
   Kernel kernel;
 

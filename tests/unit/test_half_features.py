@@ -88,8 +88,6 @@ def test_narrow_rows_of_d_take_as_long_as_whole_ones(config: HalfConfig, wide: b
         (make_config(256, 128, (1, 2, 1)), False, True),
         (make_config(256, 144), False, False),  # too few registers for a second tile
         (TILE, True, False),
-        (make_config(128, 192), True, True),
-        (make_config(128, 208), True, False),
         (make_config(128, 128, (1, 1, 2)), False, False),
     ],
 )
