@@ -45,14 +45,15 @@ DIRECT_ELEMENTS = 10.0
 
 L2_SHARING = 0.15
 """Exponent of L2 sharing. Bytes that n tiles read count n ** -L2_SHARING times each, because L2 answers SMs that
-request a line at the same time once. Boxes that begin inside a sector are not shared, so their bytes count once each:
-with this exponent for them too, the model's error differed by 8% between configs with and without clusters (12 BF16
-shapes, H100), and without it by 4%."""
+request a line at the same time once. Boxes of 16-bit operands that begin inside a sector are not shared, so their bytes
+count once each: with this exponent for them too, the model's error differed by 8% between configs with and without
+clusters (12 shapes, H100), and without it by 4%. For FP8 that gained nothing (see docs/measurements/selector.md)."""
 
 
-def _sharing(row: int, tiles: int) -> float:
+def _sharing(row: int, tiles: int, element_bytes: int) -> float:
     """How much a byte counts that each of ``tiles`` tiles reads, in rows of ``row`` bytes."""
-    return 1.0 if row % SECTOR_BYTES else float(min(32, tiles) ** -L2_SHARING)
+    apart = element_bytes > 1 and row % SECTOR_BYTES > 0
+    return 1.0 if apart else float(min(32, tiles) ** -L2_SHARING)
 
 
 def _inside_lines(row: int) -> float:
@@ -142,8 +143,8 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
     first = min(first, m * k + n * k)
     depth_read = cluster_k * blocks * SCALE_BLOCK
     row_a, row_b = k if spec.a.major == "k" else m * element_bytes, k if spec.b.major == "k" else n * element_bytes
-    tokens_read = all_tokens * columns * depth_read * _sharing(row_a, columns)
-    weights_read = all_weights * rows * depth_read * _sharing(row_b, rows)
+    tokens_read = all_tokens * columns * depth_read * _sharing(row_a, columns, element_bytes)
+    weights_read = all_weights * rows * depth_read * _sharing(row_b, rows, element_bytes)
     from_l2 = tokens_read + weights_read
     inside = tokens_read * _inside_lines(row_a) + weights_read * _inside_lines(row_b)
     return Features(

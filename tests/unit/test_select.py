@@ -16,7 +16,6 @@ from deep_gemm import arch, kernels, ops
 from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels.gemm_features import L2_SHARING
-from deep_gemm.kernels.loads import SECTOR_BYTES
 from deep_gemm.kernels.tiles import last_rows, left
 from deep_gemm.params import GemmConfig, UprightConfig
 from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select
@@ -292,14 +291,12 @@ def test_a_call_gets_the_choice_of_its_representative(spec: GemmSpec) -> None:
 @settings(max_examples=150, deadline=None)
 @given(SPECS)
 def test_the_model_counts_the_rows_that_launches_load(spec: GemmSpec) -> None:
-    """The boxes of the last row and column of tiles end at the matrix edge. L2 does not answer SMs together for boxes
-    that begin inside sectors."""
-    sharing = 0.0 if spec.k % SECTOR_BYTES else L2_SHARING
+    """The boxes of the last row and column of tiles end at the matrix edge."""
     for config in candidates(spec, SM90):
         rows, columns = ceil_div(spec.m, config.block_m), ceil_div(spec.n, config.block_n)
         tokens = (rows - 1) * config.block_m + last_rows(config, spec.m)
         weights = (columns - 1) * config.block_n + left(spec.n, config.block_n)
         steps = ceil_div(ceil_div(spec.k, 128), config.cluster_k) * config.cluster_k
         across = ceil_div(columns, config.cluster_n), ceil_div(rows, config.cluster_m)
-        shared = [count * min(32, count) ** -sharing for count in across]
+        shared = [count * min(32, count) ** -L2_SHARING for count in across]
         assert features(spec, config).from_l2 == pytest.approx((tokens * shared[0] + weights * shared[1]) * steps * 128)
