@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "publish each tile for the one after it",
         "store_warp.cuh",
-        "      ahead.advance();\n      hint.publish(ahead, lane == 0);\n",
-        "      hint.publish(ahead, lane == 0);\n      ahead.advance();\n",
+        "      ahead.advance();\n      hint.template publish<Gemm::kRowScales>(ahead, lane == 0);\n",
+        "      hint.template publish<Gemm::kRowScales>(ahead, lane == 0);\n      ahead.advance();\n",
         ("ahead", "one by one", "split"),
     ),
     Mutation(
