@@ -60,7 +60,7 @@ class Sm90Fp8Scaled(ScaledKernel[ScaledConfig]):
                 )
 
     def refuses_groups(self, spec: GemmSpec) -> str | None:
-        """Also refuses scales of rows with an aligned bf16 output and without C."""
+        """Also refuses scales of rows with aligned bf16 output and without C, which `sm90_fp8_rows` computes."""
         plain = spec.d.dtype == "bf16" and spec.d.aligned and spec.accumulate == "none"
         if plain and scaling_of(spec) == "rowwise":
             return "scales of rows with bf16 output and without C have a kernel of their own"
