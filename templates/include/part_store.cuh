@@ -119,7 +119,7 @@ struct PartStore {
           if constexpr (kBuffers == 2) {
             if (before) named_barrier_arrive(free_barrier(consumer, which ^ 1), kThreads);
           } else {
-            if (first < kPending) ++first;
+            if (first != kPending) ++first;
             else named_barrier_arrive(free_barrier((consumer + kConsumers - kPending) % kConsumers, 0), kThreads);
           }
         }
