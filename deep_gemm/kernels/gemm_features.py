@@ -82,6 +82,8 @@ class Counts(NamedTuple):
     consumers_k: int = 1
     stored_row: int = LINE_BYTES
     """Bytes of a row of the boxes in which TMA stores D. A shorter row takes as long as one of 128 bytes."""
+    element: float = 1.0
+    """The cost of an element that TMA stores."""
     hides_epilogue: bool = True
     """The next tile's products run while a tile is stored."""
 
@@ -152,7 +154,10 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
         steps=waves * blocks,
         resident=min(config.ctas_per_sm, ceil_div(tiles, spec.num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
-        elements=finished * (DIRECT_ELEMENTS if counts.direct else LINE_BYTES / counts.stored_row) * d_bytes / 2,
+        elements=finished
+        * (DIRECT_ELEMENTS if counts.direct else counts.element * LINE_BYTES / counts.stored_row)
+        * d_bytes
+        / 2,
         # Without swapped operands whole tiles are exchanged, also rows that do not exist.
         exchanged=(splits - 1) * (finished if counts.transposed else block_m * block_n / splits),
         first=first,

@@ -59,16 +59,13 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 
 BESIDE_TURNED = {
     (64, 64, (1, 1, 1), 1),
+    (64, 64, (1, 1, 1), 2),
     (64, 64, (1, 1, 4), 1),
-    (64, 128, (1, 1, 1), 1),
-    (128, 64, (1, 1, 4), 1),
-    (128, 128, (1, 1, 4), 1),
-    (128, 160, (1, 1, 1), 1),
-    (128, 224, (1, 1, 1), 1),
-    (128, 256, (2, 1, 1), 1),
-    (256, 192, (2, 1, 1), 1),
+    (64, 128, (1, 1, 4), 1),
+    (128, 32, (1, 1, 2), 1),
+    (128, 128, (1, 1, 1), 1),
 }
-"""Those of the serving set that are also chosen where the kernel with operands swapped has tiles, by the same cover."""
+"""Those of the serving set that are also chosen where `Sm90HalfTurned` has tiles of any height, see its `SERVING`."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
@@ -151,12 +148,12 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
 
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
         """Whether less than half of the tile is padding. Otherwise a config with half the height is better. Where
-        `Sm90HalfTurned` has tiles too, only those of `BESIDE_TURNED`."""
+        `Sm90HalfTurned` has tiles of any height, which K-major A allows, only those of `BESIDE_TURNED`."""
         if not isinstance(spec, GemmSpec) or config.block_m > max(64, 2 * spec.m):
             return False
         c = config
         chosen = (c.block_m, c.block_n, (c.cluster_m, c.cluster_n, c.cluster_k), c.ctas_per_sm)
-        return chosen in BESIDE_TURNED or not turns(spec)
+        return chosen in BESIDE_TURNED or not (turns(spec) and spec.a.major == "k")
 
     def accumulates(self, spec: GemmSpec) -> str:
         """TMA adds to D if C is D and float32."""
