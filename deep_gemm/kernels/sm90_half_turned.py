@@ -26,13 +26,12 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int]], ...] = (
     (96, 64, (1, 4, 1)),
     (96, 128, (4, 1, 1)),
     (112, 128, (2, 2, 1)),
-    (136, 128, (1, 1, 1)),
     (136, 256, (2, 1, 1)),
     (144, 256, (2, 1, 1)),
     (152, 128, (1, 1, 1)),
     (160, 128, (1, 1, 1)),
     (176, 128, (1, 1, 1)),
-    (184, 192, (2, 1, 1)),
+    (176, 192, (1, 1, 1)),
     (192, 128, (1, 1, 1)),
     (192, 128, (1, 2, 1)),
     (192, 128, (2, 2, 1)),
@@ -42,7 +41,6 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int]], ...] = (
     (224, 128, (1, 1, 1)),
     (224, 128, (1, 2, 1)),
     (240, 128, (1, 2, 1)),
-    (256, 128, (1, 1, 1)),
     (256, 128, (1, 2, 1)),
 )
 """(block_m, block_n, cluster) of the serving set. It was chosen, with `BESIDE_TURNED`, from 214 configs that were all
@@ -70,7 +68,7 @@ class Sm90HalfTurned(Sm90HalfGemm):
         return "sm90_half_gemm.cu.jinja"
 
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
-        """Whether less than half of the tile is padding. Up to 64 rows of A have a kernel of their own."""
+        """Whether less than half of the tile is padding. Few rows of A have a kernel of their own."""
         return isinstance(spec, GemmSpec) and turns(spec) and config.block_m <= max(64, 2 * spec.m)
 
     def refuses(self, spec: Spec) -> str | None:
