@@ -34,7 +34,7 @@ SIZES = (24, 32, 48, 64, 96)
 
 _NAME = re.compile(
     r"[a-z0-9]+_gemm_(?:[nt][nt]_)?(?:f32_)?(?:(?:add|reduce)_)?"
-    r"(?:(swapped|small)_)?(\d+x\d+)_(.+?)_(?:tma|direct)(?:_[mnk]\d+)*"
+    r"(?:(swapped|turned|small)_)?(\d+x\d+)_(.+?)_(?:tma|direct)(?:_[mnk]\d+)*"
 )
 _NO_CHOICE = re.compile(r"[sp]\d+")
 """Parts of a name that are no choice: stages and sets of partial sums follow from the other parts. (How D is stored,

@@ -3,9 +3,9 @@
     python -m deep_gemm.benchmarks.tuned benchmarks/results/survey-h100.jsonl [MORE.jsonl ...]
 
 A quarter of the shapes of each file is held out. Corrections are learned from the rest. Of a held-out shape, the chosen
-config is the best of the first 1, 3, 5 and 8, by the survey's times: that is what the tuner would choose if it measured
-as the survey did. Numbers are the time of the best legal config of the row over that of the chosen one: the geometric
-mean, and the worst.
+config is the best of the first 1, 3, 5 and 8, by the survey's times, and then of these 8 and the first 8 of all other
+legal configs: that is what the tuner would choose if it measured as the survey did. Numbers are the time of the best
+legal config of the row over that of the chosen one: the geometric mean, and the worst.
 
 If the survey looked at all legal configs, one that it did not time counts as slower by a quarter and 1 us, as it was at
 the first look. If it did not, only timed configs count. Times above twice the best of the row are left out: the first
@@ -35,7 +35,9 @@ from deep_gemm.select import calibration, learned, tuner
 from deep_gemm.select.heuristic import ranked_as
 from deep_gemm.spec import GemmSpec
 
-TOPS = (1, 3, 5, 8)
+ALL = tuner.TOP + tuner.BEYOND
+"""What the tuner measures."""
+TOPS = (1, 3, 5, tuner.TOP, ALL)
 SEEDS, HELD_OUT = 4, 4
 DISTURBED = 2.0
 FEW = 20
@@ -45,12 +47,14 @@ FEW = 20
 @dataclass(frozen=True)
 class Shape:
     """A survey's row. ``times`` are in us, by config: of all legal ones that could be chosen. ``ranked`` are those of
-    the serving set, the first by the model first. ``timed`` is what can be learned from the row."""
+    the serving set, the first by the model first; ``others`` are the first of the other legal ones that were timed, of
+    the `BEYOND` that the tuner would measure. ``timed`` is what can be learned from the row."""
 
     spec: GemmSpec
     known: calibration.Calibration
     times: dict[GemmConfig, float]
     ranked: list[GemmConfig]
+    others: list[GemmConfig]
     timed: learned.Timed[GemmConfig]
 
     def best_of(self, configs: Iterable[GemmConfig], read: Callable[[float], float] = float) -> float:
@@ -81,7 +85,9 @@ def shapes_of(path: Path) -> list[Shape]:
         timed = tuner.timed(record, arch, known)
         if timed is not None and len(timed.times) > 1:
             ranked = [choice.config for choice in select.order(asked, serving, known)]
-            found.append(Shape(asked, known, times, ranked, timed))
+            rest = [config for config in select.legal(asked, arch) if config not in set(ranked[: tuner.TOP])]
+            others = [choice.config for choice in select.order(asked, rest, known)[: tuner.BEYOND]]
+            found.append(Shape(asked, known, times, ranked, [x for x in others if x in times], timed))
     return found
 
 
@@ -145,7 +151,8 @@ def judge(shapes: Sequence[Shape], seeds: int = SEEDS, noise: float = 0.0) -> di
             for name, corrections in used.items() if shape.spec in held else ():
                 ranked = shape.ranked if corrections is None else _corrected(shape, corrections)
                 for top in TOPS:
-                    found[name][top].append(shape.best_of(ranked[:top], _reader(rng, noise)))
+                    measured = [*ranked[: tuner.TOP], *shape.others] if top == ALL else ranked[:top]
+                    found[name][top].append(shape.best_of(measured, _reader(rng, noise)))
     return found
 
 
@@ -169,7 +176,8 @@ def main(arguments: Sequence[str]) -> int:
     for path in given.surveys:
         shapes = shapes_of(path)
         print(f"\n{path.name}: {len(shapes)} rows, {given.seeds} seeds\n")
-        print(f"| ranked by | {' | '.join(f'first {top}' for top in TOPS)} |\n|---{'|---' * len(TOPS)}|")
+        heads = [*(f"first {top}" for top in TOPS[:-1]), f"the tuner's {ALL}"]
+        print(f"| ranked by | {' | '.join(heads)} |\n|---{'|---' * len(TOPS)}|")
         for name, tops in judge(shapes, given.seeds, given.noise).items():
             cells = [f"{geometric_mean(values):.4f} ({min(values):.2f})" for values in tops.values()]
             print(f"| {name} | {' | '.join(cells)} |")

@@ -26,6 +26,7 @@ from deep_gemm.kernels import (
     sm90_half_gemm,
     sm90_half_grouped,
     sm90_half_swapped,
+    sm90_half_turned,
     transpose_bytes,
     transpose_scales,
 )
@@ -69,6 +70,8 @@ def golden_params() -> list[KernelParams]:
         sm90_half_swapped.make_params(
             sm90_half_swapped.make_config(24, 2, 2), majors="km", dtype="f16", output="f16", accumulate="reads"
         ),
+        sm90_half_turned.make_params(sm90_half_turned.make_config(136, 256, (2, 1, 1))),
+        sm90_half_turned.make_params(sm90_half_turned.make_config(72, 64), majors="km", dtype="f16", output="f16"),
         sm90_fp8_rows.KERNEL.cases()[-1],
         sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 160)),
         sm90_fp8_scaled.make_params(

@@ -7,20 +7,22 @@ from mutation import Mutation
 
 from deep_gemm.kernels import sm90_half_gemm as upright
 from deep_gemm.kernels import sm90_half_swapped as swapped
+from deep_gemm.kernels import sm90_half_turned as turned
 from deep_gemm.params import HalfParams
 
 KERNELS: dict[str, HalfParams] = {
     "late": upright.make_params(upright.make_config(128, 128)),
     "float": upright.make_params(upright.make_config(128, 128), output="f32", accumulate="reads"),
-    "turned": upright.make_params(upright.make_config(128, 256), majors="mm"),
+    "mn major": upright.make_params(upright.make_config(128, 256), majors="mm"),
     "split": upright.make_params(upright.make_config(64, 64, (1, 1, 2))),
     "direct": upright.make_params(upright.make_config(64, 64), store="direct"),
+    "transposed": turned.make_params(turned.make_config(136, 128)),
     "swapped": swapped.make_params(swapped.make_config(32)),
     "swapped split": swapped.make_params(swapped.make_config(16, 2, 2), output="f32"),
 }
 """All layouts of operands, all ways to store D, split K."""
 
-_UPRIGHT = ("late", "float", "turned", "split", "direct")
+_UPRIGHT = ("late", "float", "mn major", "split", "direct", "transposed")
 
 MUTATIONS = [
     # Not where consumers split K: they also load a block past the last one, which here is the dropped one.
@@ -43,35 +45,35 @@ MUTATIONS = [
         "warpgroup.cuh",
         "kStepKMajor = 32 / 16",
         "kStepKMajor = 0",
-        ("late", "split", "swapped"),
+        ("late", "split", "swapped", "transposed"),
     ),
     Mutation(
         "step past K in MN-major operands",
         "warpgroup.cuh",
         "kStepMnMajor = 16 * 128 / 16",
         "kStepMnMajor = 8 * 128 / 16",
-        ("turned",),
+        ("mn major",),
     ),
     Mutation(
         "take every box of columns for the first",
         "operand.cuh",
         "kMnMajor ? kBoxBytes : 16",
         "kMnMajor ? 0 : 16",
-        ("turned",),
+        ("mn major",),
     ),
     Mutation(
         "load one box of rows again",
         "operand.cuh",
         "row + box * 64, k)",
         "row, k)",
-        ("turned",),
+        ("mn major",),
     ),
     Mutation(
         "stage rows as they are not swizzled",
         "part_store.cuh",
         "swizzled(row, i / 2 + lane / 16) * 16",
         "(i / 2 + lane / 16) * 16",
-        ("late", "turned", "split"),
+        ("late", "mn major", "split"),
     ),
     Mutation(
         "stage one of two neighbours twice",
@@ -85,15 +87,36 @@ MUTATIONS = [
         "half_gemm.cuh",
         "Out::apply(v[2 * i], v[2 * i + 1])",
         "Out::apply(v[2 * i + 1], v[2 * i])",
-        ("late", "turned", "split"),
+        ("late", "mn major", "split", "transposed"),
     ),
     Mutation("add C to one of two neighbours", "half_gemm.cuh", "      pair[1] += second;\n", "", ("float",)),
     Mutation(
         "store the parts of split K in one place",
         "half_gemm.cuh",
-        "x = at.column + kernel.rank_k() * kColumns;",
-        "x = at.column;",
+        "Layout::kSwapped ? first_row : kernel.rank_k() * kColumns);",
+        "Layout::kSwapped ? first_row : 0);",
         ("split",),
+    ),
+    Mutation(
+        "store the columns of both consumers in one place",
+        "half_gemm.cuh",
+        "Layout::kSwapped ? first_row : kernel.rank_k() * kColumns);",
+        "Layout::kSwapped ? 0 : kernel.rank_k() * kColumns);",
+        ("transposed",),
+    ),
+    Mutation(
+        "stage rows of D as they are not swizzled",
+        "part_store.cuh",
+        "row * kRowBytes + (unit ^ row) * 16;",
+        "row * kRowBytes + unit * 16;",
+        ("transposed",),
+    ),
+    Mutation(
+        "leave out the rows of a short part",
+        "part_store.cuh",
+        "else if (left > 0)",
+        "else if (left > 2)",
+        ("transposed",),
     ),
     Mutation(
         "store one of two neighbours twice",

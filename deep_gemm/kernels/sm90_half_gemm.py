@@ -80,6 +80,9 @@ F32_ELEMENT = 6.0
 """The cost of a float32 element of D, in 16-bit elements, beyond those that staging buffers hold. Fitted to ten
 products of TN with C in place (H100): the choices are 3.8% faster than cuBLASLt, and 2.7% without."""
 
+SMALL_TILE = 96 * 128
+"""Elements of a tile that is not small, see `drifts`."""
+
 LARGE_F32 = 1 << 22
 """Elements of a large float32 D. To add to one in place, tiles below 128x128 took 4 to 40% longer."""
 
@@ -159,7 +162,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         """Whether less than half of the tile is padding. Otherwise a config with half the height is better. To a large
         float32 D only large tiles add. Where `Sm90HalfTurned` has tiles of any height, which K-major A allows, only
         those of `BESIDE_TURNED`."""
-        if not isinstance(spec, GemmSpec) or config.block_m > max(64, 2 * spec.m):
+        if not isinstance(spec, GemmSpec) or config.block_m > max(64, 2 * spec.m) or drifts(spec, config):
             return False
         c = config
         adds_much = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.m * spec.n >= LARGE_F32
@@ -281,9 +284,21 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             make_params(tile, store="direct"),
             make_params(split, store="direct", output="f32"),
             make_params(tall, store="direct", output="f32", accumulate="reads"),
+            make_params(make_config(128, 128, (2, 2, 1))),
             make_params(tile, shape=(0, 2112, 7168)),
         ]
         return [*(make_params(config) for config in self.configs(SM90)), *varied]
+
+
+def drifts(spec: GemmSpec, config: HalfConfig) -> bool:
+    """Whether a config with small tiles, or split K, would take so many rounds that others are better. CTAs that
+    compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles then
+    wait for it. The model does not know that. In 313 products of more than 64 rows of A, no such config was the best
+    (H100)."""
+    tiles = ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n) * config.k_splits
+    rounds = ceil_div(tiles, spec.num_sms * config.ctas_per_sm)
+    small = config.block_m * config.block_n < SMALL_TILE
+    return spec.m > MOST_TOKENS and rounds > (1 if config.k_splits > 1 else 3 if small else rounds)
 
 
 def turns(spec: GemmSpec) -> bool:

@@ -8,9 +8,10 @@ import pytest
 
 from deep_gemm import ops
 from deep_gemm.arch import SM90
+from deep_gemm.kernels import sm90_half_turned as turned
 from deep_gemm.kernels.features import Features
 from deep_gemm.kernels.loads import l2_promotion
-from deep_gemm.kernels.sm90_half_gemm import KERNEL, make_config
+from deep_gemm.kernels.sm90_half_gemm import F32_ELEMENT, KERNEL, make_config
 from deep_gemm.ops import half_dense
 from deep_gemm.params import HalfConfig
 from deep_gemm.select import candidates, select
@@ -63,22 +64,37 @@ def test_l2_shares_no_boxes_that_begin_inside_sectors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "wide", "row"),
+    ("config", "row"),
     [
-        (make_config(128, 128), False, 128),
-        (make_config(128, 160), False, 64),
-        (make_config(128, 176), False, 32),
-        (make_config(128, 160), True, 128),
-        (make_config(128, 176), True, 64),
-        (make_config(64, 128, (1, 1, 4)), False, 64),
+        (make_config(128, 128), 128),
+        (make_config(128, 160), 64),
+        (make_config(128, 176), 32),
+        (make_config(64, 128, (1, 1, 4)), 64),
     ],
 )
-def test_narrow_rows_of_d_take_as_long_as_whole_ones(config: HalfConfig, wide: bool, row: int) -> None:
-    spec = asked(4096, 128 * 7 * 11, 4096, wide=wide)
-    tile = config.block_m * config.block_n / config.cluster_k * (2 if wide else 1)
+def test_narrow_rows_of_d_take_as_long_as_whole_ones(config: HalfConfig, row: int) -> None:
+    spec = asked(4096, 128 * 7 * 11, 4096)
+    tile = config.block_m * config.block_n / config.cluster_k
     assert counted(spec, config).elements == pytest.approx(tile * 128 / row)
     direct = counted(replace(spec, d=replace(spec.d, aligned=False)), config).elements
     assert direct == pytest.approx(10 * tile)
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "buffered"), [(make_config(128, 160), 128, 8192), (make_config(128, 176), 64, 4096)]
+)
+def test_float32_elements_cost_more_except_those_in_buffers(config: HalfConfig, row: int, buffered: int) -> None:
+    """Two buffers of each of two consumers are still being stored when the next tile begins."""
+    spec = asked(4096, 128 * 7 * 11, 4096, wide=True)
+    shown = config.block_m * config.block_n - buffered
+    assert counted(spec, config).elements == pytest.approx(shown * F32_ELEMENT * 128 / row * 2)
+    direct = counted(replace(spec, d=replace(spec.d, aligned=False)), config).elements
+    assert direct == pytest.approx(10 * config.block_m * config.block_n * 2)
+
+
+def test_transposed_elements_cost_more() -> None:
+    spec, config = asked(4096, 4096, 4096), turned.make_config(128, 256)
+    assert counted(spec, config).elements == pytest.approx(turned.TURNED_ELEMENT * counted(spec).elements)
 
 
 @pytest.mark.parametrize(

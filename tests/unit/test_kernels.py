@@ -49,6 +49,7 @@ def test_the_registry_finds_every_module_with_a_kernel() -> None:
         "sm90_fp8_scaled_swapped",
         "sm90_half_gemm",
         "sm90_half_swapped",
+        "sm90_half_turned",
         "sm90_fp8_grouped",
         "sm90_half_grouped",
         "sm90_fp8_k_grouped",
@@ -134,7 +135,9 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
         names += [] if SCALINGS[scaling] == "1d1d" else ["sm90_fp8_scaled_swapped"]
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
     elif plain and half and spec.d.dtype == "bf16":
-        names = ["sm90_half_gemm", "sm90_half_swapped"] if spec.a.major == "k" else ["sm90_half_gemm"]
+        names = ["sm90_half_gemm"]
+        names += ["sm90_half_swapped"] if spec.a.major == "k" else []
+        names += ["sm90_half_turned"] if spec.d.aligned and spec.accumulate == "none" else []
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
     elif grouped and fp8 and scaling == ("1x128", "128x128"):
         assert [kernel.name for kernel in kernels.for_spec(spec)] == ["sm90_fp8_grouped"]

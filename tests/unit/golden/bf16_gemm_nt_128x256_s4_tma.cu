@@ -3,7 +3,9 @@
 struct Constants {
   enum : u32 { kBlockM = 128, kBlockN = 256 };
   enum : u32 { kClusterM = 1, kClusterN = 1 };
-  enum : u32 { kBuffers = 1 };  // staging buffers of a consumer: 1 if tiles are stored late
+  enum : bool { kSwapped = false };  // whether rows of B are the rows of wgmma
+  enum : u32 { kBuffers = 1 };  // staging buffers of a consumer
+  enum : bool { kLate = true };  // whether a tile is stored while the next tile's products run
   enum : bool { kMnMajorA = false };
   enum : u32 { kStages = 4, kConsumers = 2, kClusterK = 1 };
   enum : u32 { kProducerRegisters = 40, kConsumerRegisters = 232 };
