@@ -1,0 +1,106 @@
+"""BF16 tiles with operands swapped: where they are offered, and which are legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deep_gemm.arch import SM90
+from deep_gemm.kernels import sm90_half_gemm as upright
+from deep_gemm.kernels import sm90_half_turned as turned
+from deep_gemm.kernels.sm90_half_turned import KERNEL, make_config
+from deep_gemm.ops import half_dense
+from deep_gemm.params import HalfConfig, HalfSwappedConfig, HalfTurnedConfig
+from deep_gemm.select import candidates, legal
+from deep_gemm.spec import GemmSpec, Major
+
+
+def asked(m: int, n: int, k: int, majors: tuple[Major, Major] = ("k", "k"), **options: bool) -> GemmSpec:
+    """The spec of a BF16 call."""
+    return half_dense.spec("bf16_gemm_nt", m, n, k, 132, majors=majors, **options)
+
+
+@pytest.mark.parametrize("majors", [("k", "k"), ("k", "mn")])
+def test_many_rows_have_tiles_of_any_height(majors: tuple[Major, Major]) -> None:
+    """And of the other kernel only the few configs that were chosen with them."""
+    offered = candidates(asked(4096, 4096, 4096, majors), SM90)
+    assert len({config.block_m for config in offered if type(config) is HalfTurnedConfig}) >= 8
+    others = [config for config in offered if type(config) is HalfConfig]
+    assert 0 < len(others) <= len(upright.BESIDE_TURNED)
+
+
+def test_few_rows_have_none() -> None:
+    assert not any(type(config) is HalfTurnedConfig for config in candidates(asked(64, 4096, 4096), SM90))
+    assert not any(type(config) is HalfSwappedConfig for config in candidates(asked(65, 4096, 4096), SM90))
+
+
+def test_rows_of_a_that_are_not_contiguous_need_heights_of_whole_boxes() -> None:
+    """So all configs of the other kernel are offered too."""
+    offered = candidates(asked(4096, 4096, 4096, ("mn", "k")), SM90)
+    assert {config.block_m % 64 for config in offered} == {0}
+    assert any(type(config) is HalfTurnedConfig for config in offered)
+    assert len([config for config in offered if type(config) is HalfConfig]) > len(upright.BESIDE_TURNED)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (asked(4096, 4096, 4096, wide=True), "adds no C"),
+        (replace(asked(4096, 4096, 4096), accumulate="from c"), "adds no C"),
+        (replace(asked(4096, 4096, 4096), d=replace(asked(8, 8, 8).d, aligned=False)), "16-byte boundaries"),
+    ],
+)
+def test_products_that_it_cannot_store_are_refused(spec: GemmSpec, why: str) -> None:
+    assert why in str(KERNEL.refuses(spec))
+    assert all(type(config) is HalfConfig for config in candidates(spec, SM90))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (replace(make_config(128, 128), cluster_k=2), "K cannot be split over 2 CTAs"),
+        (replace(make_config(128, 128), block_m=132), "multiple of 8"),
+        (replace(make_config(128, 128), block_n=160), "160 rows of sums"),
+        (replace(make_config(136, 256), cluster_n=2), "eight rows"),  # 68 rows each
+        (replace(make_config(192, 192), block_m=200), "96 sums a thread"),
+        (replace(make_config(128, 64), block_m=136), "128 columns"),
+    ],
+)
+def test_illegal_tiles_say_why(config: HalfTurnedConfig, why: str) -> None:
+    assert why in str(KERNEL.illegal(config, SM90))
+
+
+def test_tiles_of_three_consumers_are_only_for_swapped_operands() -> None:
+    assert any(config.num_consumers == 3 for config in KERNEL.legal(SM90))
+    assert all(config.num_consumers < 3 for config in upright.KERNEL.legal(SM90))
+
+
+def test_small_tiles_and_split_k_are_not_offered_for_many_rounds() -> None:
+    """Each of the first two shapes took a third longer in them than in others (H100)."""
+    for m, n, k in ((387, 11648, 7936), (421, 624, 12416), (8192, 8192, 8192)):
+        spec = asked(m, n, k)
+        for config in candidates(spec, SM90):
+            assert not turned.drifts(spec, config)  # type: ignore[arg-type]
+            tiles = -(-m // config.block_m) * -(-n // config.block_n)
+            assert config.k_splits == 1 or tiles * config.k_splits <= 132 * config.ctas_per_sm
+    assert any(config.k_splits > 1 for config in candidates(asked(128, 512, 8192), SM90))
+    assert any(config.block_m * config.block_n < upright.SMALL_TILE for config in legal(asked(387, 11648, 7936), SM90))
+
+
+def test_clusters_of_four_leave_sms_free_only_where_a_second_round_needs_them() -> None:
+    """A cluster runs within one GPC, and 33 of four do not fit on every GPU with 132 SMs."""
+    config = make_config(112, 128, (2, 2, 1))
+    counted = {tiles: KERNEL.num_ctas(config, 224 * tiles, 256, 132) // 4 for tiles in (1, 30, 33, 34, 100)}
+    assert counted == {1: 1, 30: 30, 33: 33, 34: 30, 100: 30}
+
+
+def test_the_last_part_of_a_tile_has_a_map_of_its_own() -> None:
+    """Parts have 64 rows of D, and the last one those that are left."""
+    spec = asked(4096, 4096, 4096)
+    for block_m, last in ((136, 8), (128, 64), (240, 48)):
+        params = KERNEL.params(spec, make_config(block_m, 128), SM90)
+        strides = {"a": (4096, 1), "b": (4096, 1), "d": (4096, 1)}
+        _, values = KERNEL.values(params, spec, strides, pdl=False, constant=False)
+        boxes = [values[name].spec.box for name in ("map_d", "map_d_last")]  # type: ignore[union-attr]
+        assert boxes == [(64, 64), (64, last)]
