@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.tensor_map import TensorMapSpec
@@ -12,9 +13,11 @@ from ..params import HalfConfig, HalfParams, KernelParams
 from ..spec import GemmSpec, Spec, ceil_div
 from .gemm_features import PACKING, Counts
 from .groups import LEAST_SEGMENTS
-from .half import BLOCK_K, BYTES, HalfConfigT, HalfKernel, box_columns, operand_bytes, stages_that_fit
+from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 from .swapped import MOST_TOKENS
+
+Config = TypeVar("Config", bound=HalfConfig)
 
 MAX_STAGES = 16
 
@@ -336,7 +339,7 @@ def make_config(
     return fitted(replace(config, num_stages=MAX_STAGES), "bf16", arch)
 
 
-def fitted(config: HalfConfigT, output: str, arch: ArchSpec = SM90) -> HalfConfigT:
+def fitted(config: Config, output: str, arch: ArchSpec = SM90) -> Config:
     """``config`` with no more stages than fit beside the staging buffers for this output."""
     rest = config_shared_bytes(replace(config, num_stages=0), True, output)
     return replace(config, num_stages=stages_that_fit(arch, config, rest, config.num_stages))

@@ -166,7 +166,7 @@ def make_config(
     return fitted(config, "bf16", arch)
 
 
-def make_params(config: HalfTurnedConfig, **options: object) -> HalfParams:
+def make_params(config: HalfConfig, **options: object) -> HalfParams:
     """The identity of this kernel with ``config``. Defaults of ``options``: bf16, K-major operands."""
     return HalfParams(kernel=KERNEL.name, arch=SM90.name, config=config, **{"store": "tma", **options})  # type: ignore[arg-type]
 
