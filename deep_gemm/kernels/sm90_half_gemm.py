@@ -165,7 +165,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         """Whether less than half of the tile is padding. Otherwise a config with half the height is better. To a large
         float32 D only large tiles add. Where `Sm90HalfTurned` has tiles of any height, which K-major A allows, only
         those of `BESIDE_TURNED`."""
-        if not isinstance(spec, GemmSpec) or config.block_m > max(64, 2 * spec.m) or drifts(spec, config):
+        if not isinstance(spec, GemmSpec) or padded(spec.m, config) or drifts(spec, config):
             return False
         c = config
         adds_much = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.m * spec.n >= LARGE_F32
@@ -291,6 +291,11 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             make_params(tile, shape=(0, 2112, 7168)),
         ]
         return [*(make_params(config) for config in self.configs(SM90)), *varied]
+
+
+def padded(m: int, config: HalfConfig) -> bool:
+    """Whether more than half of a tile is padding, where there are ``m`` rows of A."""
+    return config.block_m > max(64, 2 * m)
 
 
 def drifts(spec: GemmSpec, config: HalfConfig) -> bool:

@@ -16,7 +16,7 @@ from .base import Argument, Strides, Value
 from .features import Features
 from .half import BLOCK_K, box_columns, stages_that_fit
 from .loads import l2_promotion
-from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config
+from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config, padded
 
 SERVING: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
@@ -73,7 +73,7 @@ class Sm90HalfGrouped(Sm90HalfGemm):
 
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
         """Whether the rows that are expected in a group fill more than half of the tile."""
-        return isinstance(spec, GemmSpec) and super().worthwhile(groups.one_group(spec), config)
+        return isinstance(spec, GemmSpec) and not padded(groups.one_group(spec).m, config)
 
     def params(self, spec: Spec, config: HalfConfig, arch: ArchSpec) -> HalfGroupedParams:
         """See `Kernel.params`. Adds the form of the groups and the size of their table. As many stages as fit beside

@@ -16,7 +16,7 @@ from ..spec import GemmSpec, Spec
 from .base import Argument, Strides, Value
 from .gemm_features import Counts
 from .half import BLOCK_K
-from .sm90_half_gemm import CLUSTERS, CONSUMERS, MAX_STAGES, Sm90HalfGemm, drifts, fitted, step, turns
+from .sm90_half_gemm import CLUSTERS, CONSUMERS, MAX_STAGES, Sm90HalfGemm, drifts, fitted, padded, step, turns
 from .tiles import left
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int]], ...] = (
@@ -69,9 +69,9 @@ class Sm90HalfTurned(Sm90HalfGemm):
 
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
         """Whether less than half of the tile is padding. Few rows of A have a kernel of their own."""
-        if not isinstance(spec, GemmSpec) or not turns(spec) or drifts(spec, config):
+        if not isinstance(spec, GemmSpec) or padded(spec.m, config) or drifts(spec, config):
             return False
-        return config.block_m <= max(64, 2 * spec.m)
+        return turns(spec)
 
     def refuses(self, spec: Spec) -> str | None:
         """It only writes 16-bit products by TMA."""
