@@ -80,8 +80,8 @@ struct PartStore {
 
   // The store warp: stores the parts of every tile to D in the order in which consumers stage them. `place(tile, consumer, x, y)`
   // sets the first column and row of a consumer's part of the tile, and returns the first row that it must not write;
-  // `copy(tile, source, x, y, last)` stores one part by TMA, which clips at the edges of D; `last` may be a short part. If kEnds, tiles end inside D as well:
-  // `copy_rows(source, x, y, rows)` stores the first rows of a part, with the whole warp.
+  // `copy(tile, source, x, y, last)` stores one part by TMA, which clips at the edges of D; a part that is `last` may be short. If
+  // kEnds, tiles end inside D as well: `copy_rows(source, x, y, rows)` stores the first rows of a part, with the whole warp.
   template <bool kEnds, class Tile, class Place, class Copy, class CopyRows>
   static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, const CopyRows& copy_rows, u32 columns) {
     const u32 lane = threadIdx.x % 32;
