@@ -74,8 +74,7 @@ struct Fp8Gemm {
     enum : u32 { kStep = 1, kTurns = Tile::kTurns };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
-    // Not with one consumer: nothing hides its instruction fetches, which take longer for unrolled code. 64x144 lost 5%.
-    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumers > 1 };
+    enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };
   };
   using Order = BlockOrder<kClusterK, 1>;
   // No kSpreads for tiles of 16 columns: they never waited for the first scale, and shuffles between their few FFMA cost time.

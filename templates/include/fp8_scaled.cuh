@@ -66,7 +66,7 @@ struct Fp8Scaled {
     enum : u32 { kStep = 1, kTurns = Tile::kTurns, kRows = kBlockM, kColumns = kBlockN, kSlices = Layout::kSlices };
     // See Fp8Gemm.
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
-    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumers > 1 };
+    enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };
   };
 
   // Scales of 128 x 128 blocks of B. A tile of a power of two columns lies in one block, or in two.

@@ -34,7 +34,7 @@ struct Fp8Swapped {
     enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = 2 };
     enum : u32 { kStep = kConsumers, kTurns = 1 };
     enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = 1 };
-    enum : bool { kUnrolls = false, kPeeks = false };
+    enum : bool { kFresh = false, kPeeks = false };
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, 4, 1>;

@@ -106,11 +106,14 @@ struct PipelineBarriers {
   }
 
   // Called by a whole consumer warp: one arrival at every CTA of the cluster.
-  DG_DEVICE void release(u32 stage, u32 lane) const {
+  DG_DEVICE void release(u32 stage, u32 lane) const { release_at(full(stage), lane); }
+  // The same for the stage whose full barrier has this address.
+  DG_DEVICE void release_at(u32 address, u32 lane) const {
+    const u32 barrier = address + kStages * 8;
     if constexpr (kClusterSize == 1) {
-      if (lane == 0) barrier_arrive(empty(stage));
+      if (lane == 0) barrier_arrive(barrier);
     } else {
-      if (lane < kClusterSize) barrier_arrive_remote(empty(stage), lane);
+      if (lane < kClusterSize) barrier_arrive_remote(barrier, lane);
     }
   }
 };
