@@ -164,7 +164,8 @@ struct Fp8Mainloop {
     // blocks cost 20 of 620 cycles a block in 128x128 tiles.
     while (place < others) {
       if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
-      for (const u32 stop = min_of(others, place / kPage * kPage + kPage); place < stop; ++place) each_block<false>(sum, block, place);
+      const u32 stop = opaque(min_of(others, place / kPage * kPage + kPage));  // in a register: not computed again for each block
+      for (; place < stop; ++place) each_block<false>(sum, block, place);
     }
     look_ahead();
     each_unit<false, 0>(sum, block, nullptr, 0, finished);
@@ -185,7 +186,7 @@ struct Fp8Mainloop {
     if (kLast && next != nullptr) open(*next, place);
     // Wait for this consumer's turn now: between two products there is no time.
     if (!kLast || next != nullptr) turns.wait();
-    finish<0>(partial[0]);
+    wgmma_wait<0>();
     if constexpr (kLast) release(block);
     promote_unit<kFresh, kUnit>(sum, partial[0], block);
     if constexpr (!kLast) {
@@ -230,7 +231,7 @@ struct Fp8Mainloop {
   DG_DEVICE void all_but_last(Sums& sum, const Block& block, const Finished& finished) {
     if constexpr (kUnit + 1 < kUnits) {
       issue<kUnit + 1>(partial[(kUnit + 1) % 2], block);
-      finish<1>(partial[kUnit % 2]);
+      wgmma_wait<1>();
       promote_unit<false, kUnit>(sum, partial[kUnit % 2], block);
       finished(Index<kUnit>());
       all_but_last<kUnit + 1>(sum, block, finished);
@@ -250,7 +251,7 @@ struct Fp8Mainloop {
       issue<0>(partial[1 - kLast], next);
     }
     if constexpr (kPeeks) full = barrier_test(barriers.full(at.stage), at.parity);
-    finish<1>(partial[kLast]);
+    wgmma_wait<1>();
     release(previous);
     promote_unit<false, kUnits - 1>(sum, partial[kLast], previous);
   }
@@ -258,7 +259,7 @@ struct Fp8Mainloop {
   template <u32 kOdd>
   DG_DEVICE void last(Sums& sum, const Block& block) {
     constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
-    finish<0>(partial[kLast]);
+    wgmma_wait<0>();
     release(block);
     promote_unit<false, kUnits - 1>(sum, partial[kLast], block);
   }
@@ -296,12 +297,6 @@ struct Fp8Mainloop {
     Mma::multiply(set, stage_descriptor<kBytesLeft / 16, kPartials == 1>(left, block.stage, kLeft),
                   stage_descriptor<kBytesRight / 16, kPartials == 1>(right, block.stage, kRight), opaque_zero);
     wgmma_commit();
-  }
-
-  template <u32 kPending>
-  DG_DEVICE void finish(float (&set)[Mma::kN / 2]) {
-    wgmma_wait<kPending>();
-    Mma::settle(set);
   }
 
   template <bool kFresh, u32 kUnit>

@@ -29,12 +29,15 @@ struct ProducerCursor {
 // speed they delayed the tokens of 7168 x 2048 by half a microsecond of 5 (H200). The pause allows 128 bytes a cycle, several
 // times an SM's part of the HBM bandwidth. There is none where a stage has more bytes of tokens than of weights: there
 // 96 x 2112 x 7168 took 5% longer with it.
+template <u32 kBytesWeights, u32 kBytesTokens>
 struct EarlyLoads {
+  enum : u32 { kPace = kBytesWeights >= kBytesTokens ? kBytesWeights / 128 : 0 };
   u32 stages, pace;
 
-  DG_DEVICE EarlyLoads() : stages(0), pace(0) {}
-  DG_DEVICE EarlyLoads(u32 stages, u32 bytes_weights, u32 bytes_tokens)
-      : stages(stages), pace(stages > 0 && bytes_weights >= bytes_tokens ? bytes_weights / 128 : 0) {}
+  DG_DEVICE explicit EarlyLoads(u32 stages) : stages(stages), pace(stages > 0 ? +kPace : 0) {}
+};
+struct NoEarlyLoads {
+  enum : u32 { kPace = 0, stages = 0 };
 };
 
 // How many stages of `bytes` of weights are prefetched into L2 in the prologue. There is time for three where the CTA waits for
@@ -60,35 +63,24 @@ struct PipelineBarriers {
   }
 
   // Fills the next `count` stages: waits until each is empty, then calls `fill(step, stage)`. Keep loop invariants out of `fill`:
-  // a block of a narrow tile takes few cycles more than one pass of this loop. In the first round of a ring of four or more
-  // stages nothing is waited for, except the previous kernel after `early` stages.
-  template <class Fill>
-  DG_DEVICE void fill(ProducerCursor& cursor, u32 count, const Fill& fill, const EarlyLoads& early = EarlyLoads()) const {
-    // With few stages tiles are wide, and their producers have time but few registers: one simple loop.
-    constexpr bool kOneByOne = kStages < 4;
+  // a block of a narrow tile takes few cycles more than one pass of this loop. In the ring's first round each wait succeeds at
+  // once; after `early` stages the previous kernel is awaited. Rings with few stages have no early loads: their tiles are wide, and
+  // their producers have few registers.
+  template <class Fill, class Early = NoEarlyLoads>
+  DG_DEVICE void fill(ProducerCursor& cursor, u32 count, const Fill& fill, const Early& early = Early()) const {
+    constexpr bool kEarly = kStages >= 4;
     for (u32 step = 0; step < count;) {
+      const bool first = cursor.round == 0;
+      const bool some = kEarly && first && cursor.stage < early.stages && early.stages < kStages;
+      const u32 stop = min_of(count, step + (some ? early.stages : +kStages) - cursor.stage);
       const u32 parity = (cursor.round & 1) ^ 1;
-      if constexpr (kOneByOne) {
+#pragma unroll 1
+      for (; step < stop; ++step, ++cursor.stage) {
         barrier_wait(empty(cursor.stage), parity);
-        fill(step++, cursor.stage++);
-      } else {
-        const bool some = cursor.round == 0 && cursor.stage < early.stages && early.stages < kStages;
-        const u32 stop = min_of(count, step + (some ? early.stages : +kStages) - cursor.stage);
-        if (cursor.round == 0) {
-#pragma unroll 1
-          for (; step < stop; ++step, ++cursor.stage) {
-            fill(step, cursor.stage);
-            if (early.pace > 0) pass_cycles(early.pace);
-          }
-          if (some) wait_for_previous_kernel();
-        } else {
-#pragma unroll 1
-          for (; step < stop; ++step, ++cursor.stage) {
-            barrier_wait(empty(cursor.stage), parity);
-            fill(step, cursor.stage);
-          }
-        }
+        fill(step, cursor.stage);
+        if constexpr (kEarly && Early::kPace > 0) pass_cycles(first ? early.pace : 0);
       }
+      if (some) wait_for_previous_kernel();
       if (cursor.stage == kStages) {
         cursor.stage = 0;
         ++cursor.round;
