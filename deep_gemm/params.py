@@ -132,9 +132,44 @@ class HalfConfig(GemmConfig):
     wgmma."""
 
     @property
+    def height(self) -> int:
+        """Rows of the tile's sums, which consumers share."""
+        return self.block_m
+
+    @property
+    def width(self) -> int:
+        """Columns of the tile's sums, and of one wgmma."""
+        return self.block_n
+
+    @property
     def slices(self) -> int:
         """m64 slices of rows that one consumer multiplies."""
-        return self.block_m // (64 * self.num_consumers)
+        return self.height // (64 * self.num_consumers)
+
+    @property
+    def stored(self) -> int:
+        """Columns of D of which boxes for TMA stores are cut: those that one CTA stores."""
+        return self.block_n // self.cluster_k
+
+
+@dataclass(frozen=True)
+class HalfTurnedConfig(HalfConfig):
+    """The same with operands swapped: rows of B are the M of wgmma, and D is stored transposed."""
+
+    @property
+    def height(self) -> int:
+        """Rows of the tile's sums, which consumers share."""
+        return self.block_n
+
+    @property
+    def width(self) -> int:
+        """Columns of the tile's sums, and of one wgmma."""
+        return self.block_m
+
+    @property
+    def stored(self) -> int:
+        """Columns of D of which boxes for TMA stores are cut: an m64 slice."""
+        return 64
 
 
 @dataclass(frozen=True)

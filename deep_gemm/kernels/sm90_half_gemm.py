@@ -10,17 +10,18 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import HalfConfig, HalfParams, KernelParams
 from ..spec import GemmSpec, Spec, ceil_div
-from .gemm_features import Counts
+from .gemm_features import PACKING, Counts
 from .groups import LEAST_SEGMENTS
-from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
+from .half import BLOCK_K, BYTES, HalfConfigT, HalfKernel, box_columns, operand_bytes, stages_that_fit
 from .loads import BARRIER_BYTES
 
 MAX_STAGES = 16
 
-_CONSUMERS = {64: 1, 128: 2, 256: 2}
-"""Consumer warpgroups by tile height."""
+CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
+"""Consumer warpgroups by the rows of a tile's sums. Only the kernel with operands swapped has three: without, such
+tiles gained 0.1% over 86 shapes (H100)."""
 
-_CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4))
+CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4))
 """Cluster shapes: CTAs of a cluster along m, n and k."""
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
@@ -42,29 +43,39 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (128, 128, (1, 1, 1), 1),
     (128, 128, (1, 1, 2), 1),
     (128, 128, (1, 1, 4), 1),
-    (128, 128, (2, 1, 1), 1),
+    (128, 128, (2, 2, 1), 1),
     (128, 160, (1, 1, 1), 1),
-    (128, 176, (1, 1, 1), 1),
     (128, 192, (1, 1, 1), 1),
-    (128, 192, (2, 1, 1), 1),
     (128, 224, (1, 1, 1), 1),
-    (128, 224, (2, 1, 1), 1),
-    (128, 240, (2, 1, 1), 1),
     (128, 256, (1, 1, 1), 1),
     (128, 256, (2, 1, 1), 1),
-    (256, 96, (1, 1, 1), 1),
     (256, 128, (1, 1, 1), 1),
     (256, 128, (1, 2, 1), 1),
-    (256, 144, (1, 2, 1), 1),
     (256, 160, (1, 2, 1), 1),
     (256, 192, (2, 1, 1), 1),
 )
 """(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
-``benchmarks/README.md``), and then changed by hand for M of 1000 and more: eight were added that were the best of many
-shapes. docs/measurements/selector.md has what that gained."""
+``benchmarks/README.md``)."""
 
-_REGISTER_SPLITS = {1: (40, 208), 2: (40, 232)}
+BESIDE_TURNED = {
+    (64, 64, (1, 1, 1), 1),
+    (64, 64, (1, 1, 4), 1),
+    (64, 128, (1, 1, 1), 1),
+    (128, 64, (1, 1, 4), 1),
+    (128, 128, (1, 1, 4), 1),
+    (128, 160, (1, 1, 1), 1),
+    (128, 224, (1, 1, 1), 1),
+    (128, 256, (2, 1, 1), 1),
+    (256, 192, (2, 1, 1), 1),
+}
+"""Those of the serving set that are also chosen where the kernel with operands swapped has tiles, by the same cover."""
+
+_REGISTER_SPLITS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
+
+_MOST_SUMS = 96
+"""Sums of a thread where there are three consumers. For 512 threads ptxas counts 128 registers each, although
+consumers have more at run time, and refuses a product with more sums."""
 
 _OTHER_REGISTERS = 32
 """Registers of a consumer thread besides sums and words to be stored. Measured with ptxas: with fewer it spills."""
@@ -76,6 +87,10 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
     name = "sm90_half_gemm"
     archs = (SM90.name,)
     config_class = HalfConfig
+    swapped = False
+    columns = 16
+    """The width of a tile is a multiple of this."""
+    most_consumers = 2
 
     def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """`SERVING`, with as many stages as fit."""
@@ -87,7 +102,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
     def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
         per SM."""
-        for chosen in itertools.product(_CONSUMERS, range(16, 257, 16), _CLUSTERS, (1, 2)):
+        for chosen in itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2)):
             config = make_config(*chosen, arch=arch)
             if self.illegal(config, arch) is None:
                 yield config
@@ -97,22 +112,26 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         c = config
         if c.block_k != BLOCK_K:
             return f"block_k must be {BLOCK_K}, not {c.block_k}"
-        if _CONSUMERS.get(c.block_m) != c.num_consumers:
-            return f"block_m {c.block_m} with {c.num_consumers} consumer warpgroups is not one of {_CONSUMERS}"
-        if c.block_n % 16 or not 16 <= c.block_n <= 256:
-            return f"block_n must be a multiple of 16 from 16 to 256, not {c.block_n}"
-        if (c.cluster_m, c.cluster_n, c.cluster_k) not in _CLUSTERS:
-            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {_CLUSTERS}"
+        if CONSUMERS.get(c.height) != c.num_consumers or c.num_consumers > self.most_consumers:
+            return f"{c.height} rows of sums with {c.num_consumers} consumer warpgroups are not one of {CONSUMERS}"
+        if c.width % self.columns or not self.columns <= c.width <= 256:
+            return f"the width must be a multiple of {self.columns} from {self.columns} to 256, not {c.width}"
+        if (c.cluster_m, c.cluster_n, c.cluster_k) not in CLUSTERS:
+            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
         if c.block_n % (16 * c.cluster_k):
             step = 16 * c.cluster_k
             return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
-        if c.cluster_m * c.cluster_n > 1 and (c.block_m < 128 or c.block_n < 128):
+        if c.cluster_m * c.cluster_n > 1 and (c.block_m < 64 or c.block_n < 64):
             return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
+        if c.block_m % (8 * c.cluster_n) or c.block_n % (8 * c.cluster_m):
+            return "a CTA of a cluster loads whole atoms of the swizzle, which have eight rows"
         needed, has = sums(c) + _OTHER_REGISTERS, _REGISTER_SPLITS[c.num_consumers][1]
         if needed > has:
             return f"{needed} registers a thread are more than {has}"
-        if c.num_consumers == 1 and c.block_n > 128:
-            return f"a lone consumer multiplies at most 128 columns: {c.block_n} would leave it too few registers"
+        if c.num_consumers == 3 and sums(c) > _MOST_SUMS:
+            return f"three consumers have at most {_MOST_SUMS} sums a thread, not {sums(c)}"
+        if c.num_consumers == 1 and c.width > 128:
+            return f"a lone consumer multiplies at most 128 columns: {c.width} would leave it too few registers"
         if c.num_stages < 3:
             return f"{c.num_stages} stages are not three or more"
         if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
@@ -131,8 +150,13 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         return spec.a.major == "k" or config.block_m % (64 * config.cluster_n) == 0
 
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
-        """Whether less than half of the tile is padding. Otherwise a config with half the height is better."""
-        return isinstance(spec, GemmSpec) and config.block_m <= max(64, 2 * spec.m)
+        """Whether less than half of the tile is padding. Otherwise a config with half the height is better. Where
+        `Sm90HalfTurned` has tiles too, only those of `BESIDE_TURNED`."""
+        if not isinstance(spec, GemmSpec) or config.block_m > max(64, 2 * spec.m):
+            return False
+        c = config
+        chosen = (c.block_m, c.block_n, (c.cluster_m, c.cluster_n, c.cluster_k), c.ctas_per_sm)
+        return chosen in BESIDE_TURNED or not turns(spec)
 
     def accumulates(self, spec: GemmSpec) -> str:
         """TMA adds to D if C is D and float32."""
@@ -145,10 +169,12 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         p, c = self.of(params)
         return {
             **super().constants(params),
+            "swapped": self.swapped,
             "block_n": c.block_n,
             "cluster_m": c.cluster_m,
             "cluster_n": c.cluster_n,
             "buffers": staging_buffers(c, p.output),
+            "late": stores_late(c, p.output),
             "min_ctas": c.ctas_per_sm if c.num_consumers > 1 else 2,
             "mn_major_a": p.majors[0] == "m",
             "mma_majors": "".join(f", {int(major == 'm')}" for major in p.majors),
@@ -164,28 +190,29 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         return _REGISTER_SPLITS[config.num_consumers]
 
     def mma_n(self, config: HalfConfig) -> int:
-        """One wgmma has all columns of the tile."""
-        return config.block_n
+        """One wgmma has all columns of the tile's sums."""
+        return config.width
 
     def counts(self, config: HalfConfig, output: str, aligned: bool) -> Counts:
-        """Rows of A are the rows of wgmma; the store warp stores tiles."""
+        """The store warp stores tiles."""
         return Counts(
             groups=config.num_consumers,
             slices=config.slices,
-            width=config.block_n,
-            mma_n=config.block_n,
+            width=config.width,
+            mma_n=config.width,
             direct=not aligned,
             store_warp=aligned,
             promotion=0.0,
-            stored_row=box_columns(config.block_n // config.cluster_k, output) * BYTES[output],
-            hides_epilogue=aligned and staging_buffers(config, output) == 1,
+            stored_row=box_columns(config.stored, output) * BYTES[output],
+            hides_epilogue=aligned and stores_late(config, output),
         )
 
     def num_ctas(self, config: HalfConfig, m: int, n: int, num_sms: int) -> int:
         """As many CTAs as can be resident, or fewer if there are fewer tiles, in whole clusters."""
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
         slots = max(1, num_sms * config.ctas_per_sm // config.cluster_size)
-        return min(tiles, slots) * config.cluster_size
+        clusters = tiles if tiles <= slots else max(1, int(slots * PACKING[config.cluster_size]))
+        return clusters * config.cluster_size
 
     def params(self, spec: Spec, config: HalfConfig, arch: ArchSpec) -> HalfParams:
         """See `Kernel.params`. Takes as many stages as fit beside the output's staging buffers."""
@@ -196,12 +223,12 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         """Yes, unless elements are stored one by one."""
         return params.store == "tma"
 
-    def output_map(self, params: HalfParams, spec: GemmSpec, stride_d: int) -> TensorMapSpec | None:
-        """Boxes of 64 rows, swizzled over their own length."""
+    def output_map(self, params: HalfParams, spec: GemmSpec, stride_d: int, rows: int = 64) -> TensorMapSpec | None:
+        """Boxes of ``rows`` rows, swizzled over their own length."""
         _, config = self.of(params)
         size = BYTES[params.output]
-        columns = box_columns(config.block_n // config.cluster_k, params.output)
-        return TensorMapSpec(params.output, (spec.n, spec.m), (stride_d * size,), (columns, 64), columns * size)
+        columns = box_columns(config.stored, params.output)
+        return TensorMapSpec(params.output, (spec.n, spec.m), (stride_d * size,), (columns, rows), columns * size)
 
     def shared_bytes(self, params: KernelParams) -> int:
         """Stages, staging buffers and barriers, in the layout of ``HalfGemmLayout``, which asserts the same number."""
@@ -247,6 +274,13 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         return [*(make_params(config) for config in self.configs(SM90)), *varied]
 
 
+def turns(spec: GemmSpec) -> bool:
+    """Whether the kernel with operands swapped and large tiles computes ``spec``, and is worthwhile: it stores 16-bit
+    products by TMA, and up to 64 rows of A have a kernel of their own."""
+    alone = spec.grouping == "none" and spec.accumulate == "none"
+    return alone and spec.m > 64 and spec.d.dtype == spec.a.dtype and spec.d.aligned
+
+
 def step(major: str) -> str:
     """The step of descriptors from one instruction to the next in a stage, by its name in ``warpgroup.cuh``."""
     return "kStepMnMajor" if major == "m" else "kStepKMajor"
@@ -266,7 +300,7 @@ def make_config(
         block_n=block_n,
         block_k=BLOCK_K,
         num_stages=0,
-        num_consumers=_CONSUMERS[block_m],
+        num_consumers=CONSUMERS[block_m],
         cluster_m=cluster_m,
         cluster_n=cluster_n,
         cluster_k=cluster_k,
@@ -275,7 +309,7 @@ def make_config(
     return fitted(replace(config, num_stages=MAX_STAGES), "bf16", arch)
 
 
-def fitted(config: HalfConfig, output: str, arch: ArchSpec = SM90) -> HalfConfig:
+def fitted(config: HalfConfigT, output: str, arch: ArchSpec = SM90) -> HalfConfigT:
     """``config`` with no more stages than fit beside the staging buffers for this output."""
     rest = config_shared_bytes(replace(config, num_stages=0), True, output)
     return replace(config, num_stages=stages_that_fit(arch, config, rest, config.num_stages))
@@ -289,27 +323,39 @@ def make_params(config: HalfConfig, **options: object) -> HalfParams:
 
 def sums(config: HalfConfig) -> int:
     """Registers of a consumer thread that hold sums."""
-    return config.slices * config.block_n // 2
+    return config.slices * config.width // 2
+
+
+def stores_late(config: HalfConfig, output: str) -> bool:
+    """Whether tiles are staged while the next tile's products run: that needs 16-bit elements, no split K, and enough
+    registers."""
+    registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
+    return output != "f32" and config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
 
 
 def staging_buffers(config: HalfConfig, output: str) -> int:
-    """Staging buffers of a consumer. One if tiles are staged late, while the next tile's products run: that needs
-    16-bit elements, no split K, and enough registers. Otherwise two, because consumers wait for a free buffer."""
-    registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
-    late = output != "f32" and config.cluster_k == 1 and registers <= _REGISTER_SPLITS[config.num_consumers][1]
-    return 1 if late else 2
+    """Staging buffers of a consumer. One if tiles are staged late. Otherwise two, because consumers wait for a free
+    buffer; but one where only that leaves room for a fourth stage, and for three consumers, since there are four named
+    barriers."""
+    if stores_late(config, output) or config.num_consumers == 3:
+        return 1
+    room = SM90.shared_per_cta - 4 * (operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES)
+    return 1 if config.cluster_k == 1 and room < 2 * staging_bytes(config, output) <= 2 * room else 2
+
+
+def staging_bytes(config: HalfConfig, output: str) -> int:
+    """Bytes of one staging buffer of each consumer: 64 rows of a box."""
+    return config.num_consumers * 64 * box_columns(config.stored, output) * BYTES[output]
 
 
 def config_shared_bytes(config: HalfConfig, tma_store: bool, output: str = "bf16") -> int:
     """Dynamic shared memory of one CTA: stages, staging buffers of each consumer, and the split-K exchange, in which
     each consumer has two barriers and a slot for the sums of each other split."""
-    finished = config.block_n // config.cluster_k
     total = config.num_stages * (operand_bytes(config.block_m) + operand_bytes(config.block_n) + BARRIER_BYTES)
     if tma_store:
-        columns = box_columns(finished, output)
-        total += config.num_consumers * staging_buffers(config, output) * 64 * columns * BYTES[output]
+        total += staging_buffers(config, output) * staging_bytes(config, output)
     if config.cluster_k > 1:
-        slot = config.slices * finished * 256
+        slot = config.slices * config.width // config.cluster_k * 256
         total += config.num_consumers * ((config.cluster_k - 1) * slot + BARRIER_BYTES)
     return total
 

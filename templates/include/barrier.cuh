@@ -110,7 +110,7 @@ DG_DEVICE void barrier_arrive_release(u32 remote) {
 }
 
 // The named barriers of a CTA, each the first of a range with one for each consumer. Hardware has ids 0 to 15, and 0 is
-// __syncthreads. There are at most two consumers.
+// __syncthreads. There are at most three consumers, and two that take turns.
 enum NamedBarrier : u32 {
   kConsumerBarrier = 1,      // the threads of one consumer; before the first tile, those and the store warp
   kAreaFreeBarrier = 4,      // a consumer's staging area may be written

@@ -251,7 +251,7 @@ struct Fp8Scaled {
             words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
           }
         }
-        Store::stage(staging(), words, at.consumer, which, at.warp, at.lane);
+        Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
           const i64 index = kernel.d_matrix(matrix) + y * kernel.arg.d_stride + x;
@@ -309,7 +309,7 @@ struct Fp8Scaled {
           y = at.row + consumer * 64 * kSlices;
           return kernel.end(at);
         },
-        [&](const Scheduler& at, u32 source, u32 x, u32 y) {
+        [&](const Scheduler& at, u32 source, u32 x, u32 y, bool) {
           if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
             if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
           } else if constexpr (Kernel::kByDepth) {

@@ -48,7 +48,6 @@ struct GemmKernel {
   enum : u32 { kBlockK = Layout::kBlockK, kConsumers = Layout::kConsumers, kStages = Layout::kStages };
   enum : u32 { kClusterM = Layout::kClusterM, kClusterN = Layout::kClusterN, kClusterK = Layout::kClusterK };
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
-  enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
   enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1, kGrouped = Layout::kGrouping != kUngrouped };
   enum : bool { kByDepth = Layout::kGrouping == kAlongK, kByRows = kGrouped && !kByDepth };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
@@ -180,9 +179,18 @@ struct GemmKernel {
       return {arg.map_b, arg.map_b_last, n(), arg.last_columns};
     }
   }
-  // In a cluster each CTA along n loads a part of A, and each CTA along m a part of B.
-  DG_DEVICE u32 part_a() const { return kClusterN > 1 ? cluster_rank() : 0; }
-  DG_DEVICE u32 part_b() const { return kClusterM > 1 ? cluster_rank() : 0; }
+  // In a cluster each CTA along n loads a part of A for all of them, and each CTA along m a part of B. Ranks count along m first.
+  DG_DEVICE u32 part_a() const { return kClusterN > 1 ? cluster_rank() / kClusterM : 0; }
+  DG_DEVICE u32 part_b() const { return kClusterM > 1 ? cluster_rank() % kClusterM : 0; }
+  // The CTAs of the cluster that share this CTA's tile of A, or of B, as bits.
+  DG_DEVICE u16 sharing_a() const {
+    constexpr u32 kRow = ((1u << kClusterM * kClusterN) - 1) / ((1u << kClusterM) - 1);
+    return kRow << (kClusterM > 1 ? cluster_rank() % kClusterM : 0);
+  }
+  DG_DEVICE u16 sharing_b() const {
+    constexpr u32 kColumn = (1u << kClusterM) - 1;
+    return kColumn << (kClusterN > 1 ? cluster_rank() / kClusterM * kClusterM : 0);
+  }
 
   // The kernel. `consume` is called by all threads of the consumers, `store` by the store warp.
   template <class Consume, class Store>
@@ -269,6 +277,7 @@ struct GemmKernel {
   DG_DEVICE void load_weights(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();
+    const u16 sharing = sharing_b();
     for (; tile.valid(); tile.advance()) {
       const auto from = b(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
@@ -276,7 +285,7 @@ struct GemmKernel {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
-            load<(kClusterM > 1)>(each_box, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
+            load<(kClusterM > 1)>(each_box, sharing, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
           }, EarlyLoads<(B::kBytes), (A::kBytes)>(arg.early_stages));
         });
       });
@@ -288,6 +297,7 @@ struct GemmKernel {
   DG_DEVICE void load_tokens(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();
+    const u16 sharing = sharing_a();
     for (; tile.valid(); tile.advance()) {
       const auto from = a(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
@@ -297,17 +307,17 @@ struct GemmKernel {
         allow_next_kernel();
         barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
-          load<(kClusterN > 1)>(each_box, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step));
+          load<(kClusterN > 1)>(each_box, sharing, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step));
         });
       });
     }
   }
 
   template <bool kMulticast, class EachBox, class... Policy>
-  DG_DEVICE void load(const EachBox& each_box, u32 offset, u32 stage, u32 k, Policy... policy) const {
+  DG_DEVICE void load(const EachBox& each_box, u16 sharing, u32 offset, u32 stage, u32 k, Policy... policy) const {
     each_box(k, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
       if constexpr (kMulticast) {
-        tma_load_multicast(shared + offset + place, map, barriers.full(stage), x, y, kAll, policy...);
+        tma_load_multicast(shared + offset + place, map, barriers.full(stage), x, y, sharing, policy...);
       } else {
         tma_load(shared + offset + place, map, barriers.full(stage), x, y, policy...);
       }

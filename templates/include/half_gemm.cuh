@@ -1,6 +1,9 @@
 // D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T for BF16 or FP16 operands, each K-major or MN-major. Warps have the same roles as in
 // the FP8 kernel. There are no scales, so sums stay in the accumulators of wgmma.
 //
+// Rows of A are the M of wgmma. With kSwapped rows of B are: then tiles have any multiple of eight rows of A. D is stored transposed,
+// by TMA, and nothing is added to it.
+//
 // Constants supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_half_gemm.cu.jinja).
 #pragma once
 #include "gemm_kernel.cuh"
@@ -14,9 +17,12 @@ struct HalfGemmLayout {
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 64, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
   enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN, kClusterK = Tile::kClusterK, kConsumersK = 1 };
   enum : bool { kClusters = kClusterM * kClusterN > 1 };
-  // One consumer's rows of a tile, in m64 slices, and the columns that it stores: those that its split of K owns.
-  enum : u32 { kSlices = kBlockM / (64 * kConsumers), kColumns = kBlockN / kClusterK };
-  static_assert(kSlices * 64 * kConsumers == kBlockM && kColumns % 16 == 0 && Mma::kN == kBlockN);
+  enum : bool { kSwapped = Tile::kSwapped };
+  // Rows and columns of a tile's sums. One consumer has some m64 slices of the rows, and stores the columns that its split of K owns.
+  enum : u32 { kHeight = kSwapped ? +kBlockN : +kBlockM, kWidth = kSwapped ? +kBlockM : +kBlockN };
+  enum : u32 { kSlices = kHeight / (64 * kConsumers), kColumns = kWidth / kClusterK };
+  static_assert(kSlices * 64 * kConsumers == kHeight && kColumns % (kSwapped ? 8 : 16) == 0 && Mma::kN == kWidth);
+  static_assert(!kSwapped || (Tile::kTmaStore && Tile::kAccumulate == kNothing && kClusterK == 1 && Tile::kGrouping == kUngrouped));
 
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   // Whether a consumer idles while it has no rows of a tile, since a group ends before them.
@@ -30,11 +36,15 @@ struct HalfGemmLayout {
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Scales = NoScales;
   enum : bool { kMapsOfGroups = false };
-  using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
-  using Store = PartStore<Tile::kElement, kColumns, kSlices, kConsumers, Tile::kBuffers>;
+  using Exchange = SplitKExchange<kWidth, kSlices, kClusterK, 1, kConsumers>;
+  using Store = PartStore<Tile::kElement, kColumns, kSlices, kConsumers, Tile::kBuffers, kColumns, kSwapped>;
+  // The operands whose rows are the rows and the columns of the sums.
+  using Left = Choice<kSwapped, B, A>;
+  using Right = Choice<kSwapped, A, B>;
 
   // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
   enum : u32 { kOffsetA = 0, kOffsetB = kStages * A::kBytes };
+  enum : u32 { kOffsetLeft = kSwapped ? +kOffsetB : +kOffsetA, kOffsetRight = kSwapped ? +kOffsetA : +kOffsetB };
   enum : u32 { kOffsetStaging = kOffsetB + kStages * B::kBytes };
   enum : u32 { kOffsetGroups = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
   enum : u32 { kOffsetSlots = kOffsetGroups + (kGrouping == kUngrouped ? 0 : +Table::kBytes) };
@@ -55,16 +65,16 @@ struct HalfGemm {
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kStep = 1, kSlices = Layout::kSlices };
     enum : bool { kClears = Kernel::kByDepth };
-    enum : u32 { kBytesLeft = Layout::A::kBytes, kBytesRight = Layout::B::kBytes };
+    enum : u32 { kBytesLeft = Layout::Left::kBytes, kBytesRight = Layout::Right::kBytes };
   };
   using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
   using Sums = typename Mainloop::Sums;
   enum : u32 { kSlices = Layout::kSlices, kColumns = Layout::kColumns, kClusterK = Layout::kClusterK };
   // Whether a finished tile stays in registers, as words of 16-bit elements, and is staged while the next tile's products run. One
   // buffer is then enough: a part has been stored before the next part is staged.
-  enum : bool { kStoresLate = Tile::kTmaStore && Tile::kBuffers == 1 };
+  enum : bool { kStoresLate = Tile::kTmaStore && Tile::kLate };
   enum : bool { kIdles = Layout::kIdles };
-  static_assert(!kStoresLate || (Tile::kElement != kF32 && kClusterK == 1 && !Kernel::kByDepth));
+  static_assert(!kStoresLate || (Tile::kBuffers == 1 && Tile::kElement != kF32 && kClusterK == 1 && !Kernel::kByDepth));
 
   Kernel kernel;
 
@@ -80,16 +90,16 @@ struct HalfGemm {
  private:
   DG_DEVICE u32 staging() const { return kernel.shared + Layout::kOffsetStaging; }
 
-  // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile.
+  // A consumer warpgroup: rows [64 * kSlices * consumer, + 64 * kSlices) of every tile's sums.
   DG_DEVICE void consume() {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 first_row = consumer * 64 * kSlices, split = kernel.rank_k();
     const u32 blocks = uniform(kernel.order().mine());
-    float sum[kSlices][Layout::kBlockN / 2];
+    float sum[kSlices][Layout::kWidth / 2];
     u32 which = 0;  // the staging buffer that comes next
-    Mainloop mainloop(kernel.barriers, uniform(Layout::A::descriptor(kernel.shared + Layout::kOffsetA + first_row * 128)),
-                      uniform(Layout::B::descriptor(kernel.shared + Layout::kOffsetB)), lane);
+    Mainloop mainloop(kernel.barriers, uniform(Layout::Left::descriptor(kernel.shared + Layout::kOffsetLeft + first_row * 128)),
+                      uniform(Layout::Right::descriptor(kernel.shared + Layout::kOffsetRight)), lane);
     if constexpr (Kernel::kByDepth) {
       mainloop.consumer = consumer;
       mainloop.left_address = kernel.shared + Layout::kOffsetA + first_row * 128;
@@ -130,7 +140,10 @@ struct HalfGemm {
     };
     if constexpr (kStoresLate) {
       u32 words[Store::kParts][Store::kWords];
-      const auto stage = [&](auto part) { Store::stage(staging(), words[decltype(part)::kValue], consumer, which, warp, lane); };
+      const auto stage = [&](auto part) {
+        constexpr u32 kPart = decltype(part)::kValue;
+        Store::stage(staging(), words[kPart], kPart, consumer, which, warp, lane);
+      };
       go_on(Index<0>(), stage);
       for (;;) {
         if constexpr (Tile::kAccumulate == kReads) add_c(sum, tile.row + first_row, tile.column, 0, split, warp, lane);
@@ -170,6 +183,7 @@ struct HalfGemm {
       const float* v = &sum[part / Store::kBoxes][(owner * kColumns + part % Store::kBoxes * Store::kBoxColumns) / 2];
 #pragma unroll
       for (u32 i = 0; i < Store::kWords; ++i) {
+        if (i * Store::kBoxColumns >= Store::kWords * Store::columns_of(part)) continue;  // a short part
         if constexpr (Tile::kElement == kF32) {
           words[part][i] = __float_as_uint(v[i]);
         } else {
@@ -181,7 +195,7 @@ struct HalfGemm {
 
   DG_DEVICE void stage_all(const u32 (&words)[Store::kParts][Store::kWords], u32 consumer, u32& which, u32 warp, u32 lane) const {
 #pragma unroll
-    for (u32 part = 0; part < Store::kParts; ++part) Store::stage(staging(), words[part], consumer, which, warp, lane);
+    for (u32 part = 0; part < Store::kParts; ++part) Store::stage(staging(), words[part], part, consumer, which, warp, lane);
   }
 
   DG_DEVICE void stage_sums(const Sums& sum, u32 owner, u32 consumer, u32& which, u32 warp, u32 lane) const {
@@ -196,17 +210,20 @@ struct HalfGemm {
     Store::template store_all<(Kernel::kByRows)>(
         staging(), tile,
         [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
-          x = at.column + kernel.rank_k() * kColumns;
-          y = at.row + consumer * 64 * kSlices;
+          const u32 first_row = consumer * 64 * kSlices;
+          x = at.column + (Layout::kSwapped ? first_row : kernel.rank_k() * kColumns);
+          y = at.row + (Layout::kSwapped ? 0 : first_row);
           return kernel.end(at);
         },
-        [&](const Scheduler& at, u32 source, u32 x, u32 y) {
+        [&](const Scheduler& at, u32 source, u32 x, u32 y, bool last) {
           if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
             if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
           } else if constexpr (Kernel::kByDepth) {
             tma_store_3d(arg.map_d, source, x, y, at.group);
           } else if constexpr (Tile::kAccumulate == kReduces) {
             tma_add(arg.map_d, source, x, y);
+          } else if constexpr (Layout::kSwapped) {
+            tma_store(last ? arg.map_d_last : arg.map_d, source, x, y, LatePolicy{(arg.evict_first & kEvictD) != 0});
           } else {
             tma_store(arg.map_d, source, x, y, LatePolicy{(arg.evict_first & kEvictD) != 0});
           }

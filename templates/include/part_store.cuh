@@ -10,15 +10,19 @@
 // after the other, in one buffer or in two buffers by turns. Rows of a buffer are swizzled over their own length, as the tensor map
 // of D expects. A consumer completes kWidth columns at a time, which are whole parts.
 //
+// With kSwapped the sums are those of D transposed: their columns are D's rows, of which a part has 64 or, at the end, fewer. Staging
+// transposes them, so that a part is 64 of D's columns wide.
+//
 // Named barriers signal that a buffer is free or full. With mbarriers, whose wait is a loop, ptxas loses track of wgmma in flight
 // and serialises it.
-template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers, u32 kWidth = kColumns>
+template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers, u32 kWidth = kColumns, bool kSwapped = false>
 struct PartStore {
   using Out = Output<kElement>;
   enum : u32 { kWidest = kElement == kF32 ? 32 : 64 };
-  enum : u32 { kBoxColumns = kWidth % kWidest == 0 ? +kWidest : kWidth % 32 == 0 ? 32 : 16 };
+  enum : u32 { kBoxColumns = kSwapped || kWidth % kWidest == 0 ? +kWidest : kWidth % 32 == 0 ? 32 : 16 };
+  static_assert(!kSwapped || (kElement != kF32 && kColumns % 8 == 0));
   enum : u32 { kRowBytes = kBoxColumns * Out::kBytes, kBoxBytes = 64 * kRowBytes };
-  enum : u32 { kBoxes = kColumns / kBoxColumns, kParts = kSlices * kBoxes };
+  enum : u32 { kBoxes = ceil_div(kColumns, kBoxColumns), kParts = kSlices * kBoxes };
   enum : u32 { kBytes = kConsumers * kBuffers * kBoxBytes };
   // TMA stores that may still be reading shared memory when the store warp waits for the next part. All earlier ones have finished
   // reading, so their buffers are free.
@@ -26,6 +30,7 @@ struct PartStore {
   enum : u32 { kThreads = 128 + 32 };  // a consumer and the store warp
   // A part's words of a thread: pairs of 16-bit elements, or float32.
   enum : u32 { kWords = kBoxColumns / (kElement == kF32 ? 2 : 4) };
+  static_assert(kConsumers * kBuffers <= 4);  // there are as many named barriers of each kind
 
   static DG_DEVICE u32 buffer(u32 staging, u32 consumer, u32 which) {
     return staging + (consumer * kBuffers + which) * kBoxBytes;
@@ -33,8 +38,14 @@ struct PartStore {
   static DG_DEVICE u32 free_barrier(u32 consumer, u32 which) { return kAreaFreeBarrier + consumer * kBuffers + which; }
   static DG_DEVICE u32 full_barrier(u32 consumer, u32 which) { return kAreaFullBarrier + consumer * kBuffers + which; }
 
-  // Stages one part, the kWords words of a thread, in the buffer that comes next.
-  static DG_DEVICE void stage(u32 staging, const u32* words, u32 consumer, u32& which, u32 warp, u32 lane) {
+  // Columns of the sums in a part.
+  static DG_DEVICE constexpr u32 columns_of(u32 part) { return min_of(+kBoxColumns, kColumns - part % kBoxes * kBoxColumns); }
+  // The part's first column and row, from those of the consumer's part of the tile.
+  static DG_DEVICE u32 column_of(u32 part) { return (kSwapped ? part / kBoxes : part % kBoxes) * kBoxColumns; }
+  static DG_DEVICE u32 row_of(u32 part) { return (kSwapped ? part % kBoxes : part / kBoxes) * 64; }
+
+  // Stages one part, the words of a thread, in the buffer that comes next. `part` is known at compile time.
+  static DG_DEVICE void stage(u32 staging, const u32* words, u32 part, u32 consumer, u32& which, u32 warp, u32 lane) {
     const u32 to = buffer(staging, consumer, which);
     named_barrier_sync(free_barrier(consumer, which), kThreads);
     if constexpr (kElement == kF32) {
@@ -44,6 +55,17 @@ struct PartStore {
         const u32 unit = i / 2 + lane % 4 / 2, within = lane % 2 * 8;
         store_pair(to + row * kRowBytes + swizzled(row, unit) * 16 + within, words[i], words[i + 1]);
         store_pair(to + (row + 8) * kRowBytes + swizzled(row + 8, unit) * 16 + within, words[i + 2], words[i + 3]);
+      }
+    } else if constexpr (kSwapped) {
+      const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;  // this lane's address is of one row of D
+      const u32 place = to + row * kRowBytes + (unit ^ row) * 16;
+#pragma unroll
+      for (u32 i = 0; i < kWords; i += 4) {  // sixteen rows of D, or the last eight
+        const u32 left = columns_of(part) / 4 - min_of(i, columns_of(part) / 4);
+        if (left >= 4)
+          store_matrix_x4_transposed(place + (i / 2 + lane / 16) * 8 * kRowBytes, words[i], words[i + 1], words[i + 2], words[i + 3]);
+        else if (left > 0)
+          store_matrix_x2_transposed(place + i / 2 * 8 * kRowBytes, words[i], words[i + 1]);
       }
     } else {
       const u32 row = warp * 16 + lane % 16;  // the row whose address this lane supplies to stmatrix
@@ -58,7 +80,7 @@ struct PartStore {
 
   // The store warp: stores the parts of every tile to D in the order in which consumers stage them. `place(tile, consumer, x, y)`
   // sets the first column and row of a consumer's part of the tile, and returns the first row that it must not write;
-  // `copy(tile, source, x, y)` stores one part by TMA, which clips at the edges of D. If kEnds, tiles end inside D as well:
+  // `copy(tile, source, x, y, last)` stores one part by TMA, which clips at the edges of D; `last` may be a short part. If kEnds, tiles end inside D as well:
   // `copy_rows(source, x, y, rows)` stores the first rows of a part, with the whole warp.
   template <bool kEnds, class Tile, class Place, class Copy, class CopyRows>
   static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, const CopyRows& copy_rows, u32 columns) {
@@ -67,6 +89,7 @@ struct PartStore {
       for (u32 which = 0; which < kBuffers; ++which) named_barrier_arrive(free_barrier(consumer, which), kThreads);
     u32 which = 0;
     bool before = false;  // whether a buffer has been stored that must be freed
+    u32 first = 0;        // with one buffer: how many of the first parts have been stored
     for (; tile.valid(); tile.advance()) {
 #pragma unroll 1
       for (u32 part = 0; part < kParts; ++part) {
@@ -76,18 +99,19 @@ struct PartStore {
           if constexpr (kEnds) {
             u32 x, y;
             const u32 end = place(tile, consumer, x, y);
-            x += part % kBoxes * kBoxColumns;
-            y += part / kBoxes * 64;
+            x += column_of(part);
+            y += row_of(part);
             if (x < columns && y < end && end - y < 64) copy_rows(buffer(staging, consumer, which), x, y, end - y);
             __syncwarp();
           }
           if (lane == 0) {
             u32 x, y;
             const u32 end = place(tile, consumer, x, y);
-            x += part % kBoxes * kBoxColumns;
-            y += part / kBoxes * 64;
+            x += column_of(part);
+            y += row_of(part);
             fence_shared_to_tma();
-            if (x < columns && (kEnds ? y + 64 <= end : y < end)) copy(tile, buffer(staging, consumer, which), x, y);
+            if (x < columns && (kEnds ? y + 64 <= end : y < end))
+              copy(tile, buffer(staging, consumer, which), x, y, kSwapped && part % kBoxes + 1 == kBoxes);
             tma_store_commit();
             tma_store_wait_read<kPending>();
           }
@@ -95,8 +119,8 @@ struct PartStore {
           if constexpr (kBuffers == 2) {
             if (before) named_barrier_arrive(free_barrier(consumer, which ^ 1), kThreads);
           } else {
-            if (before || kPending == 0) named_barrier_arrive(free_barrier((consumer + kPending) % kConsumers, 0), kThreads);
-            before = true;
+            if (first != kPending) ++first;
+            else named_barrier_arrive(free_barrier((consumer + kConsumers - kPending) % kConsumers, 0), kThreads);
           }
         }
         if constexpr (kBuffers == 2) {

@@ -20,6 +20,18 @@ struct Index {
   enum : u32 { kValue = kNumber };
 };
 
+// One of two types.
+template <bool kFirst, class First, class Second>
+struct ChoiceOf {
+  using Type = First;
+};
+template <class First, class Second>
+struct ChoiceOf<false, First, Second> {
+  using Type = Second;
+};
+template <bool kFirst, class First, class Second>
+using Choice = typename ChoiceOf<kFirst, First, Second>::Type;
+
 // The same value, hidden from the compiler, which would otherwise recompute cheap values at each use.
 DG_DEVICE u32 opaque(u32 value) {
   u32 same;

@@ -62,6 +62,12 @@ DG_DEVICE void store_matrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
                ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// The same, transposed: lane i supplies the address for column i % 8 of matrix i / 8.
+DG_DEVICE void store_matrix_x4_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 // The same for two 8x8 matrices, transposed: lane i < 16 supplies the address for column i % 8 of matrix i / 8.
 DG_DEVICE void store_matrix_x2_transposed(u32 address, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"

@@ -1,0 +1,162 @@
+"""Dense BF16 and FP16 GEMM for Hopper with operands swapped and large tiles: rows of B are the rows (M) of wgmma.
+
+A tile's height is a multiple of eight rows of A, and its width 64, 128, 192 or 256 rows of B. Without swapped operands
+it is the other way round. With both kinds of tiles more products fill the SMs evenly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from ..arch import SM90, ArchSpec
+from ..jit.driver.launch import LaunchShape, Map
+from ..params import HalfConfig, HalfParams, HalfTurnedConfig, KernelParams
+from ..spec import GemmSpec, Spec
+from .base import Argument, Strides, Value
+from .half import BLOCK_K
+from .sm90_half_gemm import CLUSTERS, CONSUMERS, MAX_STAGES, Sm90HalfGemm, fitted, step, turns
+from .tiles import left
+
+SERVING: tuple[tuple[int, int, tuple[int, int, int]], ...] = (
+    (64, 64, (2, 2, 1)),
+    (80, 128, (1, 1, 1)),
+    (96, 64, (1, 1, 1)),
+    (112, 128, (1, 1, 1)),
+    (112, 192, (1, 1, 1)),
+    (128, 128, (1, 1, 1)),
+    (128, 128, (2, 2, 1)),
+    (136, 256, (2, 1, 1)),
+    (144, 192, (1, 1, 1)),
+    (152, 128, (1, 1, 1)),
+    (152, 256, (2, 1, 1)),
+    (160, 128, (1, 1, 1)),
+    (160, 128, (2, 2, 1)),
+    (176, 128, (1, 2, 1)),
+    (176, 192, (1, 1, 1)),
+    (184, 256, (2, 1, 1)),
+    (192, 128, (2, 1, 1)),
+    (208, 128, (1, 1, 1)),
+    (224, 128, (1, 2, 1)),
+    (240, 128, (1, 2, 1)),
+    (256, 128, (1, 1, 1)),
+)
+"""(block_m, block_n, cluster) of the serving set. It was chosen, with `BESIDE_TURNED`, from 214 configs that were all
+measured on 137 shapes (H100), so that the choices of the model lose the least. docs/measurements/selector.md has what
+fewer and more of them lose."""
+
+
+class Sm90HalfTurned(Sm90HalfGemm):
+    """The kernel without swapped operands, whose consumers take the operands in the other order and transpose D."""
+
+    name = "sm90_half_turned"
+    config_class = HalfTurnedConfig
+    label = "turned "
+    swapped = True
+    columns = 8
+    most_consumers = 3
+
+    @property
+    def template(self) -> str:
+        """The template of the kernel without swapped operands."""
+        return "sm90_half_gemm.cu.jinja"
+
+    def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
+        """Whether less than half of the tile is padding. Up to 64 rows of A have a kernel of their own."""
+        return isinstance(spec, GemmSpec) and turns(spec) and config.block_m <= max(64, 2 * spec.m)
+
+    def refuses(self, spec: Spec) -> str | None:
+        """It only writes 16-bit products by TMA."""
+        if (reason := super().refuses(spec)) or not isinstance(spec, GemmSpec):
+            return reason
+        if spec.d.dtype != spec.a.dtype or spec.accumulate != "none":
+            return "it writes the operands' dtype and adds no C"
+        return None if spec.d.aligned else "rows of D must begin on 16-byte boundaries"
+
+    def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
+        """`SERVING`, with as many stages as fit."""
+        for chosen in SERVING:
+            config = make_config(*chosen, arch=arch)
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
+        """Tiles of 64 to 256 rows of A and of B, alone or in clusters of two."""
+        for block_m, block_n, cluster in itertools.product(range(64, 257, 8), CONSUMERS, CLUSTERS):
+            config = make_config(block_m, block_n, cluster, arch=arch)
+            if self.illegal(config, arch) is None:
+                yield config
+
+    def illegal(self, config: HalfConfig, arch: ArchSpec) -> str | None:
+        """Also refuses to split K, and parts of A for the CTAs of a cluster that are not whole atoms of the swizzle."""
+        if config.cluster_k > 1:
+            return f"K cannot be split over {config.cluster_k} CTAs"
+        return super().illegal(config, arch)
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """B is the first operand of wgmma."""
+        majors = self.of(params)[0].majors
+        return {
+            **super().constants(params),
+            "mma_majors": "".join(f", {int(major == 'm')}" for major in reversed(majors)),
+            "step_a": step(majors[1]),
+            "step_b": step(majors[0]),
+        }
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """Also the map of D for the last rows of a tile."""
+        return (*super().arguments(params), Argument("map_d_last", "TensorMap"))
+
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """See `HalfKernel.values`. The boxes of D have 64 rows of a tile, and the last one those that are left."""
+        shape, values = super().values(params, spec, strides, pdl, constant)
+        p, config = self.of(params)
+        assert isinstance(spec, GemmSpec)  # checked above
+        last = self.output_map(p, spec, strides["d"][0], left(config.block_m, 64))
+        return shape, {**values, "map_d_last": Map(last, "d") if last else None}
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``bf16_gemm_nt_turned_136x256_s4_c2x1_tma``."""
+        name, tile = super().entry(params), "{0.block_m}x{0.block_n}".format(self.of(params)[1])
+        return name.replace(tile, f"turned_{tile}")
+
+    def cases(self) -> list[KernelParams]:
+        """The serving set; each layout and dtype, with short and whole parts of a tile, and clusters."""
+        varied = [
+            make_params(make_config(128, 128), majors="mm"),
+            make_params(make_config(200, 128), majors="km"),
+            make_params(make_config(128, 256, (1, 2, 1)), majors="km"),
+            make_params(make_config(192, 128), majors="mk"),
+            make_params(make_config(72, 64), dtype="f16", output="f16"),
+            make_params(make_config(136, 192), majors="km"),
+            make_params(make_config(176, 192, (2, 1, 1)), shape=(0, 2112, 7168)),
+        ]
+        return [*(make_params(config) for config in self.configs(SM90)), *varied]
+
+
+def make_config(
+    block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1), arch: ArchSpec = SM90
+) -> HalfTurnedConfig:
+    """A config with as many stages as fit into shared memory beside the staging buffers."""
+    cluster_m, cluster_n, cluster_k = cluster
+    config = HalfTurnedConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=BLOCK_K,
+        num_stages=MAX_STAGES,
+        num_consumers=CONSUMERS[block_n],
+        cluster_m=cluster_m,
+        cluster_n=cluster_n,
+        cluster_k=cluster_k,
+    )
+    return fitted(config, "bf16", arch)
+
+
+def make_params(config: HalfTurnedConfig, **options: object) -> HalfParams:
+    """The identity of this kernel with ``config``. Defaults of ``options``: bf16, K-major operands."""
+    return HalfParams(kernel=KERNEL.name, arch=SM90.name, config=config, **{"store": "tma", **options})  # type: ignore[arg-type]
+
+
+KERNEL = Sm90HalfTurned()
