@@ -203,24 +203,27 @@ struct Fp8Mainloop {
   DG_DEVICE void always_ahead(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     Block even = first, odd;
     const u32 others = blocks - 1;
-    for (u32 place = 0;;) {  // over pages of B's scales
-      if (place > 0 && place < others) scaling.weights.turn(place);
-      if (others - place <= kPage) look_ahead();
-      for (const u32 stop = opaque(min_of(others, place + kPage)); place < stop; place += 2) {
+    u32 place = 0;
+    while (place + 1 < others) {
+      if (place > 0) scaling.weights.turn(place);
+      for (const u32 stop = min_of(others & ~1u, place + kPage); place < stop; place += 2) {
         all_but_last<0>(sum, even, Nothing());
         follow<0>(sum, odd, even, place);
-        if (place + 1 == others) {
-          all_but_last<0>(sum, odd, finished);
-          last<1>(sum, odd);
-          return;
-        }
         all_but_last<0>(sum, odd, Nothing());
         follow<1>(sum, even, odd, place + 1);
       }
-      if (place == others) break;
     }
-    all_but_last<0>(sum, even, finished);
-    last<0>(sum, even);
+    if (place < others && place > 0 && place % kPage == 0) scaling.weights.turn(place);
+    look_ahead();
+    if (place < others) {
+      all_but_last<0>(sum, even, Nothing());
+      follow<0>(sum, odd, even, place);
+      all_but_last<0>(sum, odd, finished);
+      last<1>(sum, odd);
+    } else {  // do not hoist the line that both branches begin with: ptxas would then serialise the products
+      all_but_last<0>(sum, even, finished);
+      last<0>(sum, even);
+    }
   }
 
   // All units of a block but the last: starts the next unit before finishing the current one.
