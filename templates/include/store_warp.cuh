@@ -25,17 +25,11 @@ DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
     if constexpr (Gemm::kHints) tile = next;
     else tile.advance();
   };
-  // A turn in which nothing is stored publishes a CTA's second tile.
-  bool begins = Gemm::kHints;
-  if (!begins) wait_for_previous_kernel();
-  for (; begins || tile.valid(); go_on()) {
+  look_ahead();
+  if constexpr (Gemm::kHints) NextTileHint::allow_first<Gemm::kConsumers>();
+  wait_for_previous_kernel();
+  for (; tile.valid(); go_on()) {
     look_ahead();
-    if (begins) {
-      NextTileHint::allow_first<Gemm::kConsumers>();
-      wait_for_previous_kernel();
-      begins = false;
-      continue;
-    }
     if (elect_one()) tma_store_wait_read<0>();  // the previous tile has been read
     __syncwarp();
     Areas::free_all();
