@@ -82,6 +82,10 @@ class Counts(NamedTuple):
     consumers_k: int = 1
     stored_row: int = LINE_BYTES
     """Bytes of a row of the boxes in which TMA stores D. A shorter row takes as long as one of 128 bytes."""
+    element: float = 1.0
+    """The cost of an element that TMA stores."""
+    buffered: int = 0
+    """Elements of a tile that are still being stored when its consumers begin the next one."""
     hides_epilogue: bool = True
     """The next tile's products run while a tile is stored."""
 
@@ -147,12 +151,13 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
     weights_read = all_weights * rows * depth_read * _sharing(row_b, rows, element_bytes)
     from_l2 = tokens_read + weights_read
     inside = tokens_read * _inside_lines(row_a) + weights_read * _inside_lines(row_b)
+    element = DIRECT_ELEMENTS if counts.direct else counts.element * LINE_BYTES / counts.stored_row
     return Features(
         waves=waves,
         steps=waves * blocks,
         resident=min(config.ctas_per_sm, ceil_div(tiles, spec.num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
-        elements=finished * (DIRECT_ELEMENTS if counts.direct else LINE_BYTES / counts.stored_row) * d_bytes / 2,
+        elements=max(0.0, finished - counts.buffered) * element * d_bytes / 2,
         # Without swapped operands whole tiles are exchanged, also rows that do not exist.
         exchanged=(splits - 1) * (finished if counts.transposed else block_m * block_n / splits),
         first=first,

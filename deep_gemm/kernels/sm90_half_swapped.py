@@ -39,9 +39,6 @@ shapes (see ``benchmarks/README.md``)."""
 
 _SIZES = sorted({chosen[0] for chosen in SERVING})
 
-_MOST_TOKENS = 512
-"""With more tokens the model chose these tiles for a few small products, and they took 8 to 14% longer than others."""
-
 
 class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
     """See ``templates/include/half_swapped.cuh`` for the algorithm."""
@@ -76,7 +73,9 @@ class Sm90HalfSwapped(HalfKernel[HalfSwappedConfig]):
     def worthwhile(self, spec: Spec, config: HalfSwappedConfig) -> bool:
         """See `swapped.worthwhile`."""
         return (
-            isinstance(spec, GemmSpec) and spec.m <= _MOST_TOKENS and swapped.worthwhile(spec.m, config.block_m, _SIZES)
+            isinstance(spec, GemmSpec)
+            and spec.m <= swapped.MOST_TOKENS
+            and swapped.worthwhile(spec.m, config.block_m, _SIZES)
         )
 
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
