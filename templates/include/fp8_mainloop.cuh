@@ -291,11 +291,12 @@ struct Fp8Mainloop {
   // promote first, so it still issues after this one, except for a tile's first product.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
+    constexpr bool kWide = kPartials == 1;  // loops of two sets have as many instructions either way
     constexpr u32 kLeft = kUnit / kParts * 64 * kBlockK / 16, kRight = kUnit % kParts * Mma::kN * kBlockK / 16;
     wgmma_fence();
     turns.pass();
-    Mma::multiply(set, stage_descriptor<kBytesLeft / 16, kPartials == 1>(left, block.stage, kLeft),
-                  stage_descriptor<kBytesRight / 16, kPartials == 1>(right, block.stage, kRight), opaque_zero);
+    Mma::multiply(set, stage_descriptor<kBytesLeft / 16, kWide>(left, block.stage, kLeft),
+                  stage_descriptor<kBytesRight / 16, kWide>(right, block.stage, kRight), opaque_zero);
     wgmma_commit();
   }
 

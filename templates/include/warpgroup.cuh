@@ -35,8 +35,8 @@ DG_DEVICE u64 matrix_descriptor(u32 low) {
 }
 
 // The descriptor of what lies `offset` behind the beginning of a stage; `low` is that of stage 0, and stages are kStep apart, both in
-// units of 16 bytes. Where the stage is a variable, 64-bit sums (kWide) take fewer instructions than a low word beside a constant:
-// ptxas then keeps whole descriptors in uniform registers.
+// units of 16 bytes. With kWide it is a 64-bit sum, and ptxas keeps whole descriptors in uniform registers: a block of a 128x160 tile
+// had 15 instructions fewer than with a low word beside a constant.
 template <u32 kStep, bool kWide>
 DG_DEVICE u64 stage_descriptor(u32 low, u32 stage, u32 offset) {
   if constexpr (kWide) {
