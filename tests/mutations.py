@@ -166,8 +166,8 @@ MUTATIONS = [
     Mutation(
         "keep the old partial sums",
         "fp8_mainloop.cuh",
-        "matrix_descriptor(b), opaque_zero);",
-        "matrix_descriptor(b), opaque_zero + 1);",
+        "block.stage, kRight), opaque_zero);",
+        "block.stage, kRight), opaque_zero + 1);",
         # With two blocks of K for each split, each set of partial sums is used once, while it is still zero.
         tuple(kernel for kernel in EVERY if kernel != "swapped split"),
     ),
@@ -223,8 +223,8 @@ MUTATIONS = [
     Mutation(
         "multiply the first stage's weights by all tokens",
         "fp8_mainloop.cuh",
-        "left + (block.stage * kBytesLeft",
-        "left + (block.stage * 0",
+        "(left, block.stage, kLeft)",
+        "(left, 0, kLeft)",
         SWAPPED_KERNELS,
     ),
     Mutation(

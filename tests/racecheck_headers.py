@@ -33,7 +33,7 @@ def racecheck_headers(folder: Path) -> Path:
     edit(
         folder / "pipeline.cuh",
         ("kConsumerWarps * kClusterSize);", "kConsumerWarps * (kClusterSize == 1 ? 32 : +kClusterSize));"),
-        ("if (lane == 0) barrier_arrive(empty(stage));", "barrier_arrive(empty(stage));"),
+        ("if (lane == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
     )
     return folder
 
@@ -57,7 +57,7 @@ RACES = {
         "128x144_s5_p1_tma",
         "store_warp.cuh",
         (
-            ("    look_ahead();\n    if (lane == 0) tma", "    if (lane == 0) tma"),
+            ("    look_ahead();\n    if (elect_one()) tma", "    if (elect_one()) tma"),
             ("    Areas::free_all();\n", "    Areas::free_all();\n    look_ahead();\n"),
         ),
     ),

@@ -135,7 +135,7 @@ MUTATIONS = [
         "write over D in place of adding to it",
         "fp8_scaled.cuh",
         "tma_add(arg.map_d, source, x, y);",
-        "tma_store(arg.map_d, source, x, y, policy...);",
+        "tma_store(arg.map_d, source, x, y);",
         ("parts",),
     ),
     Mutation(

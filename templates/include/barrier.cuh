@@ -87,15 +87,14 @@ DG_DEVICE void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_try_wait<kAcquireCluster>(barrier, parity)) bound.check();
 }
 
-// Waits for `cycles` clock cycles.
+// Waits for `cycles` clock cycles. One asm statement, because NVVM would make two copies of a loop around it.
 DG_DEVICE void pass_cycles(u32 cycles) {
-  const auto clock = [] {
-    u32 now;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory");
-    return now;
-  };
-  const u32 begin = clock();
-  while (clock() - begin < cycles) {}
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .b32 begin, now;\n"
+      " setp.eq.u32 p, %0, 0;\n @p bra done;\n mov.u32 begin, %%clock;\n"
+      "again:\n mov.u32 now, %%clock;\n sub.u32 now, now, begin;\n setp.lt.u32 p, now, %0;\n @p bra again;\n"
+      "done:\n}"
+      ::"r"(cycles) : "memory");
 }
 
 // The cluster address of the shared-memory `address` in CTA `rank`.

@@ -18,10 +18,8 @@ DG_DEVICE u32 rows_loaded(u32 first, u32 edge, u32 last) {
 // address into a register, and every load would wait for it.
 template <u32 kBox, bool kMayLieOutside, class Load>
 DG_DEVICE void with_map(u32 part, u32 rows, const TensorMap* whole, const TensorMap* last, const Load& load) {
-  if (part + kBox <= rows) {
-    load(whole);
-  } else if (!kMayLieOutside || part < rows) {
-    load(last);
+  if (!kMayLieOutside || part < rows) {
+    load(part + kBox <= rows ? whole : last);
   } else {
     load(nullptr);
   }
@@ -40,7 +38,7 @@ DG_DEVICE void with_boxes(const Columns& columns, u32 part, u32 edge, const Tens
     with_map<kBox, kMayLieOutside>(row, edge, maps[0], last, [&](const TensorMap* map) {
       use([&](const auto& load) {
         if (map) load(map, place, row);
-      });
+      }, Index<1>());
     });
   } else {
     const auto each = [&](bool whole, const auto& load) {
@@ -48,17 +46,17 @@ DG_DEVICE void with_boxes(const Columns& columns, u32 part, u32 edge, const Tens
       for (u32 segment = 0; segment < Columns::kSegments; ++segment) {
         const u32 box = Columns::width(segment) / kParts, row = columns.first(segment) + part * box;
         const u32 place = Columns::begin(segment) + part * box;
-        if (whole || row + box <= edge) {
+        if (whole) {
           load(maps[segment], place, row);
         } else if (row < edge) {
-          load(last, place, row);
+          load(row + box <= edge ? maps[segment] : last, place, row);
         }
       }
     };
     if (columns.existing(edge) == Columns::kWidth) {
-      use([&](const auto& load) { each(true, load); });
+      use([&](const auto& load) { each(true, load); }, Index<1>());
     } else {
-      use([&](const auto& load) { each(false, load); });
+      use([&](const auto& load) { each(false, load); }, Index<0>());
     }
   }
 }

@@ -70,20 +70,20 @@ struct TmaStore {
 
   // Stores the part-th of kParts equal parts of the area: whole slices, or some of their columns. The area's first column is the
   // tile's `column`-th. At most two boxes are in flight; the last may still be read when this returns.
-  template <u32 kParts, class Columns, class... Policy>
+  template <u32 kParts, class Columns>
   static DG_DEVICE void store(const TensorMap* map, u32 staging, u32 row, u32 column, const Columns& tile, u32 rows,
-                              u32 columns, u32 part, Policy... policy) {
+                              u32 columns, u32 part, LatePolicy policy) {
     constexpr u32 kBoxes = kBlockN / kBoxColumns, kAcross = kParts / kSlices == 0 ? 1 : kParts / kSlices;
     constexpr u32 kPartSlices = kSlices * kAcross / kParts, kPartBoxes = kBoxes / kAcross;
     static_assert(kPartSlices * kParts == kSlices * kAcross && kPartBoxes * kAcross == kBoxes);
     const u32 first_slice = part / kAcross * kPartSlices, first_box = part % kAcross * kPartBoxes;
-#pragma unroll
-    for (u32 s = 0; s < kPartSlices; ++s) {
-#pragma unroll
-      for (u32 b = 0; b < kPartBoxes; ++b) {
-        const u32 slice = first_slice + s, box = first_box + b, x = tile.at(column + box * kBoxColumns);
+#pragma unroll 1  // TMA takes longer for a box than this code, and compilers for copies of it
+    for (u32 slice = first_slice; slice < first_slice + kPartSlices; ++slice) {
+#pragma unroll 1
+      for (u32 box = first_box; box < first_box + kPartBoxes; ++box) {
+        const u32 x = tile.at(column + box * kBoxColumns);
         if (row + slice * 64 < rows && x < columns)
-          tma_store(map, staging + (slice * kBoxes + box) * kBoxBytes, x, row + slice * 64, policy...);
+          tma_store(map, staging + (slice * kBoxes + box) * kBoxBytes, x, row + slice * 64, policy);
         tma_store_commit();
         tma_store_wait_read<1>();
       }

@@ -74,8 +74,7 @@ struct Fp8Gemm {
     enum : u32 { kStep = 1, kTurns = Tile::kTurns };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
-    // Not with one consumer: nothing hides its instruction fetches, which take longer for unrolled code. 64x144 lost 5%.
-    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumers > 1 };
+    enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };
   };
   using Order = BlockOrder<kClusterK, 1>;
   // No kSpreads for tiles of 16 columns: they never waited for the first scale, and shuffles between their few FFMA cost time.
@@ -152,7 +151,7 @@ struct Fp8Gemm {
     const Order order(blocks(), rank_k(), 0);
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(kBytesB, kClusterK > 1 || arg.early_stages > 0));
-      with_weights(columns_of(first), [&](const auto& each_box) {
+      with_weights(columns_of(first), [&](const auto& each_box, auto) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
           each_box([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(step) * kBlockK, row); });
@@ -194,10 +193,15 @@ struct Fp8Gemm {
               tma_load(b + place * kBlockK, map, barriers.full(stage), x, row, policy...);
             }
           });
-        }, EarlyLoads(arg.early_stages, kBytesB, kBytesA));
+        }, EarlyLoads<kBytesB, kBytesA>(arg.early_stages));
       };
-      with_weights(columns_of(tile), [&](const auto& each_box) {
-        with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load(each_box, policy...); });
+      const bool evicts_first = arg.evict_first & kEvictB;
+      with_weights(columns_of(tile), [&](const auto& each_box, auto whole) {
+        if constexpr (decltype(whole)::kValue) {
+          with_policy(evicts_first, [&](auto... policy) { load(each_box, policy...); });
+        } else {
+          load(each_box, LatePolicy{evicts_first});
+        }
       });
     }
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);

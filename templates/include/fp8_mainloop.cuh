@@ -12,8 +12,8 @@
 // same stages and the tensor cores alternate between them; then they promote at the same time and the tensor cores idle.
 //
 // Shape gives kStages; kConsumers; kStep (consumers that split K); kRows and kColumns (of the left and of the right operand's
-// tile); kSlices; kPartials (the sets); kTurns (consumers that take turns, or 1); kUnrolls (whether the loop of one set is
-// unrolled over the ring); kPeeks (whether the loop of two sets tests stages early). Scaling (see promotion.cuh) gives the scales.
+// tile); kSlices; kPartials (the sets); kTurns (consumers that take turns, or 1); kFresh (whether a tile's first block
+// may overwrite the sums); kPeeks (whether the loop of two sets tests stages early). Scaling (see promotion.cuh) gives the scales.
 template <class Shape, class Mma, class Barriers, class Scaling>
 struct Fp8Mainloop {
   // Consumers that split K take stages in turn: each has every kStep-th.
@@ -25,17 +25,18 @@ struct Fp8Mainloop {
   enum : u32 { kParts = kColumns / Mma::kN, kUnits = kSlices * kParts };
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
-  static_assert(!Shape::kUnrolls || (kPartials == 1 && kStep == 1));
+  static_assert(!Shape::kFresh || kPartials == 1);
 
   struct Block {
     u32 stage;
+    u32 full;  // address of the stage's full barrier
     typename Scaling::Factors factors;
   };
   using Sums = float[kSlices][kColumns / 2];
   enum : u32 { kPage = Scaling::kPage };
   // Whether a tile's first block overwrites the sums instead of adding to zeros. Zeroing took about 450 of the 1900 cycles between
   // two 256x128 tiles (H200). Not in swapped tiles: ptxas spills in some, and serialises products in others.
-  enum : bool { kStartsFresh = Shape::kUnrolls && Scaling::kStartsFresh };
+  enum : bool { kStartsFresh = Shape::kFresh && Scaling::kStartsFresh };
   // Whether the full barrier of the stage after the next is tested before promotion. A test takes 40 cycles, which then overlap
   // with promotion: blocks of 64x64, 64x128, 128x64 and 128x112 tiles took 5 to 8% less time (H200). From 128x128 on the tensor
   // cores are busy anyhow. Swapped tiles, which HBM limits, lost 1%.
@@ -150,51 +151,24 @@ struct Fp8Mainloop {
   DG_DEVICE void one_by_one(Sums& sum, u32 blocks, const LookAhead& look_ahead, const Finished& finished) {
     Block block = first;
     const u32 others = blocks - 1;
-    if constexpr (Shape::kUnrolls) {
-      u32 place = 0;
-      if constexpr (kStartsFresh) {
-        if (others > 0) {
-          each_block<true>(sum, block, place++);
-        } else {
-          asm volatile("");  // keeps the zeroing in this branch: ptxas would hoist it, and every tile would pay
-          clear(sum);
-        }
+    u32 place = 0;
+    if constexpr (kStartsFresh) {
+      if (others > 0) {
+        each_block<true>(sum, block, place++);
+      } else {
+        asm volatile("");  // keeps the zeroing in this branch: ptxas would hoist it, and every tile would pay
+        clear(sum);
       }
-      while (place < others) {
-        if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
-        go_round(sum, block, place, min_of(others, place / kPage * kPage + kPage));
-      }
-    } else {
-      // Two nested loops: over pages of B's scales, and over the blocks of a page. One loop with a branch that is taken once in 32
-      // blocks cost 20 of 620 cycles a block in 128x128 tiles.
-      for (u32 place = 0; place < others;) {
-        if (place > 0) scaling.weights.turn(place);
-        for (const u32 stop = min_of(others, place + kPage); place < stop; ++place) each_block<false>(sum, block, place);
-      }
+    }
+    // Two nested loops: over pages of B's scales, and over the blocks of a page. One loop with a branch that is taken once in 32
+    // blocks cost 20 of 620 cycles a block in 128x128 tiles.
+    while (place < others) {
+      if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
+      const u32 stop = opaque(min_of(others, place / kPage * kPage + kPage));  // in a register: not computed again for each block
+      for (; place < stop; ++place) each_block<false>(sum, block, place);
     }
     look_ahead();
     each_unit<false, 0>(sum, block, nullptr, 0, finished);
-  }
-
-  // The loop unrolled over the ring, up to block `stop`. Each step knows its stage, so addresses are immediates. That saves 20 of
-  // 131 instructions a block in 128x128 tiles, and up to 4% of the time in wide ones.
-  DG_DEVICE void go_round(Sums& sum, Block& block, u32& place, u32 stop) {
-    static_assert(Shape::kStages <= 16);
-#define DG_STEP(kStage)                         \
-  case kStage:                                  \
-    if constexpr (kStage < Shape::kStages) {    \
-      block.stage = kStage;                     \
-      at.stage = (kStage + 1) % Shape::kStages; \
-      each_block<false>(sum, block, place);     \
-      if (++place == stop) return;              \
-    }
-    switch (block.stage) {
-      for (;;) {
-        DG_STEP(0) DG_STEP(1) DG_STEP(2) DG_STEP(3) DG_STEP(4) DG_STEP(5) DG_STEP(6) DG_STEP(7)
-        DG_STEP(8) DG_STEP(9) DG_STEP(10) DG_STEP(11) DG_STEP(12) DG_STEP(13) DG_STEP(14) DG_STEP(15)
-      }
-    }
-#undef DG_STEP
   }
 
   // With kFresh this block overwrites the sums.
@@ -212,7 +186,7 @@ struct Fp8Mainloop {
     if (kLast && next != nullptr) open(*next, place);
     // Wait for this consumer's turn now: between two products there is no time.
     if (!kLast || next != nullptr) turns.wait();
-    finish<0>(partial[0]);
+    wgmma_wait<0>();
     if constexpr (kLast) release(block);
     promote_unit<kFresh, kUnit>(sum, partial[0], block);
     if constexpr (!kLast) {
@@ -257,7 +231,7 @@ struct Fp8Mainloop {
   DG_DEVICE void all_but_last(Sums& sum, const Block& block, const Finished& finished) {
     if constexpr (kUnit + 1 < kUnits) {
       issue<kUnit + 1>(partial[(kUnit + 1) % 2], block);
-      finish<1>(partial[kUnit % 2]);
+      wgmma_wait<1>();
       promote_unit<false, kUnit>(sum, partial[kUnit % 2], block);
       finished(Index<kUnit>());
       all_but_last<kUnit + 1>(sum, block, finished);
@@ -277,7 +251,7 @@ struct Fp8Mainloop {
       issue<0>(partial[1 - kLast], next);
     }
     if constexpr (kPeeks) full = barrier_test(barriers.full(at.stage), at.parity);
-    finish<1>(partial[kLast]);
+    wgmma_wait<1>();
     release(previous);
     promote_unit<false, kUnits - 1>(sum, partial[kLast], previous);
   }
@@ -285,7 +259,7 @@ struct Fp8Mainloop {
   template <u32 kOdd>
   DG_DEVICE void last(Sums& sum, const Block& block) {
     constexpr u32 kLast = kUnits == 1 ? kOdd : 1;
-    finish<0>(partial[kLast]);
+    wgmma_wait<0>();
     release(block);
     promote_unit<false, kUnits - 1>(sum, partial[kLast], block);
   }
@@ -304,30 +278,26 @@ struct Fp8Mainloop {
 
   DG_DEVICE void arrive(Block& block) {
     block.stage = at.stage;
+    block.full = barriers.full(at.stage);
     scaling.arrive(block.factors, at.stage, at.parity);
-    if (!(kPeeks && full)) barrier_wait(barriers.full(at.stage), at.parity);
+    if (!(kPeeks && full)) barrier_wait(block.full, at.parity);
     at.template advance<kStep>();
   }
 
   // Frees a block's stage. Call it when the products of this block and of all blocks before it are done.
-  DG_DEVICE void release(const Block& block) { barriers.release(block.stage, lane); }
+  DG_DEVICE void release(const Block& block) { barriers.release_at(block.full, lane); }
 
   // Issues a unit's product: four k32 instructions in one group. The turn is passed on before issuing. The next consumer has to
   // promote first, so it still issues after this one, except for a tile's first product.
   template <u32 kUnit>
   DG_DEVICE void issue(float (&set)[Mma::kN / 2], const Block& block) {
-    const u32 a = left + (block.stage * kBytesLeft + kUnit / kParts * 64 * kBlockK) / 16;
-    const u32 b = right + (block.stage * kBytesRight + kUnit % kParts * Mma::kN * kBlockK) / 16;
+    constexpr bool kWide = kPartials == 1;  // two sets: 3 or 4 instructions fewer of 136 to 240, not yet measured on a GPU
+    constexpr u32 kLeft = kUnit / kParts * 64 * kBlockK / 16, kRight = kUnit % kParts * Mma::kN * kBlockK / 16;
     wgmma_fence();
     turns.pass();
-    Mma::multiply(set, matrix_descriptor(a), matrix_descriptor(b), opaque_zero);
+    Mma::multiply(set, stage_descriptor<kBytesLeft / 16, kWide>(left, block.stage, kLeft),
+                  stage_descriptor<kBytesRight / 16, kWide>(right, block.stage, kRight), opaque_zero);
     wgmma_commit();
-  }
-
-  template <u32 kPending>
-  DG_DEVICE void finish(float (&set)[Mma::kN / 2]) {
-    wgmma_wait<kPending>();
-    Mma::settle(set);
   }
 
   template <bool kFresh, u32 kUnit>

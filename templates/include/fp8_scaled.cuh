@@ -66,7 +66,7 @@ struct Fp8Scaled {
     enum : u32 { kStep = 1, kTurns = Tile::kTurns, kRows = kBlockM, kColumns = kBlockN, kSlices = Layout::kSlices };
     // See Fp8Gemm.
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
-    enum : bool { kUnrolls = Tile::kPartials == 1 && kConsumers > 1 };
+    enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };
   };
 
   // Scales of 128 x 128 blocks of B. A tile of a power of two columns lies in one block, or in two.
@@ -302,30 +302,28 @@ struct Fp8Scaled {
   DG_DEVICE void store_tiles(const Scheduler& tile) const {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
-    with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::template store_all<(Kernel::kByRows)>(
-          staging(), tile,
-          [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
-            x = at.column;
-            y = at.row + consumer * 64 * kSlices;
-            return kernel.end(at);
-          },
-          [&](const Scheduler& at, u32 source, u32 x, u32 y, bool) {
-            if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
-              if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
-            } else if constexpr (Kernel::kByDepth) {
-              tma_store_3d(arg.map_d, source, x, y, at.group);
-            } else if constexpr (Tile::kAccumulate == kReduces) {
-              tma_add(arg.map_d, source, x, y);
-            } else {
-              tma_store(arg.map_d, source, x, y, policy...);
-            }
-          },
-          [&](u32 source, u32 x, u32 y, u32 rows) {
-            u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
-            Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
-          },
-          kernel.n());
-    });
+    Store::template store_all<(Kernel::kByRows)>(
+        staging(), tile,
+        [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
+          x = at.column;
+          y = at.row + consumer * 64 * kSlices;
+          return kernel.end(at);
+        },
+        [&](const Scheduler& at, u32 source, u32 x, u32 y, bool) {
+          if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
+            if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
+          } else if constexpr (Kernel::kByDepth) {
+            tma_store_3d(arg.map_d, source, x, y, at.group);
+          } else if constexpr (Tile::kAccumulate == kReduces) {
+            tma_add(arg.map_d, source, x, y);
+          } else {
+            tma_store(arg.map_d, source, x, y, LatePolicy{(arg.evict_first & kEvictD) != 0});
+          }
+        },
+        [&](u32 source, u32 x, u32 y, u32 rows) {
+          u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
+          Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
+        },
+        kernel.n());
   }
 };

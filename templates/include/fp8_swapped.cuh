@@ -34,7 +34,7 @@ struct Fp8Swapped {
     enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = 2 };
     enum : u32 { kStep = kConsumers, kTurns = 1 };
     enum : u32 { kRows = kBlockN, kColumns = kBlockM, kSlices = 1 };
-    enum : bool { kUnrolls = false, kPeeks = false };
+    enum : bool { kFresh = false, kPeeks = false };
   };
   using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
   using Barriers = PipelineBarriers<kStages, 4, 1>;
@@ -128,7 +128,7 @@ struct Fp8Swapped {
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
           tma_load(shared + stage * kBytesWeights, map, barriers.full(stage), order.step_block(step) * kBlockK,
                    tile.column, policy...);
-        }, EarlyLoads(arg.early_stages, kBytesWeights, kBytesA));
+        }, EarlyLoads<kBytesWeights, kBytesA>(arg.early_stages));
       };
       with_map<kBlockN, false>(0, weights_loaded(tile), arg.map_b[0], arg.map_b_last, [&](const TensorMap* map) {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) { load_all(map, policy...); });

@@ -286,7 +286,7 @@ struct GemmKernel {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
             load<(kClusterM > 1)>(each_box, sharing, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
-          }, EarlyLoads(arg.early_stages, B::kBytes, A::kBytes));
+          }, EarlyLoads<(B::kBytes), (A::kBytes)>(arg.early_stages));
         });
       });
     }

@@ -207,34 +207,32 @@ struct HalfGemm {
   DG_DEVICE void store_tiles(const Scheduler& tile) const {
     const auto& arg = kernel.arg;
     wait_for_previous_kernel();
-    with_policy(arg.evict_first & kEvictD, [&](auto... policy) {
-      Store::template store_all<(Kernel::kByRows)>(
-          staging(), tile,
-          [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
-            const u32 first_row = consumer * 64 * kSlices;
-            x = at.column + (Layout::kSwapped ? first_row : kernel.rank_k() * kColumns);
-            y = at.row + (Layout::kSwapped ? 0 : first_row);
-            return kernel.end(at);
-          },
-          [&](const Scheduler& at, u32 source, u32 x, u32 y, bool last) {
-            if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
-              if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
-            } else if constexpr (Kernel::kByDepth) {
-              tma_store_3d(arg.map_d, source, x, y, at.group);
-            } else if constexpr (Tile::kAccumulate == kReduces) {
-              tma_add(arg.map_d, source, x, y);
-            } else if constexpr (Layout::kSwapped) {
-              tma_store(last ? arg.map_d_last : arg.map_d, source, x, y, policy...);
-            } else {
-              tma_store(arg.map_d, source, x, y, policy...);
-            }
-          },
-          [&](u32 source, u32 x, u32 y, u32 rows) {
-            u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
-            Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
-          },
-          kernel.n());
-    });
+    Store::template store_all<(Kernel::kByRows)>(
+        staging(), tile,
+        [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
+          const u32 first_row = consumer * 64 * kSlices;
+          x = at.column + (Layout::kSwapped ? first_row : kernel.rank_k() * kColumns);
+          y = at.row + (Layout::kSwapped ? 0 : first_row);
+          return kernel.end(at);
+        },
+        [&](const Scheduler& at, u32 source, u32 x, u32 y, bool last) {
+          if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
+            if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
+          } else if constexpr (Kernel::kByDepth) {
+            tma_store_3d(arg.map_d, source, x, y, at.group);
+          } else if constexpr (Tile::kAccumulate == kReduces) {
+            tma_add(arg.map_d, source, x, y);
+          } else if constexpr (Layout::kSwapped) {
+            tma_store(last ? arg.map_d_last : arg.map_d, source, x, y, LatePolicy{(arg.evict_first & kEvictD) != 0});
+          } else {
+            tma_store(arg.map_d, source, x, y, LatePolicy{(arg.evict_first & kEvictD) != 0});
+          }
+        },
+        [&](u32 source, u32 x, u32 y, u32 rows) {
+          u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
+          Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
+        },
+        kernel.n());
   }
 
   // Calls `use(sum, y, x)` for pairs of neighbours, of which the first is at (y, x), in rows before `end` and in the columns that

@@ -84,7 +84,6 @@ struct PartStore {
   // kEnds, tiles end inside D as well: `copy_rows(source, x, y, rows)` stores the first rows of a part, with the whole warp.
   template <bool kEnds, class Tile, class Place, class Copy, class CopyRows>
   static DG_DEVICE void store_all(u32 staging, Tile tile, const Place& place, const Copy& copy, const CopyRows& copy_rows, u32 columns) {
-    const u32 lane = threadIdx.x % 32;
     for (u32 consumer = 0; consumer < kConsumers; ++consumer)
       for (u32 which = 0; which < kBuffers; ++which) named_barrier_arrive(free_barrier(consumer, which), kThreads);
     u32 which = 0;
@@ -104,7 +103,7 @@ struct PartStore {
             if (x < columns && y < end && end - y < 64) copy_rows(buffer(staging, consumer, which), x, y, end - y);
             __syncwarp();
           }
-          if (lane == 0) {
+          if (elect_one()) {  // ptxas knows that this is one thread
             u32 x, y;
             const u32 end = place(tile, consumer, x, y);
             x += column_of(part);
@@ -129,7 +128,7 @@ struct PartStore {
         }
       }
     }
-    if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads
+    if (elect_one()) tma_store_wait_read<0>();  // shared memory must outlive the reads
   }
 
   // Copies the first `rows` rows of a buffer of 16-bit elements to D, whose rows begin at multiples of 16 bytes, and of which

@@ -75,6 +75,13 @@ struct BlockScales {
   }
 };
 
+// A scale factor for products that were awaited. Multiplications by it stay behind that wait, because it passes through an asm
+// statement: so partial sums, of which there are many more, need not.
+DG_DEVICE float settled(float factor) {
+  asm volatile("" : "+f"(factor));
+  return factor;
+}
+
 template <bool kFresh>
 DG_DEVICE void add(float& sum, float scale, float partial) {
   sum = kFresh ? scale * partial : sum + scale * partial;
@@ -89,7 +96,7 @@ DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[
   constexpr u32 kFrom = max_of(Columns::scale_begin(kScale), kOffset);
   constexpr u32 kTo = min_of(Columns::scale_end(kScale), kOffset + kColumns);
   if constexpr (kFrom < kTo) {
-    const float low = scale_a[0] * scale_b[kScale], high = scale_a[1] * scale_b[kScale];
+    const float low = settled(scale_a[0] * scale_b[kScale]), high = settled(scale_a[1] * scale_b[kScale]);
 #pragma unroll
     for (u32 i = (kFrom - kOffset) / 2; i < (kTo - kOffset) / 2; ++i)
       add<kFresh>(sum[i], (i & 2) ? high : low, partial[i]);
@@ -168,7 +175,7 @@ struct ColumnTokens {
   DG_DEVICE void promote(float* sum, const float* partial, const Factors& factors) const {
 #pragma unroll
     for (u32 i = 0; i < kColumns / 2; i += 4) {  // a chunk of eight tokens: two of them in this thread, for two rows
-      const float even = factors.token[(kColumn + 2 * i) / 4], odd = factors.token[(kColumn + 2 * i) / 4 + 1];
+      const float even = settled(factors.token[(kColumn + 2 * i) / 4]), odd = settled(factors.token[(kColumn + 2 * i) / 4 + 1]);
       add<kFresh>(sum[i], even, partial[i]);
       add<kFresh>(sum[i + 1], odd, partial[i + 1]);
       add<kFresh>(sum[i + 2], even, partial[i + 2]);

@@ -67,8 +67,8 @@ struct RowColumnScales {
     for (u32 i = 0; i < kColumns / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
       float even, odd;
       if constexpr (kKept > 0 && kSlice > 0) {
-        even = factors.kept[i / 2];
-        odd = factors.kept[i / 2 + 1];
+        even = settled(factors.kept[i / 2]);
+        odd = settled(factors.kept[i / 2 + 1]);
       } else {
         load_shared_pair(factors.columns + (kColumn + 2 * i) * 4, even, odd);
       }
@@ -117,8 +117,9 @@ struct RowScales {
 
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors&) const {
+    const float factor[2] = {settled(scale[kSlice][0]), settled(scale[kSlice][1])};
 #pragma unroll
-    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], scale[kSlice][i / 2 % 2], partial[i]);
+    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], factor[i / 2 % 2], partial[i]);
   }
 };
 
@@ -150,7 +151,13 @@ struct TokenScales {
   template <bool kFresh, u32 kSlice, u32 kColumn, u32 kColumns>
   DG_DEVICE void promote(float* sum, const float* partial, const Factors&) const {
 #pragma unroll
-    for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], scale[(kColumn + i / 4 * 8) / 4 + i % 2], partial[i]);
+    for (u32 i = 0; i < kColumns / 2; i += 4) {  // as in ColumnTokens
+      const float even = settled(scale[(kColumn + 2 * i) / 4]), odd = settled(scale[(kColumn + 2 * i) / 4 + 1]);
+      add<kFresh>(sum[i], even, partial[i]);
+      add<kFresh>(sum[i + 1], odd, partial[i + 1]);
+      add<kFresh>(sum[i + 2], even, partial[i + 2]);
+      add<kFresh>(sum[i + 3], odd, partial[i + 3]);
+    }
   }
 };
 

@@ -30,7 +30,7 @@ DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
   wait_for_previous_kernel();
   for (; tile.valid(); go_on()) {
     look_ahead();
-    if (lane == 0) tma_store_wait_read<0>();  // the previous tile has been read
+    if (elect_one()) tma_store_wait_read<0>();  // the previous tile has been read
     __syncwarp();
     Areas::free_all();
 #pragma unroll 1  // few registers
@@ -38,16 +38,14 @@ DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
       const u32 consumer = i % Gemm::kConsumers, part = i / Gemm::kConsumers;
       const u32 row = tile.row + consumer * 64 * Gemm::kSlices, column = gemm.rank_k() * Gemm::kColumns;
       Areas::template wait_until_full<kParts>(consumer, part);
-      if (lane == 0) {
+      if (elect_one()) {  // ptxas knows that this is one thread
         const u32 area = gemm.shared + Areas::offset(consumer, 0);
         fence_shared_to_tma();
-        with_policy(gemm.arg.evict_first & kEvictD, [&](auto... policy) {
-          Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(),
-                                              gemm.n(), part, policy...);
-        });
+        Gemm::Store::template store<kParts>(gemm.arg.map_d, area, row, column, Gemm::columns_of(tile), gemm.m(), gemm.n(), part,
+                                            LatePolicy{(gemm.arg.evict_first & kEvictD) != 0});
       }
       __syncwarp();
     }
   }
-  if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads
+  if (elect_one()) tma_store_wait_read<0>();  // shared memory must outlive the reads
 }

@@ -55,7 +55,17 @@ DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 bar
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask), "l"(policy) : "memory");
 }
 
-// Calls `use` with the policy evict-first or without a policy. This is a branch, because a selected policy would be an operand of
+DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+               ::"l"(map), "r"(source), "r"(x), "r"(y) : "memory");
+}
+
+DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;"
+               ::"l"(map), "r"(source), "r"(x), "r"(y), "l"(policy) : "memory");
+}
+
+// Calls `use` with the policy evict-first or without a policy, in two copies of its code. A selected policy would be an operand of
 // every load.
 template <class Use>
 DG_DEVICE void with_policy(bool evicts_first, const Use& use) {
@@ -66,14 +76,19 @@ DG_DEVICE void with_policy(bool evicts_first, const Use& use) {
   }
 }
 
-DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
-               ::"l"(map), "r"(source), "r"(x), "r"(y) : "memory");
-}
+// A policy that each load and store chooses by a branch. That takes longer, but there is one copy of the code around it.
+struct LatePolicy {
+  bool evicts_first;
+};
 
-DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;"
-               ::"l"(map), "r"(source), "r"(x), "r"(y), "l"(policy) : "memory");
+DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, LatePolicy late) {
+  with_policy(late.evicts_first, [&](auto... policy) { tma_load(destination, map, barrier, x, y, policy...); });
+}
+DG_DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u16 mask, LatePolicy late) {
+  with_policy(late.evicts_first, [&](auto... policy) { tma_load_multicast(destination, map, barrier, x, y, mask, policy...); });
+}
+DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y, LatePolicy late) {
+  with_policy(late.evicts_first, [&](auto... policy) { tma_store(map, source, x, y, policy...); });
 }
 
 // Adds a box of float32 to what is in global memory. Every element has one addition, so that the result repeats bitwise.

@@ -34,6 +34,18 @@ DG_DEVICE u64 matrix_descriptor(u32 low) {
   return kSwizzle128B | kStrideOffset | low;
 }
 
+// The descriptor of what lies `offset` behind the beginning of a stage; `low` is that of stage 0, and stages are kStep apart, both in
+// units of 16 bytes. With kWide it is a 64-bit sum, and ptxas keeps whole descriptors in uniform registers: a block of a 128x160 tile
+// had 15 instructions fewer than with a low word beside a constant.
+template <u32 kStep, bool kWide>
+DG_DEVICE u64 stage_descriptor(u32 low, u32 stage, u32 offset) {
+  if constexpr (kWide) {
+    return matrix_descriptor(low) + static_cast<u64>(stage) * kStep + offset;
+  } else {
+    return matrix_descriptor(low + stage * kStep + offset);
+  }
+}
+
 // The value of lane 0 in all lanes. The compiler then knows that it is uniform, and does not compute it again.
 DG_DEVICE u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 

@@ -31,19 +31,21 @@ def loads(config: FP8Config, headers: Path) -> tuple[Counter[str], Counter[str]]
     params = make_params(config)
     text = ptx(open_compiler("nvrtc"), engine.build_request(params), headers.absolute())
     names = argument_names(params)
-    copied = dict(re.findall(r"(?:mov|cvta\.param)\.\w+\s+(%rd\d+), (\w+|%rd\d+);", text))
+    copied = re.findall(r"(?:mov|cvta\.param)\.\w+\s+(%rd\d+), (\w+|%rd\d+);", text)
+    chosen = re.findall(r"selp\.b64\s+(%rd\d+), (%rd\d+|\d+), (%rd\d+|\d+), %p\d+;", text)
+    sources = {to: names for to, *names in [*copied, *chosen]}
 
-    def origin(register: str) -> str:
-        while register in copied:
-            register = copied[register]
-        return register
+    def origins(register: str) -> set[str]:
+        """Where the register's value comes from: several places if it was selected."""
+        return set().union(*map(origins, sources[register])) if register in sources else {register}
 
     hinted, plain = Counter[str](), Counter[str]()
     for load in re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global[^;]*;", text):
-        (place,) = re.findall(r"_param_(\d+)$", origin(re.findall(r"\[(%rd\d+), \{", load)[0]))
         if "L2::cache_hint" in load:
-            assert int(origin(re.findall(r"(%rd\d+);$", load)[0])) == EVICT_FIRST
-        (hinted if "L2::cache_hint" in load else plain)[names[int(place)]] += 1
+            assert set(map(int, origins(re.findall(r"(%rd\d+);$", load)[0]))) == {EVICT_FIRST}
+        for source in origins(re.findall(r"\[(%rd\d+), \{", load)[0]):
+            (place,) = re.findall(r"_param_(\d+)$", source)
+            (hinted if "L2::cache_hint" in load else plain)[names[int(place)]] += 1
     return hinted, plain
 
 

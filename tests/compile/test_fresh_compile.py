@@ -39,5 +39,5 @@ def test_a_tile_of_several_blocks_clears_no_sums(kernels_root: Path, config: FP8
 
 
 def test_it_would_be_seen(kernels_root: Path, tmp_path: Path) -> None:
-    headers = edited_headers(tmp_path / "include", "fp8_mainloop.cuh", ('          asm volatile("");', "          "))
+    headers = edited_headers(tmp_path / "include", "fp8_mainloop.cuh", ('        asm volatile("");', "        "))
     assert zeros_behind_the_first_product(kernels_root, CONFIGS[2], headers) > 100

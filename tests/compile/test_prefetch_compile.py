@@ -27,7 +27,7 @@ def compiler() -> Compiler:
 def counts_before_prefetch(text: str) -> tuple[list[int], list[int]]:
     """Constants in the instructions before the first prefetch of a box: those of minima, and those of selections. Only
     selections by threads count; those that depend on constants are uniform instructions."""
-    before = text[: text.index("UTMAPF")].splitlines()[-40:]
+    before = text[: text.index("UTMAPF")].splitlines()[-60:]
     least = [int(found[1], 16) for line in before if (found := re.search(r"\sVIMNMX\S* \w+, \w+, (0x\w+)", line))]
     chosen = [int(found[1], 16) for line in before if (found := re.search(r"\sSEL \w+, \w+, (0x\w+)", line))]
     return least, chosen
@@ -44,4 +44,5 @@ def test_three_blocks_of_weights_come_into_l2_where_there_is_time(
     several = min(3, IN_L2 // (config.block_n * config.block_k))
     text = sass(Builder(kernels_root, compiler).build(engine.build_request(make_params(config))).cubin)
     least, chosen = counts_before_prefetch(text)
-    assert (least, chosen) == (([several], []) if cluster_k > 1 else ([], [several]))
+    counts = [number for number in chosen if number <= 3]  # others are offsets of the map that was chosen
+    assert (least, counts) == (([several], []) if cluster_k > 1 else ([], [several]))
