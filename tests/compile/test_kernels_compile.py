@@ -217,10 +217,8 @@ def test_a_debug_build_compiles(builder: Builder) -> None:
 
 @each(filter(takes_turns, GEMMS))
 def test_consumers_in_turn_have_one_copy_of_their_loop(built: Built, params: KernelParams) -> None:
-    """Compilers take longest for copies of promotion. A step of the loop has as many instructions as one that is
-    unrolled over the ring, where addresses are immediates."""
-    config = upright(params)
-    assert config is not None
+    """A step of it has as many instructions as one that is unrolled over the ring, with immediates for addresses."""
+    assert (config := upright(params)) is not None
     units = config.slices * config.block_n // int(kernels.get(params.kernel).fields(params)["mma_n"])
     promotion = sum(" FFMA " in f" {step}" for step in built.loop)
     assert promotion == config.slices * config.block_n // 2
@@ -281,8 +279,7 @@ def has_ramp(params: KernelParams) -> bool:
 
 
 def pauses(params: KernelParams) -> bool:
-    """Whether early loads of weights are spaced. Rings with few stages have none. If a stage has more bytes of tokens
-    than of weights, there is no pause."""
+    """Whether early loads are spaced. Not in rings with few stages, or with more bytes of tokens than of weights."""
     config = fp8(params)
     return config.num_stages >= 4 and config.block_n >= config.block_m
 
@@ -323,8 +320,7 @@ def test_constant_weights_are_not_asked_for_too_fast(built: Built, params: Kerne
 @each(GEMMS)
 def test_weights_wait_behind_early_ones(built: Built, params: KernelParams) -> None:
     """With and without the policy, and at the edge, the code has a wait, the loads, and a wait after the early loads.
-    Rings with few stages know no early loads. (In clusters they wait twice as well: a CTA outside has code of its
-    own.)"""
+    Rings with few stages know none. (In clusters they also wait twice: CTAs outside have code of their own.)"""
     config = fp8(params)
     order = "".join(found[0] for found in re.findall(r"ACQBULK|UTMALDG", built.sass))
     whole, edge = (boxes * (1 + has_ramp(params)) for boxes in boxes_of_weights(params))
