@@ -218,7 +218,8 @@ def test_a_debug_build_compiles(builder: Builder) -> None:
 @each(filter(takes_turns, GEMMS))
 def test_consumers_in_turn_have_one_copy_of_their_loop(built: Built, params: KernelParams) -> None:
     """A step of it has as many instructions as one that is unrolled over the ring, with immediates for addresses."""
-    assert (config := upright(params)) is not None
+    config = upright(params)
+    assert config is not None
     units = config.slices * config.block_n // int(kernels.get(params.kernel).fields(params)["mma_n"])
     promotion = sum(" FFMA " in f" {step}" for step in built.loop)
     assert promotion == config.slices * config.block_n // 2
