@@ -14,8 +14,8 @@ from ..spec import GemmSpec, Spec, ceil_div
 from .gemm_features import PACKING, Counts
 from .groups import LEAST_SEGMENTS
 from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
+from .half_choice import drifts, padded, turns
 from .loads import BARRIER_BYTES
-from .swapped import MOST_TOKENS
 
 Config = TypeVar("Config", bound=HalfConfig)
 
@@ -82,9 +82,6 @@ consumers have more at run time, and refuses a product with more sums."""
 F32_ELEMENT = 6.0
 """The cost of a float32 element of D, in 16-bit elements, beyond those that staging buffers hold. Fitted to ten
 products of TN with C in place (H100): the choices are 3.8% faster than cuBLASLt, and 2.7% without."""
-
-SMALL_TILE = 96 * 128
-"""Elements of a tile that is not small, see `drifts`."""
 
 LARGE_F32 = 1 << 22
 """Elements of a large float32 D. To add to one in place, tiles below 128x128 took 4 to 40% longer."""
@@ -291,29 +288,6 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             make_params(tile, shape=(0, 2112, 7168)),
         ]
         return [*(make_params(config) for config in self.configs(SM90)), *varied]
-
-
-def padded(m: int, config: HalfConfig) -> bool:
-    """Whether more than half of a tile is padding, where there are ``m`` rows of A."""
-    return config.block_m > max(64, 2 * m)
-
-
-def drifts(spec: GemmSpec, config: HalfConfig) -> bool:
-    """Whether a config with small tiles, or split K, would take so many rounds that others are better. CTAs that
-    compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles then
-    wait for it. The model does not know that. In 313 products of more than 64 rows of A, no such config was the best
-    (H100)."""
-    tiles = ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n) * config.k_splits
-    rounds = ceil_div(tiles, spec.num_sms * config.ctas_per_sm)
-    small = config.block_m * config.block_n < SMALL_TILE
-    return spec.m > MOST_TOKENS and rounds > (1 if config.k_splits > 1 else 3 if small else rounds)
-
-
-def turns(spec: GemmSpec) -> bool:
-    """Whether the kernel with operands swapped and large tiles computes ``spec``, and is worthwhile: it stores 16-bit
-    products by TMA, and few rows of A have a kernel of their own."""
-    alone = spec.grouping == "none" and spec.accumulate == "none"
-    return alone and spec.m > MOST_TOKENS and spec.d.dtype == spec.a.dtype and spec.d.aligned
 
 
 def step(major: str) -> str:

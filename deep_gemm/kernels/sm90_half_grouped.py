@@ -15,8 +15,9 @@ from . import groups
 from .base import Argument, Strides, Value
 from .features import Features
 from .half import BLOCK_K, box_columns, stages_that_fit
+from .half_choice import padded
 from .loads import l2_promotion
-from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config, padded
+from .sm90_half_gemm import Sm90HalfGemm, config_shared_bytes, make_config
 
 SERVING: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of

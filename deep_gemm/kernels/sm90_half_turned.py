@@ -16,7 +16,8 @@ from ..spec import GemmSpec, Spec
 from .base import Argument, Strides, Value
 from .gemm_features import Counts
 from .half import BLOCK_K
-from .sm90_half_gemm import CLUSTERS, CONSUMERS, MAX_STAGES, Sm90HalfGemm, drifts, fitted, padded, step, turns
+from .half_choice import drifts, padded, turns
+from .sm90_half_gemm import CLUSTERS, CONSUMERS, MAX_STAGES, Sm90HalfGemm, fitted, step
 from .tiles import left
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int]], ...] = (

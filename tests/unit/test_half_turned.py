@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from deep_gemm.arch import SM90
+from deep_gemm.kernels import half_choice
 from deep_gemm.kernels import sm90_half_gemm as upright
-from deep_gemm.kernels import sm90_half_turned as turned
 from deep_gemm.kernels.sm90_half_turned import KERNEL, make_config
 from deep_gemm.ops import half_dense
 from deep_gemm.params import HalfConfig, HalfSwappedConfig, HalfTurnedConfig
@@ -81,11 +81,13 @@ def test_small_tiles_and_split_k_are_not_offered_for_many_rounds() -> None:
     for m, n, k in ((387, 11648, 7936), (421, 624, 12416), (8192, 8192, 8192)):
         spec = asked(m, n, k)
         for config in candidates(spec, SM90):
-            assert not turned.drifts(spec, config)  # type: ignore[arg-type]
+            assert not half_choice.drifts(spec, config)  # type: ignore[arg-type]
             tiles = -(-m // config.block_m) * -(-n // config.block_n)
             assert config.k_splits == 1 or tiles * config.k_splits <= 132 * config.ctas_per_sm
     assert any(config.k_splits > 1 for config in candidates(asked(128, 512, 8192), SM90))
-    assert any(config.block_m * config.block_n < upright.SMALL_TILE for config in legal(asked(387, 11648, 7936), SM90))
+    assert any(
+        config.block_m * config.block_n < half_choice.SMALL_TILE for config in legal(asked(387, 11648, 7936), SM90)
+    )
 
 
 def test_clusters_of_four_leave_sms_free_only_where_a_second_round_needs_them() -> None:
