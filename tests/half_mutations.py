@@ -33,12 +33,13 @@ MUTATIONS = [
         "Tile::kShapeK : arg.k - 64;",
         (*_UPRIGHT, "swapped"),
     ),
+    # Not transposed: products of 136 columns that overwrite sums in flight are an illegal instruction on an H100.
     Mutation(
         "keep the last block of K alone",
         "half_mainloop.cuh",
         "issue(sum, 1);",
         "issue(sum, opaque_zero);",
-        tuple(KERNELS),
+        tuple(kernel for kernel in KERNELS if kernel != "transposed"),
     ),
     Mutation(
         "multiply the first quarter of a block four times",
