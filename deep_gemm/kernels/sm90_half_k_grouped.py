@@ -83,6 +83,7 @@ class Sm90HalfKGrouped(Sm90HalfGemm):
             "grouping": "kAlongK",
             "segments": self.grouped(params).segments,
             "buffers": _STAGED,
+            "late": False,
         }
 
     def grouped(self, params: KernelParams) -> HalfGroupedParams:

@@ -13,11 +13,19 @@ import pytest
 from kernel_builds import KINDS, Built, build_all, for_nvcc, main_loop, moves_to_uniform, open_compiler
 
 from deep_gemm import kernels
-from deep_gemm.kernels import sm90_half_gemm, sm90_half_swapped
+from deep_gemm.kernels import (
+    sm90_half_gemm,
+    sm90_half_grouped,
+    sm90_half_k_grouped,
+    sm90_half_swapped,
+    sm90_half_turned,
+)
 from deep_gemm.params import HalfParams, KernelParams
 
-UPRIGHT, SWAPPED = sm90_half_gemm.KERNEL, sm90_half_swapped.KERNEL
-CASES = [*UPRIGHT.cases(), *SWAPPED.cases()]
+UPRIGHT = sm90_half_gemm.KERNEL
+CASES = [
+    params for kernel in kernels.registry().values() if kernel.mma_instruction == "HGMMA" for params in kernel.cases()
+]
 
 
 def entry(params: KernelParams) -> str:
@@ -70,15 +78,20 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(
     products = set(re.findall(r"\bHGMMA\.\S+", text))
     assert products == {f"HGMMA.64x{fields['mma_n']}x16.F32{kind}"}
     transposed = {name for line in re.findall(r"\bHGMMA\..*", text) for name in re.findall(r"\b(tnsp[AB])\b", line)}
-    left, right = params.majors if params.kernel == UPRIGHT.name else (params.majors[1], "k")
+    swapped, turned, rows, depth = (
+        params.kernel == module.KERNEL.name
+        for module in (sm90_half_swapped, sm90_half_turned, sm90_half_grouped, sm90_half_k_grouped)
+    )
+    left, right = reversed(params.majors) if swapped or turned else params.majors
     assert transposed == {name for name, major in (("tnspA", left), ("tnspB", right)) if major == "m"}
-    # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes; or single elements.
-    upright, tma = params.kernel == UPRIGHT.name, params.store == "tma"
-    assert ("UTMASTG.2D" in text) == (upright and tma and params.accumulate != "reduces")
-    assert ("UTMAREDG.2D.ADD" in text) == (params.accumulate == "reduces")
-    assert ("STG.E.128" in text) == (not upright and tma and params.output != "f32")
+    # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes, also where a group ends in a box; or
+    # single elements.
+    tma, dimensions = params.store == "tma", "3D" if depth else "2D"
+    assert (f"UTMASTG.{dimensions}" in text) == (not swapped and tma and params.accumulate != "reduces")
+    assert (f"UTMAREDG.{dimensions}.ADD" in text) == (params.accumulate == "reduces")
+    assert ("STG.E.128" in text) == (tma and (rows or (swapped and params.output != "f32")))
     config = params.config
-    multicast = upright and config.cluster_m * config.cluster_n > 1  # type: ignore[attr-defined]
+    multicast = not swapped and config.cluster_m * config.cluster_n > 1  # type: ignore[attr-defined]
     assert ("UTMALDG.2D.MULTICAST" in text) == multicast
     assert len(re.findall(r"MEMBAR\.\S*GPU", text)) <= int(config.cluster_k > 1)  # type: ignore[attr-defined]
 
@@ -89,6 +102,8 @@ LOOPS = [
     sm90_half_gemm.make_params(sm90_half_gemm.make_config(256, 128, (1, 2, 1))),
     sm90_half_swapped.make_params(sm90_half_swapped.make_config(8)),
     sm90_half_swapped.make_params(sm90_half_swapped.make_config(64, 4)),
+    sm90_half_turned.make_params(sm90_half_turned.make_config(136, 256, (2, 1, 1))),
+    sm90_half_turned.make_params(sm90_half_turned.make_config(176, 192)),
 ]
 
 
