@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -103,18 +103,17 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
 
     def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """`SERVING`, with as many stages as fit."""
-        for chosen in SERVING:
-            config = make_config(*chosen, arch=arch)
-            if self.illegal(config, arch) is None:
-                yield config
+        return self.legal_of((make_config(*chosen, arch=arch) for chosen in SERVING), arch)
 
     def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
         per SM."""
-        for chosen in itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2)):
-            config = make_config(*chosen, arch=arch)
-            if self.illegal(config, arch) is None:
-                yield config
+        choices = itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2))
+        return self.legal_of((make_config(*chosen, arch=arch) for chosen in choices), arch)
+
+    def legal_of(self, configs: Iterable[HalfConfig], arch: ArchSpec) -> Iterator[HalfConfig]:
+        """Those of ``configs`` that are legal on ``arch``."""
+        return (config for config in configs if self.illegal(config, arch) is None)
 
     def illegal(self, config: HalfConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, or None."""
@@ -180,6 +179,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
     def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
         """Constants of ``sm90_half_gemm.cu.jinja``."""
         p, c = self.of(params)
+        majors = p.majors[::-1] if self.swapped else p.majors  # of the operands of wgmma
         return {
             **super().constants(params),
             "swapped": self.swapped,
@@ -190,9 +190,9 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
             "late": stores_late(c, p.output),
             "min_ctas": c.ctas_per_sm if c.num_consumers > 1 else 2,
             "mn_major_a": p.majors[0] == "m",
-            "mma_majors": "".join(f", {int(major == 'm')}" for major in p.majors),
-            "step_a": step(p.majors[0]),
-            "step_b": step(p.majors[1]),
+            "mma_majors": "".join(f", {int(major == 'm')}" for major in majors),
+            "step_a": step(majors[0]),
+            "step_b": step(majors[1]),
             "grouping": "kUngrouped",
             "segments": LEAST_SEGMENTS,
             "a_rows": 0,
@@ -251,10 +251,11 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         return config_shared_bytes(config, p.store == "tma", p.output)
 
     def entry(self, params: KernelParams) -> str:
-        """Such as ``bf16_gemm_nt_128x256_s4_c2x1_tma``."""
+        """Such as ``bf16_gemm_nt_128x256_s4_c2x1_tma``, or ``bf16_gemm_nt_turned_136x256_s4_c2x1_tma``."""
         p, c = self.of(params)
         return self.entry_name(
             p,
+            "turned" if self.swapped else "",
             f"{c.block_m}x{c.block_n}_s{c.num_stages}",
             f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
             f"k{c.cluster_k}" if c.cluster_k > 1 else "",
@@ -303,19 +304,26 @@ def make_config(
     arch: ArchSpec = SM90,
 ) -> HalfConfig:
     """A config with as many stages as fit into shared memory beside the staging buffers."""
+    return make(HalfConfig, block_m, block_n, cluster, ctas_per_sm, arch)
+
+
+def make(
+    kind: type[Config], block_m: int, block_n: int, cluster: tuple[int, int, int], ctas_per_sm: int, arch: ArchSpec
+) -> Config:
+    """The same of a class of configs."""
     cluster_m, cluster_n, cluster_k = cluster
-    config = HalfConfig(
+    config = kind(
         block_m=block_m,
         block_n=block_n,
         block_k=BLOCK_K,
-        num_stages=0,
-        num_consumers=CONSUMERS[block_m],
+        num_stages=MAX_STAGES,
+        num_consumers=0,
         cluster_m=cluster_m,
         cluster_n=cluster_n,
         cluster_k=cluster_k,
         ctas_per_sm=ctas_per_sm,
     )
-    return fitted(replace(config, num_stages=MAX_STAGES), "bf16", arch)
+    return fitted(replace(config, num_consumers=CONSUMERS[config.height]), "bf16", arch)
 
 
 def fitted(config: Config, output: str, arch: ArchSpec = SM90) -> Config:

@@ -15,9 +15,8 @@ from ..params import HalfConfig, HalfParams, HalfTurnedConfig, KernelParams
 from ..spec import GemmSpec, Spec
 from .base import Argument, Strides, Value
 from .gemm_features import Counts
-from .half import BLOCK_K
 from .half_choice import drifts, padded, turns
-from .sm90_half_gemm import CLUSTERS, CONSUMERS, MAX_STAGES, Sm90HalfGemm, fitted, step
+from .sm90_half_gemm import CLUSTERS, CONSUMERS, Sm90HalfGemm, make
 from .tiles import left
 
 SERVING: tuple[tuple[int, int, tuple[int, int, int]], ...] = (
@@ -70,9 +69,9 @@ class Sm90HalfTurned(Sm90HalfGemm):
 
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
         """Whether less than half of the tile is padding. Few rows of A have a kernel of their own."""
-        if not isinstance(spec, GemmSpec) or padded(spec.m, config) or drifts(spec, config):
+        if not isinstance(spec, GemmSpec) or not turns(spec):
             return False
-        return turns(spec)
+        return not padded(spec.m, config) and not drifts(spec, config)
 
     def refuses(self, spec: Spec) -> str | None:
         """It only writes 16-bit products by TMA."""
@@ -84,33 +83,18 @@ class Sm90HalfTurned(Sm90HalfGemm):
 
     def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """`SERVING`, with as many stages as fit."""
-        for chosen in SERVING:
-            config = make_config(*chosen, arch=arch)
-            if self.illegal(config, arch) is None:
-                yield config
+        return self.legal_of((make_config(*chosen, arch=arch) for chosen in SERVING), arch)
 
     def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
-        """Tiles of 64 to 256 rows of A and of B, alone or in clusters of two."""
-        for block_m, block_n, cluster in itertools.product(range(64, 257, 8), CONSUMERS, CLUSTERS):
-            config = make_config(block_m, block_n, cluster, arch=arch)
-            if self.illegal(config, arch) is None:
-                yield config
+        """Tiles of 64 to 256 rows of A and of B, alone or in clusters of two or four."""
+        choices = itertools.product(range(64, 257, 8), CONSUMERS, CLUSTERS)
+        return self.legal_of((make_config(*chosen, arch=arch) for chosen in choices), arch)
 
     def illegal(self, config: HalfConfig, arch: ArchSpec) -> str | None:
-        """Also refuses to split K, and parts of A for the CTAs of a cluster that are not whole atoms of the swizzle."""
+        """Also refuses to split K."""
         if config.cluster_k > 1:
             return f"K cannot be split over {config.cluster_k} CTAs"
         return super().illegal(config, arch)
-
-    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """B is the first operand of wgmma."""
-        majors = self.of(params)[0].majors
-        return {
-            **super().constants(params),
-            "mma_majors": "".join(f", {int(major == 'm')}" for major in reversed(majors)),
-            "step_a": step(majors[1]),
-            "step_b": step(majors[0]),
-        }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """Also the map of D for the last rows of a tile."""
@@ -130,11 +114,6 @@ class Sm90HalfTurned(Sm90HalfGemm):
         """Each element of D costs more."""
         return super().counts(config, output, aligned)._replace(element=TURNED_ELEMENT)
 
-    def entry(self, params: KernelParams) -> str:
-        """Such as ``bf16_gemm_nt_turned_136x256_s4_c2x1_tma``."""
-        name, tile = super().entry(params), "{0.block_m}x{0.block_n}".format(self.of(params)[1])
-        return name.replace(tile, f"turned_{tile}")
-
     def cases(self) -> list[KernelParams]:
         """The serving set; each layout and dtype, with short and whole parts of a tile, and clusters."""
         varied = [
@@ -153,18 +132,7 @@ def make_config(
     block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1), arch: ArchSpec = SM90
 ) -> HalfTurnedConfig:
     """A config with as many stages as fit into shared memory beside the staging buffers."""
-    cluster_m, cluster_n, cluster_k = cluster
-    config = HalfTurnedConfig(
-        block_m=block_m,
-        block_n=block_n,
-        block_k=BLOCK_K,
-        num_stages=MAX_STAGES,
-        num_consumers=CONSUMERS[block_n],
-        cluster_m=cluster_m,
-        cluster_n=cluster_n,
-        cluster_k=cluster_k,
-    )
-    return fitted(config, "bf16", arch)
+    return make(HalfTurnedConfig, block_m, block_n, cluster, 1, arch)
 
 
 def make_params(config: HalfConfig, **options: object) -> HalfParams:

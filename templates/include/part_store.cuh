@@ -1,5 +1,5 @@
-// Stores a tile in parts, through one or two small buffers for each consumer. Used by the 16-bit kernel without
-// swapped operands, and by the FP8 kernel for any scaling.
+// Stores a tile in parts, through one or two small buffers for each consumer. Used by the 16-bit kernels but that for few tokens,
+// and by the FP8 kernel for any scaling.
 #pragma once
 #include "barrier.cuh"
 #include "output.cuh"
