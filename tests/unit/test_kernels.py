@@ -102,14 +102,15 @@ OPERANDS = st.builds(
     st.sampled_from(["none", "1x128", "128x128", "row"]),
     st.booleans(),
 )
+HALVES = st.builds(Operand, st.just("bf16"), st.sampled_from(["k", "mn"]), st.just("none"), st.just(True))
 
 
 @given(
     st.builds(
         replace,
         st.just(SPEC),
-        a=st.one_of(st.just(A), OPERANDS),
-        b=st.one_of(st.just(B), OPERANDS),
+        a=st.one_of(st.just(A), HALVES, OPERANDS),
+        b=st.one_of(st.just(B), HALVES, OPERANDS),
         d=st.one_of(st.just(D), OPERANDS),
         grouping=st.sampled_from(["none", "none", "contiguous"]),
         accumulate=st.sampled_from(["none", "none", "from c"]),
@@ -134,10 +135,11 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
         names = ["sm90_fp8_rows" if own else "sm90_fp8_scaled"]
         names += [] if SCALINGS[scaling] == "1d1d" else ["sm90_fp8_scaled_swapped"]
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
-    elif plain and half and spec.d.dtype == "bf16":
+    elif plain and half and spec.d.dtype in ("bf16", "f32"):
         names = ["sm90_half_gemm"]
         names += ["sm90_half_swapped"] if spec.a.major == "k" else []
-        names += ["sm90_half_turned"] if spec.d.aligned and spec.accumulate == "none" else []
+        own = (spec.d.dtype, spec.d.aligned, spec.accumulate) == ("bf16", True, "none")
+        names += ["sm90_half_turned"] if own else []
         assert [kernel.name for kernel in kernels.for_spec(spec)] == names
     elif grouped and fp8 and scaling == ("1x128", "128x128"):
         assert [kernel.name for kernel in kernels.for_spec(spec)] == ["sm90_fp8_grouped"]
