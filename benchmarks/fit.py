@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
+from deep_gemm import kernels
 from deep_gemm.benchmarks import rows
 from deep_gemm.benchmarks.modes import LAUNCH_MODES
 from deep_gemm.benchmarks.survey import name_of, spec_of
@@ -87,6 +88,12 @@ def timed(row: Row, spec: archs.ArchSpec) -> tuple[GemmSpec, dict[GemmConfig, fl
     kind = replace(asked, m=1, n=128, k=128)
     configs = {_name(config, kind, spec): config for config in candidates(asked, spec)}
     return asked, {configs[name]: us for name, us in row["times"].items() if name in configs}
+
+
+def speeds_of(row: Row, spec: archs.ArchSpec) -> str:
+    """The name of the speeds in a calibration by which the model estimates a row; empty for the common ones."""
+    asked = spec_of(rows.shape_of(row), spec.num_sms)
+    return kernels.of(candidates(asked, spec)[0]).speeds(asked)
 
 
 @functools.cache

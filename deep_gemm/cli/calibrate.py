@@ -180,21 +180,26 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
 
     rows = survey.load(sources)
     out, spec = console(), arch.get("sm_90a")
-    launches = [row for row in rows if row["mode"] in LAUNCH_MODES]
-    parts = [[row for row in launches if fit.is_held_out(row) == held] for held in (False, True)]
+    launches: dict[str, list[dict[str, Any]]] = {"": []}  # by the name of the speeds
+    for row in rows:
+        if row["mode"] in LAUNCH_MODES:
+            launches.setdefault(fit.speeds_of(row, spec), []).append(row)
     device = rows[0].get("device") if rows else None
     known = calibration.of(device) if device else calibration.default()
     summary: dict[str, Any] = {}
-    speed, power = known.speed, known.power
-    seen, held_out = (fit.Data.of(part, spec) if part else None for part in parts)
-    if seen is None or held_out is None or len(seen.rows) < least:
-        out.print(f"speed: the constants stay, since {len(launches)} rows are too few.")
-    else:
-        speed = fit.fit(seen, known.speed)
-        summary["speed"] = {"fitted": _summary(seen, speed), "held_out": _summary(held_out, speed)}
-        for name, ranges in summary["speed"].items():
+    speeds, power = {"": known.speed, **dict(known.others)}, known.power
+    for name, timed in launches.items():
+        title = f"speed {name}".rstrip()
+        parts = [[row for row in timed if fit.is_held_out(row) == held] for held in (False, True)]
+        seen, held_out = (fit.Data.of(part, spec) if part else None for part in parts)
+        if seen is None or held_out is None or len(seen.rows) < least:
+            out.print(f"{title}: the constants stay, since {len(timed)} rows are too few.")
+            continue
+        speeds[name] = fit.fit(seen, known.named(name))
+        summary[title] = {"fitted": _summary(seen, speeds[name]), "held_out": _summary(held_out, speeds[name])}
+        for part, ranges in summary[title].items():
             for text, numbers in ranges.items():
-                out.print(f"{name}, {text}: {numbers}")
+                out.print(f"{title}, {part}, {text}: {numbers}")
     if (fitted := fit.fit_power(rows, spec)) is None:
         out.print("power: the constants stay, since times back to back are too few, or do not determine them.")
     else:
@@ -203,12 +208,18 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     if not summary:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
     about: dict[str, Any] = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch") if key in rows[0]}
-    about["files"] = [path.name for path in sources]
+    known_file = calibration.file_of(device) if device else None
+    before = json.loads(known_file.read_text()) if known_file is not None and known_file.is_file() else {}
+    # What was not fitted now keeps its constants, so what is known about these stays too.
+    kept = {name: numbers for name, numbers in before.get("fit", {}).items() if name not in summary}
+    seen_before = before["survey"] if kept else {}
+    about["files"] = sorted({path.name for path in sources} | set(seen_before.get("files", ())))
     for key in ("date", "source_digest"):  # surveys may come from several days and source trees
-        about[f"{key}s"] = sorted({row[key] for row in rows if key in row})
-    constants = calibration.Calibration(speed, power).to_json()
+        about[f"{key}s"] = sorted({row[key] for row in rows if key in row} | set(seen_before.get(f"{key}s", ())))
+    others = tuple(sorted((name, speed) for name, speed in speeds.items() if name))
+    constants = calibration.Calibration(speeds[""], power, others=others).to_json()
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"constants": constants, "fit": summary, "survey": about}, indent=1) + "\n")
+    output.write_text(json.dumps({"constants": constants, "fit": kept | summary, "survey": about}, indent=1) + "\n")
     out.print(f"Written: {output}")
 
 

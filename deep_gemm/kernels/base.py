@@ -119,6 +119,16 @@ class Kernel(ABC, Generic[ConfigT]):
         """Whether the model ranks ``config``; False where another config is known to be better."""
         return True
 
+    def handicap(self, config: ConfigT) -> float:
+        """By how much the model's time of ``config`` counts longer. Above 1 for configs that only few shapes need: they
+        are chosen where they save more than the model errs, and so a deployment compiles fewer kernels."""
+        return 1.0
+
+    def speeds(self, spec: Spec) -> str:
+        """The name of the speeds in a calibration by which the model estimates ``spec``; empty for the common ones. All
+        families give the same name for one spec."""
+        return ""
+
     def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
         """The identity of the binary that computes ``spec`` with ``config``."""
         return KernelParams(kernel=self.name, arch=arch.name, config=config)

@@ -26,6 +26,11 @@ def drifts(spec: GemmSpec, config: HalfConfig) -> bool:
     return spec.m > MOST_TOKENS and rounds > (1 if config.k_splits > 1 else 3 if small else rounds)
 
 
+def small(config: HalfConfig) -> bool:
+    """Whether a config suits small outputs: it has a small tile, or splits K."""
+    return config.k_splits > 1 or config.block_m * config.block_n <= 64 * 128
+
+
 def turns(spec: GemmSpec) -> bool:
     """Whether the kernel with operands swapped and large tiles computes ``spec``, and is worthwhile: it stores 16-bit
     products by TMA, and few rows of A have a kernel of their own."""

@@ -14,7 +14,7 @@ from ..spec import GemmSpec, Spec, ceil_div
 from .gemm_features import PACKING, Counts
 from .groups import LEAST_SEGMENTS
 from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
-from .half_choice import drifts, padded, turns
+from .half_choice import drifts, padded, small, turns
 from .loads import BARRIER_BYTES
 
 Config = TypeVar("Config", bound=HalfConfig)
@@ -61,16 +61,6 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 )
 """(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
 ``benchmarks/README.md``)."""
-
-BESIDE_TURNED = {
-    (64, 64, (1, 1, 1), 1),
-    (64, 64, (1, 1, 1), 2),
-    (64, 64, (1, 1, 4), 1),
-    (64, 128, (1, 1, 4), 1),
-    (128, 32, (1, 1, 2), 1),
-    (128, 128, (1, 1, 1), 1),
-}
-"""Those of the serving set that are also chosen where `Sm90HalfTurned` has tiles of any height, see its `SERVING`."""
 
 _REGISTER_SPLITS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
@@ -160,15 +150,14 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
     def worthwhile(self, spec: Spec, config: HalfConfig) -> bool:
         """Whether less than half of the tile is padding. Otherwise a config with half the height is better. To a large
         float32 D only large tiles add. Where `Sm90HalfTurned` has tiles of any height, which K-major A allows, only
-        those of `BESIDE_TURNED`."""
+        small tiles and split K."""
         if not isinstance(spec, GemmSpec) or padded(spec.m, config) or drifts(spec, config):
             return False
         c = config
         adds_much = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.m * spec.n >= LARGE_F32
         if adds_much and c.block_m * c.block_n < 128 * 128:
             return False
-        chosen = (c.block_m, c.block_n, (c.cluster_m, c.cluster_n, c.cluster_k), c.ctas_per_sm)
-        return chosen in BESIDE_TURNED or not (turns(spec) and spec.a.major == "k")
+        return small(config) or not (turns(spec) and spec.a.major == "k")
 
     def accumulates(self, spec: GemmSpec) -> str:
         """TMA adds to D if C is D and float32."""

@@ -7,7 +7,7 @@ it is the other way round. With both kinds of tiles more products fill the SMs e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
@@ -19,33 +19,71 @@ from .half_choice import drifts, padded, turns
 from .sm90_half_gemm import CLUSTERS, CONSUMERS, Sm90HalfGemm, make
 from .tiles import left
 
-SERVING: tuple[tuple[int, int, tuple[int, int, int]], ...] = (
-    (64, 64, (1, 4, 1)),
+Cluster = tuple[int, int, int]
+
+ALONE, FOURS = (64, 80, 96, 112, 128), (64, 80, 96, 112, 128, 160, 192)
+MEDIUM, LARGE = (96, 112, 128, *range(144, 193, 8)), (96, *range(112, 193, 8))
+BY_EIGHT = (72, 80, 88, 96, *range(112, 177, 8), *range(192, 225, 8), 240, 256)
+
+TILES: dict[int, dict[Cluster, Sequence[int]]] = {
+    64: {(1, 1, 1): ALONE, (1, 4, 1): (64, 96, 128), (2, 2, 1): ALONE, (4, 1, 1): ALONE},
+    128: {
+        (1, 1, 1): BY_EIGHT,
+        (1, 2, 1): range(80, 257, 16),
+        (2, 1, 1): BY_EIGHT,
+        (1, 4, 1): (64, 96, 128, 160, 192),
+        (2, 2, 1): FOURS,
+        (4, 1, 1): FOURS,
+    },
+    192: {
+        (1, 1, 1): MEDIUM,
+        (1, 2, 1): (96, 112, 128, 144, 160, 176, 192),
+        (2, 1, 1): MEDIUM,
+        (1, 4, 1): (160, 192),
+        (2, 2, 1): (160, 192),
+        (4, 1, 1): (160, 192),
+    },
+    256: {(1, 1, 1): LARGE, (1, 2, 1): (96, 112, 128, 144, 160, 176, 192), (2, 1, 1): LARGE},
+}
+"""The serving set: heights (block_m) by width (block_n) and cluster. All were measured on 313 shapes (H100). The more
+there are, the better are the choices for shapes that were not looked at: docs/measurements/selector.md."""
+
+COMMON: set[tuple[int, int, Cluster]] = {
+    (72, 128, (1, 1, 1)),
     (80, 64, (1, 1, 1)),
     (80, 128, (1, 1, 1)),
-    (96, 64, (1, 4, 1)),
-    (96, 128, (4, 1, 1)),
-    (112, 128, (2, 2, 1)),
+    (80, 128, (2, 2, 1)),
+    (88, 128, (1, 1, 1)),
+    (96, 128, (1, 2, 1)),
+    (96, 128, (2, 2, 1)),
+    (128, 128, (1, 1, 1)),
+    (136, 128, (1, 1, 1)),
     (136, 256, (2, 1, 1)),
+    (144, 128, (1, 2, 1)),
+    (144, 192, (1, 1, 1)),
     (144, 256, (2, 1, 1)),
-    (152, 128, (1, 1, 1)),
+    (152, 192, (2, 1, 1)),
     (160, 128, (1, 1, 1)),
-    (176, 128, (1, 1, 1)),
-    (176, 192, (1, 1, 1)),
+    (160, 256, (1, 1, 1)),
+    (176, 128, (1, 2, 1)),
+    (176, 256, (2, 1, 1)),
     (192, 128, (1, 1, 1)),
     (192, 128, (1, 2, 1)),
-    (192, 128, (2, 2, 1)),
     (192, 192, (2, 1, 1)),
     (200, 128, (1, 1, 1)),
     (208, 128, (1, 1, 1)),
     (224, 128, (1, 1, 1)),
     (224, 128, (1, 2, 1)),
     (240, 128, (1, 2, 1)),
+    (256, 128, (1, 1, 1)),
     (256, 128, (1, 2, 1)),
-)
-"""(block_m, block_n, cluster) of the serving set. It was chosen, with `BESIDE_TURNED`, from 214 configs that were all
-measured on 313 shapes (H100), so that the choices of the model lose the least. docs/measurements/selector.md has what
-fewer and more of them lose."""
+}
+"""(block_m, block_n, cluster) of tiles that are chosen without a handicap. They were searched so that choices over
+those shapes lose the least."""
+
+HANDICAP = 1.05
+"""By how much the times of all other tiles count longer. With it Llama 3 needs 51 to 58 kernels for every M up to
+16384. With 1.03 they are 66 to 74, and the choices for M of 1000 and more gain 0.1%."""
 
 TURNED_ELEMENT = 1.5
 """The cost of an element of D that is transposed, in elements that are not. With it the choices over those shapes lose
@@ -82,8 +120,18 @@ class Sm90HalfTurned(Sm90HalfGemm):
         return None if spec.d.aligned else "rows of D must begin on 16-byte boundaries"
 
     def configs(self, arch: ArchSpec) -> Iterator[HalfConfig]:
-        """`SERVING`, with as many stages as fit."""
-        return self.legal_of((make_config(*chosen, arch=arch) for chosen in SERVING), arch)
+        """`TILES`, with as many stages as fit."""
+        chosen = (
+            (height, width, cluster)
+            for width, clusters in TILES.items()
+            for cluster, heights in clusters.items()
+            for height in heights
+        )
+        return self.legal_of((make_config(*tile, arch=arch) for tile in chosen), arch)
+
+    def handicap(self, config: HalfConfig) -> float:
+        """`HANDICAP`, except for tiles of `COMMON`."""
+        return 1.0 if is_common(config) else HANDICAP
 
     def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """Tiles of 64 to 256 rows of A and of B, alone or in clusters of two or four."""
@@ -126,6 +174,11 @@ class Sm90HalfTurned(Sm90HalfGemm):
             make_params(make_config(176, 192, (2, 1, 1)), shape=(0, 2112, 7168)),
         ]
         return [*(make_params(config) for config in self.configs(SM90)), *varied]
+
+
+def is_common(config: HalfConfig) -> bool:
+    """Whether a config is one of `COMMON`."""
+    return (config.block_m, config.block_n, (config.cluster_m, config.cluster_n, config.cluster_k)) in COMMON
 
 
 def make_config(

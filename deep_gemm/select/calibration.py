@@ -16,6 +16,9 @@ from .sheets import Sheet
 
 FOLDER = Path(__file__).parent / "calibrations"
 
+PREFIX = "speed "
+"""What the names of speeds for some products begin with in a calibration file."""
+
 
 @dataclass(frozen=True)
 class Speed(Constants):
@@ -71,39 +74,52 @@ class Calibration:
     speed: Speed
     power: Power
     origin: str = ""
+    others: tuple[tuple[str, Speed], ...] = ()
+    """Speeds by which only some products are estimated, by name: see `Kernel.speeds`."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str = "") -> Calibration:
         """From a file's "constants". Raises InvalidInputError."""
-        if sorted(data) != ["power", "speed"]:
+        others = sorted(name for name in data if name.startswith(PREFIX))
+        if sorted(data) != sorted(["power", "speed", *others]):
             raise InvalidInputError(
                 f"A calibration file holds constants of speed and power, but this one of {', '.join(data)}. "
                 "Make a new one with `deep-gemm calibrate fit`."
             )
-        return cls(Speed.from_json(data["speed"]), Power.from_json(data["power"]), origin)
+        named = tuple((name.removeprefix(PREFIX), Speed.from_json(data[name])) for name in others)
+        return cls(Speed.from_json(data["speed"]), Power.from_json(data["power"]), origin, named)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """For a calibration file."""
-        return {"speed": asdict(self.speed), "power": asdict(self.power)}
+        others = {PREFIX + name: asdict(speed) for name, speed in self.others}
+        return {"speed": asdict(self.speed), **others, "power": asdict(self.power)}
+
+    def named(self, name: str) -> Speed:
+        """The speeds with this name; the common ones if it is empty or has none."""
+        return dict(self.others).get(name, self.speed)
 
     def scaled(self, known: Sheet, to: Sheet) -> Calibration:
         """These constants of the card ``known``, scaled to the card ``to`` by the two spec sheets."""
         hbm, tensor = to.hbm_gb_per_s / known.hbm_gb_per_s, to.tensor_tflops / known.tensor_tflops
         cycles = to.sms * to.clock_ghz / (known.sms * known.clock_ghz)
-        speed = replace(
-            self.speed,
-            clock_ghz=to.clock_ghz,
-            tensor=self.speed.tensor * cycles / tensor,
-            start_gb_per_s=self.speed.start_gb_per_s * hbm,
-            hbm_gb_per_s=self.speed.hbm_gb_per_s * hbm,
-            l2_gb_per_s=self.speed.l2_gb_per_s * cycles,
-        )
+
+        def scale(speed: Speed) -> Speed:
+            return replace(
+                speed,
+                clock_ghz=to.clock_ghz,
+                tensor=speed.tensor * cycles / tensor,
+                start_gb_per_s=speed.start_gb_per_s * hbm,
+                hbm_gb_per_s=speed.hbm_gb_per_s * hbm,
+                l2_gb_per_s=speed.l2_gb_per_s * cycles,
+            )
+
         power = replace(
             self.power,
             products_per_us=self.power.products_per_us * min(tensor, to.power_w / known.power_w),
             stored_per_us=self.power.stored_per_us * hbm,
         )
-        return Calibration(speed, power, f"the spec sheet of {to.name}, scaled from {self.origin}")
+        others = tuple((name, scale(speed)) for name, speed in self.others)
+        return Calibration(scale(self.speed), power, f"the spec sheet of {to.name}, scaled from {self.origin}", others)
 
 
 def file_of(device_name: str) -> Path:
@@ -121,23 +137,27 @@ def load(path: Path) -> Calibration:
 
 @functools.cache
 def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
-    """The calibration of a GPU model. If there is none, the nearest card's, scaled by the spec sheets. The sheet of an
-    unknown card is found by SMs and bandwidth; 0 means unknown."""
-    path = file_of(device_name)
-    if path.is_file():
-        return load(path)
+    """The calibration of a GPU model. If there is none, the nearest card's, scaled by the spec sheets; so too for
+    speeds of some products that the model's own lacks. The sheet of an unknown card is found by SMs and bandwidth; 0
+    means unknown."""
     sheet = sheets.of(device_name, num_sms, hbm_gb_per_s)
+    path = file_of(device_name)
     known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
-    nearest = min(known, key=sheet.distance)
-    found = load(file_of(nearest.device))
-    return found if nearest == sheet else found.scaled(nearest, sheet)
+    scaled = [
+        load(file_of(each.device)) if each == sheet else load(file_of(each.device)).scaled(each, sheet)
+        for each in sorted(known, key=sheet.distance)
+    ]
+    found = load(path) if path.is_file() else scaled[0]
+    others = {name: speed for each in [*reversed(scaled), found] for name, speed in each.others}
+    return replace(found, others=tuple(sorted(others.items())))
 
 
 def every() -> list[Calibration]:
     """The calibrations of all GPU models that have one, the default first."""
-    return [default(), *(load(path) for path in sorted(FOLDER.glob("*.json")) if load(path) != default())]
+    found = [of(sheet.device) for sheet in sheets.SHEETS if file_of(sheet.device).is_file()]
+    return [default(), *(each for each in found if each != default())]
 
 
 def default() -> Calibration:
     """The calibration that is used if no GPU is named: an H200's."""
-    return load(file_of("NVIDIA H200"))
+    return of("NVIDIA H200")

@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..params import GemmConfig
 from ..spec import GemmSpec, ceil_div
 from .calibration import Calibration, default
-from .model import Estimate, estimate, features, parts
+from .model import Estimate, estimate, features, parts, speed
 from .power import KNOWN_BYTES, sustained_us
 
 
@@ -33,7 +33,7 @@ class Choice:
     @functools.cached_property
     def estimate(self) -> Estimate:
         """The model's estimate. Computed when asked for, since ranking needs only one number of each config."""
-        return estimate(self.spec, self.config, self.calibration.speed)
+        return estimate(self.spec, self.config, speed(self.spec, self.config, self.calibration))
 
     @functools.cached_property
     def sustained_us(self) -> float:
@@ -114,17 +114,22 @@ def order(
     configs: list[GemmConfig],
     calibration: Calibration,
     corrected: Callable[[GemmConfig, float], float] = lambda config, us: us,
+    measured: bool = False,
 ) -> list[Choice]:
     """``configs``, each of which must be able to run ``spec``, the fastest by the model first. ``corrected`` takes a
-    config and the model's time of a single call, in us, and returns the time to use."""
-    launch_us, sustained = calibration.speed.launch_us, sustains(spec)
+    config and the model's time of a single call, in us, and returns the time to use. Handicaps count unless that was
+    ``measured``."""
+    if not configs:
+        return []
+    known, sustained = speed(spec, configs[0], calibration), sustains(spec)
 
     def key(config: GemmConfig) -> tuple[float, int]:
         x = features(spec, config)
-        us = corrected(config, parts(x, calibration.speed)["total"])
+        us = corrected(config, parts(x, known)["total"])
+        us *= 1.0 if measured else kernels.of(config).handicap(config)
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
-            us = (max(0.0, us - launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
+            us = (max(0.0, us - known.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
         return us, config.block_m * config.block_n
 
     return [Choice(config, spec, calibration) for config in sorted(configs, key=key)]

@@ -16,7 +16,7 @@ from .. import kernels
 from ..kernels.features import Features
 from ..params import KernelConfig
 from ..spec import Spec
-from .calibration import Speed
+from .calibration import Calibration, Speed
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     launch = launch + x.cluster * c.cluster_us
     found["hbm"] = found["hbm"] + first
     return {"launch": launch, **found, "epilogue": epilogue, "total": launch + first + body + epilogue}
+
+
+def speed(spec: Spec, config: KernelConfig, calibration: Calibration) -> Speed:
+    """The constants of speed by which ``spec`` is estimated."""
+    return calibration.named(kernels.of(config).speeds(spec))
 
 
 def features(spec: Spec, config: KernelConfig) -> Features:

@@ -25,7 +25,7 @@ from ..spec import GemmSpec, Operand
 from .calibration import Calibration
 from .heuristic import Choice, candidates, legal, order, ranked_as
 from .learned import Corrections, Timed
-from .model import features, parts
+from .model import features, parts, speed
 
 TOP = 8
 """How many configs of the serving set are measured; docs/tuning.md has the quality of 1, 3, 5 and 8."""
@@ -123,7 +123,7 @@ def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration, device: str) 
     asked, store = ranked_as(spec), store_of(device)
     configs = candidates(asked, arch)
     times = store.times(asked, lambda: configs, lambda: legal(asked, arch))
-    measured = order(asked, list(times), calibration, lambda config, us: times[config])
+    measured = order(asked, list(times), calibration, lambda config, us: times[config], measured=True)
     learned = None if times else store.corrections(asked, arch, calibration)
     corrected: tuple[Callable[[GemmConfig, float], float], ...] = (
         () if learned is None else (learned.at(_point(asked)),)
@@ -194,6 +194,6 @@ def timed(record: Record, arch: ArchSpec, calibration: Calibration) -> Timed[Gem
         return None
 
     def modelled(config: GemmConfig) -> float:
-        return float(parts(features(record.spec, config), calibration.speed)["total"])
+        return float(parts(features(record.spec, config), speed(record.spec, config, calibration))["total"])
 
     return Timed(_point(record.spec), {config: (us, modelled(config)) for config, us in configs.items()})

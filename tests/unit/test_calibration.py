@@ -18,10 +18,11 @@ from deep_gemm import arch
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.benchmarks import fit, survey
 from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
+from deep_gemm.benchmarks.rows import shape_of
 from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.features import Features
-from deep_gemm.select import calibration, candidates, select, sheets
+from deep_gemm.select import calibration, candidates, rank, select, sheets
 from deep_gemm.select.calibration import FOLDER, Calibration, Speed, default, file_of
 from deep_gemm.select.model import estimate, features, parts
 from deep_gemm.select.power import Power
@@ -54,7 +55,8 @@ def test_a_gpu_has_at_most_sixty_constants() -> None:
     for path in FILES:
         constants = json.loads(path.read_text())["constants"]
         assert Calibration.from_json(constants) == replace(calibration.load(path), origin="")
-        assert sum(map(len, constants.values())) == len(fields(Speed)) + len(fields(Power)) <= 30
+        own = len(calibration.load(path).others)
+        assert sum(map(len, constants.values())) == (1 + own) * len(fields(Speed)) + len(fields(Power)) <= 60
 
 
 def test_files_are_named_after_the_gpu() -> None:
@@ -77,8 +79,10 @@ def test_a_file_with_other_constants_is_refused(wrong: dict[str, Any], message: 
 def test_every_fitted_constant_has_bounds_and_lies_in_them() -> None:
     assert {*fit.BOUNDS, "clock_ghz"} == {field.name for field in fields(Speed)}
     for path in FILES:
-        for name, (low, high) in fit.BOUNDS.items():
-            assert low * 0.999 <= getattr(calibration.load(path).speed, name) <= high * 1.001, (path, name)
+        known = calibration.load(path)
+        for speed in (known.speed, *dict(known.others).values()):
+            for name, (low, high) in fit.BOUNDS.items():
+                assert low * 0.999 <= getattr(speed, name) <= high * 1.001, (path, name)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +176,8 @@ config."""
         ("survey-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 513, 1 << 20, 23, 0.98, 0.92),
         ("survey-h100.jsonl", "NVIDIA H100 80GB HBM3", "graph", 1, 64, 26, 0.97, 0.87),
         ("survey-h100.jsonl", "NVIDIA H100 80GB HBM3", "graph", 65, 512, 12, 0.97, 0.88),
-        ("survey-half-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 65, 512, 13, 0.97, 0.91),
-        ("survey-half-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 513, 1 << 20, 71, 0.985, 0.92),
+        ("survey-half-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 65, 512, 14, 0.955, 0.83),
+        ("survey-half-h100.jsonl", "NVIDIA H100 80GB HBM3", "flush", 513, 1 << 20, 72, 0.98, 0.83),
         ("survey-h200.jsonl", "NVIDIA H200", "flush", 1, 64, 43, 0.965, 0.9),
         ("survey-h200.jsonl", "NVIDIA H200", "flush", 65, 512, 320, 0.97, 0.77),
         ("survey-h200.jsonl", "NVIDIA H200", "flush", 513, 1 << 20, 130, 0.97, 0.9),
@@ -184,11 +188,13 @@ config."""
 def test_held_out_shapes_are_selected_for(
     file: str, device: str, mode: str, least_m: int, most_m: int, rows: int, mean: float, worst: float
 ) -> None:
-    """Quality of the choices for held-out shapes: the geometric mean, and the worst."""
-    data = held_out(file)
+    """Quality of the choices for held-out shapes, beside the best of what is offered: the geometric mean, and the
+    worst."""
+    data, known = held_out(file), calibration.of(device)
+    speed = known.named(fit.speeds_of(data.rows[-1], arch.SM90))
     found = [
         quality
-        for row, quality in zip(data.rows, data.selected(calibration.of(device).speed).tolist(), strict=True)
+        for row, quality in zip(data.rows, data.selected(speed).tolist(), strict=True)
         if least_m <= row["m"] <= most_m
         and (row["mode"] == "flush") == (mode == "flush")
         and not ("h100" in file and mode == "flush" and (row["m"], row["n"], row["k"]) in HICCUPS)
@@ -202,6 +208,23 @@ def test_held_out_shapes_are_selected_for(
 def held_out(file: str) -> fit.Data:
     """The held-out rows."""
     return fit.Data.of([row for row in survey.load([RESULTS / file]) if fit.is_held_out(row)], arch.SM90)
+
+
+def test_choices_of_16_bit_tiles_beat_cublaslt() -> None:
+    """In the survey, for M of 1000 and more: 235 products, 40 of which were taken in because they were slow. With 28
+    tiles and the speeds of FP8 the mean was 1.019, 0.975 of the best of all, and 37 were below 0.95."""
+    ratios, qualities, known = [], [], calibration.of("NVIDIA H100 80GB HBM3")
+    for row in survey.load([RESULTS / "survey-half-h100.jsonl"]):
+        if row["op"] == "bf16_gemm_nt" and row["m"] >= 1000 and row["mode"] == "flush":
+            asked = survey.spec_of(shape_of(row), 132)
+            names = (survey.name_of(each.config, asked, arch.SM90) for each in rank(asked, arch.SM90, known))
+            us = next(row["times"][name] for name in names if name in row["times"])
+            ratios.append(row["cublaslt"] / us)
+            qualities.append(min(row["times"].values()) / us)
+    assert len(ratios) == 235
+    assert geometric_mean(ratios) > 1.025
+    assert geometric_mean(qualities) > 0.98
+    assert sum(ratio < 0.95 for ratio in ratios) <= 28
 
 
 def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(

@@ -12,7 +12,8 @@ from deep_gemm.kernels import sm90_half_gemm as upright
 from deep_gemm.kernels.sm90_half_turned import KERNEL, make_config
 from deep_gemm.ops import half_dense
 from deep_gemm.params import HalfConfig, HalfSwappedConfig, HalfTurnedConfig
-from deep_gemm.select import candidates, legal
+from deep_gemm.select import calibration, candidates, legal, order, select
+from deep_gemm.select.model import estimate
 from deep_gemm.spec import GemmSpec, Major
 
 
@@ -23,11 +24,12 @@ def asked(m: int, n: int, k: int, majors: tuple[Major, Major] = ("k", "k"), **op
 
 @pytest.mark.parametrize("majors", [("k", "k"), ("k", "mn")])
 def test_many_rows_have_tiles_of_any_height(majors: tuple[Major, Major]) -> None:
-    """And of the other kernel only the few configs that were chosen with them."""
-    offered = candidates(asked(4096, 4096, 4096, majors), SM90)
-    assert len({config.block_m for config in offered if type(config) is HalfTurnedConfig}) >= 8
+    """And of the other kernel only small tiles and split K."""
+    offered = candidates(asked(1000, 1000, 4096, majors), SM90)
+    assert len({config.block_m for config in offered if type(config) is HalfTurnedConfig}) >= 16
     others = [config for config in offered if type(config) is HalfConfig]
-    assert 0 < len(others) <= len(upright.BESIDE_TURNED)
+    assert others
+    assert all(map(half_choice.small, others))
 
 
 def test_few_rows_have_none() -> None:
@@ -40,7 +42,7 @@ def test_rows_of_a_that_are_not_contiguous_need_heights_of_whole_boxes() -> None
     offered = candidates(asked(4096, 4096, 4096, ("mn", "k")), SM90)
     assert {config.block_m % 64 for config in offered} == {0}
     assert any(type(config) is HalfTurnedConfig for config in offered)
-    assert len([config for config in offered if type(config) is HalfConfig]) > len(upright.BESIDE_TURNED)
+    assert any(type(config) is HalfConfig and not half_choice.small(config) for config in offered)
 
 
 @pytest.mark.parametrize(
@@ -106,3 +108,28 @@ def test_the_last_part_of_a_tile_has_a_map_of_its_own() -> None:
         _, values = KERNEL.values(params, spec, strides, pdl=False, constant=False)
         boxes = [values[name].spec.box for name in ("map_d", "map_d_last")]  # type: ignore[union-attr]
         assert boxes == [(64, 64), (64, last)]
+
+
+def test_rare_tiles_are_chosen_only_for_more_than_their_handicap() -> None:
+    """So that deployments need fewer kernels. Where times were measured, they alone count."""
+    known, spec = calibration.default(), asked(2048, 2112, 7168)
+    rare = next(config for config in KERNEL.configs(SM90) if KERNEL.handicap(config) > 1)
+    common = next(config for config in KERNEL.configs(SM90) if KERNEL.handicap(config) == 1)
+    for us, expected in ((1.04, common), (1.06, rare)):
+        times = {rare: 100.0, common: 100.0 * us}
+        first = order(spec, [rare, common], known, lambda config, _, times=times: times[config])[0]
+        assert first.config == expected
+        first = order(spec, [rare, common], known, lambda config, _, times=times: times[config], measured=True)[0]
+        assert first.config == rare
+
+
+def test_16_bit_tiles_have_speeds_of_their_own() -> None:
+    """For a card whose calibration lacks them, they are scaled from the nearest card that has them."""
+    known = calibration.of("NVIDIA H100 80GB HBM3")
+    (name, own), *others = known.others
+    assert not others
+    for spec, expected in ((asked(72, 4096, 4096), own), (asked(64, 4096, 4096), known.speed)):
+        assert select(spec, SM90, known).estimate == estimate(spec, select(spec, SM90, known).config, expected)
+    scaled = calibration.of("NVIDIA H200").named(name)
+    assert scaled.hbm_gb_per_s == pytest.approx(own.hbm_gb_per_s * 4800 / 3350)
+    assert scaled.tensor == own.tensor
