@@ -113,7 +113,7 @@ def order(
     spec: GemmSpec,
     configs: list[GemmConfig],
     calibration: Calibration,
-    corrected: Callable[[GemmConfig, float], float] = lambda config, us: us,
+    corrected: Callable[[GemmConfig, float], float] | None = None,
     measured: bool = False,
 ) -> list[Choice]:
     """``configs``, each of which must be able to run ``spec``, the fastest by the model first. ``corrected`` takes a
@@ -125,7 +125,8 @@ def order(
 
     def key(config: GemmConfig) -> tuple[float, int]:
         x = features(spec, config)
-        us = corrected(config, parts(x, known)["total"])
+        us = parts(x, known)["total"]
+        us = us if corrected is None else corrected(config, us)
         us *= 1.0 if measured else kernels.of(config).handicap(config)
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)

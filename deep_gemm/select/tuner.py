@@ -125,10 +125,8 @@ def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration, device: str) 
     times = store.times(asked, lambda: configs, lambda: legal(asked, arch))
     measured = order(asked, list(times), calibration, lambda config, us: times[config], measured=True)
     learned = None if times else store.corrections(asked, arch, calibration)
-    corrected: tuple[Callable[[GemmConfig, float], float], ...] = (
-        () if learned is None else (learned.at(_point(asked)),)
-    )
-    rest = order(asked, [config for config in configs if config not in times], calibration, *corrected)
+    corrected = None if learned is None else learned.at(_point(asked))
+    rest = order(asked, [config for config in configs if config not in times], calibration, corrected)
     return [replace(choice, measured_us=times[choice.config]) for choice in measured] + rest
 
 
