@@ -143,10 +143,8 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
     sheet = sheets.of(device_name, num_sms, hbm_gb_per_s)
     path = file_of(device_name)
     known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
-    scaled = [
-        load(file_of(each.device)) if each == sheet else load(file_of(each.device)).scaled(each, sheet)
-        for each in sorted(known, key=sheet.distance)
-    ]
+    near = [(each, load(file_of(each.device))) for each in sorted(known, key=sheet.distance)]
+    scaled = [found if each == sheet else found.scaled(each, sheet) for each, found in near]
     found = load(path) if path.is_file() else scaled[0]
     others = {name: speed for each in [*reversed(scaled), found] for name, speed in each.others}
     return replace(found, others=tuple(sorted(others.items())))
@@ -154,7 +152,8 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
 
 def every() -> list[Calibration]:
     """The calibrations of all GPU models that have one, the default first."""
-    found = [of(sheet.device) for sheet in sheets.SHEETS if file_of(sheet.device).is_file()]
+    names = {file_of(sheet.device): sheet.device for sheet in sheets.SHEETS}
+    found = [of(names.get(path, path.stem)) for path in sorted(FOLDER.glob("*.json"))]
     return [default(), *(each for each in found if each != default())]
 
 

@@ -124,6 +124,24 @@ def test_a_card_without_a_calibration_starts_from_its_spec_sheet() -> None:
         assert least < slow / fast < most
 
 
+def test_every_calibration_is_found_also_of_a_card_without_a_sheet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Precompilation includes the choices of each, and `deep-gemm calibrate` can write one for any card."""
+    for path in FILES:
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "a_model.json").write_text(FILES[-1].read_text())
+    monkeypatch.setattr(calibration, "FOLDER", tmp_path)
+    calibration.of.cache_clear()
+    try:
+        found = calibration.every()
+    finally:
+        calibration.of.cache_clear()
+    assert [each.origin for each in found[1:]] == ["the calibration a_model", f"the calibration {FILES[0].stem}"]
+    assert found[0] == default()
+    assert {tuple(name for name, _ in each.others) for each in found} == {("of 16-bit tiles",)}
+
+
 def test_many_pairs_at_once_are_estimated_as_one_by_one() -> None:
     asked = survey.spec_of(SHAPES[-5], 132)
     configs = candidates(asked, arch.SM90)
@@ -208,6 +226,22 @@ def test_held_out_shapes_are_selected_for(
 def held_out(file: str) -> fit.Data:
     """The held-out rows."""
     return fit.Data.of([row for row in survey.load([RESULTS / file]) if fit.is_held_out(row)], arch.SM90)
+
+
+def test_what_a_survey_has_no_rows_for_keeps_its_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So files of FP8 and of 16-bit operations can be fitted one by one."""
+    monkeypatch.setattr(fit, "_fit", lambda data, start, steps: replace(start, overlap=3.0))
+    source, output = RESULTS / "survey-half-h100.jsonl", tmp_path / "gpu.json"
+    result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert "speed: the constants stay, since 53 rows are too few" in result.output
+    written, known = json.loads(output.read_text()), calibration.load(file_of("NVIDIA H100 80GB HBM3"))
+    made = Calibration.from_json(written["constants"])
+    assert (made.speed, made.power) == (known.speed, known.power)
+    assert [(name, speed.overlap) for name, speed in made.others] == [("of 16-bit tiles", 3.0)]
+    before = json.loads(file_of("NVIDIA H100 80GB HBM3").read_text())
+    assert written["fit"]["speed"] == before["fit"]["speed"]
+    assert written["survey"]["files"] == ["survey-h100.jsonl", source.name]
 
 
 def test_choices_of_16_bit_tiles_beat_cublaslt() -> None:
