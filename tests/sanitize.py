@@ -37,7 +37,7 @@ from deep_gemm import kernels, quantize
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import sm90_fp8_scaled, sm90_fp8_scaled_swapped, sm90_half_gemm
+from deep_gemm.kernels import sm90_fp8_scaled, sm90_fp8_scaled_swapped, sm90_half_gemm, sm90_half_turned
 from deep_gemm.params import FP8Config, GemmConfig, HalfParams, KernelParams, ScaledParams
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
@@ -49,6 +49,9 @@ HALF: list[KernelParams] = [
     sm90_half_gemm.make_params(
         sm90_half_gemm.make_config(256, 128, (1, 2, 1)), majors="mm", output="f32", accumulate="reduces"
     ),
+    sm90_half_turned.make_params(sm90_half_turned.make_config(112, 128, (2, 2, 1))),
+    sm90_half_turned.make_params(sm90_half_turned.make_config(96, 64, (1, 4, 1)), majors="km"),
+    sm90_half_turned.make_params(sm90_half_turned.make_config(152, 192, (2, 1, 1))),
 ]
 """16-bit kernels of every kind."""
 
