@@ -150,7 +150,9 @@ def line(rows: Sequence[Row], lost: Tensor, least_m: int) -> str:
     """The quality of choices for M of ``least_m`` and more."""
     kept = [index for index, row in enumerate(rows) if row["m"] >= least_m]
     text = f"{math.exp(-float(lost[kept].mean())):.4f}"
-    if all("cublaslt" in rows[index] for index in kept):
+    if not all("cublaslt" in rows[index] for index in kept):
+        text += " | - | -"
+    else:
         speeds = [rows[i]["cublaslt"] / min(rows[i]["times"].values()) / math.exp(float(lost[i])) for i in kept]
         mean = math.exp(sum(map(math.log, speeds)) / len(speeds))
         text += f" | {mean:.4f} | {sum(speed < SLOW for speed in speeds)}"
