@@ -66,7 +66,7 @@ struct Fp8Gemm {
   // Whether the store warp publishes the next tile. With one consumer some tiles would spill.
   enum : bool { kHints = kStoreWarp && kConsumers == 2 };
   using Scheduler = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // tile.column counts tiles (see columns.cuh)
-  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
+  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN, 3>;
   using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
   using Cursor = ProducerCursor;
   struct Shape {
@@ -185,6 +185,7 @@ struct Fp8Gemm {
       const auto load = [&](const auto& each_box, auto... policy) {
         if (arg.early_stages == 0) wait_for_previous_kernel();
         barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
+          barriers.take_part(stage);
           const u32 b = shared + kOffsetB + stage * kBytesB, x = order.step_block(step) * kBlockK;
           each_box([&](const TensorMap* map, u32 place, u32 row) {
             if constexpr (kClusterM > 1) {

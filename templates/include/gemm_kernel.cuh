@@ -285,6 +285,7 @@ struct GemmKernel {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
+            barriers.take_part(stage);
             load<(kClusterM > 1)>(each_box, sharing, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
           }, EarlyLoads<(B::kBytes), (A::kBytes)>(arg.early_stages));
         });

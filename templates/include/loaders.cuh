@@ -19,6 +19,7 @@ DG_DEVICE void load_tokens(const Gemm& gemm, typename Gemm::Scheduler tile) {
       allow_next_kernel();
       gemm.barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
         const u32 a = gemm.shared + Gemm::kOffsetA + stage * Gemm::kBytesA + part * Gemm::kBlockK;
+        gemm.barriers.take_part(stage);
         if (!map) return;
         if constexpr (Gemm::kClusterN > 1) {
           tma_load_multicast(a, map, gemm.barriers.full(stage), order.step_block(step) * Gemm::kBlockK,

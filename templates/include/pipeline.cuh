@@ -47,7 +47,9 @@ DG_DEVICE constexpr u32 prefetched(u32 bytes, bool has_time) { return has_time ?
 
 // full[i] completes when the bytes of stage i have arrived. empty[i] completes when all consumer warps that read stage i have
 // released it, including those of CTAs that receive this CTA's multicasts.
-template <u32 kStages, u32 kConsumerWarps, u32 kClusterSize>
+// In clusters full[i] also waits for each of the kLoaders threads that load. A loader may have no box to load of a tile that reaches
+// past the edge. If the ring went on without it and it fell behind by a round, its waits could not see that, and it would hang.
+template <u32 kStages, u32 kConsumerWarps, u32 kClusterSize, u32 kLoaders = 2>
 struct PipelineBarriers {
   enum : u32 { kBytes = 2 * kStages * 8 };
   u32 base;
@@ -57,9 +59,14 @@ struct PipelineBarriers {
 
   DG_DEVICE void init() const {
     for (u32 stage = 0; stage < kStages; ++stage) {
-      barrier_init(full(stage), 1);
+      barrier_init(full(stage), kClusterSize > 1 ? kLoaders : 1);
       barrier_init(empty(stage), kConsumerWarps * kClusterSize);
     }
+  }
+
+  // Called for each stage by loaders that do not set the number of bytes.
+  DG_DEVICE void take_part(u32 stage) const {
+    if constexpr (kClusterSize > 1) barrier_arrive(full(stage));
   }
 
   // Fills the next `count` stages: waits until each is empty, then calls `fill(step, stage)`. Keep loop invariants out of `fill`:
@@ -67,7 +74,7 @@ struct PipelineBarriers {
   // `early` stages the previous kernel is awaited.
   template <class Fill, class Early = NoEarlyLoads>
   DG_DEVICE void fill(ProducerCursor& cursor, u32 count, const Fill& fill, const Early& early = Early()) const {
-    // Rings with few stages have no early loads: their tiles are wide, and their producers have few registers.
+    // Rings with few stages are loaded early as a whole, if at all: their tiles are wide, and their producers have few registers.
     constexpr bool kEarly = kStages >= 4;
     // Many stages are filled fastest by a loop without waits: graphs of 1 to 22 tokens with split K lost 1 to 5% without it
     // (H100). With fewer stages this is one more loop to compile.

@@ -1,0 +1,55 @@
+"""Kernels of clusters in which some loader has no box of a tile, and device headers in which such a loader is late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from golden_renders import find_config, make_params
+from headers import edit, edited_headers
+
+from deep_gemm.kernels import sm90_fp8_scaled as scaled
+from deep_gemm.kernels import sm90_half_gemm as upright
+from deep_gemm.kernels import sm90_half_turned as turned
+from deep_gemm.params import KernelParams
+
+SHAPE = (1544, 1096, 4096, 8)
+"""M, N, K, SMs. Columns of tiles are odd in number, or the last one has rows of B for the cluster's first CTAs only; so
+too for rows of tiles. There are several rounds of stages."""
+
+_LATE = "pass_cycles(20000)"  # longer than a round of any ring
+
+_MN_MAJOR = """      use([&](u32 k, const auto& load) {
+#pragma unroll
+        for (u32 box = 0; box < kPartRows / 64; ++box)"""
+
+KERNELS: dict[str, KernelParams] = {
+    "fp8 1x2": make_params(find_config(block_m=128, block_n=80, cluster_n=2)),
+    "fp8 1x2, wide": make_params(find_config(block_m=128, block_n=128, cluster_n=2)),
+    "fp8 2x1": make_params(find_config(block_m=128, block_n=192, cluster_m=2)),
+    "scaled 1x2": scaled.make_params(scaled.make_config(128, 128, (1, 2))),
+    "scaled 2x1": scaled.make_params(scaled.make_config(128, 192, (2, 1))),
+    "half 2x1": upright.make_params(upright.make_config(128, 128, (2, 1, 1))),
+    "half 1x2": upright.make_params(upright.make_config(256, 128, (1, 2, 1))),
+    "turned 1x2": turned.make_params(turned.make_config(144, 128, (1, 2, 1))),
+    "turned 2x1": turned.make_params(turned.make_config(136, 256, (2, 1, 1))),
+    "turned 2x2": turned.make_params(turned.make_config(96, 128, (2, 2, 1))),
+    "turned 4x1": turned.make_params(turned.make_config(96, 64, (4, 1, 1))),
+    "turned 1x4": turned.make_params(turned.make_config(96, 64, (1, 4, 1))),
+    "turned 2x2, MN-major": turned.make_params(turned.make_config(128, 128, (2, 2, 1)), majors="mm"),
+}
+
+
+def late_headers(folder: Path) -> Path:
+    """The device headers in ``folder``, with a pause at each block of K that a loader has no box of."""
+    edited_headers(
+        folder,
+        "operand.cuh",
+        (
+            "if (map) load(map, part * kPartRows * 128, k, row);",
+            f"map ? load(map, part * kPartRows * 128, k, row) : {_LATE};",
+        ),
+        (_MN_MAJOR, _MN_MAJOR.replace("{\n", f"{{\n        if (count == 0) {_LATE};\n", 1)),
+    )
+    edit(folder / "edge_boxes.cuh", ("if (map) load(map, place, row);", f"map ? load(map, place, row) : {_LATE};"))
+    edit(folder / "loaders.cuh", ("if (!map) return;", f"if (!map) return {_LATE};"))
+    return folder
