@@ -52,6 +52,8 @@ HALF: list[KernelParams] = [
     sm90_half_turned.make_params(sm90_half_turned.make_config(112, 128, (2, 2, 1))),
     sm90_half_turned.make_params(sm90_half_turned.make_config(96, 64, (1, 4, 1)), majors="km"),
     sm90_half_turned.make_params(sm90_half_turned.make_config(152, 192, (2, 1, 1))),
+    sm90_half_turned.make_params(sm90_half_turned.make_config(80, 64, (4, 1, 1))),
+    sm90_half_turned.make_params(sm90_half_turned.make_config(144, 128, (1, 2, 1)), majors="km"),
 ]
 """16-bit kernels of every kind."""
 

@@ -171,6 +171,9 @@ class Sm90HalfTurned(Sm90HalfGemm):
             make_params(make_config(192, 128), majors="mk"),
             make_params(make_config(72, 64), dtype="f16", output="f16"),
             make_params(make_config(136, 192), majors="km"),
+            make_params(make_config(128, 128, (2, 2, 1)), majors="mm"),
+            make_params(make_config(256, 128, (1, 2, 1)), majors="mk"),
+            make_params(make_config(128, 256, (2, 1, 1)), majors="km"),
             make_params(make_config(176, 192, (2, 1, 1)), shape=(0, 2112, 7168)),
         ]
         return [*(make_params(config) for config in self.configs(SM90)), *varied]

@@ -26,9 +26,15 @@ cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 ALL_SMS, FEW_SMS = SM90.num_sms, 8
 """On few SMs every CTA computes many tiles. A multiple of the largest cluster."""
 
-# M, N, K, SMs: tiles that cross the edge along M, N and K; several tiles per CTA; less than a block of K, and more
-# blocks than stages.
-SHAPES = [(333, 592, 776, ALL_SMS), (1544, 1096, 328, FEW_SMS), (136, 264, 8, ALL_SMS), (600, 1032, 2120, FEW_SMS)]
+# M, N, K, SMs: tiles that cross the edge along M, N and K; several tiles per CTA; less than a block of K, two blocks,
+# and more blocks than stages.
+SHAPES = [
+    (333, 592, 776, ALL_SMS),
+    (1544, 1096, 328, FEW_SMS),
+    (1544, 1096, 8, FEW_SMS),
+    (1544, 1096, 72, FEW_SMS),
+    (600, 1032, 2120, FEW_SMS),
+]
 ODD_SHAPES = [(333, 593, 776, ALL_SMS), (517, 777, 264, FEW_SMS), (1, 1, 128, ALL_SMS)]
 RUNS = 20
 
