@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from torch import Tensor
 from deep_gemm import arch as archs
 from deep_gemm import kernels, select
 from deep_gemm.benchmarks import fit, survey
-from deep_gemm.benchmarks.rows import shape_of
 from deep_gemm.benchmarks.serving_set import MISSING
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
@@ -35,7 +32,6 @@ from deep_gemm.select.heuristic import ranked_as
 from deep_gemm.select.model import features
 from deep_gemm.spec import GemmSpec
 
-FOLDS = 4
 SIZES = (28, 56)
 """Sizes of searched sets."""
 LARGE, LARGE_WEIGHT = 0.05, 2.0
@@ -50,13 +46,12 @@ SLOW = 0.95
 Row = dict[str, Any]
 
 
-class Survey:
+class Table:
     """The rows of a survey as tables of shapes by configs."""
 
-    def __init__(self, rows: Sequence[Row], offered: bool) -> None:
-        arch, self.rows = archs.get("sm_90a"), rows
-        asked = [survey.spec_of(shape_of(row), arch.num_sms) for row in rows]
-        timed = [_timed(row, spec, arch, offered) for row, spec in zip(rows, asked, strict=True)]
+    def __init__(self, rows: Sequence[Row], offered: Callable[[GemmSpec, archs.ArchSpec], list[GemmConfig]]) -> None:
+        self.rows = rows
+        asked, timed = zip(*(fit.timed(row, archs.get("sm_90a"), offered) for row in rows), strict=True)
         self.configs = sorted({config for times in timed for config in times}, key=repr)
         place = {config: index for index, config in enumerate(self.configs)}
         pairs = [(index, config, us) for index, times in enumerate(timed) for config, us in times.items()]
@@ -90,14 +85,6 @@ class Survey:
             data.mode[kept],
         )
         return fit.fit(seen, start)
-
-
-def _timed(row: Row, asked: GemmSpec, arch: archs.ArchSpec, offered: bool) -> dict[GemmConfig, float]:
-    """The times of all legal configs, or only of those that calls choose among."""
-    kind = replace(asked, m=128, n=128, k=128)  # names do not depend on the sizes, so few are needed
-    configs = select.candidates(asked, arch) if offered else select.legal(asked, arch)
-    named = {survey.name_of(config, kind, arch): config for config in configs}
-    return {named[name]: us for name, us in row["times"].items() if name in named}
 
 
 def choices(estimates: Tensor, common: Sequence[int], handicap: float) -> Tensor:
@@ -134,12 +121,12 @@ def search(estimates: Tensor, lost: Tensor, count: int, handicap: float, fixed: 
     return chosen
 
 
-def crossed(table: Survey, known: Speed | None, choose: Callable[[Tensor, Tensor], Tensor], start: Speed) -> Tensor:
+def crossed(table: Table, known: Speed | None, choose: Callable[[Tensor, Tensor], Tensor], start: Speed) -> Tensor:
     """How much the choices lose in each row. ``choose`` takes estimates of all rows and which rows it may learn from.
     With ``known`` None, constants are fitted to these."""
-    fold = torch.tensor([zlib.crc32(f"{row['m']} x {row['n']} x {row['k']}".encode()) % FOLDS for row in table.rows])
+    fold = torch.tensor([fit.fold(row) for row in table.rows])
     found, rows = torch.zeros(len(table.rows), dtype=torch.float64), torch.arange(len(table.rows))
-    for each in range(FOLDS):
+    for each in range(fit.HELD_OUT):
         seen = fold != each
         chosen = choose(table.estimates(known or table.fitted(seen, start)), seen)
         found[~seen] = table.lost[rows, chosen][~seen]
@@ -173,14 +160,14 @@ def main(arguments: Sequence[str]) -> int:
     named = {name: [row for row in rows if fit.speeds_of(row, arch) == name] for name in ("", "of 16-bit tiles")}
     name, rows = max(named.items(), key=lambda item: len(item[1]))
     known = calibration.of(str(rows[0].get("device")))
-    every, offered = Survey(rows, offered=False), Survey(rows, offered=True)
+    every, offered = Table(rows, select.legal), Table(rows, select.candidates)
     handicaps = [kernels.of(config).handicap(config) for config in offered.configs]
     rare = {kernels.of(config).name for config, each in zip(offered.configs, handicaps, strict=True) if each > 1}
     fixed = [index for index, config in enumerate(offered.configs) if kernels.of(config).name not in rare]
     print(f"{len(rows)} rows\n\n| constants | configs | of the best | of cuBLASLt | below {SLOW} |")
     print("|---|---|---|---|---|")
 
-    def show(constants: str, what: str, table: Survey, choose: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def show(constants: str, what: str, table: Table, choose: Callable[[Tensor, Tensor], Tensor]) -> None:
         speed = known.speed if constants == "common" else None
         lost = crossed(table, speed, choose, known.named(name))
         print(f"| {constants} | {what} | {line(rows, lost, asked.least_m)}", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -76,17 +76,25 @@ HELD_OUT = 4
 Row = dict[str, Any]
 
 
+def fold(row: Row) -> int:
+    """Which of `HELD_OUT` parts a row belongs to. It depends on the shape alone, so that all modes of a shape are held
+    out together."""
+    return zlib.crc32(f"{row['m']} x {row['n']} x {row['k']}".encode()) % HELD_OUT
+
+
 def is_held_out(row: Row) -> bool:
-    """Whether a row is held out. It depends on the shape alone, so that all modes of a shape are held out together."""
-    return zlib.crc32(f"{row['m']} x {row['n']} x {row['k']}".encode()) % HELD_OUT == 0
+    """Whether a row is held out."""
+    return fold(row) == 0
 
 
-def timed(row: Row, spec: archs.ArchSpec) -> tuple[GemmSpec, dict[GemmConfig, float]]:
-    """The spec of a row, and its times for the configs that calls choose among now."""
+def timed(
+    row: Row, spec: archs.ArchSpec, offered: Callable[[GemmSpec, archs.ArchSpec], list[GemmConfig]] = candidates
+) -> tuple[GemmSpec, dict[GemmConfig, float]]:
+    """The spec of a row, and its times for the configs that are ``offered``: those that calls choose among now."""
     asked = spec_of(rows.shape_of(row), spec.num_sms)
     # Names do not depend on the sizes, so few are needed.
     kind = replace(asked, m=1, n=128, k=128)
-    configs = {_name(config, kind, spec): config for config in candidates(asked, spec)}
+    configs = {_name(config, kind, spec): config for config in offered(asked, spec)}
     return asked, {configs[name]: us for name, us in row["times"].items() if name in configs}
 
 

@@ -208,14 +208,14 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     if not summary:
         raise click.ClickException(f"the surveys hold too few rows to fit any constants: {len(rows)} in all.")
     about: dict[str, Any] = {key: rows[0][key] for key in ("device", "driver", "cuda", "torch") if key in rows[0]}
-    known_file = calibration.file_of(device) if device else None
-    before = json.loads(known_file.read_text()) if known_file is not None and known_file.is_file() else {}
     # What was not fitted now keeps its constants, so what is known about these stays too.
-    kept = {name: numbers for name, numbers in before.get("fit", {}).items() if name not in summary}
-    seen_before = before["survey"] if kept else {}
-    about["files"] = sorted({path.name for path in sources} | set(seen_before.get("files", ())))
+    file = calibration.file_of(device or "")
+    before = json.loads(file.read_text()) if file.is_file() else {"fit": {}, "survey": {}}
+    kept = {name: numbers for name, numbers in before["fit"].items() if name not in summary}
+    earlier = before["survey"] if kept else {}
+    about["files"] = sorted({path.name for path in sources}.union(earlier.get("files", ())))
     for key in ("date", "source_digest"):  # surveys may come from several days and source trees
-        about[f"{key}s"] = sorted({row[key] for row in rows if key in row} | set(seen_before.get(f"{key}s", ())))
+        about[f"{key}s"] = sorted({row[key] for row in rows if key in row}.union(earlier.get(f"{key}s", ())))
     others = tuple(sorted((name, speed) for name, speed in speeds.items() if name))
     constants = calibration.Calibration(speeds[""], power, others=others).to_json()
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ def drifts(spec: GemmSpec, config: HalfConfig) -> bool:
     return spec.m > MOST_TOKENS and rounds > (1 if config.k_splits > 1 else 3 if small else rounds)
 
 
-def small(config: HalfConfig) -> bool:
+def for_small_outputs(config: HalfConfig) -> bool:
     """Whether a config suits small outputs: it has a small tile, or splits K."""
     return config.k_splits > 1 or config.block_m * config.block_n <= 64 * 128
 

@@ -14,7 +14,7 @@ from ..spec import GemmSpec, Spec, ceil_div
 from .gemm_features import PACKING, Counts
 from .groups import LEAST_SEGMENTS
 from .half import BLOCK_K, BYTES, HalfKernel, box_columns, operand_bytes, stages_that_fit
-from .half_choice import drifts, padded, small, turns
+from .half_choice import drifts, for_small_outputs, padded, turns
 from .loads import BARRIER_BYTES
 
 Config = TypeVar("Config", bound=HalfConfig)
@@ -157,7 +157,7 @@ class Sm90HalfGemm(HalfKernel[HalfConfig]):
         adds_much = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.m * spec.n >= LARGE_F32
         if adds_much and c.block_m * c.block_n < 128 * 128:
             return False
-        return small(config) or not (turns(spec) and spec.a.major == "k")
+        return for_small_outputs(config) or not (turns(spec) and spec.a.major == "k")
 
     def accumulates(self, spec: GemmSpec) -> str:
         """TMA adds to D if C is D and float32."""

@@ -21,29 +21,31 @@ from .tiles import left
 
 Cluster = tuple[int, int, int]
 
-ALONE, FOURS = (64, 80, 96, 112, 128), (64, 80, 96, 112, 128, 160, 192)
-MEDIUM, LARGE = (96, 112, 128, *range(144, 193, 8)), (96, *range(112, 193, 8))
-BY_EIGHT = (72, 80, 88, 96, *range(112, 177, 8), *range(192, 225, 8), 240, 256)
+_SIXTEENS_64 = (64, 80, 96, 112, 128)
+_HEIGHTS_128 = (72, 80, 88, 96, *range(112, 177, 8), *range(192, 225, 8), 240, 256)
+_HEIGHTS_192 = (96, 112, 128, *range(144, 193, 8))
+_HEIGHTS_256 = (96, *range(112, 193, 8))
+_SIXTEENS = (96, 112, 128, 144, 160, 176, 192)
 
 TILES: dict[int, dict[Cluster, Sequence[int]]] = {
-    64: {(1, 1, 1): ALONE, (1, 4, 1): (64, 96, 128), (2, 2, 1): ALONE, (4, 1, 1): ALONE},
+    64: {(1, 1, 1): _SIXTEENS_64, (1, 4, 1): (64, 96, 128), (2, 2, 1): _SIXTEENS_64, (4, 1, 1): _SIXTEENS_64},
     128: {
-        (1, 1, 1): BY_EIGHT,
+        (1, 1, 1): _HEIGHTS_128,
         (1, 2, 1): range(80, 257, 16),
-        (2, 1, 1): BY_EIGHT,
+        (2, 1, 1): _HEIGHTS_128,
         (1, 4, 1): (64, 96, 128, 160, 192),
-        (2, 2, 1): FOURS,
-        (4, 1, 1): FOURS,
+        (2, 2, 1): (*_SIXTEENS_64, 160, 192),
+        (4, 1, 1): (*_SIXTEENS_64, 160, 192),
     },
     192: {
-        (1, 1, 1): MEDIUM,
-        (1, 2, 1): (96, 112, 128, 144, 160, 176, 192),
-        (2, 1, 1): MEDIUM,
+        (1, 1, 1): _HEIGHTS_192,
+        (1, 2, 1): _SIXTEENS,
+        (2, 1, 1): _HEIGHTS_192,
         (1, 4, 1): (160, 192),
         (2, 2, 1): (160, 192),
         (4, 1, 1): (160, 192),
     },
-    256: {(1, 1, 1): LARGE, (1, 2, 1): (96, 112, 128, 144, 160, 176, 192), (2, 1, 1): LARGE},
+    256: {(1, 1, 1): _HEIGHTS_256, (1, 2, 1): _SIXTEENS, (2, 1, 1): _HEIGHTS_256},
 }
 """The serving set: heights (block_m) by width (block_n) and cluster. All were measured on 313 shapes (H100). The more
 there are, the better are the choices for shapes that were not looked at: docs/measurements/selector.md."""
@@ -131,7 +133,9 @@ class Sm90HalfTurned(Sm90HalfGemm):
 
     def handicap(self, config: HalfConfig) -> float:
         """`HANDICAP`, except for tiles of `COMMON`."""
-        return 1.0 if is_common(config) else HANDICAP
+        c = config
+        tile = (c.block_m, c.block_n, (c.cluster_m, c.cluster_n, c.cluster_k))
+        return 1.0 if tile in COMMON else HANDICAP
 
     def legal(self, arch: ArchSpec) -> Iterator[HalfConfig]:
         """Tiles of 64 to 256 rows of A and of B, alone or in clusters of two or four."""
@@ -177,11 +181,6 @@ class Sm90HalfTurned(Sm90HalfGemm):
             make_params(make_config(176, 192, (2, 1, 1)), shape=(0, 2112, 7168)),
         ]
         return [*(make_params(config) for config in self.configs(SM90)), *varied]
-
-
-def is_common(config: HalfConfig) -> bool:
-    """Whether a config is one of `COMMON`."""
-    return (config.block_m, config.block_n, (config.cluster_m, config.cluster_n, config.cluster_k)) in COMMON
 
 
 def make_config(

@@ -47,8 +47,9 @@ DG_DEVICE constexpr u32 prefetched(u32 bytes, bool has_time) { return has_time ?
 
 // full[i] completes when the bytes of stage i have arrived. empty[i] completes when all consumer warps that read stage i have
 // released it, including those of CTAs that receive this CTA's multicasts.
-// In clusters full[i] also waits for each of the kLoaders threads that load. A loader may have no box to load of a tile that reaches
-// past the edge. If the ring went on without it and it fell behind by a round, its waits could not see that, and it would hang.
+// In clusters full[i] also waits for kLoaders threads: those that load an operand, and the one that sets the number of bytes. A loader
+// may have no box of a tile that reaches past the edge. If the ring went on without it and it fell behind by a round, its waits could
+// not see that, and it would hang.
 template <u32 kStages, u32 kConsumerWarps, u32 kClusterSize, u32 kLoaders = 2>
 struct PipelineBarriers {
   enum : u32 { kBytes = 2 * kStages * 8 };

@@ -57,7 +57,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_each_shape_is_judged_by_what_was_learned_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, known = crossed.Survey(rows(), offered=True), calibration.of(DEVICE)
+    table, known = crossed.Table(rows(), select.candidates), calibration.of(DEVICE)
     learned = []
     monkeypatch.setattr(fit, "fit", lambda data, start: learned.append(len(data.rows)) or start)
     masks = []

@@ -29,7 +29,7 @@ def test_many_rows_have_tiles_of_any_height(majors: tuple[Major, Major]) -> None
     assert len({config.block_m for config in offered if type(config) is HalfTurnedConfig}) >= 16
     others = [config for config in offered if type(config) is HalfConfig]
     assert others
-    assert all(map(half_choice.small, others))
+    assert all(map(half_choice.for_small_outputs, others))
 
 
 def test_few_rows_have_none() -> None:
@@ -42,7 +42,7 @@ def test_rows_of_a_that_are_not_contiguous_need_heights_of_whole_boxes() -> None
     offered = candidates(asked(4096, 4096, 4096, ("mn", "k")), SM90)
     assert {config.block_m % 64 for config in offered} == {0}
     assert any(type(config) is HalfTurnedConfig for config in offered)
-    assert any(type(config) is HalfConfig and not half_choice.small(config) for config in offered)
+    assert any(type(config) is HalfConfig and not half_choice.for_small_outputs(config) for config in offered)
 
 
 @pytest.mark.parametrize(
