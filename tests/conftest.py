@@ -37,8 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests must not depend on the settings of the caller's shell, nor touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
         del os.environ[variable]
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell without job control starts with "&"
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     if why_no_gpu() is not None:  # whoever imports Triton first decides for the process
         os.environ["TRITON_INTERPRET"] = "1"
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)

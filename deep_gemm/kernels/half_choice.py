@@ -9,6 +9,9 @@ from .swapped import MOST_TOKENS
 SMALL_TILE = 96 * 128
 """Elements of a tile that is not small, see `drifts`."""
 
+LONG_K = 4096
+"""From this K on small tiles of products without groups have one round, see `drifts`."""
+
 
 def padded(m: int, config: HalfConfig) -> bool:
     """Whether more than half of a tile is padding, where there are ``m`` rows of A."""
@@ -18,12 +21,14 @@ def padded(m: int, config: HalfConfig) -> bool:
 def drifts(spec: GemmSpec, config: HalfConfig) -> bool:
     """Whether a config with small tiles, or split K, would take so many rounds that others are better. CTAs that
     compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles then
-    wait for it. The model does not know that. In 313 products of more than 64 rows of A, no such config was the best
-    (H100)."""
+    wait for it: the longer K is, the more. The model does not know that. In 369 products of more than 64 rows of A, no
+    such config was the best (H100)."""
     tiles = ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n) * config.k_splits
     rounds = ceil_div(tiles, spec.num_sms * config.ctas_per_sm)
     small = config.block_m * config.block_n < SMALL_TILE
-    return spec.m > MOST_TOKENS and rounds > (1 if config.k_splits > 1 else 3 if small else rounds)
+    long = spec.k >= LONG_K and spec.grouping == "none"
+    few = 1 if config.k_splits > 1 or long else 3
+    return spec.m > MOST_TOKENS and (small or config.k_splits > 1) and rounds > few
 
 
 def for_small_outputs(config: HalfConfig) -> bool:
