@@ -176,7 +176,10 @@ def force_half(
         accumulate={"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],  # type: ignore[arg-type]
         aligned=params.store == "tma",
     )
+    kernel = kernels.get(params.kernel)
+    if not kernel.runs(spec, params.config):  # a part of split K without a block would wait forever
+        raise ValueError(f"{kernel.entry(params)} cannot compute {m} x {n} x {k} on {num_sms} SMs.")
     strides = {name: tensor.stride() for name, tensor in tensors.items()}
-    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
+    made = kernel.launch(params, spec, strides, pdl, constant_b)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     return Launch(function, made.shape, stream, made.parameters, addresses)
