@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from golden_renders import FAMILIES, make_params
+from chosen import FAMILIES, make_params
 
 from deep_gemm.arch import SM90
 from deep_gemm.params import FP8Config, KernelParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from golden_renders import find_config, make_params
+from chosen import find_config, make_params
 from headers import edit, edited_headers
 
 from deep_gemm.kernels import sm90_fp8_scaled as scaled

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
-from golden_renders import PLAIN, SWAPPED, make_params
+from chosen import PLAIN, SWAPPED, make_params
 from hypothesis import strategies as st
 
 from deep_gemm import kernels, ops

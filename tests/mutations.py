@@ -6,7 +6,7 @@ wrong result, the same every time.
 
 from __future__ import annotations
 
-from golden_renders import SWAPPED, find_config, make_params
+from chosen import SWAPPED, find_config, make_params
 from mutation import Mutation
 
 from deep_gemm.params import KernelParams

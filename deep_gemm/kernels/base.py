@@ -74,7 +74,7 @@ class LaunchPlan:
 class Kernel(ABC, Generic[ConfigT]):
     """One kernel family: a template, and the Python code that knows its legal configs.
 
-    Discovery, selection, the golden renders, the compile tests, the GPU accuracy tests and precompilation follow from
+    Discovery, selection, the compile tests, the GPU accuracy tests and precompilation follow from
     an instance named ``KERNEL`` in a module of this package.
     """
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from golden_renders import PLAIN, SWAPPED, find_config, make_params
+from chosen import PLAIN, SWAPPED, find_config, make_params
 from headers import edited_headers
 from kernel_builds import argument_names, loaded_maps, open_compiler, ptx
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from golden_renders import PLAIN, find_config, make_params
+from chosen import PLAIN, find_config, make_params
 from headers import edited_headers
 from kernel_builds import open_compiler
 

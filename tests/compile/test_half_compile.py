@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from house import as_recorded
 from kernel_builds import KINDS, Built, build_all, for_nvcc, main_loop, moves_to_uniform, open_compiler
 
 from deep_gemm import kernels
@@ -65,6 +66,11 @@ def test_nothing_is_spilled_or_serialised(
     assert (resources.stack, resources.spill_stores, resources.spill_loads, resources.warnings) == (0, 0, 0, ())
     assert (resources.problems(), resources.shared_static) == ([], 0)
     assert resources.registers * int(fields["num_threads"]) * int(fields["min_ctas"]) <= 65536
+
+
+@pytest.mark.parametrize(("kind", "params"), pairs(CASES))
+def test_cubins_are_as_recorded(builds: Callable[[str, KernelParams], Built], kind: str, params: HalfParams) -> None:
+    assert as_recorded(builds(kind, params).binary)
 
 
 @pytest.mark.parametrize(("kind", "params"), pairs(CASES))

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from golden_renders import FAMILIES, PLAIN, SWAPPED, find_config, make_params
+from chosen import FAMILIES, PLAIN, SWAPPED, find_config, make_params
 from headers import edited_headers
+from house import as_recorded
 from kernel_builds import (
     KINDS,
     Built,
@@ -120,6 +121,11 @@ def test_nothing_is_spilled_or_serialised(built: Built, params: KernelParams) ->
     # There are no module variables, which the driver would have to allocate and relocate at each load.
     assert b".nv.global" not in built.binary.cubin
     assert b".nv.constant4" not in built.binary.cubin
+
+
+@each(CASES)
+def test_cubins_are_as_recorded(built: Built, kind: str, params: KernelParams) -> None:
+    assert as_recorded(built.binary)
 
 
 @each(FIRST_OF_EACH)

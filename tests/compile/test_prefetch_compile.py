@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_renders import PLAIN, SWAPPED, find_config, make_params
+from chosen import PLAIN, SWAPPED, find_config, make_params
 from kernel_builds import open_compiler
 
 from deep_gemm import engine

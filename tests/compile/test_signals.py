@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen import find_config, make_params
 from signal_worker import SIGNALS, slow_source
 
+from deep_gemm import engine
 from deep_gemm.errors import CompileError
 from deep_gemm.jit.compilers import Compiler, Nvrtc, choose
 from deep_gemm.jit.compilers.signals import interruptible
@@ -90,11 +92,11 @@ def test_an_interrupted_compilation_is_cancelled(nvrtc: Compiler) -> None:
 
     own = Nvrtc(nvrtc.path, nvrtc.version)
     own._library = Watched()  # type: ignore[assignment]
-    golden = Path(__file__).parents[1] / "unit" / "golden" / "fp8_gemm_128x128_s5_p2_tma.cu"
+    request = engine.build_request(make_params(find_config(block_m=128, block_n=128)))
     flags, before = own.flags("sm_90a"), set(threading.enumerate())
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        own.compile(golden.stem, golden.read_text(), "kernel.cu", flags, include_dir())
+        own.compile(request.name, request.source, "kernel.cu", flags, include_dir())
     assert statuses == []
     for thread in set(threading.enumerate()) - before:
         thread.join()

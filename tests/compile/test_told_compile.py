@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from golden_renders import find_config, make_params
+from chosen import find_config, make_params
 from kernel_builds import open_compiler
 
 from deep_gemm import engine

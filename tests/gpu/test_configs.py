@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from chosen import FAMILIES, make_params
 from forced import compiled, force, load, nvrtc
-from golden_renders import FAMILIES, make_params
 from gpu_cases import DEVICE
 
 from deep_gemm import engine, kernels

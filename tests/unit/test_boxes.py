@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from golden_renders import make_params
+from chosen import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import CONFIGS, PARAMS, Geometry, fp8, geometries, record, suited

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chosen import FAMILIES
 from cover import cover, everything, features
-from golden_renders import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from sanitize import _config, chosen, sizes

@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from chosen import make_params
 from cuda.bindings import driver as bindings
 from driver_fakes import OK, FakeDriver
-from golden_renders import make_params
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launches import AT, CONFIGS, Geometry, geometries, plan_of, suited

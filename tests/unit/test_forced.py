@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from chosen import SWAPPED, find_config, make_params
 from driver_fakes import FakeDriver
 from forced import compiled, force, load, nvrtc
-from golden_renders import SWAPPED, find_config, make_params
 from jit_fakes import FakeCompiler, cubin_of
 
 from deep_gemm import engine, kernels

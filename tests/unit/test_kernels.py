@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from golden_renders import FAMILIES, FOLDER, PLAIN, SWAPPED, find_config, golden_renders, make_params
+from chosen import FAMILIES, PLAIN, SWAPPED, find_config, make_params
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -382,13 +382,3 @@ def test_requests_carry_their_params() -> None:
     assert request.arch == "sm_90a"
     assert json.loads(json.dumps(request.meta)) == json.loads(json.dumps({"params": params.to_json()}))
     assert request.source != build_request(replace(params, shape=(0, 2112, 7184))).source
-
-
-def test_renders_are_as_they_were() -> None:
-    """`python tests/golden_renders.py` accepts what is rendered now."""
-    renders = dict(golden_renders())
-    assert sorted(FOLDER.glob("*.cu")) == sorted(renders)
-    for path, source in renders.items():
-        assert path.read_text() == source, path.name
-        assert "/*{" not in source
-        assert "/*%" not in source

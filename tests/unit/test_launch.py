@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from golden_renders import FAMILIES, SWAPPED, find_config, make_params
+from chosen import FAMILIES, SWAPPED, find_config, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_renders import find_config
+from chosen import find_config
 
 from deep_gemm import engine
 from deep_gemm.aot.workload import GemmShape

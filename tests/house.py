@@ -1,0 +1,505 @@
+"""What must not change unnoticed: binaries, signatures, refusals, and the configs and launches that are chosen.
+
+    python tests/house.py            compare the tree with tests/house.json; compiles every case, in both states of the
+                                     cubin edit, in some three minutes on two cores
+    python tests/house.py --write    write tests/house.json again
+
+`tests/unit/test_house.py` compares all but the cubins, and the compile tests compare each cubin that they build. A
+change of the record is argued in the commit that makes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+import deep_gemm
+from deep_gemm import engine, kernels, select
+from deep_gemm.arch import SM90
+from deep_gemm.errors import DeepGemmError
+from deep_gemm.jit.binary import Binary
+from deep_gemm.jit.compilers import choose
+from deep_gemm.kernels import ffma_bursts
+from deep_gemm.params import KernelParams
+from deep_gemm.select import calibration
+from deep_gemm.settings import settings
+from deep_gemm.spec import Accumulate, Dtype, GemmSpec, Grouping, Operand, Scaling, align, ceil_div
+
+FILE = Path(__file__).parent / "house.json"
+CARDS = {"H100": ("NVIDIA H100 80GB HBM3", 132), "H200": ("NVIDIA H200", 132), "H20": ("NVIDIA H20", 78)}
+"""The cards for which configs are chosen; the last one has no calibration of its own."""
+DRAWN = 3000
+PER_CHUNK = 500
+
+
+def digest(what: object, length: int = 12) -> str:
+    return hashlib.sha256(what if isinstance(what, bytes) else str(what).encode()).hexdigest()[:length]
+
+
+# ------------------------------------------------------------------------------------------------ binaries
+
+
+def cases() -> dict[str, KernelParams]:
+    """Every case of every family, by the name of its kernel."""
+    return {kernel.entry(params): params for kernel in kernels.registry().values() for params in kernel.cases()}
+
+
+def source_digest(params: KernelParams) -> str:
+    return digest(engine.build_request(params).source)
+
+
+def compiler() -> str:
+    """The compiler that cubins are recorded of."""
+    with settings.override(use_nvrtc=True):
+        return choose().identity
+
+
+def cubins(params: KernelParams) -> tuple[str, str]:
+    """Digests of the cubin before and after the edit of the FFMA hints; equal if this kernel is not edited."""
+    request = engine.build_request(params)
+    with settings.override(use_nvrtc=True):
+        found = choose()
+        compiled = found.compile(
+            request.name, request.source, f"{request.name}.cu", found.flags(params.arch), deep_gemm_include()
+        )
+    return digest(compiled.cubin), edited(params, compiled.cubin, request.name)
+
+
+def edited(params: KernelParams, cubin: bytes, name: str) -> str:
+    """The digest of a cubin as it is with DG_FFMA_BURSTS on."""
+    with settings.override(ffma_bursts=True):
+        post_pass = kernels.get(params.kernel).post_pass(params)
+    assert post_pass is None or post_pass is ffma_bursts.POST_PASS
+    return digest(cubin if post_pass is None else post_pass.apply(cubin, name))
+
+
+def as_recorded(binary: Binary) -> bool:
+    """Whether the cubin of a case is the recorded one. Another compiler may compile other code."""
+    data = recorded()
+    if binary.compiler != data["compiler"]:
+        return True
+    return digest(binary.cubin) == data["binaries"][binary.name].split()[2]
+
+
+def deep_gemm_include() -> Path:
+    from deep_gemm.jit.generator import include_dir
+
+    return include_dir()
+
+
+# ------------------------------------------------------------------------------------------------ signatures
+
+
+def signatures() -> dict[str, str]:
+    """Public functions with their parameters and defaults."""
+    found = {}
+    for name in deep_gemm.__all__:
+        value = getattr(deep_gemm, name)
+        if inspect.ismodule(value):
+            own = [each for each, x in vars(value).items() if getattr(x, "__module__", "") == value.__name__]
+            names = getattr(value, "__all__", None) or [each for each in own if not each.startswith("_")]
+            found |= {f"{name}.{each}": signature(getattr(value, each)) for each in names}
+        else:
+            found[name] = signature(value)
+    return {name: text for name, text in sorted(found.items()) if text}
+
+
+def signature(value: Any) -> str:
+    if not callable(value) or not getattr(value, "__module__", "").startswith("deep_gemm"):
+        return ""
+    try:
+        found = inspect.signature(value)
+    except ValueError:
+        return ""
+    return str(found.replace(return_annotation=inspect.Signature.empty))
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def refusals() -> dict[str, dict[str, str]]:
+    """What wrong calls on the CPU raise: by function and change, the error's class, the beginning of its message, and
+    a digest of all of it."""
+    return {name: dict(wrong_calls(name, make)) for name, make in CALLS.items()}
+
+
+def wrong_calls(name: str, make: Callable[[], dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    function: Any = deep_gemm
+    for part in name.split(" ")[0].split("."):
+        function = importlib.import_module("deep_gemm.quantize") if part == "quantize" else getattr(function, part)
+    function(**make())  # the call that is changed is right
+    for argument, value in make().items():
+        for change, wrong in changed(argument, value):
+            said = outcome(lambda wrong=wrong, argument=argument: function(**(make() | {argument: wrong})))
+            if said:
+                yield f"{argument}: {change}", said
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except DeepGemmError as error:
+        text = re.sub(r"0x[0-9a-f]+|address is \d+", "@", str(error))
+        return f"{type(error).__name__} {digest(text, 8)} {text[:30]}"
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def changed(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Wrong values for an argument, by what is wrong."""
+    if isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
+        yield from {"a tensor": value[0], "one of two": value[:1], "None": None}.items()
+        for index, each in enumerate(value):
+            for change, wrong in changed(name, each):
+                yield f"[{index}] {change}", (*value[:index], wrong, *value[index + 1 :])
+        return
+    if isinstance(value, torch.Tensor):
+        yield from {"None": None, "a number": 3, "as float64": value.double(), "as int8": value.to(torch.int8)}.items()
+        yield from {"as float32": value.float(), "as bfloat16": value.bfloat16(), "meta": value.to("meta")}.items()
+        yield from {"one more dimension": value[None], "one dimension less": value[0]}.items()
+        yield from {"one row less": value[:-1], "one column less": value[..., :-1], "empty": value[:0]}.items()
+        yield from {"two rows": value[:2], "the first columns": value[..., :16]}.items()
+        if value.dim() > 1:
+            yield "transposed", value.transpose(-1, -2)
+            yield "transposed memory", value.transpose(-1, -2).contiguous().transpose(-1, -2)
+            yield "each second column", torch.cat([value, value], -1)[..., ::2]
+            yield "one row for all", value[:1].expand(value.shape)
+            wide = torch.zeros((*value.shape[:-1], value.shape[-1] + 1), dtype=value.dtype)
+            yield "odd rows", wide[..., 1:]
+        return
+    yield from {"None": None, "-1": -1, "a text": "q", "3.5": 3.5, "a list": [1, 2], "0": 0}.items()
+    yield from {"(1, 1, 128)": (1, 1, 128), "(1, 2, 3)": (1, 2, 3), "True": True, "mnk": "mnk"}.items()
+
+
+M, N, K, G = 136, 144, 256, 2
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.ones(shape).to(dtype)
+
+
+def fp8(*shape: int, scales: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    return numbers(*shape, dtype=torch.float8_e4m3fn), torch.ones(scales)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dense_fp8() -> dict[str, Any]:
+    a, b = fp8(M, K, scales=(M, 2)), fp8(N, K, scales=(2, 2))
+    options = {"recipe": None, "recipe_a": None, "recipe_b": None, "compiled_dims": "nk", "disable_ue8m0_cast": True}
+    return {"a": a, "b": b, "d": numbers(M, N), "c": numbers(M, N), **options}
+
+
+def dense(dtype: torch.dtype) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        a, b, d, c = (numbers(*shape, dtype=dtype) for shape in ((M, K), (N, K), (M, N), (M, N)))
+        return {"a": a, "b": b, "d": d, "c": c, "compiled_dims": "nk"}
+
+    return make
+
+
+def contiguous(pair: bool, psum: bool) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        a = fp8(256, K, scales=(256, 2)) if pair else numbers(256, K)
+        b = fp8(G, N, K, scales=(G, 2, 2)) if pair else numbers(G, N, K)
+        layout = ints(100, 200) if psum else ints(*[0] * 128, *[1] * 128)
+        found = {"a": a, "b": b, "d": numbers(256, N), "grouped_layout": layout, "compiled_dims": "nk"}
+        return found | ({"recipe": None} if pair else {}) | {"use_psum_layout": psum}
+
+    return make
+
+
+def masked(pair: bool) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        a = fp8(G, 64, K, scales=(G, 64, 2)) if pair else numbers(G, 64, K)
+        b = fp8(G, N, K, scales=(G, 2, 2)) if pair else numbers(G, N, K)
+        found = {"a": a, "b": b, "d": numbers(G, 64, N), "masked_m": ints(10, 20), "expected_m": 16}
+        return found | ({"recipe": None} if pair else {}) | {"compiled_dims": "nk"}
+
+    return make
+
+
+def k_grouped(pair: bool, padded: bool = False) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        shapes = ((M, K), (N, K)) if pair else ((K, M), (K, N))
+        a, b = (fp8(*shape, scales=(shape[0], 2)) if pair else numbers(*shape) for shape in shapes)
+        if pair and not padded:
+            a, b = (a[0].flatten(), a[1]), (b[0].flatten(), b[1])  # type: ignore[union-attr]
+        d, c = (numbers(G, M, N, dtype=torch.float32) for _ in range(2))
+        sizes = {"ks": ints(128, 128)} if padded else {"ks_cpu": [128, 128], "grouped_layout": ints(128, 128)}
+        return {"a": a, "b": b, "d": d, **sizes, "c": c, "compiled_dims": "mn"}
+
+    return make
+
+
+def cast(**options: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"x": numbers(M, K), **options}
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"fp8_gemm_{form}": dense_fp8 for form in ("nt",)},
+    "bf16_gemm_nt": dense(torch.bfloat16),
+    "fp16_gemm_nt": dense(torch.float16),
+    "cublaslt_gemm_nt": lambda: {k: v for k, v in dense(torch.bfloat16)().items() if k != "compiled_dims"},
+    "m_grouped_fp8_gemm_nt_contiguous": contiguous(True, False),
+    "m_grouped_fp8_gemm_nt_contiguous psum": contiguous(True, True),
+    "m_grouped_bf16_gemm_nt_contiguous": contiguous(False, False),
+    "m_grouped_bf16_gemm_nt_contiguous psum": contiguous(False, True),
+    "m_grouped_fp8_gemm_nt_masked": masked(True),
+    "m_grouped_bf16_gemm_nt_masked": masked(False),
+    "k_grouped_fp8_gemm_nt_contiguous": k_grouped(True),
+    "k_grouped_bf16_gemm_tn_contiguous": k_grouped(False),
+    "quantize.rows": cast(use_ue8m0=False, epsilon=1e-4, out=None, gated=False),
+    "quantize.rows_and_columns": cast(use_ue8m0=False, epsilon=1e-4, gated=False),
+    "quantize.blocks": cast(use_ue8m0=False, epsilon=1e-4),
+}
+
+
+# ------------------------------------------------------------------------------------------------ families
+
+
+def families() -> dict[str, dict[str, Any]]:
+    """For each family of GEMMs: what its refusals say of drawn and of odd specs, what it says of odd configs, and how
+    many legal configs there are, with a digest of them."""
+    drawn = [replace(draw(index), num_sms=132) for index in range(150)]
+    specs = [odd for spec in drawn for odd in (spec, *odd_specs(spec))]
+    found = {}
+    for name, kernel in kernels.registry().items():
+        if not kernel.mma_instruction:
+            continue
+        serving, legal = list(kernel.configs(SM90)), list(kernel.legal(SM90))
+        odd = [each for config in (serving[0], serving[-1]) for each in odd_configs(config)]
+        found[name] = {
+            "refuses": sorted({shown(why) for spec in specs if (why := kernel.refuses(spec))}),
+            "refused": digest([kernel.refuses(spec) is None for spec in specs]),
+            "illegal": sorted({shown(why) for config in odd if (why := illegal(kernel, config))}),
+            "forbidden": digest([illegal(kernel, config) is not None for config in odd]),
+            "serving": digest([tuple_of(config) for config in serving]),
+            "legal": f"{len(legal)} {digest([tuple_of(config) for config in legal])}",
+        }
+    return found
+
+
+def shown(why: str) -> str:
+    """A sentence without its numbers."""
+    return re.sub(r"\d+", "#", why)
+
+
+def illegal(kernel: Any, config: Any) -> str | None:
+    try:
+        return kernel.illegal(config, SM90)
+    except (ArithmeticError, RecursionError, LookupError):  # no sentence
+        return None
+
+
+TILE = ("block_m", "block_n", "block_k", "num_stages", "num_consumers", "cluster_m", "cluster_n", "cluster_k")
+TILE += ("ctas_per_sm", "num_partials", "persistent", "buffers", "consumers_k")
+
+
+def tuple_of(config: Any) -> tuple[Any, ...]:
+    """A config's fields that differ from their defaults; a family without a field and one with its default agree."""
+    defaults = {"num_partials": 1, "persistent": True, "buffers": 2, "consumers_k": 1}
+    return tuple((x, y) for x in TILE if (y := getattr(config, x, defaults.get(x))) != defaults.get(x))
+
+
+def odd_configs(config: Any) -> Iterator[Any]:
+    for name in TILE:
+        for value in (0, 1, 2, 3, 5, 8, 16, 24, 48, 64, 192, 256, 512):
+            if hasattr(config, name):
+                yield replace(config, **{name: value})
+
+
+def odd_specs(spec: GemmSpec) -> Iterator[GemmSpec]:
+    yield replace(spec, batch=2)
+    yield replace(spec, epilogue="relu")
+    for name in ("a", "b", "d"):
+        operand = getattr(spec, name)
+        changes: list[dict[str, Any]] = [{"dtype": dtype} for dtype in get_args(Dtype)]
+        changes += [{"major": major} for major in ("k", "mn")] + [{"scaling": each} for each in get_args(Scaling)]
+        yield from (replace(spec, **{name: replace(operand, **change)}) for change in (*changes, {"aligned": False}))
+    yield from (replace(spec, accumulate=each) for each in get_args(Accumulate))
+    yield from (replace(spec, grouping=each) for each in get_args(Grouping))
+    yield replace(spec, k=spec.k + 8)
+
+
+# ------------------------------------------------------------------------------------------------ choices
+
+
+def draw(index: int) -> GemmSpec:
+    """The spec of a random call. Every kind of call has its share."""
+    rng = random.Random(f"house {index}")
+
+    def size(low: int, high: int, step: int = 1) -> int:
+        return align(int(low * (high / low) ** rng.random()), step)
+
+    kind = rng.choice(("fp8", "fp8", "1d1d", "row", "half", "half", "half", "m fp8", "m half", "k fp8", "k half"))
+    m, n, k = size(1, 16384), size(64, 32768, rng.choice((1, 8, 16, 64, 128))), size(128, 32768, 16)
+    k = align(k, 128) if rng.random() < 0.6 else k
+    dtype: Dtype = rng.choice(("bf16", "bf16", "bf16", "f16")) if "half" in kind else "e4m3"
+    output: Dtype = "bf16" if dtype == "e4m3" else dtype
+    accumulate: Accumulate = "none"
+    major_a, major_b = "k", "k"
+    scaling: tuple[Scaling, Scaling] = ("none", "none")
+    more: dict[str, Any] = {}
+    if "fp8" in kind:
+        scaling = ("1x128", "128x128")
+    if kind in ("1d1d", "k fp8"):
+        scaling, output = ("1x128", "1x128"), "f32"
+    if kind == "row":
+        scaling = ("row", "row")
+    if kind == "half":
+        major_a, major_b = rng.choice(("k", "k", "k", "mn")), rng.choice(("k", "k", "mn"))
+    if kind in ("fp8", "1d1d", "row", "half") and rng.random() < (0.15 if kind == "fp8" else 0.5):
+        output = rng.choice((output, "f32"))
+        accumulate = rng.choice(get_args(Accumulate))
+    if kind.startswith("m "):
+        grouping: Grouping = rng.choice(("contiguous", "psum", "masked"))
+        groups = rng.choice((1, 4, 8, 32, 64, 128, 256))
+        m = rng.choice((64, 128, 256, 1024, 4096)) if grouping == "masked" else size(128, 65536, 128)
+        more = {"grouping": grouping, "groups": groups, "alignment": 1 if grouping == "masked" else 128}
+        more["expected_m"] = min(m, 1 << rng.randrange(0, 12)) if grouping == "masked" else 0
+        k, major_b = (align(k, 64), rng.choice(("k", "mn"))) if dtype != "e4m3" else (k, "k")
+    if kind.startswith("k "):
+        more = {"grouping": "k", "groups": rng.choice((1, 4, 8, 32, 64))}
+        k = more["groups"] * align(size(128, 8192), 128)
+        output, accumulate = rng.choice(("f32", "f32", "bf16")), rng.choice(get_args(Accumulate))
+        if dtype != "e4m3":
+            dtype, major_a, major_b = "bf16", "mn", "mn"
+    if rng.random() < 0.1:
+        more |= {"num_sms": rng.choice((1, 16, 66, 120)), "whole_gpu": False}
+    if rng.random() < 0.1:
+        more |= {"batch_invariant": True}
+    if rng.random() < 0.05:
+        more |= {"compiled_dims": rng.choice(("n", "nk", "mnk"))}
+    if rng.random() < 0.05:
+        more |= {"block_multiple": rng.choice(((1, 64), (64, 1), (16, 16), (128, 128)))}
+    aligned = n % (4 if output == "f32" else 8) == 0 and rng.random() < 0.95
+    a, b = Operand(dtype, major_a, scaling[0]), Operand(dtype, major_b, scaling[1])  # type: ignore[arg-type]
+    d = Operand(output, "mn", aligned=aligned)
+    return GemmSpec(**{"m": m, "n": n, "k": k, "a": a, "b": b, "d": d, "num_sms": 0, "accumulate": accumulate, **more})
+
+
+def strides(spec: GemmSpec) -> dict[str, tuple[int, ...]]:
+    """Those of freshly allocated operands."""
+    m, n, k, blocks = spec.m, spec.n, spec.k, ceil_div(spec.k, 128)
+    row = n if not spec.d.aligned else align(n, 8)
+    found: dict[str, tuple[int, ...]] = {
+        "a": (align(k, 16), 1) if spec.a.major == "k" else (1, align(m, 8)),
+        "b": (align(k, 16), 1) if spec.b.major == "k" else (1, align(n, 8)),
+        "d": (m * row, row, 1) if spec.grouping == "k" else (row, 1),
+        "sfa": (1,) if spec.a.scaling == "row" else (1, align(m, 4)),
+        "blocks": (blocks, blocks),
+    }
+    rows = {"row": (1,), "1x128": (1, align(n, 4)), "128x128": (blocks, 1), "none": (blocks, 1)}
+    found["sfb"] = rows[spec.b.scaling]
+    if spec.grouping in ("contiguous", "psum", "masked"):
+        found["sfb"] = (ceil_div(n, 128) * blocks, blocks, 1)
+    return found | ({"c": found["d"]} if spec.accumulate != "none" else {})
+
+
+def choice(spec: GemmSpec, known: calibration.Calibration) -> tuple[str, str]:
+    """The name of the chosen kernel; and a digest of its estimate, of its launches with and without promises, and of
+    the second and third choice. Or why there is none."""
+    try:
+        ranked = select.rank(spec, SM90, known)
+    except DeepGemmError as error:
+        return f"{type(error).__name__} {digest(error, 8)}", ""
+    params = [engine.kernel_params(spec, each.config, SM90) for each in ranked[:3]]
+    first = kernels.get(params[0].kernel)
+    launches = [
+        outcome_or(lambda c=constant, p=pdl: first.launch(params[0], spec, strides(spec), p, c))
+        for constant, pdl in ((False, False), (True, True))
+    ]
+    names = [kernels.get(each.kernel).entry(each) for each in params]
+    total = f"{ranked[0].estimate.total_us:.6g} {ranked[0].sustained_us:.6g}"
+    return names[0], digest((names[1:], total, launches), 8)
+
+
+def outcome_or(call: Callable[[], object]) -> str:
+    try:
+        return repr(call())
+    except DeepGemmError as error:
+        return f"{type(error).__name__} {error}"
+
+
+def choices(chunk: int) -> list[list[str]]:
+    """For each spec of a chunk and each card, the kernel and the digest. The digest is that of all cards."""
+    found = []
+    known = {card: calibration.of(device, sms) for card, (device, sms) in CARDS.items()}
+    for index in range(chunk * PER_CHUNK, (chunk + 1) * PER_CHUNK):
+        spec, row, rest = draw(index), [], []
+        for card, (_, sms) in CARDS.items():
+            asked = replace(spec, num_sms=min(spec.num_sms or sms, sms))
+            name, more = choice(asked, known[card])
+            row.append(name)
+            rest.append(more)
+        found.append([*row, digest(rest, 8)])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+@functools.cache
+def recorded() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def recorded_choices(chunk: int) -> list[list[str]]:
+    """As `choices` returns them: in the file, kernels are indices into a list of names."""
+    data = recorded()
+    rows = [row.split() for row in data["choices"][chunk * PER_CHUNK : (chunk + 1) * PER_CHUNK]]
+    return [[*(data["names"][int(each)] for each in row[:-1]), row[-1]] for row in rows]
+
+
+def made(with_cubins: bool) -> dict[str, Any]:
+    known, every = cases(), [row for chunk in range(DRAWN // PER_CHUNK) for row in choices(chunk)]
+    names = sorted({name for row in every for name in row[:-1]})
+    place = {name: str(index) for index, name in enumerate(names)}
+    rest = {
+        "compiler": compiler(),
+        "signatures": signatures(),
+        "refusals": refusals(),
+        "families": families(),
+        "names": names,
+        "choices": [" ".join((*(place[name] for name in row[:-1]), row[-1])) for row in every],
+    }
+    binaries = {name: source_digest(params) for name, params in known.items()}
+    if with_cubins:
+        with ThreadPoolExecutor(2) as pool:
+            both = dict(zip(known, pool.map(cubins, known.values()), strict=True))
+        binaries = {name: " ".join((binaries[name], *both[name])) for name in known}
+    return {"binaries": dict(sorted(binaries.items())), **rest}
+
+
+if __name__ == "__main__":
+    found = made(with_cubins=True)
+    if "--write" in sys.argv:
+        FILE.write_text(json.dumps(found, indent=0) + "\n")
+    else:
+        before = recorded()
+        different = [key for key in found if found[key] != before[key]]
+        for key in different:
+            old, new = before[key], found[key]
+            if isinstance(old, dict):
+                changed_keys = [each for each in {**old, **new} if old.get(each) != new.get(each)]
+                print(f"{key}: {len(changed_keys)} differ, such as {changed_keys[:5]}")
+            else:
+                print(f"{key}: differs")
+        sys.exit(bool(different))
