@@ -124,7 +124,7 @@ def signature(value: Any) -> str:
         found = inspect.signature(value)
     except ValueError:
         return ""
-    return str(found.replace(return_annotation=inspect.Signature.empty))
+    return re.sub(r" at 0x\w+", "", str(found.replace(return_annotation=inspect.Signature.empty)))
 
 
 # ------------------------------------------------------------------------------------------------ refusals
