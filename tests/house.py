@@ -309,19 +309,22 @@ def illegal(kernel: Any, config: Any) -> str | None:
 
 
 TILE = ("block_m", "block_n", "block_k", "num_stages", "num_consumers", "cluster_m", "cluster_n", "cluster_k")
-TILE += ("ctas_per_sm", "num_partials", "persistent", "buffers", "consumers_k")
+TILE += ("ctas_per_sm",)
 
 
 def tuple_of(config: Any) -> tuple[Any, ...]:
     """A config's fields that differ from their defaults; a family without a field and one with its default agree."""
-    defaults = {"num_partials": 1, "persistent": True, "buffers": 2, "consumers_k": 1}
-    return tuple((x, y) for x in TILE if (y := getattr(config, x, defaults.get(x))) != defaults.get(x))
+    defaults = {"num_partials": 1, "buffers": 2, "consumers_k": 1}
+    values = {name: getattr(config, name, default) or default for name, default in defaults.items()}
+    values |= {name: getattr(config, name) for name in TILE}
+    values["persistent"] = getattr(config, "persistent", True)
+    return tuple(sorted((name, value) for name, value in values.items() if value != defaults.get(name)))
 
 
 def odd_configs(config: Any) -> Iterator[Any]:
     for name in TILE:
         for value in (0, 1, 2, 3, 5, 8, 16, 24, 48, 64, 192, 256, 512):
-            if hasattr(config, name):
+            if value != getattr(config, name):
                 yield replace(config, **{name: value})
 
 
