@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from .jit.generator import render
 from .jit.render_key import render_key
 from .kernels.base import Kernel, LaunchPlan, Strides
 from .log import say
-from .params import KernelConfig, KernelParams
+from .params import Config, KernelParams
 from .record import debug_info, dump_debug_info
 from .select import calibration
 from .settings import settings
@@ -59,7 +58,7 @@ class Plan:
     function: Function
 
     @property
-    def kernel(self) -> Kernel[Any]:
+    def kernel(self) -> Kernel:
         """Its family."""
         return kernels.get(self.params.kernel)
 
@@ -93,9 +92,9 @@ _plans: dict[tuple[Spec, int], Plan] = {}
 _functions: dict[Hashable, tuple[Function, Binary]] = {}
 
 
-def kernel_params(spec: Spec, config: KernelConfig, arch: archs.ArchSpec) -> KernelParams:
+def kernel_params(spec: Spec, config: Config, arch: archs.ArchSpec) -> KernelParams:
     """The identity of the binary that computes ``spec`` with ``config`` on ``arch``."""
-    return kernels.of(config).params(spec, config, arch)
+    return kernels.get(config.family).params(spec, config, arch)
 
 
 def build_request(params: KernelParams) -> BuildRequest:
@@ -165,11 +164,9 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     ranked: list[select.Choice] = []
     if isinstance(spec, GemmSpec):
         ranked = ranked_configs(spec, device)
-        config: KernelConfig = ranked[0].config
+        config: Config = ranked[0].config
     else:
-        kernel = kernels.for_spec(spec, arch)[0]
-        fitting = (config for config in kernel.configs(arch) if kernel.runs(spec, config))
-        config = next(config for config in fitting if kernel.worthwhile(spec, config))
+        config = kernels.for_helper(spec, arch).config_of(spec, arch)
     params = kernel_params(spec, config, arch)
     selected = time.perf_counter()
     function, binary = load(params, device, str(spec))
@@ -184,7 +181,7 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         "compiler": binary.compiler,
         "source": binary.source_path,
         "resources": binary.resources.to_json(),
-        "post_pass": post_pass.identity if (post_pass := kernels.of(config).post_pass(params)) else None,
+        "post_pass": post_pass.identity if (post_pass := kernels.get(params.kernel).post_pass(params)) else None,
         "seconds": {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected},
     }
     if ranked:
@@ -267,7 +264,7 @@ def launch(plan: Plan, strides: Strides, addresses: Mapping[str, int], stream: i
         return Launch(plan.function, made.shape, stream, made.parameters, addresses)
 
 
-def forced_plan(spec: Spec, config: KernelConfig, device: int, builder: Builder | None = None) -> Plan:
+def forced_plan(spec: Spec, config: Config, device: int, builder: Builder | None = None) -> Plan:
     """A plan with ``config``, whatever the selector prefers, for surveys. With ``builder``, which may hold other device
     code, the kernel is that builder's and is loaded for this plan alone."""
     params = kernel_params(spec, config, archs.for_device(device))

@@ -145,7 +145,7 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
     for known in calibration.every():
         chosen.append(select.rank(asked, spec, known)[0].config)
         # If the best config of all is batch invariant, it is also the best of those.
-        if not kernels.of(chosen[-1]).runs(invariant, chosen[-1]):
+        if not kernels.gemm(chosen[-1].family).fits(invariant, chosen[-1]):
             chosen.append(select.rank(invariant, spec, known)[0].config)
     for device in tuner.devices() if options.measured_times() else ():
         for each in (asked, invariant):
@@ -170,7 +170,9 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
             for params in found:
                 wanted.setdefault(params, []).append(shape)
     helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
-    wanted |= {params: [] for name in sorted(helpers) for params in kernels.get(name).ahead() if params.arch == arch}
+    wanted |= {
+        params: [] for name in sorted(helpers) for params in kernels.get(name).precompile_cases() if params.arch == arch
+    }
     return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 

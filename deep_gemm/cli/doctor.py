@@ -122,7 +122,10 @@ def _compilers() -> list[dict[str, Any]]:
 def _post_passes() -> dict[str, str | None]:
     """The post-pass over the cubins of each kernel family, or None for a family without one."""
     try:
-        done = {name: kernel.post_pass() for name, kernel in kernels.registry().items()}
+        done = {
+            name: next(filter(None, map(kernel.post_pass, kernel.cases())), None)
+            for name, kernel in kernels.registry().items()
+        }
     except SettingError:  # named among the problems
         return {}
     return {name: post_pass.identity if post_pass else None for name, post_pass in done.items()}

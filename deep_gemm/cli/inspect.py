@@ -77,7 +77,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
         for choice in ranked[:top]
     ]
     for entry, choice in zip(configs, ranked, strict=False):
-        entry["config"]["name"] = kernels.of(choice.config).describe(choice.config)
+        entry["config"]["name"] = kernels.get(choice.config.family).describe(choice.config)
     report: dict[str, Any] = {
         "spec": dataclasses.asdict(asked),
         "configs_ranked": len(ranked),

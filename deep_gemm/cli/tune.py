@@ -132,7 +132,7 @@ def _row(shape: GemmShape, one: Tuned, seconds: float) -> dict[str, Any]:
     from deep_gemm import kernels
 
     def described(config: Any) -> str:
-        return kernels.of(config).describe(config)
+        return kernels.get(config.family).describe(config)
 
     return {
         "shape": str(shape),

@@ -20,7 +20,7 @@ from ..jit.driver.module import Function, load_function
 from ..jit.generator import render, render_text, variables
 from ..kernels.base import LaunchPlan, Strides
 from ..ops import checks
-from ..params import KernelConfig, KernelParams
+from ..params import Config, KernelParams
 from .launch import LaunchConfig, checked_shape, checked_values
 from .parameters import ELEMENTS, Declared
 
@@ -51,7 +51,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class CustomConfig(KernelConfig):
+class CustomConfig(Config):
     """The config of a binary of a user's kernel: its threads and constants."""
 
     num_threads: int
@@ -164,7 +164,7 @@ class CustomOperation(Operation):
                 )
         packed = tuple(p.argument.pack(values.get(p.name)) for p in self.declared.parameters)
         constants = tuple(sorted(config.constants.items()))
-        return CustomSpec(CustomConfig(config.block, constants), LaunchPlan(shape, packed))
+        return CustomSpec(CustomConfig(self.name, config.block, constants), LaunchPlan(shape, packed))
 
     def work(self, x: CustomOperands, device: int) -> Work:
         """One launch."""

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Generic, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from ..arch import ArchSpec
+from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import NUMBERS, LaunchShape, Map, Parameter, Pointer
-from ..params import GemmConfig, KernelConfig, KernelParams
-from ..spec import GemmSpec, Spec
-from .features import Features
-
-ConfigT = TypeVar("ConfigT", bound=KernelConfig)
+from ..params import Config, KernelParams
+from ..spec import Spec
 
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 """The strides of each operand by name, in elements, outermost dimension first."""
 
-Value: TypeAlias = int | float | list[int] | Map | bytes | None
+Value: TypeAlias = int | float | Sequence[int] | Map | bytes | None
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,21 @@ class Argument:
             return Pointer(self.operand or self.name)
         if isinstance(value, (Map, bytes)):
             return value
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             return ("u32s", tuple(value))
         if value is None:
             raise TypeError(f"a launch gives no value for the argument {self.name}")
         return (self.ctype, value)
+
+
+def parameters(text: str) -> tuple[Argument, ...]:
+    """Arguments from declarations such as ``"u32 m, const u8* input=x"``: type, name, and the operand if it is called
+    differently."""
+    found = []
+    for declaration in text.split(","):
+        name, _, operand = declaration.strip().rpartition(" ")[2].partition("=")
+        found.append(Argument(name, declaration.strip().rpartition(" ")[0], operand))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -71,67 +78,36 @@ class LaunchPlan:
     parameters: tuple[Parameter, ...]
 
 
-class Kernel(ABC, Generic[ConfigT]):
+class Kernel(ABC):
     """One kernel family: a template, and the Python code that knows its legal configs.
 
-    Discovery, selection, the compile tests, the GPU accuracy tests and precompilation follow from
-    an instance named ``KERNEL`` in a module of this package.
+    Discovery, selection, the compile tests, the GPU accuracy tests and precompilation follow from an instance in
+    `families.FAMILIES`.
     """
 
     name: str
-    """The family's name, and the template's: ``templates/kernels/<name>.cu.jinja``."""
-
-    archs: tuple[str, ...]
+    template: str
+    """File name of the template, in ``templates/kernels``."""
+    archs: tuple[str, ...] = (SM90.name,)
     """Compiler targets that the family can be built for."""
-
-    config_class: type[ConfigT]
-    """The class of this family's configs. No other family has the same class."""
-
     mma_instruction: str = ""
     """The tensor-core instruction that the SASS must contain; empty for a kernel without one."""
-
-    @property
-    def template(self) -> str:
-        """File name of the template."""
-        return f"{self.name}.cu.jinja"
 
     @abstractmethod
     def refuses(self, spec: Spec) -> str | None:
         """Why this family cannot compute ``spec``, as a sentence, or None if it can."""
 
     @abstractmethod
-    def configs(self, arch: ArchSpec) -> Iterator[ConfigT]:
+    def configs(self, arch: ArchSpec) -> Sequence[Config]:
         """The serving set: the configs that calls choose from, each once, all of them legal on ``arch``."""
 
-    def legal(self, arch: ArchSpec) -> Iterator[ConfigT]:
-        """Every config that is legal on ``arch``, each once: for surveys and tuners."""
-        return self.configs(arch)
+    def config_of(self, spec: Any, arch: ArchSpec) -> Config:
+        """The config with which a helper kernel computes ``spec``. Of GEMMs, `select` chooses."""
+        return self.configs(arch)[0]
 
     @abstractmethod
-    def illegal(self, config: ConfigT, arch: ArchSpec) -> str | None:
-        """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
-
-    def runs(self, spec: Spec, config: ConfigT) -> bool:
-        """Whether the legal config ``config`` can run ``spec``, however slowly."""
-        return True
-
-    def worthwhile(self, spec: Spec, config: ConfigT) -> bool:
-        """Whether the model ranks ``config``; False where another config is known to be better."""
-        return True
-
-    def handicap(self, config: ConfigT) -> float:
-        """By how much the model's time of ``config`` counts longer. Above 1 for configs that only few shapes need: they
-        are chosen where they save more than the model errs, and so a deployment compiles fewer kernels."""
-        return 1.0
-
-    def speeds(self, spec: Spec) -> str:
-        """The name of the speeds in a calibration by which the model estimates ``spec``; empty for the common ones. All
-        families give the same name for one spec."""
-        return ""
-
-    def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
+    def params(self, spec: Any, config: Any, arch: ArchSpec) -> KernelParams:
         """The identity of the binary that computes ``spec`` with ``config``."""
-        return KernelParams(kernel=self.name, arch=arch.name, config=config)
 
     @abstractmethod
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
@@ -140,6 +116,37 @@ class Kernel(ABC, Generic[ConfigT]):
     @abstractmethod
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """The template's variables, except ``name`` and those that follow from `arguments`."""
+
+    @abstractmethod
+    def values(
+        self, params: KernelParams, spec: Any, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """The launch shape, and the values of `arguments` by name, without pointers."""
+
+    @abstractmethod
+    def shared_bytes(self, params: KernelParams) -> int:
+        """Dynamic shared memory of one CTA."""
+
+    @abstractmethod
+    def entry(self, params: KernelParams) -> str:
+        """The extern "C" name of the kernel: readable in a profiler, and a safe file name."""
+
+    @abstractmethod
+    def cases(self) -> list[KernelParams]:
+        """The instances that tests compile and run: every template branch at least once."""
+
+    def precompile_cases(self) -> list[KernelParams]:
+        """The instances that calls before a dense GEMM can need (see `ops.helpers`)."""
+        return self.cases()
+
+    def describe(self, config: Config) -> str:
+        """``config`` as a short text for people."""
+        rows, columns = config.tile
+        return f"{rows}x{columns}"
+
+    def post_pass(self, params: KernelParams) -> PostPass | None:
+        """The edit of the cubin of ``params`` under the current settings, or None."""
+        return None
 
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """All variables of the template, and no others."""
@@ -160,14 +167,8 @@ class Kernel(ABC, Generic[ConfigT]):
         """Statements that fill the device code's struct ``arguments``, whose fields have the parameters' names."""
         return "\n  ".join(argument.assignment for argument in self.arguments(params))
 
-    @abstractmethod
-    def values(
-        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
-    ) -> tuple[LaunchShape, Mapping[str, Value]]:
-        """The launch shape, and the values of `arguments` by name, without pointers."""
-
     def launch(
-        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool = False, constant: bool = False
+        self, params: KernelParams, spec: Any, strides: Strides, pdl: bool = False, constant: bool = False
     ) -> LaunchPlan:
         """The launch with which the kernel of ``params`` computes ``spec`` on operands with ``strides``.
 
@@ -177,76 +178,3 @@ class Kernel(ABC, Generic[ConfigT]):
         """
         shape, values = self.values(params, spec, strides, pdl, constant)
         return LaunchPlan(shape, tuple(argument.pack(values.get(argument.name)) for argument in self.arguments(params)))
-
-    def features(self, spec: Spec, config: ConfigT) -> Features:
-        """The inputs of the performance model. A family with one config does not need them."""
-        raise NotImplementedError(f"{self.name} has one config: there is nothing to rank")
-
-    def post_pass(self, params: KernelParams | None = None) -> PostPass | None:
-        """The edit of the cubin of ``params`` under the current settings, or None; without ``params``, that of any
-        cubin of the family."""
-        return None
-
-    @abstractmethod
-    def shared_bytes(self, params: KernelParams) -> int:
-        """Dynamic shared memory of one CTA."""
-
-    @abstractmethod
-    def entry(self, params: KernelParams) -> str:
-        """The extern "C" name of the kernel: readable in a profiler, and a safe file name."""
-
-    def describe(self, config: ConfigT) -> str:
-        """``config`` as a short text for people."""
-        rows, columns = config.tile
-        return f"{rows}x{columns}"
-
-    @abstractmethod
-    def cases(self) -> list[KernelParams]:
-        """The instances that tests compile and run: every template branch at least once."""
-
-    def ahead(self) -> list[KernelParams]:
-        """The instances that calls before a dense GEMM can need (see `ops.helpers`)."""
-        return self.cases()
-
-
-class GemmKernel(Kernel[ConfigT]):
-    """The base class of GEMM families."""
-
-    label: str = ""
-    """The family's prefix in `describe`, which ends in a space."""
-
-    def describe(self, config: ConfigT) -> str:
-        """Tile, stages, consumers, cluster, and CTAs per SM."""
-        c = config
-        if not isinstance(c, GemmConfig):
-            return super().describe(c)
-        text = f"{self.label}{c.block_m}x{c.block_n}x{c.block_k} s{c.num_stages} w{c.num_consumers}"
-        text += f" c{c.cluster_m}x{c.cluster_n}x{c.cluster_k}"
-        return text + (f" r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "")
-
-    def runs(self, spec: Spec, config: ConfigT) -> bool:
-        """Whether tile and cluster respect the caller's limits, and K is summed in one order if the spec wants that."""
-        if not isinstance(spec, GemmSpec) or not isinstance(config, GemmConfig):
-            return False
-        multiple_m, multiple_n = spec.block_multiple
-        return (
-            config.block_m % multiple_m == 0
-            and config.block_n % multiple_n == 0
-            and config.cluster_size <= spec.num_sms
-            # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
-            and (spec.whole_gpu or config.ctas_per_sm == 1)
-            and not (spec.batch_invariant and config.k_splits > 1)
-        )
-
-    def store(self, config: ConfigT, aligned: bool) -> str:
-        """How ``config`` stores D: "tma" if its rows are aligned for TMA, otherwise "direct"."""
-        return "tma" if aligned else "direct"
-
-    def params(self, spec: Spec, config: ConfigT, arch: ArchSpec) -> KernelParams:
-        """See `Kernel.params`. Adds the store that D allows and the dimensions that the caller wants compiled in."""
-        if not isinstance(spec, GemmSpec):
-            raise TypeError(f"{self.name} multiplies matrices, but it was asked for {spec}")
-        sizes = {"m": spec.m, "n": spec.n, "k": spec.k}
-        m, n, k = (size if name in spec.compiled_dims else 0 for name, size in sizes.items())
-        params = super().params(spec, config, arch)
-        return replace(params, store=self.store(config, spec.d.aligned), shape=(m, n, k))

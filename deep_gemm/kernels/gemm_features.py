@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from ..arch import SM90
-from ..params import FP8Config, GemmConfig
+from ..params import GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
 from .features import Features
 from .loads import LINE_BYTES, SECTOR_BYTES
@@ -101,7 +101,7 @@ def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
         "consumers": config.num_consumers,
         "consumers_k": x.consumers_k,
         "promotion": promotion if x.promotion else 0.0,
-        "ahead": float(not isinstance(config, FP8Config) or config.num_partials > 1),
+        "ahead": float(config.num_partials != 1),
         "stages": config.num_stages,
         "prologue_us": 0.0 if x.transposed else UPRIGHT_US,
         "store_warp": float(x.store_warp),

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..arch import SM90, ArchSpec
 from ..errors import UnsupportedError
-from ..jit.driver.launch import LaunchShape, Map
-from ..jit.driver.tensor_map import TensorMapSpec
-from ..params import GemmConfig, ScaledConfig, ScaledGroupedParams
-from ..spec import GemmSpec, Spec, align, ceil_div
-from . import scaled_tiles
-from .base import Argument, Strides
+from ..params import GemmConfig
+from ..spec import GemmSpec, align, ceil_div
+from .base import Strides
 from .features import Features
 from .raster import divisor, raster
-
-GROUPINGS = {"contiguous": "kIndex", "psum": "kPsum", "masked": "kMasked"}
-"""Forms in which groups along M are given, and their names in device code."""
 
 LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
 """Sizes of the table are powers of two."""
@@ -109,13 +102,6 @@ def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
     return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
 
 
-def as_gemm(spec: Spec) -> GemmSpec:
-    """``spec``, if it is one of a GEMM; TypeError if not."""
-    if not isinstance(spec, GemmSpec):
-        raise TypeError(f"it multiplies matrices, but it was asked for {spec}")
-    return spec
-
-
 def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
     """The operands that are loaded with evict-first, as in `loads.evict_first`: B if masked groups have one row of
     tiles each, even with twice the expected rows, and not too many bytes. L2 then keeps what others wrote, instead of
@@ -127,50 +113,34 @@ def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
     return int(is_low(spec, config) and weights <= _MOST_EVICTED)
 
 
-def with_groups(arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """The parameters of a kernel without groups with another order of tiles, and the groups."""
-    return (
-        *(replace(x, ctype="GroupRaster") if x.name == "raster" else x for x in arguments),
-        Argument("groups", "u32"),
-        Argument("alignment", "u32"),
-        Argument("layout", "const int*"),
-    )
-
-
-def a_rows(grouping: str, config: GemmConfig) -> int:
-    """Rows of a box of A. A tile loads the boxes that begin before its group's end; where rows have labels, all that
-    one consumer multiplies, because the product of padding is written."""
+def a_rows(grouping: str, dtype: str, config: GemmConfig) -> int:
+    """Rows of a box of A; 0 for all of a tile. A tile loads the boxes that begin before its group's end; where rows
+    have labels, all that one consumer multiplies, because the product of padding is written."""
+    if grouping in ("none", "k"):
+        return 64 if grouping == "k" and dtype == "e4m3" else 0
     return FEW_ROWS if config.block_m == 64 and grouping != "contiguous" else 64
 
 
-def launch_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[str, Any]:
-    """Values of those parameters that depend on no family."""
-    return _sizes(spec, config) | {
-        "raster": list(order(config, spec.n, skips_padding(spec, config), blocks_ahead(spec, config))),
+def along_m_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[str, Any]:
+    """Values of the parameters that depend on no family."""
+    return _COMMON | {
+        "last_rows": config.block_m,
+        "last_columns": config.block_n,
+        "groups": spec.groups,
+        "raster": order(config, spec.n, skips_padding(spec, config), blocks_ahead(spec, config)),
         "d_stride": strides["d"][0],
         "alignment": spec.alignment,
         "evict_first": evict_first(spec, config),
     }
 
 
-def _sizes(spec: GemmSpec, config: GemmConfig) -> dict[str, Any]:
-    """What all grouped kernels take. There are no maps for edges, and no loads before the previous kernel has ended."""
-    return {
-        "m": spec.m,
-        "n": spec.n,
-        "k": spec.k,
-        "last_rows": config.block_m,
-        "last_columns": config.block_n,
-        "early_stages": 0,
-        "evict_first": 0,
-        "groups": spec.groups,
-    }
+_COMMON = {"early_stages": 0, "evict_first": 0}
+"""There are no maps for edges, and no loads before the previous kernel has ended."""
 
 
-def launch_shape(spec: GemmSpec, config: GemmConfig, shared: int, pdl: bool) -> LaunchShape:
+def along_m_ctas(spec: GemmSpec, config: GemmConfig) -> int:
     """One CTA for each SM, or fewer if there cannot be as many tiles."""
-    tiles = rows_of_tiles(spec, config) * ceil_div(spec.n, config.block_n)
-    return _one_per_sm(tiles, spec, config, shared, pdl)
+    return min(rows_of_tiles(spec, config) * ceil_div(spec.n, config.block_n), spec.num_sms)
 
 
 def one_group(spec: GemmSpec) -> GemmSpec:
@@ -184,40 +154,15 @@ def with_weights(found: Features, spec: GemmSpec, element_bytes: int) -> Feature
     return found._replace(traffic=found.traffic + (spec.groups - 1) * spec.n * spec.k * element_bytes)
 
 
-def fitted(params: ScaledGroupedParams, arch: ArchSpec = SM90) -> ScaledGroupedParams:
-    """The params of an FP8 kernel with no more stages than fit beside the table of groups."""
-    config = params.config
-    if not isinstance(config, ScaledConfig):
-        raise TypeError(f"it takes a ScaledConfig, not a {type(config).__name__}")
-    table, tma_store = table_bytes(params.grouping, params.segments), params.store == "tma"
-    return replace(params, config=scaled_tiles.fitted(config, params.scaling, params.output, arch, table, tma_store))
-
-
-def form_in_name(name: str, store: str, form: str) -> str:
-    """A kernel's name with the form of its groups before the store."""
-    return name.replace(f"_{store}", f"_{form}_{store}", 1)
-
-
-def along_k_arguments(known: Iterable[Argument], accumulate: str, *more: Argument) -> tuple[Argument, ...]:
-    """The parameters of a kernel without groups with the order of tiles along K, the groups, ``more``, and strides from
-    matrix to matrix."""
-    reads = [Argument("c_stride_g", "i64")] if accumulate == "reads" else []
-    return (
-        *(replace(x, ctype="DepthRaster") if x.name == "raster" else x for x in known),
-        Argument("groups", "u32"),
-        Argument("layout", "const int*"),
-        *more,
-        Argument("d_stride_g", "i64"),
-        *reads,
-    )
-
-
 def along_k_values(spec: GemmSpec, config: GemmConfig, strides: Strides, element_bytes: int) -> dict[str, Any]:
-    """Values of those parameters that depend on no family. d and c have three strides."""
+    """Values of the parameters that depend on no family. d and c have three strides."""
     each = max(1, spec.k // spec.groups) * element_bytes
     inside = raster(config, spec.m, spec.n, each, spec.num_sms)
     c = {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]} if "c" in strides else {}
-    return _sizes(spec, config) | {
+    return _COMMON | {
+        "last_rows": config.block_m,
+        "last_columns": config.block_n,
+        "groups": spec.groups,
         "raster": [*divisor(_tiles(spec, config)), *inside.arguments],
         "d_stride": strides["d"][1],
         "d_stride_g": strides["d"][0],
@@ -225,16 +170,9 @@ def along_k_values(spec: GemmSpec, config: GemmConfig, strides: Strides, element
     }
 
 
-def output_map(spec: GemmSpec, strides: Strides, width: int, element_bytes: int) -> Map:
-    """The tensor map of the matrices D of groups along K: boxes of 64 rows by ``width``, clipped at each matrix."""
-    steps = (strides["d"][1] * element_bytes, strides["d"][0] * element_bytes)
-    shape = (spec.n, spec.m, spec.groups)
-    return Map(TensorMapSpec(spec.d.dtype, shape, steps, (width, 64, 1), width * element_bytes), "d")
-
-
-def along_k_shape(spec: GemmSpec, config: GemmConfig, shared: int, pdl: bool) -> LaunchShape:
+def along_k_ctas(spec: GemmSpec, config: GemmConfig) -> int:
     """One CTA for each SM, or fewer if there are fewer tiles."""
-    return _one_per_sm(_tiles(spec, config) * spec.groups, spec, config, shared, pdl)
+    return min(_tiles(spec, config) * spec.groups, spec.num_sms)
 
 
 def one_product(spec: GemmSpec, config: GemmConfig, least_k: int) -> GemmSpec:
@@ -245,8 +183,3 @@ def one_product(spec: GemmSpec, config: GemmConfig, least_k: int) -> GemmSpec:
 
 def _tiles(spec: GemmSpec, config: GemmConfig) -> int:
     return ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n)
-
-
-def _one_per_sm(tiles: int, spec: GemmSpec, config: GemmConfig, shared: int, pdl: bool) -> LaunchShape:
-    grid = (min(tiles, spec.num_sms), 1, 1)
-    return LaunchShape(grid=grid, block=config.num_threads, dynamic_shared=shared, cluster=(1, 1, 1), pdl=pdl)

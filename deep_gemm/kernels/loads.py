@@ -11,9 +11,6 @@ from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
 from .raster import Raster
 from .tiles import left
 
-BARRIER_BYTES = 16
-"""Bytes of a stage's full and empty mbarriers."""
-
 SECTOR_BYTES = 32
 """The unit of L2 reads and writes."""
 

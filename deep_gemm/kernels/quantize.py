@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
-from ..params import KernelConfig, KernelParams, QuantizeParams
+from ..params import KernelParams, TileConfig
 from ..spec import Blocks, Dtype, QuantizeSpec, Spec, ceil_div
-from .base import Argument, Kernel, Strides, Value
+from .base import Argument, Kernel, Strides, Value, parameters
 
 TILE = 128
 
@@ -24,44 +23,35 @@ _SOURCES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32"}
 _BLOCKS = {"none": "kNothingShared", "row": "kRow", "column": "kColumn", "tile": "kTileShared"}
 
 
-@dataclass(frozen=True)
-class QuantizeConfig(KernelConfig):
-    """The tile that one CTA of ``num_threads`` threads casts. Registers are budgeted for ``ctas_per_sm`` CTAs on an
-    SM."""
-
-    tile_rows: int
-    tile_columns: int
-    num_threads: int
-    ctas_per_sm: int
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns that one CTA casts."""
-        return self.tile_rows, self.tile_columns
-
-    @property
-    def rows_each(self) -> int:
-        """Rows of a thread, which has eight columns."""
-        return self.tile_rows * self.tile_columns // (8 * self.num_threads)
+def _config(rows: int, columns: int, threads: int, ctas_per_sm: int) -> TileConfig:
+    return TileConfig("quantize", rows, columns, threads, ctas_per_sm)
 
 
-TILES = QuantizeConfig(128, 128, 256, ctas_per_sm=4)
-TILES_OF_FLOATS = QuantizeConfig(128, 128, 512, ctas_per_sm=2)
-ROWS_OF_FLOATS = QuantizeConfig(64, 128, 256, ctas_per_sm=4)
-FEW_ROWS = QuantizeConfig(1, 1024, 128, ctas_per_sm=8)
-SOME_ROWS = QuantizeConfig(2, 1024, 128, ctas_per_sm=8)
+TILES, TILES_OF_FLOATS = _config(128, 128, 256, 4), _config(128, 128, 512, 2)
+ROWS_OF_FLOATS = _config(64, 128, 256, 4)
+FEW_ROWS, SOME_ROWS = _config(1, 1024, 128, 8), _config(2, 1024, 128, 8)
 
 FEW, SOME = 1 << 18, 1 << 20
 """Elements up to which rows are cast by `FEW_ROWS` and `SOME_ROWS`: larger tiles would leave SMs idle. On an H100 these
 were fastest for up to 16 rows of 7168, and for 64; from 256 on larger tiles were."""
 
 
-class Quantize(Kernel[QuantizeConfig]):
+class Variant(NamedTuple):
+    """`KernelParams.options` of a cast: fields of `QuantizeSpec`. ``gathered``: an index says which rows are cast.
+    ``factors``: the scales of each row are multiplied by a factor."""
+
+    plain: str
+    transposed: str
+    gated: bool
+    gathered: bool
+    factors: bool
+
+
+class Quantize(Kernel):
     """See ``templates/include/quantize_rows.cuh`` and ``quantize_tile.cuh``."""
 
     name = "quantize"
-    archs = (SM90.name,)
-    config_class = QuantizeConfig
+    template = "quantize.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
         """Refuses every spec except casts with an output."""
@@ -81,58 +71,34 @@ class Quantize(Kernel[QuantizeConfig]):
             return "scales that are multiplied by factors are no powers of two"
         return None
 
-    def configs(self, arch: ArchSpec) -> Iterator[QuantizeConfig]:
-        """See `worthwhile`."""
-        yield from (TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS, SOME_ROWS)
+    def configs(self, arch: ArchSpec) -> tuple[TileConfig, ...]:
+        """See `config_of`."""
+        return TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS, SOME_ROWS
 
-    def illegal(self, config: QuantizeConfig, arch: ArchSpec) -> str | None:
-        """None for the configs of `configs`."""
-        return None if config in self.configs(arch) else f"a config must be one of {list(self.configs(arch))}"
-
-    def runs(self, spec: Spec, config: QuantizeConfig) -> bool:
-        """Whether ``config`` has the tiles that ``spec`` needs."""
-        if not isinstance(spec, QuantizeSpec):
-            return False
-        if config.rows_each > (4 if spec.gated or spec.dtype == "f32" else 8):
-            return False  # too many registers
-        return _is_of_rows(spec.plain, spec.transposed) or config.tile == (TILE, TILE)
-
-    def worthwhile(self, spec: Spec, config: QuantizeConfig) -> bool:
+    def config_of(self, spec: QuantizeSpec, arch: ArchSpec = SM90) -> TileConfig:
         """One config for each kind of cast. A thread holds 16-bit elements in half as many registers as float32, which
         gated elements are too."""
-        if not isinstance(spec, QuantizeSpec):
-            return False
         floats = spec.gated or spec.dtype == "f32"
         if not _is_of_rows(spec.plain, spec.transposed):
-            return config == (TILES_OF_FLOATS if floats else TILES)
+            return TILES_OF_FLOATS if floats else TILES
         size = spec.rows * spec.columns
         if size <= SOME:
-            return config == (FEW_ROWS if size <= FEW else SOME_ROWS)
-        return config == (ROWS_OF_FLOATS if floats else TILES)
+            return FEW_ROWS if size <= FEW else SOME_ROWS
+        return ROWS_OF_FLOATS if floats else TILES
 
-    def params(self, spec: Spec, config: QuantizeConfig, arch: ArchSpec) -> QuantizeParams:
+    def params(self, spec: QuantizeSpec, config: TileConfig, arch: ArchSpec) -> KernelParams:
         """See `Kernel.params`. Adds the input's type and the outputs."""
-        known = super().params(spec, config, arch)
-        assert isinstance(spec, QuantizeSpec)  # see `refuses`
-        return QuantizeParams(
-            **{field.name: getattr(known, field.name) for field in fields(KernelParams)},
-            dtype=spec.dtype,
-            plain=spec.plain,
-            transposed=spec.transposed,
-            gated=spec.gated,
-            gathered=spec.source_rows is not None,
-            factors=spec.factors,
-        )
+        variant = Variant(spec.plain, spec.transposed, spec.gated, spec.source_rows is not None, spec.factors)
+        return KernelParams(self.name, arch.name, config, dtype=spec.dtype, options=tuple(variant))
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``quantize.cu.jinja``."""
-        p = self._of(params)
-        config = _config(p)
+        p, config = _variant(params), _tile(params)
         kind = "rows" if _is_of_rows(p.plain, p.transposed) else "tile"
         gated, gathered, factored = ("true" if chosen else "false" for chosen in (p.gated, p.gathered, p.factors))
         rows = [gated, gathered, factored, *config.tile, config.num_threads]
         tile = [_BLOCKS[p.plain], _BLOCKS[p.transposed], gated, config.num_threads]
-        template = ", ".join(map(str, [_SOURCES[p.dtype], *(rows if kind == "rows" else tile)]))
+        template = ", ".join(map(str, [_SOURCES[params.dtype], *(rows if kind == "rows" else tile)]))
         return {
             "rows_or_tile": kind,
             "kernel": f"Quantize{kind.capitalize()}<{template}>",
@@ -147,41 +113,23 @@ class Quantize(Kernel[QuantizeConfig]):
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """The matrix, the rule for scales, and the values and scales of each output; strides in elements."""
-        p = self._of(params)
-        index = Argument("index", "const u32*", operand="rows")
-        gathered = (index, Argument("source_rows", "u32")) if p.gathered else ()
-        factors = (Argument("factors", "const float*", operand="factors"),) if p.factors else ()
-        outputs: list[Argument] = []
-        for prefix, blocks in (("", p.plain), ("t_", p.transposed)):
-            if blocks != "none":
-                outputs += [
-                    Argument(f"{prefix}values", "u8*"),
-                    Argument(f"{prefix}stride", "i64"),
-                    Argument(f"{prefix}scales", "float*"),
-                    Argument(f"{prefix}scale_stride_row", "i64"),
-                    Argument(f"{prefix}scale_stride_column", "i64"),
-                ]
-        return (
-            Argument("input", "const u8*", operand="x"),
-            Argument("input_stride", "i64"),
-            Argument("rows", "u32"),
-            Argument("columns", "u32"),
-            *gathered,
-            *factors,
-            Argument("band", "u32"),
-            Argument("epsilon", "u32"),
-            Argument("power_of_two", "u32"),
-            *outputs,
-        )
+        p = _variant(params)
+        gathered = "const u32* index=rows, u32 source_rows, " if p.gathered else ""
+        factors = "const float* factors, " if p.factors else ""
+        outputs = [
+            f", u8* {x}values, i64 {x}stride, float* {x}scales, i64 {x}scale_stride_row, i64 {x}scale_stride_column"
+            for x, blocks in (("", p.plain), ("t_", p.transposed))
+            if blocks != "none"
+        ]
+        head = f"const u8* input=x, i64 input_stride, u32 rows, u32 columns, {gathered}{factors}"
+        return parameters(f"{head}u32 band, u32 epsilon, u32 power_of_two{''.join(outputs)}")
 
     def values(
-        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: QuantizeSpec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Casts operand "x", (rows, columns) or (rows, 2 * columns) with contiguous rows, to "values" and "scales", and
         its transpose to "t_values" and "t_scales". Operand "rows", if there is one, says which rows of "x"; operand
         "factors" multiplies their scales."""
-        if not isinstance(spec, QuantizeSpec):
-            raise TypeError(f"{self.name} casts matrices, but it was asked for {spec}")
         values: dict[str, Any] = {
             "input_stride": strides["x"][0],
             "rows": spec.rows,
@@ -193,7 +141,7 @@ class Quantize(Kernel[QuantizeConfig]):
             if f"{prefix}values" in strides:
                 values[f"{prefix}stride"] = strides[f"{prefix}values"][0]
                 values[f"{prefix}scale_stride_row"], values[f"{prefix}scale_stride_column"] = strides[f"{prefix}scales"]
-        config = _config(self._of(params))
+        config = _tile(params)
         down, across = ceil_div(spec.rows, config.tile_rows), ceil_div(spec.columns, config.tile_columns)
         band = (ceil_div(down, MAX_GRID_Y) - 1).bit_length()
         values |= {"source_rows": spec.source_rows, "band": band}
@@ -206,16 +154,16 @@ class Quantize(Kernel[QuantizeConfig]):
 
     def entry(self, params: KernelParams) -> str:
         """Such as ``quantize_bf16_row_t_column`` or ``quantize_bf16_row_128x128``."""
-        p = self._of(params)
+        p = _variant(params)
         parts = [
             "quantize",
             "gathered" if p.gathered else "",
             "factored" if p.factors else "",
             "silu" if p.gated else "",
-            p.dtype,
+            params.dtype,
             p.plain if p.plain != "none" else "",
         ]
-        tile = self.describe(_config(p)) if _is_of_rows(p.plain, p.transposed) else ""
+        tile = self.describe(params.config) if _is_of_rows(p.plain, p.transposed) else ""
         return "_".join(filter(None, [*parts, f"t_{p.transposed}" if p.transposed != "none" else "", tile]))
 
     def cases(self) -> list[KernelParams]:
@@ -235,27 +183,21 @@ class Quantize(Kernel[QuantizeConfig]):
             QuantizeSpec(64, 8192, "bf16", "row", "none"),
             QuantizeSpec(8192, 8192, "f32", "row", "column"),
         ]
-        return [self.params(spec, self.chosen(spec), SM90) for spec in specs]
+        return [self.params(spec, self.config_of(spec), SM90) for spec in specs]
 
-    def ahead(self) -> list[KernelParams]:
+    def precompile_cases(self) -> list[KernelParams]:
         """Those without an index of rows and without factors, which are for experts."""
-        return [params for params in self.cases() if not (self._of(params).gathered or self._of(params).factors)]
-
-    def chosen(self, spec: QuantizeSpec) -> QuantizeConfig:
-        """The config that calls use."""
-        return next(config for config in self.configs(SM90) if self.worthwhile(spec, config))
-
-    def _of(self, params: KernelParams) -> QuantizeParams:
-        if not isinstance(params, QuantizeParams):
-            raise TypeError(f"{self.name} takes QuantizeParams, not {type(params).__name__}")
-        return params
+        return [params for params in self.cases() if not (_variant(params).gathered or _variant(params).factors)]
 
 
-def _config(params: QuantizeParams) -> QuantizeConfig:
-    config = params.config
-    if not isinstance(config, QuantizeConfig):
-        raise TypeError(f"quantize takes a QuantizeConfig, not a {type(config).__name__}")
-    return config
+def _variant(params: KernelParams) -> Variant:
+    return Variant(*params.options)  # type: ignore[arg-type]
+
+
+def _tile(params: KernelParams) -> TileConfig:
+    if not isinstance(params.config, TileConfig):
+        raise TypeError(f"quantize takes a TileConfig, not a {type(params.config).__name__}")
+    return params.config
 
 
 def _is_of_rows(plain: str, transposed: str) -> bool:
@@ -271,4 +213,4 @@ def _output(prefix: str, blocks: str) -> str:
     return f"output({', '.join(prefix + name for name in names)})"
 
 
-KERNEL = Quantize()
+QUANTIZE = Quantize()

@@ -75,7 +75,7 @@ class Calibration:
     power: Power
     origin: str = ""
     others: tuple[tuple[str, Speed], ...] = ()
-    """Speeds by which only some products are estimated, by name: see `Kernel.speeds`."""
+    """Speeds by which only some products are estimated, by name: see `rules.speeds`."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str = "") -> Calibration:

@@ -18,6 +18,7 @@ from ..spec import GemmSpec, ceil_div
 from .calibration import Calibration, default
 from .model import Estimate, estimate, features, parts, speed
 from .power import KNOWN_BYTES, sustained_us
+from .rules import penalty, worthwhile
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Choice:
     @functools.cached_property
     def estimate(self) -> Estimate:
         """The model's estimate. Computed when asked for, since ranking needs only one number of each config."""
-        return estimate(self.spec, self.config, speed(self.spec, self.config, self.calibration))
+        return estimate(self.spec, self.config, speed(self.spec, self.calibration))
 
     @functools.cached_property
     def sustained_us(self) -> float:
@@ -117,17 +118,17 @@ def order(
     measured: bool = False,
 ) -> list[Choice]:
     """``configs``, each of which must be able to run ``spec``, the fastest by the model first. ``corrected`` takes a
-    config and the model's time of a single call, in us, and returns the time to use. Handicaps count unless that was
+    config and the model's time of a single call, in us, and returns the time to use. Penalties count unless that was
     ``measured``."""
     if not configs:
         return []
-    known, sustained = speed(spec, configs[0], calibration), sustains(spec)
+    known, sustained = speed(spec, calibration), sustains(spec)
 
     def key(config: GemmConfig) -> tuple[float, int]:
         x = features(spec, config)
         us = parts(x, known)["total"]
         us = us if corrected is None else corrected(config, us)
-        us *= 1.0 if measured else kernels.of(config).handicap(config)
+        us *= 1.0 if measured else penalty(config)
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
             us = (max(0.0, us - known.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
@@ -144,30 +145,20 @@ def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = Non
 def candidates(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """The configs of the serving set that can run ``spec``. Raises UnsupportedError if there is none."""
     found = [
-        (kernel.worthwhile(spec, config), config)
-        for kernel in kernels.for_spec(spec, arch)
-        for config in _serving(kernel.name, arch)
-        if kernel.runs(spec, config)
+        (worthwhile(family, spec, config), config)
+        for family in kernels.for_spec(spec, arch)
+        for config in family.configs(arch)
+        if family.fits(spec, config)
     ]
     if not found:
         raise UnsupportedError(
             f"No tile has block_m and block_n that are multiples of {spec.block_multiple} and runs on {spec.num_sms} "
             "SMs. Relax set_block_size_multiple_of or set_num_sms."
         )
-    return [config for worthwhile, config in found if worthwhile] or [config for _, config in found]
-
-
-@functools.cache
-def _serving(kernel: str, arch: ArchSpec) -> tuple[GemmConfig, ...]:
-    return tuple(kernels.get(kernel).configs(arch))
+    return [config for chosen, config in found if chosen] or [config for _, config in found]
 
 
 def legal(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """Every legal config that can run ``spec``, fast or slow: for surveys and tuners."""
     families = kernels.for_spec(spec, arch)
-    return [config for kernel in families for config in _legal(kernel.name, arch) if kernel.runs(spec, config)]
-
-
-@functools.cache
-def _legal(kernel: str, arch: ArchSpec) -> tuple[GemmConfig, ...]:
-    return tuple(kernels.get(kernel).legal(arch))
+    return [config for family in families for config in family.legal(arch) if family.fits(spec, config)]

@@ -14,9 +14,10 @@ from typing import Any
 
 from .. import kernels
 from ..kernels.features import Features
-from ..params import KernelConfig
-from ..spec import Spec
+from ..params import GemmConfig
+from ..spec import GemmSpec
 from .calibration import Calibration, Speed
+from .rules import speeds
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,17 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     return {"launch": launch, **found, "epilogue": epilogue, "total": launch + first + body + epilogue}
 
 
-def speed(spec: Spec, config: KernelConfig, calibration: Calibration) -> Speed:
+def speed(spec: GemmSpec, calibration: Calibration) -> Speed:
     """The constants of speed by which ``spec`` is estimated."""
-    return calibration.named(kernels.of(config).speeds(spec))
+    return calibration.named(speeds(spec))
 
 
-def features(spec: Spec, config: KernelConfig) -> Features:
+def features(spec: GemmSpec, config: GemmConfig) -> Features:
     """The counts of ``config``, by its family."""
-    return kernels.of(config).features(spec, config)
+    return kernels.gemm(config.family).features(spec, config)
 
 
-def estimate(spec: Spec, config: KernelConfig, speed: Speed) -> Estimate:
+def estimate(spec: GemmSpec, config: GemmConfig, speed: Speed) -> Estimate:
     """The predicted time of ``spec`` with ``config``, launch included."""
     x = features(spec, config)
     times = parts(x, speed)

@@ -32,7 +32,7 @@ TOP = 8
 BEYOND = 8
 """How many other legal configs are measured as well. The serving set has few kernels: on an H100 its best one had 0.985
 of the speed of the best legal one (BF16, 30 random shapes), and these eight made it 0.998."""
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def store_of(device: str) -> Store:
 
 def label(config: GemmConfig) -> str:
     """A config as a text that identifies it."""
-    return json.dumps({"class": type(config).__name__, **vars(config)}, sort_keys=True)
+    return json.dumps(vars(config), sort_keys=True)
 
 
 def _folder(device: str) -> str:
@@ -192,6 +192,6 @@ def timed(record: Record, arch: ArchSpec, calibration: Calibration) -> Timed[Gem
         return None
 
     def modelled(config: GemmConfig) -> float:
-        return float(parts(features(record.spec, config), speed(record.spec, config, calibration))["total"])
+        return float(parts(features(record.spec, config), speed(record.spec, calibration))["total"])
 
     return Timed(_point(record.spec), {config: (us, modelled(config)) for config, us in configs.items()})

@@ -1,0 +1,303 @@
+"""The kernel families: for GEMMs a row each of what is supported, and the kernels that prepare operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..params import GemmConfig
+from ..spec import GemmSpec
+from . import serving
+from .base import Kernel
+from .fp8_gemm import Fp8Gemm
+from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
+from .gemm import SAME, GemmFamily, scaling_of
+from .half_gemm import HalfGemm
+from .helpers import COPY_ROWS, K_GROUP_MAPS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
+from .quantize import QUANTIZE
+from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
+
+ALL_MAJORS = ("kk", "km", "mm", "mk")
+ALONG_M = ("contiguous", "psum", "masked")
+SHAPE = (0, 2112, 7168)
+"""Sizes that are compiled in."""
+
+
+def _plain_has_own_kernels(spec: GemmSpec) -> str | None:
+    if scaling_of(spec) == "1d2d" and spec.d.dtype == "bf16" and spec.accumulate == "none":
+        return "1D2D with bf16 output and without C has kernels of its own"
+    return None
+
+
+def _rows_have_own_kernel(spec: GemmSpec) -> str | None:
+    plain = spec.d.dtype == "bf16" and spec.d.aligned and spec.accumulate == "none"
+    if plain and scaling_of(spec) == "rowwise":
+        return "scales of rows with bf16 output and without C have a kernel of their own"
+    return _plain_has_own_kernels(spec)
+
+
+def _mn_major_b_has_whole_blocks(spec: GemmSpec) -> str | None:
+    if spec.b.major != "k" and spec.k % HalfGemm.block_k:
+        return f"K of an MN-major B must be a multiple of {HalfGemm.block_k}, not {spec.k}"
+    return None
+
+
+def _any_scaling(config: GemmConfig) -> dict[str, Any]:
+    """1D1D, or scales of rows where a consumer has too few registers for it."""
+    enough = enough_registers(config, mma_n(config), more_registers("1d1d", "none", True))
+    return {} if enough else {"scaling": "rowwise"}
+
+
+FP8_GEMM = GemmFamily(
+    name="sm90_fp8_gemm",
+    rules=Fp8Gemm(),
+    serving=serving.FP8_GEMM,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    accumulates=("none",),
+    prefix="fp8_gemm",
+    varied=(
+        ((256, 128, (2, 1, 1)), {}),
+        ((128, 128), {"store": "direct"}),
+        ((128, 192), {"store": "direct"}),
+        ((128, 64, (1, 1, 2)), {"store": "direct"}),
+        ((64, 128, (1, 1, 1), 1, False), {"store": "direct"}),
+        ((128, 128), {"shape": SHAPE}),
+    ),
+)
+
+FP8_ROWS = GemmFamily(
+    name="sm90_fp8_rows",
+    rules=Fp8Gemm(by_rows=True),
+    serving=serving.FP8_GEMM,
+    dtypes=("e4m3",),
+    scalings=("rowwise",),
+    outputs=("bf16",),
+    accumulates=("none",),
+    aligned_d=True,
+    label="rows ",
+    varied=(((128, 128), {"shape": SHAPE}),),
+)
+
+FP8_SWAPPED = GemmFamily(
+    name="sm90_fp8_swapped",
+    rules=Fp8Swapped(),
+    serving=serving.FP8_SWAPPED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    accumulates=("none",),
+    label="swapped ",
+    prefix="fp8_gemm",
+    tile_prefix="swapped_",
+    varied=(
+        ((64,), {}),
+        ((64, 4, 2), {}),
+        ((64,), {"store": "direct"}),
+        ((24, 2, 2), {"store": "direct"}),
+        ((16, 2, 2), {"shape": SHAPE}),
+    ),
+)
+
+FP8_SCALED = GemmFamily(
+    name="sm90_fp8_scaled",
+    rules=Fp8Scaled(),
+    serving=serving.FP8_SCALED,
+    dtypes=("e4m3",),
+    scalings=("1d1d", "1d2d", "rowwise"),
+    outputs=("f32", "bf16", "f16"),
+    limit=_rows_have_own_kernel,
+    label="any ",
+    serving_options=_any_scaling,
+    varied=(
+        ((128, 160), {"accumulate": "reduces"}),
+        ((256, 64, (1, 1), 1, 2), {"output": "bf16"}),
+        ((128, 160), {"accumulate": "reads"}),
+        ((128, 128), {"output": "bf16", "accumulate": "reads"}),
+        ((64, 64), {"output": "f16"}),
+        ((128, 96), {"store": "direct"}),
+        ((128, 256, (1, 1), 1), {"scaling": "1d2d"}),
+        ((128, 256, (2, 1), 1), {"scaling": "1d2d", "accumulate": "reduces"}),
+        ((256, 64, (1, 1), 1, 2), {"scaling": "1d2d"}),
+        ((128, 128), {"scaling": "1d2d", "output": "bf16", "accumulate": "reads"}),
+        ((128, 128, (1, 2)), {"scaling": "1d2d", "accumulate": "reduces"}),
+        ((64, 64), {"scaling": "1d2d", "store": "direct", "accumulate": "reads"}),
+        ((128, 112), {"scaling": "rowwise"}),
+        ((64, 64), {"scaling": "rowwise", "output": "bf16", "store": "direct"}),
+        ((128, 128), {"scaling": "rowwise", "output": "bf16", "accumulate": "reads"}),
+        ((128, 128), {"shape": SHAPE}),
+    ),
+)
+
+FP8_SCALED_SWAPPED = GemmFamily(
+    name="sm90_fp8_scaled_swapped",
+    rules=Fp8ScaledSwapped(),
+    serving=serving.FP8_SCALED_SWAPPED,
+    dtypes=("e4m3",),
+    scalings=("rowwise", "1d2d"),  # with 1D1D a token's scale and a weight's would both change with each block of K
+    outputs=("bf16", "f32", "f16"),
+    limit=_plain_has_own_kernels,
+    label="any swapped ",
+    tile_prefix="swapped_",
+    varied=(
+        ((64,), {"scaling": "1d2d", "output": "f32"}),
+        ((16, 4), {"scaling": "1d2d", "output": "f32", "accumulate": "reads"}),
+        ((8, 1, 2), {"scaling": "1d2d", "accumulate": "reads"}),
+        ((16, 4), {"output": "f32"}),
+        ((8, 1, 2), {"output": "f16"}),
+        ((8, 1, 2), {"store": "direct", "accumulate": "reads"}),
+        ((24, 2, 2), {"store": "direct"}),
+        ((16, 2, 2), {"shape": SHAPE}),
+    ),
+)
+
+FP8_GROUPED = GemmFamily(
+    name="sm90_fp8_grouped",
+    rules=Fp8Scaled(groups="m"),
+    serving=serving.FP8_GROUPED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=ALONG_M,
+    accumulates=("none",),
+    label="any ",
+    varied=(
+        ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
+        ((128, 256, (1, 1), 1), {"grouping": "masked"}),
+        ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
+    ),
+)
+
+FP8_K_GROUPED = GemmFamily(
+    name="sm90_fp8_k_grouped",
+    rules=Fp8Scaled(groups="k"),
+    serving=serving.FP8_K_GROUPED,
+    dtypes=("e4m3",),
+    scalings=("1d1d",),
+    outputs=("f32", "bf16", "f16"),
+    groupings=("k",),
+    label="any ",
+    serving_options=lambda config: {"accumulate": "reduces"},
+    varied=(
+        ((128, 128, (1, 1), 2, 1), {"output": "bf16", "accumulate": "reads", "segments": 256}),
+        ((128, 128, (1, 1), 2, 1), {"accumulate": "reads", "store": "direct"}),
+    ),
+)
+
+HALF_GEMM = GemmFamily(
+    name="sm90_half_gemm",
+    rules=HalfGemm(),
+    serving=serving.HALF_GEMM,
+    dtypes=("bf16", "f16"),
+    majors=ALL_MAJORS,
+    outputs=(SAME, "f32"),
+    varied=(
+        ((128, 128), {"majors": "km"}),
+        ((128, 256), {"majors": "mm"}),
+        ((256, 128), {"majors": "mk"}),
+        ((128, 256, (2, 1, 1)), {"majors": "km"}),
+        ((256, 128, (1, 2, 1)), {"majors": "mm"}),
+        ((64, 64, (1, 1, 4)), {"majors": "mm"}),
+        ((128, 256), {"output": "f32"}),
+        ((256, 128), {"output": "f32", "accumulate": "reduces", "majors": "mm"}),
+        ((128, 128), {"accumulate": "reads"}),
+        ((64, 64, (1, 1, 4)), {"output": "f32", "accumulate": "reads"}),
+        ((64, 64, (1, 1, 4)), {"accumulate": "reads"}),
+        ((64, 96, (1, 1, 1), 2), {"output": "f32", "accumulate": "reduces"}),
+        ((128, 256), {"dtype": "f16", "output": "f16"}),
+        ((128, 128), {"dtype": "f16", "output": "f32", "accumulate": "reads"}),
+        ((128, 128), {"store": "direct"}),
+        ((64, 64, (1, 1, 4)), {"store": "direct", "output": "f32"}),
+        ((256, 128), {"store": "direct", "output": "f32", "accumulate": "reads"}),
+        ((128, 128, (2, 2, 1)), {}),
+        ((128, 128), {"shape": SHAPE}),
+    ),
+)
+
+HALF_SWAP_AB = GemmFamily(
+    name="sm90_half_turned",
+    rules=HalfGemm(swap_ab=True),
+    serving=serving.HALF_SWAP_AB,
+    dtypes=("bf16", "f16"),
+    majors=ALL_MAJORS,
+    outputs=(SAME,),
+    accumulates=("none",),
+    aligned_d=True,
+    label="turned ",
+    tile_prefix="turned_",
+    varied=(
+        ((128, 128), {"majors": "mm"}),
+        ((200, 128), {"majors": "km"}),
+        ((128, 256, (1, 2, 1)), {"majors": "km"}),
+        ((192, 128), {"majors": "mk"}),
+        ((72, 64), {"dtype": "f16"}),
+        ((136, 192), {"majors": "km"}),
+        ((128, 128, (2, 2, 1)), {"majors": "mm"}),
+        ((256, 128, (1, 2, 1)), {"majors": "mk"}),
+        ((128, 256, (2, 1, 1)), {"majors": "km"}),
+        ((176, 192, (2, 1, 1)), {"shape": SHAPE}),
+    ),
+)
+
+HALF_SWAPPED = GemmFamily(
+    name="sm90_half_swapped",
+    rules=HalfSwapped(),
+    serving=serving.HALF_SWAPPED,
+    dtypes=("bf16", "f16"),
+    majors=("kk", "km"),  # few rows of A are loaded at a time
+    outputs=(SAME, "f32"),
+    label="swapped ",
+    tile_prefix="swapped_",
+    varied=(
+        ((64,), {"majors": "km"}),
+        ((16, 4), {"majors": "km", "output": "f32"}),
+        ((64,), {"output": "f32", "accumulate": "reads"}),
+        ((16, 4), {"accumulate": "reads"}),
+        ((8, 1, 2), {"output": "f32"}),
+        ((8, 1, 2), {"store": "direct", "accumulate": "reads"}),
+        ((24, 2, 2), {"store": "direct"}),
+        ((16, 4), {"dtype": "f16", "output": "f16"}),
+        ((64,), {"dtype": "f16", "output": "f32"}),
+        ((16, 2, 2), {"shape": SHAPE}),
+    ),
+)
+
+HALF_GROUPED = GemmFamily(
+    name="sm90_half_grouped",
+    rules=HalfGemm(groups="m"),
+    serving=serving.HALF_GROUPED,
+    dtypes=("bf16", "f16"),
+    majors=("kk", "km"),
+    outputs=(SAME,),
+    groupings=ALONG_M,
+    accumulates=("none",),
+    limit=_mn_major_b_has_whole_blocks,
+    varied=(
+        ((128, 256), {"grouping": "masked", "majors": "km"}),
+        ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
+        ((128, 128), {"dtype": "f16", "output": "f16", "grouping": "psum", "segments": 256}),
+    ),
+)
+
+HALF_K_GROUPED = GemmFamily(
+    name="sm90_half_k_grouped",
+    rules=HalfGemm(groups="k"),
+    serving=serving.HALF_K_GROUPED,
+    dtypes=("bf16", "f16"),
+    majors=("mm",),
+    outputs=(SAME, "f32"),
+    groupings=("k",),
+    serving_options=lambda config: {"output": "f32", "accumulate": "reduces"},
+    varied=(
+        ((256, 128), {"output": "f32", "accumulate": "reads"}),
+        ((128, 128), {"accumulate": "reads", "segments": 256}),
+        ((128, 128), {"dtype": "f16", "output": "f16", "store": "direct"}),
+    ),
+)
+
+GEMMS: tuple[GemmFamily, ...] = (
+    *(FP8_GEMM, FP8_GROUPED, FP8_K_GROUPED, FP8_ROWS, FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
+    *(HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SWAPPED, HALF_SWAP_AB),
+)
+
+FAMILIES: tuple[Kernel, ...] = (*GEMMS, COPY_ROWS, K_GROUP_MAPS, QUANTIZE, TRANSPOSE_BYTES, TRANSPOSE_SCALES)

@@ -1,0 +1,415 @@
+"""GEMM families: what each supports, and its binaries, launches and names.
+
+A family is data: a template, a serving set, and a row of what is supported. Everything else follows from these here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from ..arch import SM90, ArchSpec
+from ..jit.binary import PostPass
+from ..jit.driver.launch import LaunchShape
+from ..params import GemmConfig, KernelParams
+from ..settings import settings
+from ..spec import Accumulate, GemmSpec, Grouping, Spec
+from . import ffma_bursts, groups
+from .base import Argument, Kernel, Strides, Value, parameters
+from .features import Features
+from .gemm_features import Counts
+from .gemm_features import features as count
+from .gemm_launch import along_k, along_m, check_whole_pieces, dense
+from .template import BYTES, Template, turns
+from .tiles import segments
+
+SCALINGS = {
+    ("none", "none"): "none",
+    ("1x128", "1x128"): "1d1d",
+    ("1x128", "128x128"): "1d2d",
+    ("row", "row"): "rowwise",
+}
+"""The name of each supported pair of scalings, those of A and of B."""
+
+SCALE_PARAMETERS = {
+    "none": (),
+    "1d1d": parameters("TensorMap map_scale_a, TensorMap map_scale_b"),
+    "1d2d": parameters("const float* scale_b=sfb, i64 scale_b_stride_n, i64 scale_b_stride_k, TensorMap map_scale_a"),
+    "rowwise": parameters("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb, i64 scale_b_stride"),
+}
+"""TMA loads scales of 1x128. Threads read all others, with a stride of zero where all rows share one scale."""
+
+_NAMES = {
+    "e4m3": "fp8",
+    "bf16": "bf16",
+    "f16": "fp16",
+    "kk": "nt",
+    "km": "nn",
+    "mm": "tn",
+    "mk": "tt",
+    "none": "",
+    "reads": "add",
+    "reduces": "reduce",
+}
+"""In names of kernels: dtypes, BLAS names of majors, and ways to add C."""
+
+_CONSTANTS = {
+    "1d1d": "k1D1D",
+    "1d2d": "k1D2D",
+    "rowwise": "kRowwise",
+    "bf16": "kBf16",
+    "f16": "kF16",
+    "f32": "kF32",
+    "reads": "kReads",
+    "reduces": "kReduces",
+    "contiguous": "kIndex",
+    "psum": "kPsum",
+    "masked": "kMasked",
+    "k": "kAlongK",
+}
+"""In device code: scalings, elements of D, ways to add C, and forms of groups."""
+
+_MMA_TYPES = {"e4m3": "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "f16": "k16.f32.f16.f16"}
+
+SAME = "same"
+"""In `GemmFamily.outputs`: the dtype of the operands."""
+
+
+def _none(spec: GemmSpec) -> None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class GemmFamily(Kernel):
+    """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
+
+    It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in ``outputs``, adds C in the ways
+    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store. ``limit`` refuses more, in
+    a sentence. Names of kernels begin with ``prefix``, if it is given, instead of operands and output, and descriptions
+    of configs with ``label``. Cases are the serving set with ``serving_options``, and ``varied``, as arguments of
+    `config` and of `case`.
+    """
+
+    name: str
+    rules: Template
+    serving: tuple[tuple[Any, ...], ...]
+    dtypes: tuple[str, ...]
+    outputs: tuple[str, ...]
+    majors: tuple[str, ...] = ("kk",)
+    scalings: tuple[str, ...] = ("none",)
+    groupings: tuple[Grouping, ...] = ("none",)
+    accumulates: tuple[Accumulate, ...] = get_args(Accumulate)
+    aligned_d: bool = False
+    limit: Callable[[GemmSpec], str | None] = _none
+    label: str = ""
+    prefix: str = ""
+    tile_prefix: str = ""
+    varied: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
+    serving_options: Callable[[GemmConfig], Mapping[str, Any]] = lambda config: {}
+
+    @property
+    def template(self) -> str:  # type: ignore[override]
+        return self.rules.file
+
+    @property
+    def mma_instruction(self) -> str:  # type: ignore[override]
+        return self.rules.mma_instruction
+
+    # ---- which specs, and which configs
+
+    def refuses(self, spec: Spec) -> str | None:
+        if not isinstance(spec, GemmSpec):
+            return "it multiplies matrices"
+        a, b, d = spec.a, spec.b, spec.d
+        if a.dtype not in self.dtypes or b.dtype != a.dtype:
+            return f"A and B must both be {' or both '.join(self.dtypes)}, not {a.dtype} and {b.dtype}"
+        scaling = SCALINGS.get((a.scaling, b.scaling), "")
+        if scaling not in self.scalings:
+            known = ", ".join(" and ".join(pair) for pair, name in SCALINGS.items() if name in self.scalings)
+            return f"scales of A and B must be {known}, not {a.scaling} and {b.scaling}"
+        if (given := majors_of(spec)) not in self.majors:
+            known = ", ".join(_NAMES[each].upper() for each in self.majors)
+            return f"the layouts of A and B must be {known}, not {_NAMES[given].upper()}"
+        for name, operand in (("A", a), ("B", b)):
+            if not operand.aligned:
+                return f"the address and the row stride of {name} must be multiples of 16 bytes for TMA"
+        outputs = [a.dtype if output == SAME else output for output in self.outputs]
+        if d.dtype not in outputs or (d.major, d.scaling) != ("mn", "none"):
+            return f"D must be row-major {' or '.join(outputs)}, not {d.major}-major {d.dtype}"
+        if self.aligned_d and not d.aligned:
+            return "rows of D must begin on 16-byte boundaries"
+        if spec.batch != 1:
+            return "it computes no batch of products"
+        if spec.grouping not in self.groupings:
+            return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
+        if spec.epilogue != "none" or spec.accumulate not in self.accumulates:
+            return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
+        return self.limit(spec)
+
+    def config(self, *tile: Any, arch: ArchSpec = SM90, **options: Any) -> GemmConfig:
+        """A config of this family; see `Template.make` of its template."""
+        return self.rules.make(self.name, *tile, arch=arch, **options)
+
+    def configs(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
+        return _legal_of(self, self.serving, arch)
+
+    def legal(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
+        """Every config that is legal on ``arch``, each once: for surveys and tuners."""
+        return _legal_of(self, tuple(self.rules.tiles()), arch)
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
+        return self.rules.illegal(config, arch)
+
+    def fits(self, spec: GemmSpec, config: GemmConfig) -> bool:
+        """Whether the legal config ``config`` can run ``spec``, however slowly: it respects the caller's limits, sums K
+        in one order if the spec wants that, and no tile reaches from one group into the next."""
+        c, (multiple_m, multiple_n) = config, spec.block_multiple
+        return (
+            c.block_m % multiple_m == 0
+            and c.block_n % multiple_n == 0
+            and c.cluster_size <= spec.num_sms
+            # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
+            and (spec.whole_gpu or c.ctas_per_sm == 1)
+            and not (spec.batch_invariant and c.k_splits > 1)
+            and (spec.grouping not in ("contiguous", "psum") or spec.alignment % c.block_m == 0)
+            and self.rules.fits(spec, c, self.adds(spec), scaling_of(spec))
+        )
+
+    def adds(self, spec: GemmSpec) -> str:
+        """How C is added, as `KernelParams.accumulate` says it. TMA adds to a float32 D."""
+        if spec.accumulate == "none":
+            return "none"
+        reduces = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned and self.rules.tma_adds
+        return "reduces" if reduces else "reads"
+
+    def describe(self, config: Any) -> str:
+        """Tile, stages, consumers, cluster, and CTAs per SM."""
+        c = config
+        text = f"{self.label}{c.block_m}x{c.block_n}x{c.block_k} s{c.num_stages} w{c.num_consumers}"
+        text += f" c{c.cluster_m}x{c.cluster_n}x{c.cluster_k}"
+        return text + (f" r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "")
+
+    def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
+        """The inputs of the performance model; with groups, those of about as much work without."""
+        size = BYTES[spec.a.dtype]
+        counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling_of(spec))
+        if spec.grouping == "none":
+            return count(counts, spec, config, size)
+        if spec.grouping == "k":
+            return count(counts, groups.one_product(spec, config, config.block_k), config, size)
+        return groups.with_weights(count(counts, groups.expected(spec, config), config, size), spec, size)
+
+    # ---- a binary
+
+    def params(self, spec: GemmSpec, config: GemmConfig, arch: ArchSpec) -> KernelParams:
+        """Takes as many stages as fit beside what the spec needs."""
+        sizes = {"m": spec.m, "n": spec.n, "k": spec.k}
+        m, n, k = (size if name in spec.compiled_dims else 0 for name, size in sizes.items())
+        return self.case(
+            config,
+            arch=arch,
+            store="tma" if spec.d.aligned else "direct",
+            shape=(m, n, k),
+            dtype=spec.a.dtype,
+            majors=majors_of(spec),
+            scaling=scaling_of(spec),
+            output=spec.d.dtype,
+            accumulate=self.adds(spec),
+            grouping=spec.grouping,
+            segments=groups.segments(spec.grouping, spec.groups) if spec.grouping != "none" else groups.LEAST_SEGMENTS,
+        )
+
+    def case(self, config: GemmConfig, arch: ArchSpec = SM90, **options: Any) -> KernelParams:
+        """The identity of a binary with ``config``. ``options`` are fields of `KernelParams`. Their defaults are TMA
+        stores, and the first of everything that the family supports."""
+        dtype = options.get("dtype", self.dtypes[0])
+        output = dtype if self.outputs[0] == SAME else self.outputs[0]
+        first = {"dtype": dtype, "majors": self.majors[0], "scaling": self.scalings[0], "output": output}
+        first |= {"grouping": self.groupings[0], "store": "tma"}
+        params = KernelParams(**{"kernel": self.name, "arch": arch.name, "config": config, **first, **options})
+        return replace(params, config=self.rules.fitted(params, self._table(params), arch))
+
+    def cases(self) -> list[KernelParams]:
+        """The serving set, and `varied`."""
+        serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
+        return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied]
+
+    def post_pass(self, params: KernelParams) -> PostPass | None:
+        """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off. 1D1D has no runs of one factor, and the template for
+        any scaling multiplies by rows in its epilogue."""
+        runs = params.scaling == "1d2d" or (params.scaling == "rowwise" and self.rules.scales_have_edges)
+        return ffma_bursts.POST_PASS if runs and settings.ffma_bursts else None
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        return self.rules.shared_bytes(params) + self._table(params)
+
+    def _table(self, params: KernelParams) -> int:
+        """Bytes of the table of groups."""
+        return 0 if params.grouping == "none" else groups.table_bytes(params.grouping, params.segments)
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``fp8_gemm_128x128_s5_p2_c2x1_tma`` or ``m_grouped_bf16_gemm_nt_128x256_s4_masked_g32_tma``."""
+        p, c = params, params.gemm
+        head = f"{_NAMES[p.dtype]}_gemm"
+        if p.dtype == "e4m3":
+            kind = [self.prefix or f"{head}_{p.scaling}_{p.output}"]
+        else:
+            kind = [head, _NAMES[p.majors], p.output if p.output != p.dtype else ""]
+        splits = c.cluster_k if self.rules.scales_have_edges or c.swap_ab else 0
+        k = f"k{c.cluster_k}x{c.consumers_k}" if splits else f"k{c.cluster_k}"
+        form = {"none": "", "k": f"g{p.segments}"}.get(p.grouping, f"{p.grouping}_g{p.segments}")
+        parts = [
+            {"none": "", "k": "k_grouped"}.get(p.grouping, "m_grouped"),
+            *kind,
+            _NAMES[p.accumulate],
+            f"{self.tile_prefix}{c.block_m}x{c.block_n}_s{c.num_stages}",
+            f"p{c.num_partials}" if self.rules.names_partials else "",
+            f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
+            k if c.k_splits > 1 else "",
+            f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
+            "" if c.persistent else "once",
+            "b1" if c.buffers == 1 else "",
+            form,
+            p.store,
+            *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
+        ]
+        return "_".join(filter(None, parts))
+
+    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
+        """Those that all templates have, and those that this one names."""
+        p, c, rules = params, params.gemm, self.rules
+        producer, consumer = rules.registers(c)
+        majors = p.majors[::-1] if c.swap_ab else p.majors  # of the operands of wgmma
+        buffers, late = rules.staging(p)
+        steps = {"k": "kStepKMajor", "m": "kStepMnMajor"}
+        own: dict[str, str | int | bool] = {
+            "block_n": c.block_n,
+            "cluster_m": c.cluster_m,
+            "cluster_n": c.cluster_n,
+            "cluster_k": c.cluster_k,
+            "num_partials": c.num_partials,
+            "turns": turns(c),
+            "persistent": c.persistent,
+            "min_ctas": rules.min_ctas(c),
+            "scaling": _CONSTANTS.get(p.scaling, ""),
+            "element": _CONSTANTS[p.output],
+            "accumulate": _CONSTANTS.get(p.accumulate, "kNothing"),
+            "buffers": buffers,
+            "late": late,
+            "swapped": c.swap_ab,
+            "mn_major_a": p.majors[0] == "m",
+            "mn_major_b": p.majors[1] == "m",
+            "grouping": _CONSTANTS.get(p.grouping, "kUngrouped"),
+            "segments": p.segments,
+            "a_rows": groups.a_rows(p.grouping, p.dtype, c),
+        }
+        return {
+            "block_m": c.block_m,
+            "num_stages": c.num_stages,
+            "num_consumers": c.num_consumers,
+            "num_threads": c.num_threads,
+            "producer_registers": producer,
+            "consumer_registers": consumer,
+            **{f"shape_{letter}": size for letter, size in zip("mnk", p.shape, strict=True)},
+            "tma_store": p.store == "tma",
+            "mma_n": rules.mma_n(c),
+            "mma_types": _MMA_TYPES[p.dtype],
+            "mma_majors": "" if p.dtype == "e4m3" else "".join(f", {int(major == 'm')}" for major in majors),
+            "step_a": steps[majors[0]],
+            "step_b": steps[majors[1]],
+            "shared_bytes": self.shared_bytes(params),
+            "arguments": self.struct(params),
+            "argument_fields": self.struct_fields(params),
+            **{name: own[name] for name in rules.constant_names},
+        }
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """Parameters in the order of first use: those of the prologue share a line of the constant cache, and each line
+        takes 110 cycles. Each operand also has a map of edge boxes (see ``edge_boxes.cuh``), which have ``last_rows``
+        and ``last_columns`` rows; those of MN-major operands are the same. ``early_stages`` stages of B are loaded
+        before the previous kernel has ended; 0 means that it may still write B and its scales. ``evict_first`` is a set
+        of bits (see ``tma.cuh``). With groups along K, FP8 reads tensor maps of A and B from memory."""
+        p, rules = params, self.rules
+        raster_type = {"none": "Raster", "k": "DepthRaster"}.get(p.grouping, "GroupRaster")
+        head = f"u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, {raster_type} raster, "
+        front = parameters(f"{head}u32 evict_first")
+        scales, map_d = SCALE_PARAMETERS[p.scaling], _maps("map_d") if rules.has_map_d(p) else ()
+        if rules.scales_have_edges:
+            read, loaded = (tuple(x for x in scales if x.is_value == kind) for kind in (True, False))
+            more = range(1, len(segments(p.gemm.block_n)))
+            return (
+                *(*front, *read, *parameters("u16* d, i64 d_stride"), *_maps("map_a")),
+                *(Argument("map_b", "TensorMap", field="map_b[0]"), *loaded, *map_d, *_maps("map_a_last, map_b_last")),
+                *(replace(x, name=f"{x.name}_last") for x in loaded),
+                *(Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]") for index in more),
+            )
+        reads = p.accumulate == "reads"
+        c = parameters("const u8* c, i64 c_stride") if reads else ()
+        in_memory = p.grouping == "k" and p.dtype == "e4m3"
+        operands, lasts = ((), ()) if in_memory else (_maps("map_a, map_b"), _maps("map_a_last, map_b_last"))
+        found = (*front, *parameters("u8* d, i64 d_stride"), *c, *scales, *operands, *map_d, *lasts)
+        if rules.edge_map_d:
+            found += _maps("map_d_last")
+        if p.grouping == "k":
+            found += parameters("u32 groups, const int* layout")
+            found += parameters("const TensorMap* maps") if in_memory else ()
+            found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
+        elif p.grouping != "none":
+            found += parameters("u32 groups, u32 alignment, const int* layout")
+            found += parameters("i64 scale_b_stride_g") if p.scaling == "1d2d" else ()
+        return found
+
+    # ---- a launch
+
+    def values(
+        self, params: KernelParams, spec: GemmSpec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Operands: a, b, d; c if consumers read it; sfa and sfb with scales; and layout with groups. Scales of 1x128
+        are (rows, blocks of K) with contiguous rows; scales of rows have one stride.
+
+        With groups, matrices of all groups lie one after the other in one tensor map. With "masked", A's scales of all
+        groups are the rows of one matrix of (groups x blocks of K, rows of a group). With groups along K, d and c have
+        three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
+        many blocks of K the scales have."""
+        check_whole_pieces(params, spec.n)
+        c = params.gemm
+        launch = {"none": dense, "k": along_k}.get(spec.grouping, along_m)
+        ctas, values = launch(self.rules, params, spec, strides, constant and pdl)
+        if params.accumulate == "reads" and "c_stride" not in values:
+            values["c_stride"] = strides["c"][0]
+        shape = LaunchShape(
+            grid=(ctas, 1, 1),
+            block=c.num_threads,
+            dynamic_shared=self.shared_bytes(params),
+            cluster=(c.cluster_size, 1, 1),
+            pdl=pdl,
+        )
+        return shape, {"m": spec.m, "n": spec.n, "k": spec.k, **values}
+
+
+def scaling_of(spec: GemmSpec) -> str:
+    """The name of the spec's scaling; see `KernelParams`."""
+    return SCALINGS[spec.a.scaling, spec.b.scaling]
+
+
+def majors_of(spec: GemmSpec) -> str:
+    """The letters of the majors of A and B; see `KernelParams`."""
+    return "".join("k" if operand.major == "k" else "m" for operand in (spec.a, spec.b))
+
+
+@functools.cache
+def _legal_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: ArchSpec) -> tuple[GemmConfig, ...]:
+    configs = (family.config(*tile, arch=arch) for tile in tiles)
+    return tuple(config for config in configs if family.illegal(config, arch) is None)
+
+
+@functools.cache
+def _counts(family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
+    return family.rules.counts(config, output, aligned, scaling)
+
+
+def _maps(names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "TensorMap") for name in names.split(", "))

@@ -1,0 +1,177 @@
+"""The launches of GEMMs: grid, order of tiles, tensor maps and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..errors import InvalidInputError
+from ..jit.driver.launch import Map
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import GemmConfig, KernelParams
+from ..spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
+from . import groups
+from .base import Strides, Value
+from .loads import early_stages, evict_first, l2_promotion, operand_maps
+from .raster import raster
+from .template import BYTES, Template
+from .tiles import first_column, last_rows, left, segments
+
+
+def dense(
+    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
+) -> tuple[int, dict[str, Value]]:
+    c, size = params.gemm, BYTES[spec.a.dtype]
+    m, n, row_bytes = spec.m, spec.n, spec.k * size
+    order = raster(c, m, n, row_bytes, spec.num_sms)
+    rows = last_rows(c, m) if rules.scales_have_edges else left(m, c.block_m)
+    box_a, box_b = (_boxes(spec, operand, name, strides) for name, operand in (("a", spec.a), ("b", spec.b)))
+    map_a, map_a_last = operand_maps(box_a, "a", m, c.block_m // c.cluster_n, rows)
+    if rules.scales_have_edges:
+        maps_b, map_b_last, columns = _segment_maps(box_b, n, c)
+    else:
+        columns = left(n, c.block_n)
+        map_b, map_b_last = operand_maps(box_b, "b", n, c.block_n // c.cluster_m, columns)
+        maps_b = [map_b]
+    values: dict[str, Value] = {
+        "last_rows": rows,
+        "last_columns": columns,
+        "early_stages": early_stages(c, m, row_bytes) if early else 0,
+        "raster": order.arguments,
+        "evict_first": evict_first(spec, order, row_bytes, large_d=rules.stores_by_tma(params)),
+        "d_stride": strides["d"][0],
+        "map_a": map_a,
+        "map_b": maps_b[0],
+        "map_a_last": map_a_last,
+        "map_b_last": map_b_last,
+        **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
+        **_scales(rules, params, spec, strides),
+    }
+    if rules.has_map_d(params):
+        matrix = (spec.n, spec.m), (strides["d"][0],)
+        values["map_d"] = _map_d(rules, params, *matrix) if rules.stores_by_tma(params) else bytes(128)
+        if rules.edge_map_d:
+            values["map_d_last"] = _map_d(rules, params, *matrix, rows=left(c.block_m, 64))
+    return rules.num_ctas(c, m, n, spec.num_sms), values
+
+
+def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
+    """The values of `SCALE_PARAMETERS` without groups."""
+    c, blocks = params.gemm, ceil_div(spec.k, SCALE_BLOCK)
+    if params.scaling == "none":
+        return {}
+    if params.scaling == "rowwise":
+        return {"scale_a_stride": strides["sfa"][0], "scale_b_stride": strides["sfb"][0]}
+
+    def box(rows: int) -> TensorMapSpec:
+        return _scales_map("sfa", spec.m, blocks, rows, strides).spec
+
+    if params.scaling == "1d1d":
+        map_b = _scales_map("sfb", spec.n, blocks, c.block_n, strides)
+        return {"map_scale_a": Map(box(c.block_m), "sfa"), "map_scale_b": map_b}
+    stride_n, stride_k = strides["sfb"]
+    values: dict[str, Value] = {"scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
+    if not rules.scales_have_edges:
+        return values | {"map_scale_a": Map(box(c.block_m), "sfa")}
+    map_a, map_a_last = operand_maps(box, "sfa", spec.m, c.block_m, last_rows(c, spec.m))
+    return values | {"map_scale_a": map_a, "map_scale_a_last": map_a_last}
+
+
+def along_m(
+    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
+) -> tuple[int, dict[str, Value]]:
+    c, masked = params.gemm, spec.grouping == "masked"
+    rows, blocks = spec.m * (spec.groups if masked else 1), ceil_div(spec.k, SCALE_BLOCK)
+    boxes_a = _boxes(replace(spec, m=rows), spec.a, "a", strides, spec)
+    boxes_b = _boxes(replace(spec, n=spec.groups * spec.n), spec.b, "b", strides, spec)
+    map_a, map_b = Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a"), Map(boxes_b(c.block_n), "b")
+    values: dict[str, Value] = {
+        **groups.along_m_values(spec, c, strides),
+        "map_a": map_a,
+        "map_b": map_b,
+        "map_a_last": map_a,
+        "map_b_last": map_b,
+    }
+    if params.scaling == "1d2d":
+        all_blocks = blocks * (spec.groups if masked else 1)
+        stride_g, stride_n, stride_k = strides["sfb"]
+        values["map_scale_a"] = _scales_map("sfa", spec.m, all_blocks, c.block_m, strides)
+        values |= {"scale_b_stride_g": stride_g, "scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
+    if rules.has_map_d(params):
+        values["map_d"] = _map_d(rules, params, (spec.n, rows), (strides["d"][0],))
+    return groups.along_m_ctas(spec, c), values
+
+
+def along_k(
+    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
+) -> tuple[int, dict[str, Value]]:
+    c = params.gemm
+    values: dict[str, Value] = dict(groups.along_k_values(spec, c, strides, BYTES[spec.a.dtype]))
+    if spec.a.dtype == "e4m3":
+        of_a, of_b = strides["blocks"]
+        values["map_scale_a"] = _scales_map("sfa", spec.m, of_a, c.block_m, strides)
+        values["map_scale_b"] = _scales_map("sfb", spec.n, of_b, c.block_n, strides)
+    else:
+        for name, operand in (("a", spec.a), ("b", spec.b)):
+            values[f"map_{name}"] = values[f"map_{name}_last"] = Map(_boxes(spec, operand, name, strides)(64), name)
+    if rules.has_map_d(params):
+        step, row, _ = strides["d"]
+        values["map_d"] = _map_d(rules, params, (spec.n, spec.m, spec.groups), (row, step))
+    return groups.along_k_ctas(spec, c), values
+
+
+def _map_d(
+    rules: Template, params: KernelParams, shape: tuple[int, ...], steps: tuple[int, ...], rows: int = 64
+) -> Map:
+    """The tensor map of D: boxes of ``rows`` rows, swizzled over their own length, clipped at each matrix."""
+    size, width = BYTES[params.output], rules.box_columns(params.gemm, params.output)
+    box = (width, rows, 1)[: len(shape)]
+    return Map(TensorMapSpec(params.output, shape, tuple(step * size for step in steps), box, width * size), "d")
+
+
+def _boxes(
+    spec: GemmSpec, operand: Operand, name: str, strides: Strides, asked: GemmSpec | None = None
+) -> Callable[[int], TensorMapSpec]:
+    """A function of the rows of a box that returns the tensor map of an operand with such boxes. MN-major boxes always
+    have 64 rows. ``asked`` is the spec of the call, if ``spec`` has the sizes of all groups together."""
+    size, dtype = BYTES[operand.dtype], "u8" if operand.dtype == "e4m3" else operand.dtype
+    rows = spec.m if name == "a" else spec.n
+    if operand.major == "k":
+        stride = strides[name][0] * size
+        promotion = l2_promotion(asked or spec, stride, size)
+        return lambda box: TensorMapSpec(dtype, (spec.k, rows), (stride,), (128 // size, box), 128, promotion)
+    stride = strides[name][1] * size
+    promotion = l2_promotion(asked or spec, stride, size)
+    each, depth = (rows // spec.groups, spec.groups * spec.k) if asked and name == "b" else (rows, spec.k)
+    return lambda _: TensorMapSpec(dtype, (each, depth), (stride,), (64, 128 // size), 128, promotion)
+
+
+def _scales_map(name: str, rows: int, blocks: int, box: int, strides: Strides) -> Map:
+    """The tensor map of scales (rows, blocks) with contiguous rows. A box has ``box`` rows in one block of K."""
+    return Map(TensorMapSpec("f32", (rows, blocks), (strides[name][1] * 4,), (box, 1)), name)
+
+
+def _segment_maps(spec: Callable[[int], TensorMapSpec], n: int, config: GemmConfig) -> tuple[list[Map], Map, int]:
+    """The maps of B: one for each segment of a tile's columns (see ``columns.cuh``), and one for the edge box; and the
+    rows of the edge box, or ``block_n`` if no box crosses the edge."""
+    widths = segments(config.block_n)
+    tiles = align(ceil_div(n, config.block_n), config.cluster_n)
+    boxes = [width // config.cluster_m for width in widths]
+    begins = [first_column(config.block_n, segment, 0, tiles) for segment in range(len(widths))]
+    edge = max(segment for segment, begin in enumerate(begins) if begin < n)
+    rest = left(n - begins[edge], boxes[edge])
+    ending = Map(spec(rest), "b")
+    maps = [
+        ending if rest == box or begin + box > n else Map(spec(box), "b")
+        for begin, box in zip(begins, boxes, strict=True)
+    ]
+    return maps, ending, rest if rest < boxes[edge] else config.block_n
+
+
+def check_whole_pieces(params: KernelParams, n: int) -> None:
+    """Refuse copies of eight columns at a time where N is not a multiple of eight. Raises InvalidInputError."""
+    if not params.gemm.persistent and params.store == "tma" and n % 8:
+        raise InvalidInputError(
+            "A config whose CTAs have one tile each copies eight columns of D at a time, so that N must be a "
+            f"multiple of 8, but N is {n}. Use the same config with persistent=True."
+        )

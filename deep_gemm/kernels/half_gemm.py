@@ -1,0 +1,248 @@
+"""The template for 16-bit operands: any layout, 16-bit or float32 output, C added, dense and grouped; also with swap-AB
+tiles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..arch import SM90, ArchSpec
+from ..params import GemmConfig, KernelParams
+from ..spec import GemmSpec, ceil_div
+from .gemm_features import PACKING, Counts
+from .groups import LEAST_SEGMENTS, table_bytes
+from .template import BARRIER_BYTES, BYTES, MAX_STAGES, Template, stages_that_fit
+
+CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
+"""Consumer warpgroups by the rows of a tile's sums. Only swap-AB tiles have three: others gained 0.1% with them over 86
+shapes (H100)."""
+
+CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4))
+"""Cluster shapes: CTAs of a cluster along m, n and k."""
+
+REGISTERS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
+"""Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
+
+_MOST_SUMS = 96
+"""Sums of a thread where there are three consumers. For 512 threads ptxas counts 128 registers each, although
+consumers have more at run time, and refuses a product with more sums."""
+
+_OTHER_REGISTERS = 32
+"""Registers of a consumer thread besides sums and words to be stored. Measured with ptxas: with fewer it spills."""
+
+_F32_ELEMENT = 6.0
+"""The cost of a float32 element of D, in 16-bit elements, beyond those that staging buffers hold. Fitted to ten
+products of TN with C in place (H100): the choices are 3.8% faster than cuBLASLt, and 2.7% without."""
+
+_SWAPPED_ELEMENT = 1.5
+"""The cost of an element of D that is transposed, in elements that are not. With it the choices over 313 shapes lose
+0.2% less (H100)."""
+
+_K_GROUP_BUFFERS = 2
+"""Staging buffers of a consumer where there are groups along K."""
+
+
+class HalfGemm(Template):
+    """See ``templates/include/half_gemm.cuh``. ``swap_ab``: consumers take the operands in the other order and
+    transpose D. ``groups``: "m" and "k" for groups along M and K."""
+
+    file = "sm90_half_gemm.cu.jinja"
+    constant_names = ("block_n", "cluster_m", "cluster_n", "cluster_k", "min_ctas", "element", "accumulate", "buffers")
+    constant_names += ("grouping", "segments", "a_rows", "mn_major_a", "mn_major_b", "swapped", "late")
+    mma_instruction = "HGMMA"
+    block_k = 64
+    """Rows of 128 bytes, the widest swizzle of shared memory."""
+    tma_adds = True
+
+    def __init__(self, swap_ab: bool = False, groups: str = "") -> None:
+        self.swap_ab, self.groups = swap_ab, groups
+
+    @property
+    def edge_map_d(self) -> bool:  # type: ignore[override]
+        return self.swap_ab
+
+    def make(  # type: ignore[override]
+        self,
+        family: str,
+        block_m: int,
+        block_n: int,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        ctas_per_sm: int = 1,
+        arch: ArchSpec = SM90,
+    ) -> GemmConfig:
+        """A config with as many stages as fit beside the staging buffers."""
+        consumers = CONSUMERS[block_n if self.swap_ab else block_m]
+        config = GemmConfig(
+            family,
+            block_m,
+            block_n,
+            self.block_k,
+            MAX_STAGES,
+            consumers,
+            *cluster,
+            ctas_per_sm=ctas_per_sm,
+            swap_ab=self.swap_ab,
+        )
+        config = self._with_stages(config, self._bytes(replace(config, num_stages=0), True, "bf16"), arch)
+        if self.groups == "k":  # float32 output, and the smallest table
+            rest = self._bytes(replace(config, num_stages=0), True, "f32", along_k=True)
+            config = self._with_stages(config, rest + table_bytes("k", LEAST_SEGMENTS), arch)
+        return config
+
+    def tiles(self) -> Iterator[tuple[object, ...]]:
+        """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
+        per SM. Swap-AB tiles have 64 to 256 rows of A and of B."""
+        if self.swap_ab:
+            return itertools.product(range(64, 257, 8), CONSUMERS, CLUSTERS)
+        return itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2))
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        c = config
+        step = 8 if self.swap_ab else 16
+        if self.groups and (c.cluster_size > 1 or c.ctas_per_sm > 1):
+            return "it runs one CTA on an SM, without clusters"  # CTAs of a cluster would have to stay in one group
+        if self.groups == "k" and c.block_n % 64:
+            return f"block_n must be a multiple of 64, not {c.block_n}"
+        if self.swap_ab and c.cluster_k > 1:
+            return f"K cannot be split over {c.cluster_k} CTAs"
+        if c.block_k != self.block_k:
+            return f"block_k must be {self.block_k}, not {c.block_k}"
+        if CONSUMERS.get(c.height) != c.num_consumers or (c.num_consumers > 2 and not self.swap_ab):
+            return f"{c.height} rows of sums with {c.num_consumers} consumer warpgroups are not one of {CONSUMERS}"
+        if c.width % step or not step <= c.width <= 256:
+            return f"the width must be a multiple of {step} from {step} to 256, not {c.width}"
+        if (c.cluster_m, c.cluster_n, c.cluster_k) not in CLUSTERS:
+            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
+        if c.block_n % (16 * c.cluster_k):
+            step = 16 * c.cluster_k
+            return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
+        if c.cluster_m * c.cluster_n > 1 and (c.block_m < 64 or c.block_n < 64):
+            return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
+        if c.block_m % (8 * c.cluster_n) or c.block_n % (8 * c.cluster_m):
+            return "a CTA of a cluster loads whole atoms of the swizzle, which have eight rows"
+        needed, has = sums(c) + _OTHER_REGISTERS, REGISTERS[c.num_consumers][1]
+        if needed > has:
+            return f"{needed} registers a thread are more than {has}"
+        if c.num_consumers == 3 and sums(c) > _MOST_SUMS:
+            return f"three consumers have at most {_MOST_SUMS} sums a thread, not {sums(c)}"
+        if c.num_consumers == 1 and c.width > 128:
+            return f"a lone consumer multiplies at most 128 columns: {c.width} would leave it too few registers"
+        if c.num_stages < 3:
+            return f"{c.num_stages} stages are not three or more"
+        if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
+            return f"{c.ctas_per_sm} CTAs with {c.num_consumers} consumers each leave too few registers a thread"
+        shared = self._bytes(c, True, "bf16")
+        if not arch.ctas_fit(shared, c.ctas_per_sm):
+            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
+        return None
+
+    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+        """Not if a CTA would load a part of an MN-major operand that is not whole boxes of 64 rows, nor if a part of
+        split K has no block."""
+        if config.k_splits > ceil_div(spec.k, self.block_k):
+            return False
+        if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
+            return False
+        return spec.a.major == "k" or config.block_m % (64 * config.cluster_n) == 0
+
+    def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
+        empty = replace(params.gemm, num_stages=0)
+        config = self._with_stages(params.gemm, self._bytes(empty, True, params.output), arch)
+        if not self.groups:
+            return config
+        return self._with_stages(config, self.shared_bytes(replace(params, config=empty)) + table, arch)
+
+    def registers(self, config: GemmConfig) -> tuple[int, int]:
+        return REGISTERS[config.num_consumers]
+
+    def min_ctas(self, config: GemmConfig) -> int:
+        return config.ctas_per_sm if config.num_consumers > 1 else 2
+
+    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
+        """With groups along K elements of D cost what 16-bit ones do. Without groups there are 128x128 tiles in pairs
+        for few blocks of K; with them they would be alone, and 128x256 tiles take 10% less time."""
+        wide = output == "f32" and self.groups != "k"
+        return Counts(
+            groups=config.num_consumers,
+            slices=config.slices,
+            width=config.width,
+            mma_n=config.width,
+            direct=not aligned,
+            store_warp=aligned,
+            promotion=0.0,
+            stored_row=self.box_columns(config, output) * BYTES[output],
+            element=_SWAPPED_ELEMENT if self.swap_ab else _F32_ELEMENT if wide else 1.0,
+            buffered=_staging_buffers(config, "f32") * _staging_bytes(config, "f32") // 4 if wide and aligned else 0,
+            hides_epilogue=aligned and _stores_late(config, output),
+        )
+
+    def box_columns(self, config: GemmConfig, output: str) -> int:
+        return _box_columns(config, output)
+
+    def staging(self, params: KernelParams) -> tuple[int, bool]:
+        if self.groups == "k":
+            return _K_GROUP_BUFFERS, False
+        return _staging_buffers(params.gemm, params.output), _stores_late(params.gemm, params.output)
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """In the layout of ``HalfGemmLayout``, which asserts the same number."""
+        return self._bytes(params.gemm, params.store == "tma", params.output, along_k=self.groups == "k")
+
+    def clusters(self, config: GemmConfig, tiles: int, slots: int) -> int:
+        return tiles if tiles <= slots else max(1, int(slots * PACKING[config.cluster_size]))
+
+    def _bytes(self, config: GemmConfig, tma_store: bool, output: str, along_k: bool = False) -> int:
+        """Stages, staging buffers of each consumer, and the split-K exchange, in which each consumer has two barriers
+        and a slot for the sums of each other split."""
+        total = config.num_stages * _stage_bytes(config)
+        if tma_store:
+            buffers = _K_GROUP_BUFFERS if along_k else _staging_buffers(config, output)
+            total += buffers * _staging_bytes(config, output)
+        if config.cluster_k > 1:
+            slot = config.slices * config.width // config.cluster_k * 256
+            total += config.num_consumers * ((config.cluster_k - 1) * slot + BARRIER_BYTES)
+        return total
+
+    def _with_stages(self, config: GemmConfig, rest: int, arch: ArchSpec) -> GemmConfig:
+        """``config`` with no more stages than fit beside ``rest`` bytes."""
+        return replace(config, num_stages=stages_that_fit(arch, config, rest, _stage_bytes(config)))
+
+
+def sums(config: GemmConfig) -> int:
+    """Registers of a consumer thread that hold sums."""
+    return config.slices * config.width // 2
+
+
+def _stage_bytes(config: GemmConfig) -> int:
+    return (config.block_m + config.block_n) * 2 * HalfGemm.block_k + BARRIER_BYTES
+
+
+def _box_columns(config: GemmConfig, output: str) -> int:
+    """Columns of one staged part of a tile: rows of 128 bytes if the columns that one CTA stores, or with swap-AB an
+    m64 slice, allow that."""
+    stored = 64 if config.swap_ab else config.block_n // config.cluster_k
+    widths = (32, 16) if output == "f32" else (64, 32, 16)
+    return next((columns for columns in widths if stored % columns == 0), widths[-1])
+
+
+def _stores_late(config: GemmConfig, output: str) -> bool:
+    """Whether tiles are staged while the next tile's products run: that needs 16-bit elements, no split K, and enough
+    registers."""
+    registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
+    return output != "f32" and config.cluster_k == 1 and registers <= REGISTERS[config.num_consumers][1]
+
+
+def _staging_buffers(config: GemmConfig, output: str) -> int:
+    """Staging buffers of a consumer. One if tiles are staged late. Otherwise two, because consumers wait for a free
+    buffer; but one where only that leaves room for a fourth stage, and for three consumers, since there are four named
+    barriers."""
+    if _stores_late(config, output) or config.num_consumers == 3:
+        return 1
+    room = SM90.shared_per_cta - 4 * _stage_bytes(config)
+    return 1 if config.cluster_k == 1 and room < 2 * _staging_bytes(config, output) <= 2 * room else 2
+
+
+def _staging_bytes(config: GemmConfig, output: str) -> int:
+    """Bytes of one staging buffer of each consumer: 64 rows of a box."""
+    return config.num_consumers * 64 * _box_columns(config, output) * BYTES[output]

@@ -1,0 +1,269 @@
+"""Serving sets: the tiles that calls choose from, as arguments of `Template.make`. Chosen by a greedy cover of surveyed
+shapes (see ``benchmarks/README.md``), if a set does not say otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Cluster = tuple[int, int, int]
+
+FP8_GEMM: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
+    (64, 16, (1, 1, 1), 1, False),
+    (64, 16, (1, 1, 1), 2, False),
+    (64, 32, (1, 1, 1), 1, False),
+    (64, 32, (1, 1, 1), 1, True),
+    (64, 32, (1, 1, 1), 2, False),
+    (64, 32, (1, 1, 1), 2, True),
+    (64, 32, (1, 1, 2), 1, True),
+    (64, 48, (1, 1, 1), 1, True),
+    (64, 64, (1, 1, 1), 1, False),
+    (64, 64, (1, 1, 1), 1, True),
+    (64, 64, (1, 1, 1), 2, False),
+    (64, 64, (1, 1, 1), 2, True),
+    (64, 64, (1, 1, 4), 1, True),
+    (64, 96, (1, 1, 1), 1, True),
+    (64, 96, (1, 1, 1), 2, False),
+    (64, 96, (1, 1, 1), 2, True),
+    (64, 128, (1, 1, 1), 1, False),
+    (64, 128, (1, 1, 1), 1, True),
+    (64, 144, (1, 1, 1), 1, False),
+    (64, 144, (1, 1, 1), 1, True),
+    (128, 32, (1, 1, 2), 1, True),
+    (128, 64, (1, 1, 1), 1, False),
+    (128, 64, (1, 1, 1), 1, True),
+    (128, 64, (1, 1, 4), 1, True),
+    (128, 80, (1, 1, 1), 1, False),
+    (128, 80, (1, 2, 1), 1, True),
+    (128, 96, (1, 1, 1), 1, False),
+    (128, 128, (1, 1, 1), 1, False),
+    (128, 128, (1, 1, 1), 1, True),
+    (128, 128, (1, 1, 4), 1, True),
+    (128, 128, (1, 2, 1), 1, True),
+    (128, 144, (1, 1, 1), 1, True),
+    (128, 160, (1, 1, 1), 1, False),
+    (128, 160, (1, 1, 1), 1, True),
+    (128, 192, (1, 1, 1), 1, False),
+    (128, 192, (1, 1, 1), 1, True),
+    (128, 192, (2, 1, 1), 1, True),
+    (128, 224, (1, 1, 1), 1, False),
+    (128, 224, (1, 1, 1), 1, True),
+    (128, 256, (1, 1, 1), 1, True),
+    (128, 256, (2, 1, 1), 1, True),
+    (256, 128, (1, 1, 1), 1, False),
+    (256, 128, (1, 1, 1), 1, True),
+    (256, 128, (1, 2, 1), 1, True),
+)
+"""(block_m, block_n, cluster, CTAs per SM, persistent) of the serving set, chosen by a greedy cover of surveyed shapes
+(see ``benchmarks/serving_set.py``)."""
+
+FP8_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
+    (8, 1, 1, 1),
+    (8, 1, 1, 2),
+    (8, 1, 2, 1),
+    (8, 2, 1, 1),
+    (8, 4, 1, 2),
+    (8, 8, 1, 1),
+    (8, 8, 1, 2),
+    (16, 1, 1, 2),
+    (16, 1, 2, 1),
+    (16, 2, 1, 1),
+    (16, 4, 1, 1),
+    (16, 8, 1, 2),
+    (24, 1, 2, 1),
+    (24, 4, 1, 2),
+    (24, 8, 1, 2),
+    (32, 1, 2, 1),
+    (32, 2, 1, 1),
+    (32, 4, 1, 2),
+    (32, 8, 1, 1),
+    (32, 8, 1, 2),
+)
+"""(block_m, CTAs along k, consumers along k, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed
+shapes (see ``benchmarks/serving_set.py``)."""
+
+FP8_SCALED: tuple[tuple[int, int, tuple[int, int], int, int], ...] = (
+    (64, 32, (1, 1), 2, 1),
+    (64, 64, (1, 1), 2, 2),
+    (64, 128, (1, 1), 2, 1),
+    (128, 64, (1, 1), 2, 2),
+    (128, 96, (1, 1), 1, 1),
+    (128, 112, (1, 1), 2, 1),
+    (128, 128, (1, 1), 2, 1),
+    (128, 128, (1, 2), 1, 1),
+    (128, 128, (1, 2), 2, 2),
+    (128, 160, (1, 1), 2, 1),
+    (128, 192, (2, 1), 2, 1),
+    (128, 256, (1, 1), 1, 1),
+    (128, 256, (2, 1), 1, 1),
+    (256, 64, (1, 1), 1, 2),
+)
+"""(block_m, block_n, cluster, staging buffers, sets of partial sums) of the serving set. On an H200, in single calls of
+30 shapes with 1D1D and of 44 with scales of rows, the best of these was within 1% of the best of all."""
+
+FP8_SCALED_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
+    (8, 1, 1, 2),
+    (8, 4, 1, 2),
+    (8, 8, 1, 1),
+    (16, 1, 1, 2),
+    (16, 4, 1, 1),
+    (16, 8, 1, 2),
+    (32, 2, 1, 1),
+    (32, 4, 1, 2),
+    (32, 8, 1, 2),
+    (64, 1, 1, 1),
+    (64, 4, 1, 1),
+)
+"""(block_m, CTAs along k, consumers along k, CTAs on an SM) of the serving set: evenly spaced sizes, which were
+not chosen by measurements."""
+
+FP8_GROUPED: tuple[tuple[int, int, tuple[int, int], int, int], ...] = (
+    (64, 32, (1, 1), 2, 2),
+    (64, 128, (1, 1), 2, 1),
+    (128, 128, (1, 1), 1, 1),
+    (128, 256, (1, 1), 1, 1),
+)
+"""(block_m, block_n, cluster, staging buffers, sets of partial sums). On an H100, in single calls of 28 shapes, the
+best of these was within 3% of the best of all, but for two shapes. The narrow tiles had 64 columns then. They are for
+few rows: in single calls of 14 shapes with 4 to 20 expected rows in 3 to 64 groups, they took 0.96 of the time of 128
+columns and 0.98 of that of 64, and were slower in none by more than 1%."""
+
+FP8_K_GROUPED: tuple[tuple[int, int, tuple[int, int], int, int], ...] = (
+    (128, 64, (1, 1), 2, 2),
+    (128, 128, (1, 1), 2, 1),
+)
+"""(block_m, block_n, cluster, staging buffers, sets of partial sums). On an H100 128 x 128 tiles with one set were the
+fastest of all in single calls of five shapes; two sets took 2 to 8% longer."""
+
+HALF_GEMM: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
+    (64, 32, (1, 1, 1), 2),
+    (64, 48, (1, 1, 1), 1),
+    (64, 64, (1, 1, 1), 1),
+    (64, 64, (1, 1, 1), 2),
+    (64, 64, (1, 1, 2), 1),
+    (64, 64, (1, 1, 4), 1),
+    (64, 96, (1, 1, 1), 1),
+    (64, 96, (1, 1, 1), 2),
+    (64, 128, (1, 1, 1), 1),
+    (64, 128, (1, 1, 4), 1),
+    (128, 32, (1, 1, 2), 1),
+    (128, 64, (1, 1, 1), 1),
+    (128, 64, (1, 1, 2), 1),
+    (128, 64, (1, 1, 4), 1),
+    (128, 96, (1, 1, 1), 1),
+    (128, 128, (1, 1, 1), 1),
+    (128, 128, (1, 1, 2), 1),
+    (128, 128, (1, 1, 4), 1),
+    (128, 128, (2, 1, 1), 1),
+    (128, 160, (1, 1, 1), 1),
+    (128, 176, (1, 1, 1), 1),
+    (128, 192, (1, 1, 1), 1),
+    (128, 224, (1, 1, 1), 1),
+    (128, 256, (1, 1, 1), 1),
+    (128, 256, (2, 1, 1), 1),
+    (256, 128, (1, 1, 1), 1),
+    (256, 128, (1, 2, 1), 1),
+    (256, 160, (1, 2, 1), 1),
+    (256, 192, (2, 1, 1), 1),
+)
+"""(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
+``benchmarks/README.md``)."""
+
+HALF_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
+    (8, 1, 1, 1),
+    (8, 1, 1, 2),
+    (8, 1, 2, 2),
+    (8, 4, 1, 2),
+    (8, 8, 1, 1),
+    (8, 8, 1, 2),
+    (16, 1, 1, 2),
+    (16, 1, 2, 1),
+    (16, 4, 1, 1),
+    (16, 8, 1, 2),
+    (24, 1, 2, 1),
+    (24, 8, 1, 1),
+    (32, 1, 1, 1),
+    (32, 4, 1, 2),
+    (32, 8, 1, 1),
+    (64, 1, 1, 1),
+    (64, 4, 1, 1),
+    (64, 8, 1, 1),
+)
+"""(block_m, CTAs along k, consumers along k, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed
+shapes (see ``benchmarks/README.md``)."""
+
+HALF_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
+"""(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
+the best of all, but for one shape (8%)."""
+
+HALF_K_GROUPED: tuple[tuple[int, int], ...] = ((128, 128), (128, 256), (256, 128))
+"""(block_m, block_n) of the serving set. On an H100 one of the larger two was the best of all in four of five
+shapes, and within 4% of it in the other."""
+
+_SIXTEENS_64 = (64, 80, 96, 112, 128)
+_HEIGHTS_128 = (72, 80, 88, 96, *range(112, 177, 8), *range(192, 225, 8), 240, 256)
+_HEIGHTS_192 = (96, 112, 128, *range(144, 193, 8))
+_HEIGHTS_256 = (96, *range(112, 193, 8))
+_SIXTEENS = (96, 112, 128, 144, 160, 176, 192)
+
+_HALF_SWAP_AB: dict[int, dict[Cluster, Sequence[int]]] = {
+    64: {(1, 1, 1): _SIXTEENS_64, (1, 4, 1): (64, 96, 128), (2, 2, 1): _SIXTEENS_64, (4, 1, 1): _SIXTEENS_64},
+    128: {
+        (1, 1, 1): _HEIGHTS_128,
+        (1, 2, 1): range(80, 257, 16),
+        (2, 1, 1): _HEIGHTS_128,
+        (1, 4, 1): (64, 96, 128, 160, 192),
+        (2, 2, 1): (*_SIXTEENS_64, 160, 192),
+        (4, 1, 1): (*_SIXTEENS_64, 160, 192),
+    },
+    192: {
+        (1, 1, 1): _HEIGHTS_192,
+        (1, 2, 1): _SIXTEENS,
+        (2, 1, 1): _HEIGHTS_192,
+        (1, 4, 1): (160, 192),
+        (2, 2, 1): (160, 192),
+        (4, 1, 1): (160, 192),
+    },
+    256: {(1, 1, 1): _HEIGHTS_256, (1, 2, 1): _SIXTEENS, (2, 1, 1): _HEIGHTS_256},
+}
+"""The serving set: heights (block_m) by width (block_n) and cluster. All were measured on 313 shapes (H100). The more
+there are, the better are the choices for shapes that were not looked at: docs/measurements/selector.md."""
+
+HALF_SWAP_AB: tuple[tuple[int, int, Cluster], ...] = tuple(
+    (height, width, cluster)
+    for width, clusters in _HALF_SWAP_AB.items()
+    for cluster, heights in clusters.items()
+    for height in heights
+)
+
+COMMON: set[tuple[int, int, Cluster]] = {
+    (80, 64, (1, 1, 1)),
+    (80, 128, (1, 1, 1)),
+    (88, 128, (1, 1, 1)),
+    (96, 64, (1, 4, 1)),
+    (96, 128, (1, 2, 1)),
+    (112, 128, (2, 2, 1)),
+    (120, 128, (1, 1, 1)),
+    (128, 64, (1, 4, 1)),
+    (128, 128, (1, 1, 1)),
+    (128, 128, (2, 2, 1)),
+    (136, 128, (1, 1, 1)),
+    (136, 256, (2, 1, 1)),
+    (144, 128, (1, 2, 1)),
+    (144, 192, (1, 1, 1)),
+    (144, 256, (2, 1, 1)),
+    (152, 192, (2, 1, 1)),
+    (160, 128, (1, 1, 1)),
+    (160, 256, (1, 1, 1)),
+    (176, 256, (2, 1, 1)),
+    (192, 128, (1, 1, 1)),
+    (192, 128, (1, 2, 1)),
+    (192, 192, (2, 1, 1)),
+    (200, 128, (1, 1, 1)),
+    (208, 128, (1, 1, 1)),
+    (224, 128, (1, 2, 1)),
+    (240, 128, (1, 2, 1)),
+    (256, 128, (1, 1, 1)),
+    (256, 128, (1, 2, 1)),
+}
+"""(block_m, block_n, cluster) of tiles that are chosen without a handicap, as `deep_gemm.benchmarks.crossed` finds
+them."""
