@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
@@ -12,6 +13,10 @@ from ..spec import GemmSpec, Spec
 from .base import Kernel
 from .families import FAMILIES, GEMMS
 from .gemm import GemmFamily
+
+__all__ = ["FAMILIES", "GEMMS", "GemmFamily", "Kernel", "for_helper", "for_spec", "gemm", "get", "registry"]
+
+KernelT = TypeVar("KernelT", bound=Kernel)
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,23 +43,23 @@ def _gemms() -> Mapping[str, GemmFamily]:
 def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
     """The families that can compute ``spec`` and, if ``arch`` is given, can be built for it. Raises UnsupportedError,
     with each family's reason, if there is none."""
-    reasons = {family: _refusal(family, spec, arch) for family in GEMMS}
-    found = [family for family, reason in reasons.items() if reason is None]
-    return found or _raise(spec, reasons)
+    return _able(GEMMS, spec, arch)
 
 
 def for_helper(spec: Spec, arch: ArchSpec) -> Kernel:
     """The family that computes a spec that is no GEMM. Raises UnsupportedError if there is none."""
-    reasons = {family: _refusal(family, spec, arch) for family in FAMILIES if family not in GEMMS}
-    return next((family for family, reason in reasons.items() if reason is None), None) or _raise(spec, reasons)
+    return _able([family for family in FAMILIES if not isinstance(family, GemmFamily)], spec, arch)[0]
 
 
-def _refusal(family: Kernel, spec: Spec, arch: ArchSpec | None) -> str | None:
-    if arch is not None and arch.name not in family.archs:
-        return f"it is built for {', '.join(family.archs)}, not for {arch.name}"
-    return family.refuses(spec)
+def _able(families: Sequence[KernelT], spec: Spec, arch: ArchSpec | None) -> list[KernelT]:
+    def refuses(family: Kernel) -> str | None:
+        if arch is not None and arch.name not in family.archs:
+            return f"it is built for {', '.join(family.archs)}, not for {arch.name}"
+        return family.refuses(spec)
 
-
-def _raise(spec: Spec, reasons: Mapping[Kernel, str | None]) -> Sequence[GemmFamily]:
-    listed = " ".join(f"{family.name}: {reason}." for family, reason in reasons.items())
-    raise UnsupportedError(f"There is no kernel for {spec}. {listed}")
+    reasons = {family: refuses(family) for family in families}
+    found = [family for family, reason in reasons.items() if reason is None]
+    if not found:
+        listed = " ".join(f"{family.name}: {reason}." for family, reason in reasons.items())
+        raise UnsupportedError(f"There is no kernel for {spec}. {listed}")
+    return found

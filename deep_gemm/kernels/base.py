@@ -53,11 +53,9 @@ class Argument:
             return Pointer(self.operand or self.name)
         if isinstance(value, (Map, bytes)):
             return value
-        if isinstance(value, (list, tuple)):
-            return ("u32s", tuple(value))
         if value is None:
             raise TypeError(f"a launch gives no value for the argument {self.name}")
-        return (self.ctype, value)
+        return (self.ctype, value) if isinstance(value, (int, float)) else ("u32s", tuple(value))
 
 
 def parameters(text: str) -> tuple[Argument, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..params import GemmConfig
-from ..spec import GemmSpec
+from ..spec import GemmSpec, Grouping
 from . import serving
 from .base import Kernel
 from .fp8_gemm import Fp8Gemm
@@ -17,7 +17,7 @@ from .quantize import QUANTIZE
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
 ALL_MAJORS = ("kk", "km", "mm", "mk")
-ALONG_M = ("contiguous", "psum", "masked")
+ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
 SHAPE = (0, 2112, 7168)
 """Sizes that are compiled in."""
 

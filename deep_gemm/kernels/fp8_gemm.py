@@ -37,8 +37,9 @@ class Fp8Gemm(Template):
     multiplies by; then stages keep room for scales that is unused, so both kinds have the same configs."""
 
     file = "sm90_fp8_gemm.cu.jinja"
-    constant_names = ("block_n", "cluster_m", "cluster_n", "cluster_k", "num_partials", "turns", "persistent")
-    constant_names += ("min_ctas", "scaling")
+    constant_names = tuple(
+        ["block_n", "cluster_m", "cluster_n", "cluster_k", "num_partials", "turns", "persistent", "min_ctas", "scaling"]
+    )
     mma_instruction = "QGMMA"
     block_k = 128
     names_partials = True

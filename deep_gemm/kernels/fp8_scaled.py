@@ -45,8 +45,23 @@ class Fp8Scaled(Template):
     """See ``templates/include/fp8_scaled.cuh``. ``groups``: "m" and "k" for groups along M and K."""
 
     file = "sm90_fp8_scaled.cu.jinja"
-    constant_names = ("block_n", "cluster_m", "cluster_n", "num_partials", "turns", "min_ctas", "scaling", "element")
-    constant_names += ("accumulate", "buffers", "grouping", "segments", "a_rows")
+    constant_names = tuple(
+        [
+            "block_n",
+            "cluster_m",
+            "cluster_n",
+            "num_partials",
+            "turns",
+            "min_ctas",
+            "scaling",
+            "element",
+            "accumulate",
+            "buffers",
+            "grouping",
+            "segments",
+            "a_rows",
+        ]
+    )
     mma_instruction = "QGMMA"
     block_k = SCALE_BLOCK
     names_partials = True

@@ -48,8 +48,25 @@ class HalfGemm(Template):
     transpose D. ``groups``: "m" and "k" for groups along M and K."""
 
     file = "sm90_half_gemm.cu.jinja"
-    constant_names = ("block_n", "cluster_m", "cluster_n", "cluster_k", "min_ctas", "element", "accumulate", "buffers")
-    constant_names += ("grouping", "segments", "a_rows", "mn_major_a", "mn_major_b", "swapped", "late")
+    constant_names = tuple(
+        [
+            "block_n",
+            "cluster_m",
+            "cluster_n",
+            "cluster_k",
+            "min_ctas",
+            "element",
+            "accumulate",
+            "buffers",
+            "grouping",
+            "segments",
+            "a_rows",
+            "mn_major_a",
+            "mn_major_b",
+            "swapped",
+            "late",
+        ]
+    )
     mma_instruction = "HGMMA"
     block_k = 64
     """Rows of 128 bytes, the widest swizzle of shared memory."""
