@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
 from ..params import GemmConfig, KernelParams
@@ -37,8 +38,16 @@ class Fp8Gemm(Template):
     multiplies by; then stages keep room for scales that is unused, so both kinds have the same configs."""
 
     file = "sm90_fp8_gemm.cu.jinja"
-    constant_names = tuple(
-        ["block_n", "cluster_m", "cluster_n", "cluster_k", "num_partials", "turns", "persistent", "min_ctas", "scaling"]
+    constant_names: ClassVar[tuple[str, ...]] = (
+        "block_n",
+        "cluster_m",
+        "cluster_n",
+        "cluster_k",
+        "num_partials",
+        "turns",
+        "persistent",
+        "min_ctas",
+        "scaling",
     )
     mma_instruction = "QGMMA"
     block_k = 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
 from ..params import GemmConfig, KernelParams
@@ -45,22 +46,20 @@ class Fp8Scaled(Template):
     """See ``templates/include/fp8_scaled.cuh``. ``groups``: "m" and "k" for groups along M and K."""
 
     file = "sm90_fp8_scaled.cu.jinja"
-    constant_names = tuple(
-        [
-            "block_n",
-            "cluster_m",
-            "cluster_n",
-            "num_partials",
-            "turns",
-            "min_ctas",
-            "scaling",
-            "element",
-            "accumulate",
-            "buffers",
-            "grouping",
-            "segments",
-            "a_rows",
-        ]
+    constant_names: ClassVar[tuple[str, ...]] = (
+        "block_n",
+        "cluster_m",
+        "cluster_n",
+        "num_partials",
+        "turns",
+        "min_ctas",
+        "scaling",
+        "element",
+        "accumulate",
+        "buffers",
+        "grouping",
+        "segments",
+        "a_rows",
     )
     mma_instruction = "QGMMA"
     block_k = SCALE_BLOCK

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
 from ..params import GemmConfig, KernelParams
@@ -48,24 +49,22 @@ class HalfGemm(Template):
     transpose D. ``groups``: "m" and "k" for groups along M and K."""
 
     file = "sm90_half_gemm.cu.jinja"
-    constant_names = tuple(
-        [
-            "block_n",
-            "cluster_m",
-            "cluster_n",
-            "cluster_k",
-            "min_ctas",
-            "element",
-            "accumulate",
-            "buffers",
-            "grouping",
-            "segments",
-            "a_rows",
-            "mn_major_a",
-            "mn_major_b",
-            "swapped",
-            "late",
-        ]
+    constant_names: ClassVar[tuple[str, ...]] = (
+        "block_n",
+        "cluster_m",
+        "cluster_n",
+        "cluster_k",
+        "min_ctas",
+        "element",
+        "accumulate",
+        "buffers",
+        "grouping",
+        "segments",
+        "a_rows",
+        "mn_major_a",
+        "mn_major_b",
+        "swapped",
+        "late",
     )
     mma_instruction = "HGMMA"
     block_k = 64

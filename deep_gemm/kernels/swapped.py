@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
 from ..params import GemmConfig, KernelParams
@@ -34,7 +35,7 @@ more. Measured with ptxas: with fewer registers it spills, or moves descriptors 
 class Swapped(Template):
     """What the three templates share. Registers of FP8 also hold partial sums and scales of tokens."""
 
-    constant_names = tuple(["cluster_k", "min_ctas", "scaling", "element", "accumulate"])
+    constant_names: ClassVar[tuple[str, ...]] = ("cluster_k", "min_ctas", "scaling", "element", "accumulate")
     mma_instruction = "QGMMA"
     block_k = 128
     few_tokens = True
@@ -148,7 +149,7 @@ class Fp8Swapped(Swapped):
     """1x128 by 128x128 scales and bf16 output. See ``templates/include/fp8_swapped.cuh``."""
 
     file = "sm90_fp8_swapped.cu.jinja"
-    constant_names = tuple(["cluster_k", "min_ctas"])
+    constant_names: ClassVar[tuple[str, ...]] = ("cluster_k", "min_ctas")
     names_partials = True
     scales_have_edges = True
 
@@ -163,7 +164,7 @@ class HalfSwapped(Swapped):
     """16-bit operands. See ``templates/include/half_swapped.cuh``."""
 
     file = "sm90_half_swapped.cu.jinja"
-    constant_names = tuple(["cluster_k", "min_ctas", "element", "accumulate", "mn_major_b"])
+    constant_names: ClassVar[tuple[str, ...]] = ("cluster_k", "min_ctas", "element", "accumulate", "mn_major_b")
     mma_instruction = "HGMMA"
     block_k = 64
     num_partials = 0
