@@ -1,4 +1,4 @@
-"""The two families of FP8 GEMMs with scales of blocks, and their configs by a few fields."""
+"""Configs and binaries of the GEMM families by a few fields."""
 
 from __future__ import annotations
 
@@ -6,26 +6,41 @@ from typing import Any
 
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_swapped
-from deep_gemm.kernels.base import Kernel
-from deep_gemm.params import FP8Config, KernelParams
+from deep_gemm.kernels.families import FP8_GEMM, FP8_SWAPPED
+from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.params import GemmConfig, KernelParams
 
-PLAIN, SWAPPED = sm90_fp8_gemm.KERNEL, sm90_fp8_swapped.KERNEL
-FAMILIES: tuple[Kernel[Any], ...] = (PLAIN, SWAPPED)
-"""The GEMMs."""
+PLAIN, SWAPPED = FP8_GEMM, FP8_SWAPPED
+FAMILIES = (PLAIN, SWAPPED)
+"""The families of FP8 with 1x128 by 128x128 scales and bf16 output."""
 
 
-def find_config(kernel: Kernel[Any] = PLAIN, **fields: int) -> FP8Config:
-    """The first legal config of ``kernel`` with these fields. Other fields default to those of a plain config: no
+def find_config(family: GemmFamily = PLAIN, **fields: int) -> GemmConfig:
+    """The first legal config of ``family`` with these fields. Other fields default to those of a plain config: no
     cluster, no split of K, one CTA on an SM."""
     alone = {"cluster_m": 1, "cluster_n": 1, "cluster_k": 1, "consumers_k": 1, "ctas_per_sm": 1, "persistent": True}
     wanted = {**alone, **fields}
-    for config in kernel.legal(SM90):
-        if all(getattr(config, name, alone.get(name)) == value for name, value in wanted.items()):
+    for config in family.legal(SM90):
+        if all(getattr(config, name) == value for name, value in wanted.items()):
             return config
     raise LookupError(f"no legal config has {wanted}")
 
 
-def make_params(config: FP8Config, store: str = "tma", shape: tuple[int, int, int] = (0, 0, 0)) -> KernelParams:
+def make_params(config: GemmConfig, store: str = "tma", **options: Any) -> KernelParams:
     """The identity of ``config`` in its own family."""
-    return KernelParams(kernel=kernels.of(config).name, arch=SM90.name, config=config, store=store, shape=shape)
+    return kernels.gemm(config.family).case(config, store=store, **options)
+
+
+def case(family: GemmFamily, *tile: Any, **options: Any) -> KernelParams:
+    """The identity of a binary of ``family``: arguments of its `config`, and options of its `case`."""
+    return family.case(family.config(*tile), **options)
+
+
+def entry(params: KernelParams) -> str:
+    """The kernel's name."""
+    return kernels.get(params.kernel).entry(params)
+
+
+def argument_names(params: KernelParams) -> list[str]:
+    """The kernel's parameters, in order."""
+    return [argument.name for argument in kernels.get(params.kernel).arguments(params)]

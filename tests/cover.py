@@ -8,7 +8,7 @@ from typing import TypeVar
 from chosen import FAMILIES, make_params
 
 from deep_gemm.arch import SM90
-from deep_gemm.params import FP8Config, KernelParams
+from deep_gemm.params import KernelParams
 
 Item = TypeVar("Item")
 
@@ -21,18 +21,16 @@ def everything() -> list[KernelParams]:
 
 def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     """The features of a kernel within its family: its tile, its cluster, its way to split K, and so on."""
-    config = params.config
-    assert isinstance(config, FP8Config)
-    persistent = getattr(config, "persistent", True)
+    config = params.gemm
     kinds: dict[str, Hashable] = {
         "tile": (config.block_m, config.block_n),
         # Consumers of one CTA exchange sums by other code than CTAs do; with both there is a third way.
-        "split": (config.cluster_m, config.cluster_n, config.cluster_k, getattr(config, "consumers_k", 1)),
+        "split": (config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k),
         "consumers": config.num_consumers,
         "partials": config.num_partials,
         "CTAs on an SM": config.ctas_per_sm,
-        "persistent": persistent,
-        "store": (params.store, persistent, config.num_consumers),
+        "persistent": config.persistent,
+        "store": (params.store, config.persistent, config.num_consumers),
     }
     return frozenset((params.kernel, kind, value) for kind, value in kinds.items())
 

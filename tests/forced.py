@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +16,16 @@ from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
-from deep_gemm.kernels.scaled import SCALINGS
+from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.ops import fp8_dense, half_dense
-from deep_gemm.params import HalfParams, KernelParams, ScaledParams
+from deep_gemm.params import KernelParams
 from deep_gemm.reference import Scalings
 from deep_gemm.settings import settings
-from deep_gemm.spec import align, ceil_div
-from deep_gemm.testing import Operand
+from deep_gemm.spec import GemmSpec, align
+from deep_gemm.testing import Operand, assert_close_to_exact, assert_half_close_to_exact
 
 COMPILING_THREADS = 16
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -46,6 +47,89 @@ def compiled(jobs: Iterable[tuple[Key, Builder, KernelParams]]) -> Iterator[dict
 def load(params: KernelParams, binary: Binary, device: int = 0) -> Function:
     """The kernel on a device."""
     return load_function(binary.cubin, binary.name, device, kernels.get(params.kernel).shared_bytes(params))
+
+
+def spec_of(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> GemmSpec:
+    """The spec of these sizes that the kernel of ``params`` computes."""
+    more: dict[str, Any] = {
+        "aligned": params.store == "tma",
+        "accumulate": {"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],
+    }
+    if params.dtype == "e4m3":
+        return fp8_dense.spec(m, n, k, num_sms, scaling=scaling_of(params), output=params.output, **more)  # type: ignore[arg-type]
+    op = half_dense.BF16 if params.dtype == "bf16" else half_dense.FP16
+    majors = tuple("k" if major == "k" else "mn" for major in params.majors)
+    return half_dense.spec(op, m, n, k, num_sms, majors=majors, wide=params.output == "f32", **more)  # type: ignore[arg-type]
+
+
+def fits(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> bool:
+    """Whether the config can be launched for these sizes. A part of split K without a block would wait forever."""
+    return kernels.gemm(params.kernel).fits(spec_of(params, m, n, k, num_sms), params.gemm)
+
+
+def scaling_of(params: KernelParams) -> Scalings:
+    """The scaling of A and of B."""
+    return next(pair for pair, name in SCALINGS.items() if name == params.scaling)  # type: ignore[return-value]
+
+
+def mn_major(sf: Tensor) -> Tensor:
+    """Scales (rows, blocks) as TMA reads them, with NaN where there is room to spare."""
+    rows, blocks = sf.shape
+    whole = torch.full((blocks, align(rows, 4)), float("nan"), device=sf.device)
+    whole[:, :rows] = sf.t()
+    return whole.t()[:rows]
+
+
+def operands(params: KernelParams, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """x (M, K) and y (N, K) as a and b of `force_gemm`, cast by torch; for FP8 with sfa and sfb."""
+    found = {}
+    for name, values, kind, major in zip("ab", (x, y), scaling_of(params), params.majors, strict=True):
+        if params.dtype != "e4m3":
+            cast = values.to(DTYPES[params.dtype])
+            found[name] = cast if major == "k" else cast.t().contiguous().t()
+            continue
+        if kind == "1x128":
+            cast, sf = quantisation.per_token_cast_to_fp8(values, False)
+            sf = mn_major(sf)
+        elif kind == "128x128":
+            cast, sf = quantisation.per_block_cast_to_fp8(values, False)
+        else:
+            sf = values.abs().amax(1, keepdim=True) / 448
+            cast = (values / sf).to(torch.float8_e4m3fn)
+        found |= {name: cast, f"sf{name}": sf}
+    return found
+
+
+def assert_right(params: KernelParams, tensors: Mapping[str, Tensor], c: Tensor | None = None) -> None:
+    """Assert that d is within the bound for the operands of `force_gemm`, and for c if it is added."""
+    a, b, d = (tensors[name] for name in "abd")
+    c = None if params.accumulate == "none" else c
+    if params.dtype == "e4m3":
+        assert_close_to_exact(d, a, tensors["sfa"], b, tensors["sfb"], c=c, scaling=scaling_of(params))
+    else:
+        assert_half_close_to_exact(d, a, b, c)
+
+
+def force_gemm(
+    params: KernelParams,
+    function: Function,
+    tensors: Mapping[str, Tensor],
+    num_sms: int,
+    stream: int,
+    pdl: bool = False,
+    constant_b: bool = False,
+) -> Launch:
+    """Make the launch of ``params``' kernel for d (M, N) = (c +) a @ b^T on a stream. ``tensors`` are a (M, K) and b
+    (N, K), in the layouts of ``params``, d, c if consumers read it, and for FP8 sfa and sfb; scales of 1 x 128 are
+    MN-major and aligned."""
+    (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
+    if params.dtype != "e4m3" and not fits(params, m, n, k, num_sms):
+        raise ValueError(f"{kernels.get(params.kernel).entry(params)} cannot compute {m}x{n}x{k} on {num_sms} SMs.")
+    strides = {name: tensor.stride() for name, tensor in tensors.items()}
+    spec = spec_of(params, m, n, k, num_sms)
+    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    return Launch(function, made.shape, stream, made.parameters, addresses)
 
 
 @dataclass(frozen=True)
@@ -70,116 +154,13 @@ def force(
     pdl: bool = False,
     constant_b: bool = False,
 ) -> Forced:
-    """Make the launch of ``params``' kernel for d (M, N) = a @ b^T on a stream.
-
-    a and b are (M, K) and (N, K) E4M3 with scales (M, ceil(K / 128)) and (ceil(N / 128), ceil(K / 128)), all dense.
-    Scales of a are converted to the kernel's layout by torch, with NaN in its padding.
-    """
+    """`force_gemm` for dense FP8 operands. a and b are (M, K) and (N, K) E4M3 with scales (M, ceil(K / 128)) and
+    (ceil(N / 128), ceil(K / 128)). Scales of a are converted to the kernel's layout."""
     (x, sfa), (y, sfb) = a, b
     (m, k), n = x.shape, y.shape[0]
     if d.shape != (m, n) or (params.store == "tma" and d.stride(0) % 8):
         raise ValueError(f"d is {tuple(d.shape)} with strides {d.stride()}: no output for {params.store}")
-    rows, blocks = align(m, 4), ceil_div(k, 128)
-    scales = torch.full((blocks, rows), float("nan"), device=sfa.device)
-    scales[:, :m] = sfa.t()
+    scales = mn_major(sfa)
+    x, y = x.as_strided((m, k), (k, 1)), y.as_strided((n, k), (k, 1))
     tensors = {"a": x, "sfa": scales, "b": y, "sfb": sfb, "d": d}
-    strides = {name: tensor.stride() for name, tensor in tensors.items()} | {"a": (k, 1), "sfa": (1, rows), "b": (k, 1)}
-    spec = fp8_dense.spec(m, n, k, num_sms=num_sms, aligned=params.store == "tma")
-    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    return Forced(Launch(function, made.shape, stream, made.parameters, addresses), scales)
-
-
-def mn_major(sf: Tensor) -> Tensor:
-    """Scales (rows, blocks) as TMA reads them, with NaN where there is room to spare."""
-    rows, blocks = sf.shape
-    whole = torch.full((blocks, align(rows, 4)), float("nan"), device=sf.device)
-    whole[:, :rows] = sf.t()
-    return whole.t()[:rows]
-
-
-def scaled_operands(params: ScaledParams, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """x (M, K) and y (N, K) as a, sfa, b and sfb of `force_scaled`, cast by torch."""
-    found = {}
-    for name, values, kind in zip("ab", (x, y), scaling_of(params), strict=True):
-        if kind == "1x128":
-            cast, sf = quantisation.per_token_cast_to_fp8(values, False)
-            sf = mn_major(sf)
-        elif kind == "128x128":
-            cast, sf = quantisation.per_block_cast_to_fp8(values, False)
-        else:
-            sf = values.abs().amax(1, keepdim=True) / 448
-            cast = (values / sf).to(torch.float8_e4m3fn)
-        found |= {name: cast, f"sf{name}": sf}
-    return found
-
-
-def scaling_of(params: ScaledParams) -> Scalings:
-    """The scaling of A and of B."""
-    return next(pair for pair, name in SCALINGS.items() if name == params.scaling)  # type: ignore[return-value]
-
-
-def force_scaled(
-    params: ScaledParams,
-    function: Function,
-    tensors: Mapping[str, Tensor],
-    num_sms: int,
-    stream: int,
-    pdl: bool = False,
-    constant_b: bool = False,
-) -> Launch:
-    """Make the launch of an FP8 kernel with any scaling for d (M, N) = (c +) a @ b^T on a stream. ``tensors`` are a (M,
-    K), sfa, b (N, K), sfb, d, and c where there is one; scales of 1 x 128 are MN-major and aligned."""
-    (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
-    spec = fp8_dense.spec(
-        m,
-        n,
-        k,
-        num_sms=num_sms,
-        aligned=params.store == "tma",
-        scaling=scaling_of(params),
-        output=params.output,  # type: ignore[arg-type]
-        accumulate={"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],  # type: ignore[arg-type]
-    )
-    strides = {name: tensor.stride() for name, tensor in tensors.items()}
-    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    return Launch(function, made.shape, stream, made.parameters, addresses)
-
-
-def laid_out(x: Tensor, major: str) -> Tensor:
-    """x (rows, K) in the layout that a letter of `HalfParams.majors` names."""
-    return x if major == "k" else x.t().contiguous().t()
-
-
-def force_half(
-    params: HalfParams,
-    function: Function,
-    tensors: Mapping[str, Tensor],
-    num_sms: int,
-    stream: int,
-    pdl: bool = False,
-    constant_b: bool = False,
-) -> Launch:
-    """Make the launch of a 16-bit kernel for d (M, N) = (c +) a @ b^T on a stream. ``tensors`` are a (M, K) and b (N,
-    K), in the layouts of ``params``, d, and c if there is one."""
-    (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
-    op = half_dense.BF16 if params.dtype == "bf16" else half_dense.FP16
-    spec = half_dense.spec(
-        op,
-        m,
-        n,
-        k,
-        num_sms,
-        majors=("k" if params.majors[0] == "k" else "mn", "k" if params.majors[1] == "k" else "mn"),
-        wide=params.output == "f32",
-        accumulate={"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],  # type: ignore[arg-type]
-        aligned=params.store == "tma",
-    )
-    kernel = kernels.get(params.kernel)
-    if not kernel.runs(spec, params.config):  # a part of split K without a block would wait forever
-        raise ValueError(f"{kernel.entry(params)} cannot compute {m} x {n} x {k} on {num_sms} SMs.")
-    strides = {name: tensor.stride() for name, tensor in tensors.items()}
-    made = kernel.launch(params, spec, strides, pdl, constant_b)
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    return Launch(function, made.shape, stream, made.parameters, addresses)
+    return Forced(force_gemm(params, function, tensors, num_sms, stream, pdl, constant_b), scales)

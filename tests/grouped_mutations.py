@@ -3,44 +3,18 @@ wait for something that never comes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
+from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels import sm90_fp8_grouped, sm90_fp8_k_grouped, sm90_half_grouped, sm90_half_k_grouped
-from deep_gemm.kernels import sm90_fp8_scaled as fp8
-from deep_gemm.kernels import sm90_half_gemm as half
+from deep_gemm.kernels.families import FP8_GROUPED, FP8_K_GROUPED, HALF_GROUPED, HALF_K_GROUPED
 from deep_gemm.params import KernelParams
 
-
-@dataclass(frozen=True)
-class Grouped:
-    """A kernel, and the operation that it computes: "fp8" or "bf16", and the form of the groups."""
-
-    params: KernelParams
-    kind: str
-    form: str
-
-
-def _m(kind: str, form: str, tile: tuple[int, int]) -> Grouped:
-    make: Any = sm90_fp8_grouped.make_params if kind == "fp8" else sm90_half_grouped.make_params
-    config: Any = (
-        fp8.make_config(*tile, partials=1 if tile[0] > 64 else None) if kind == "fp8" else half.make_config(*tile)
-    )
-    return Grouped(make(config, grouping=form), kind, form)
-
-
-KERNELS: dict[str, Grouped] = {
-    "labels": _m("fp8", "contiguous", (128, 128)),
-    "ends": _m("bf16", "psum", (128, 128)),
-    "counts": _m("fp8", "masked", (64, 64)),
-    "depths": Grouped(
-        sm90_half_k_grouped.make_params(half.make_config(128, 128), output="f32", accumulate="reduces"), "bf16", "k"
-    ),
-    "maps": Grouped(
-        sm90_fp8_k_grouped.make_params(fp8.make_config(128, 128, partials=1), accumulate="reduces"), "fp8", "k"
-    ),
+KERNELS: dict[str, KernelParams] = {
+    "labels": case(FP8_GROUPED, 128, 128, (1, 1), 2, 1, grouping="contiguous"),
+    "ends": case(HALF_GROUPED, 128, 128, grouping="psum"),
+    "counts": case(FP8_GROUPED, 64, 64, grouping="masked"),
+    "depths": case(HALF_K_GROUPED, 128, 128, output="f32", accumulate="reduces"),
+    "maps": case(FP8_K_GROUPED, 128, 128, (1, 1), 2, 1, accumulate="reduces"),
 }
 """A kernel of each form."""
 
@@ -158,8 +132,3 @@ MUTATIONS = [
         ("depths",),
     ),
 ]
-
-
-def mutants() -> list[tuple[Mutation, str]]:
-    """Every mutation with each of the kernels that it breaks."""
-    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from grouped_cases import BF16, Case, Routing, strides
-from grouped_mutations import Grouped
 from k_grouped_cases import DEVICE, exact, operands, sizes
 
 from deep_gemm import engine, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.ops import k_grouped, m_grouped
-from deep_gemm.params import KernelConfig
+from deep_gemm.params import Config, KernelParams
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import guarded, guarded_copy
 
@@ -24,7 +23,7 @@ ROUTING = Routing(COUNTS, Routing(COUNTS).end + 200)
 KS = [128, 0, 384, 16, 240, 0, 48]
 
 
-def launch(operation: Any, arguments: tuple[Any, ...], config: KernelConfig, builder: Builder) -> None:
+def launch(operation: Any, arguments: tuple[Any, ...], config: Config, builder: Builder) -> None:
     """Make the launches of a call with this config and this builder's device code."""
     device = torch.cuda.current_device()
     x = operation.check(*arguments)
@@ -32,40 +31,46 @@ def launch(operation: Any, arguments: tuple[Any, ...], config: KernelConfig, bui
     scratch = {name: torch.empty(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in work.scratch.items()}
     places = {name: tensor.data_ptr() for name, tensor in {**x.tensors, **scratch}.items()}
     for step in work.steps:
-        chosen = config if isinstance(step.spec, GemmSpec) else next(kernels.for_spec(step.spec)[0].configs(SM90))
+        chosen = config if isinstance(step.spec, GemmSpec) else kernels.for_helper(step.spec, SM90).config_of(step.spec, SM90)
         plan = engine.forced_plan(step.spec, chosen, device, builder)
         addresses = {name: places[operand] for name, operand in step.operands.items()}
         engine.launch(plan, step.strides, addresses, engine.raw_stream(device))()
     torch.cuda.synchronize()
 
 
-def is_right(kernel: Grouped, builder: Builder) -> bool:
+def is_right(params: KernelParams, builder: Builder) -> bool:
     """Whether the result is the exact one, and nothing else was written."""
     try:
-        (along_k if kernel.form == "k" else along_m)(kernel, builder)
+        (along_k if params.grouping == "k" else along_m)(params, builder)
     except AssertionError:
         return False
     return True
 
 
-def along_m(kernel: Grouped, builder: Builder) -> None:
-    case = Case(kernel.kind, ROUTING, N, K, DEVICE, integers=True)
-    a, b, layout = case.arguments(kernel.form)
-    if kernel.form == "contiguous":  # the first row of a tile that each lane of a warp looks at first is padding
+def kind_of(params: KernelParams) -> str:
+    """As the cases of grouped GEMMs call it."""
+    return "fp8" if params.dtype == "e4m3" else "bf16"
+
+
+def along_m(params: KernelParams, builder: Builder) -> None:
+    kind, form = kind_of(params), params.grouping
+    case = Case(kind, ROUTING, N, K, DEVICE, integers=True)
+    a, b, layout = case.arguments(form)
+    if form == "contiguous":  # the first row of a tile that each lane of a warp looks at first is padding
         layout[0:128:32] = -1
-    rows = (a[0] if kernel.kind == "fp8" else a).shape[:-1]
+    rows = (a[0] if kind == "fp8" else a).shape[:-1]
     d = guarded((*rows, N), BF16, DEVICE, strides(rows, N))
-    make: Any = m_grouped.MGroupedFP8 if kernel.kind == "fp8" else m_grouped.MGroupedBF16
-    options = (None, None, None, "", False) if kernel.kind == "fp8" else ("",)
-    size = ROUTING.alignment if kernel.form != "masked" else 64
-    launch(make(kernel.form), (a, b, d.tensor, layout, *options, size, "nt"), kernel.params.config, builder)
+    make: Any = m_grouped.MGroupedFP8 if kind == "fp8" else m_grouped.MGroupedBF16
+    options = (None, None, None, "", False) if kind == "fp8" else ("",)
+    size = ROUTING.alignment if form != "masked" else 64
+    launch(make(form), (a, b, d.tensor, layout, *options, size, "nt"), params.config, builder)
     d.check("d")
     assert torch.equal(case.gathered(d.tensor), case.gathered(case.exact()).to(BF16))
     bits = d.tensor.view(torch.int16)
-    if kernel.form == "masked":
+    if form == "masked":
         for group, count in enumerate(ROUTING.counts):
             assert bool((bits[group, count:] == -1).all())
-    elif kernel.form == "contiguous":
+    elif form == "contiguous":
         assert bool((bits != -1).all())
     else:  # padding is left as it was
         inside = torch.zeros(bits.shape[0], dtype=torch.bool)
@@ -74,12 +79,13 @@ def along_m(kernel: Grouped, builder: Builder) -> None:
         assert bool((bits[~inside.to(DEVICE)] == -1).all())
 
 
-def along_k(kernel: Grouped, builder: Builder) -> None:
+def along_k(params: KernelParams, builder: Builder) -> None:
+    kind = kind_of(params)
     m, n = 200, 328
-    a, b = operands(kernel.kind, m, n, KS)
+    a, b = operands(kind, m, n, KS)
     before = torch.randint(-9, 10, (len(KS), m, n), device=DEVICE).float()
     d = guarded_copy(before)
-    make: Any = k_grouped.KGroupedFP8 if kernel.kind == "fp8" else k_grouped.KGroupedBF16
-    launch(make(accumulates=True), (a, b, d.tensor, d.tensor, sizes(KS), ""), kernel.params.config, builder)
+    make: Any = k_grouped.KGroupedFP8 if kind == "fp8" else k_grouped.KGroupedBF16
+    launch(make(accumulates=True), (a, b, d.tensor, d.tensor, sizes(KS), ""), params.config, builder)
     d.check("d")
-    assert torch.equal(d.tensor, exact(kernel.kind, a, b, KS, m, n, before).float())
+    assert torch.equal(d.tensor, exact(kind, a, b, KS, m, n, before).float())

@@ -3,22 +3,21 @@ hang."""
 
 from __future__ import annotations
 
+from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels import sm90_half_gemm as upright
-from deep_gemm.kernels import sm90_half_swapped as swapped
-from deep_gemm.kernels import sm90_half_turned as turned
-from deep_gemm.params import HalfParams
+from deep_gemm.kernels.families import HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
+from deep_gemm.params import KernelParams
 
-KERNELS: dict[str, HalfParams] = {
-    "late": upright.make_params(upright.make_config(128, 128)),
-    "float": upright.make_params(upright.make_config(128, 128), output="f32", accumulate="reads"),
-    "mn major": upright.make_params(upright.make_config(128, 256), majors="mm"),
-    "split": upright.make_params(upright.make_config(64, 64, (1, 1, 2))),
-    "direct": upright.make_params(upright.make_config(64, 64), store="direct"),
-    "transposed": turned.make_params(turned.make_config(136, 128)),
-    "swapped": swapped.make_params(swapped.make_config(32)),
-    "swapped split": swapped.make_params(swapped.make_config(16, 2, 2), output="f32"),
+KERNELS: dict[str, KernelParams] = {
+    "late": case(HALF_GEMM, 128, 128),
+    "float": case(HALF_GEMM, 128, 128, output="f32", accumulate="reads"),
+    "mn major": case(HALF_GEMM, 128, 256, majors="mm"),
+    "split": case(HALF_GEMM, 64, 64, (1, 1, 2)),
+    "direct": case(HALF_GEMM, 64, 64, store="direct"),
+    "transposed": case(HALF_SWAP_AB, 136, 128),
+    "swapped": case(HALF_SWAPPED, 32),
+    "swapped split": case(HALF_SWAPPED, 16, 2, 2, output="f32"),
 }
 """All layouts of operands, all ways to store D, split K."""
 
@@ -134,8 +133,3 @@ MUTATIONS = [
         ("swapped split",),
     ),
 ]
-
-
-def mutants() -> list[tuple[Mutation, str]]:
-    """Every mutation with each of the kernels that it breaks."""
-    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]

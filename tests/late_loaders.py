@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chosen import find_config, make_params
+from chosen import case, find_config, make_params
 from headers import edit, edited_headers
 
-from deep_gemm.kernels import sm90_fp8_scaled as scaled
-from deep_gemm.kernels import sm90_half_gemm as upright
-from deep_gemm.kernels import sm90_half_turned as turned
+from deep_gemm.kernels.families import FP8_SCALED, HALF_GEMM, HALF_SWAP_AB
 from deep_gemm.params import KernelParams
 
 SHAPE = (1544, 1096, 4096, 8)
@@ -26,16 +24,16 @@ KERNELS: dict[str, KernelParams] = {
     "fp8 1x2": make_params(find_config(block_m=128, block_n=80, cluster_n=2)),
     "fp8 1x2, wide": make_params(find_config(block_m=128, block_n=128, cluster_n=2)),
     "fp8 2x1": make_params(find_config(block_m=128, block_n=192, cluster_m=2)),
-    "scaled 1x2": scaled.make_params(scaled.make_config(128, 128, (1, 2))),
-    "scaled 2x1": scaled.make_params(scaled.make_config(128, 192, (2, 1))),
-    "half 2x1": upright.make_params(upright.make_config(128, 128, (2, 1, 1))),
-    "half 1x2": upright.make_params(upright.make_config(256, 128, (1, 2, 1))),
-    "turned 1x2": turned.make_params(turned.make_config(144, 128, (1, 2, 1))),
-    "turned 2x1": turned.make_params(turned.make_config(136, 256, (2, 1, 1))),
-    "turned 2x2": turned.make_params(turned.make_config(96, 128, (2, 2, 1))),
-    "turned 4x1": turned.make_params(turned.make_config(96, 64, (4, 1, 1))),
-    "turned 1x4": turned.make_params(turned.make_config(96, 64, (1, 4, 1))),
-    "turned 2x2, MN-major": turned.make_params(turned.make_config(128, 128, (2, 2, 1)), majors="mm"),
+    "scaled 1x2": case(FP8_SCALED, 128, 128, (1, 2)),
+    "scaled 2x1": case(FP8_SCALED, 128, 192, (2, 1)),
+    "half 2x1": case(HALF_GEMM, 128, 128, (2, 1, 1)),
+    "half 1x2": case(HALF_GEMM, 256, 128, (1, 2, 1)),
+    "turned 1x2": case(HALF_SWAP_AB, 144, 128, (1, 2, 1)),
+    "turned 2x1": case(HALF_SWAP_AB, 136, 256, (2, 1, 1)),
+    "turned 2x2": case(HALF_SWAP_AB, 96, 128, (2, 2, 1)),
+    "turned 4x1": case(HALF_SWAP_AB, 96, 64, (4, 1, 1)),
+    "turned 1x4": case(HALF_SWAP_AB, 96, 64, (1, 4, 1)),
+    "turned 2x2, MN-major": case(HALF_SWAP_AB, 128, 128, (2, 2, 1), majors="mm"),
 }
 
 

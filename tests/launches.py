@@ -1,4 +1,4 @@
-"""Launches of the FP8 GEMMs for any geometry, without a driver: the arguments that it would get."""
+"""Launches of FP8 GEMMs for any geometry, without a driver: the arguments that it would get."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
-from chosen import PLAIN, SWAPPED, make_params
+from chosen import FAMILIES, PLAIN, argument_names, make_params
 from hypothesis import strategies as st
 
 from deep_gemm import kernels, ops
 from deep_gemm.arch import SM90
-from deep_gemm.jit.driver.launch import Arg, LaunchShape, placed
+from deep_gemm.jit.driver.launch import Arg, placed
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.base import LaunchPlan, Strides
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig, UprightConfig
+from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.spec import GemmSpec, align, ceil_div
 
-UPRIGHT: list[UprightConfig] = list(PLAIN.legal(SM90))
-CONFIGS: list[FP8Config] = [*UPRIGHT, *SWAPPED.legal(SM90)]
+CONFIGS: list[GemmConfig] = [config for family in FAMILIES for config in family.legal(SM90)]
 AT = {"a": 0x1000, "sfa": 0x2000, "b": 0x3000, "sfb": 0x4004, "d": 0x5000}
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 9000), st.sampled_from([1 << 17, (1 << 20) + 1]))
@@ -49,9 +48,9 @@ class Geometry:
             "d": (self.stride_d or align(self.n, 8), 1),
         }
 
-    def spec(self, params: KernelParams, num_sms: int = 132) -> GemmSpec:
+    def spec(self, params: KernelParams) -> GemmSpec:
         """The spec that ``params`` compute for this geometry."""
-        made = ops.spec(self.m, self.n, self.k, num_sms)
+        made = ops.spec(self.m, self.n, self.k, 132)
         return replace(made, d=replace(made.d, aligned=params.store == "tma"))
 
 
@@ -72,30 +71,19 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 
 PARAMS = st.builds(
-    make_params, st.one_of(*map(st.sampled_from, (UPRIGHT, CONFIGS))), st.sampled_from(["tma", "tma", "direct"])
+    make_params, st.one_of(st.sampled_from(PLAIN.legal(SM90)), st.sampled_from(CONFIGS)), st.sampled_from(["tma", "tma", "direct"])
 )
-
-
-def is_persistent(config: FP8Config) -> bool:
-    return not isinstance(config, UprightConfig) or config.persistent
 
 
 def suited(g: Geometry, params: KernelParams) -> Geometry:
     """``g``, with N rounded to a multiple of eight where CTAs of one tile copy D in such pieces."""
-    return g if is_persistent(fp8(params)) or params.store == "direct" else replace(g, n=align(g.n, 8))
-
-
-def maps_output(params: KernelParams) -> bool:
-    """Whether a launch makes a tensor map of D, that is, whether a warp stores tiles by TMA."""
-    config = fp8(params)
-    return params.store == "tma" and is_persistent(config) and not isinstance(config, SwappedConfig)
+    return g if params.gemm.persistent or params.store == "direct" else replace(g, n=align(g.n, 8))
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A launch, and the tensor maps that it made, (spec, address), by the parameters' names."""
+    """The arguments of a launch, and the tensor maps that it made, (spec, address), by the parameters' names."""
 
-    shape: LaunchShape
     args: dict[str, Arg]
     maps: dict[str, tuple[TensorMapSpec, int]]
 
@@ -113,31 +101,13 @@ def encoder() -> Iterator[list[tuple[TensorMapSpec, int]]]:
         yield made
 
 
-def plan_of(
-    params: KernelParams, g: Geometry, num_sms: int = 132, pdl: bool = False, constant: bool = False
-) -> LaunchPlan:
-    return kernels.get(params.kernel).launch(params, g.spec(params, num_sms), g.strides, pdl, constant)
+def plan_of(params: KernelParams, g: Geometry, pdl: bool = False) -> LaunchPlan:
+    return kernels.get(params.kernel).launch(params, g.spec(params), g.strides, pdl)
 
 
-def record(
-    params: KernelParams, g: Geometry, num_sms: int = 132, pdl: bool = False, constant: bool = False
-) -> Recorded:
-    plan = plan_of(params, g, num_sms, pdl, constant)
+def record(params: KernelParams, g: Geometry) -> Recorded:
+    plan = plan_of(params, g)
     with encoder() as made:
-        args = dict(zip(parameter_names(params), placed(plan.parameters, AT), strict=True))
+        args = dict(zip(argument_names(params), placed(plan.parameters, AT), strict=True))
     places = {name: arg[0] - 1 for name, arg in args.items() if isinstance(arg, bytes) and arg[0]}
-    return Recorded(plan.shape, args, {name: made[which] for name, which in places.items()})
-
-
-def fp8(params: KernelParams) -> FP8Config:
-    assert isinstance(params.config, FP8Config)
-    return params.config
-
-
-def parameter_names(params: KernelParams) -> list[str]:
-    return [argument.name for argument in kernels.get(params.kernel).arguments(params)]
-
-
-def map_names(params: KernelParams) -> set[str]:
-    """The parameters that are tensor maps."""
-    return {name for name in parameter_names(params) if name.startswith("map_")}
+    return Recorded(args, {name: made[which] for name, which in places.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headers import edited_headers
 
@@ -23,3 +24,8 @@ class Mutation:
     def headers(self, folder: Path) -> Path:
         """The device headers with this mutation, in `folder`."""
         return edited_headers(folder, self.file, (self.old, self.new))
+
+
+def mutants(module: Any) -> list[tuple[Mutation, str]]:
+    """Every mutation of a module (``MUTATIONS``) with each of the kernels (``KERNELS``) that it breaks."""
+    return [(mutation, kernel) for mutation in module.MUTATIONS for kernel in mutation.kernels]

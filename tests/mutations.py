@@ -11,6 +11,19 @@ from mutation import Mutation
 
 from deep_gemm.params import KernelParams
 
+KERNELS: dict[str, KernelParams] = {
+    "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
+    "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
+    "once": make_params(find_config(block_m=256, block_n=128, persistent=False)),
+    "segments": make_params(find_config(block_m=64, block_n=112)),
+    "split": make_params(find_config(block_m=128, block_n=64, cluster_k=2)),
+    "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
+    "swapped": make_params(find_config(SWAPPED, block_m=32)),
+    "swapped split": make_params(find_config(SWAPPED, block_m=48, cluster_k=2, consumers_k=2)),
+    "swapped direct": make_params(find_config(SWAPPED, block_m=16), store="direct"),
+}
+"""Every schedule of products and promotion, all ways to store D, split K."""
+
 UNSWAPPED_KERNELS = ("ahead", "one by one", "segments", "split", "direct")
 STAGED = ("ahead", "one by one", "segments", "split")
 SWAPPED_KERNELS = ("swapped", "swapped split", "swapped direct")
@@ -305,24 +318,3 @@ MUTATIONS = [
         ("swapped direct",),
     ),
 ]
-
-
-def mutated_kernels() -> dict[str, KernelParams]:
-    """The kernels that are mutated, of all families: every schedule of products and promotion, all ways to store D,
-    split K."""
-    return {
-        "ahead": make_params(find_config(block_m=128, block_n=128, num_partials=2)),
-        "one by one": make_params(find_config(block_m=256, block_n=128, num_partials=1)),
-        "once": make_params(find_config(block_m=256, block_n=128, persistent=False)),
-        "segments": make_params(find_config(block_m=64, block_n=112)),
-        "split": make_params(find_config(block_m=128, block_n=64, cluster_k=2)),
-        "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
-        "swapped": make_params(find_config(SWAPPED, block_m=32)),
-        "swapped split": make_params(find_config(SWAPPED, block_m=48, cluster_k=2, consumers_k=2)),
-        "swapped direct": make_params(find_config(SWAPPED, block_m=16), store="direct"),
-    }
-
-
-def mutants() -> list[tuple[Mutation, str]]:
-    """Every mutation with each of the kernels that it breaks."""
-    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]

@@ -28,42 +28,37 @@ import grouped_mutations
 import half_mutations
 import scaled_mutations
 from cover import cover, everything, features
-from forced import compiled, force, force_half, force_scaled, laid_out, load, nvrtc, scaled_operands, scaling_of
+from chosen import case, entry
+from forced import DTYPES, compiled, force, force_gemm, load, nvrtc, operands, scaling_of
 from grouped_runs import is_right
 from racecheck_headers import RACES, racecheck_headers
 
 import deep_gemm
-from deep_gemm import kernels, quantize
+from deep_gemm import quantize
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import sm90_fp8_scaled, sm90_fp8_scaled_swapped, sm90_half_gemm, sm90_half_turned
-from deep_gemm.params import FP8Config, GemmConfig, HalfParams, KernelParams, ScaledParams
+from deep_gemm.kernels.families import FP8_SCALED, FP8_SCALED_SWAPPED, HALF_GEMM, HALF_SWAP_AB
+from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
 
-HALF: list[KernelParams] = [
+OTHERS: list[KernelParams] = [
     *half_mutations.KERNELS.values(),
-    sm90_half_gemm.make_params(sm90_half_gemm.make_config(128, 256, (2, 1, 1)), majors="km"),
-    sm90_half_gemm.make_params(
-        sm90_half_gemm.make_config(256, 128, (1, 2, 1)), majors="mm", output="f32", accumulate="reduces"
-    ),
-    sm90_half_turned.make_params(sm90_half_turned.make_config(112, 128, (2, 2, 1))),
-    sm90_half_turned.make_params(sm90_half_turned.make_config(96, 64, (1, 4, 1)), majors="km"),
-    sm90_half_turned.make_params(sm90_half_turned.make_config(152, 192, (2, 1, 1))),
-    sm90_half_turned.make_params(sm90_half_turned.make_config(80, 64, (4, 1, 1))),
-    sm90_half_turned.make_params(sm90_half_turned.make_config(144, 128, (1, 2, 1)), majors="km"),
-]
-"""16-bit kernels of every kind."""
-
-SCALED: list[KernelParams] = [
+    case(HALF_GEMM, 128, 256, (2, 1, 1), majors="km"),
+    case(HALF_GEMM, 256, 128, (1, 2, 1), majors="mm", output="f32", accumulate="reduces"),
+    case(HALF_SWAP_AB, 112, 128, (2, 2, 1)),
+    case(HALF_SWAP_AB, 96, 64, (1, 4, 1), majors="km"),
+    case(HALF_SWAP_AB, 152, 192, (2, 1, 1)),
+    case(HALF_SWAP_AB, 80, 64, (4, 1, 1)),
+    case(HALF_SWAP_AB, 144, 128, (1, 2, 1), majors="km"),
     *scaled_mutations.KERNELS.values(),
-    sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 160, (2, 1))),
-    sm90_fp8_scaled.make_params(sm90_fp8_scaled.make_config(128, 128, (1, 2)), scaling="1d2d"),
-    sm90_fp8_scaled_swapped.make_params(sm90_fp8_scaled_swapped.make_config(24, 2, 2), store="direct"),
+    case(FP8_SCALED, 128, 160, (2, 1)),
+    case(FP8_SCALED, 128, 128, (1, 2), scaling="1d2d"),
+    case(FP8_SCALED_SWAPPED, 24, 2, 2, store="direct"),
 ]
-"""FP8 kernels with any scaling, of every kind."""
+"""16-bit kernels, and FP8 kernels with any scaling, of every kind."""
 
 
 def chosen(every: int) -> list[KernelParams]:
@@ -74,54 +69,33 @@ def chosen(every: int) -> list[KernelParams]:
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
     """Those with ``part`` in their kernels' names."""
-    return [params for params in found if part in kernels.get(params.kernel).entry(params)]
+    return [params for params in found if part in entry(params)]
 
 
-def sizes(config: FP8Config) -> tuple[int, int, int, int]:
+def sizes(config: GemmConfig) -> tuple[int, int, int, int]:
     """M, N, K, and the number of SMs: so few that a persistent CTA computes several tiles."""
     m, n, k = config.block_m + 70, 2 * config.block_n + 40, 896
     return m, n, k, ceil_div(2 * config.cluster_size, config.ctas_per_sm)
 
 
-def run_half(params: HalfParams, function: Function, stream: int) -> bool:
-    """Run a 16-bit kernel twice, like the others. Returns whether the result is right."""
-    config = params.config
-    assert isinstance(config, GemmConfig)
-    m, n, k = config.block_m + 72, 2 * config.block_n + 40, 448
+def run_other(params: KernelParams, function: Function, stream: int) -> bool:
+    """Run one of `OTHERS` twice, like the others. Returns whether the result is right."""
+    config, fp8 = params.gemm, params.dtype == "e4m3"
+    m, n, k = config.block_m + 72, 2 * config.block_n + 40, 896 if fp8 else 448
     sms = ceil_div(2 * config.cluster_size, config.ctas_per_sm)
-    a, b = (
-        laid_out(torch.randn(rows, k, device="cuda").bfloat16(), x)
-        for rows, x in zip((m, n), params.majors, strict=True)
-    )
-    out = torch.float32 if params.output == "f32" else torch.bfloat16
-    c = torch.randn(m, n, device="cuda").to(out)
+    given = operands(params, *(torch.randn(rows, k, device="cuda") for rows in (m, n)))
+    c = torch.randn(m, n, device="cuda").to(DTYPES[params.output])
     found = []
     for early in (False, True):
-        tensors = {"a": a, "b": b, "d": c.clone()} | ({"c": c} if params.accumulate == "reads" else {})
-        force_half(params, function, tensors, sms, stream, early, early)()
+        tensors = {**given, "d": c.clone()} | ({"c": c} if params.accumulate == "reads" else {})
+        force_gemm(params, function, tensors, sms, stream, early, early)()
         found.append(tensors["d"])
     torch.cuda.synchronize()
-    exact = a.double() @ b.double().t() + (0 if params.accumulate == "none" else c.double())
-    return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
-
-
-def run_scaled(params: ScaledParams, function: Function, stream: int) -> bool:
-    """Run an FP8 kernel with any scaling twice, like the others. Returns whether the result is right."""
-    config = params.config
-    assert isinstance(config, GemmConfig)
-    m, n, k = config.block_m + 72, 2 * config.block_n + 40, 896
-    x, y = (torch.randn(rows, k, device="cuda") for rows in (m, n))
-    operands = scaled_operands(params, x, y)
-    out = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[params.output]
-    c = torch.randn(m, n, device="cuda").to(out)
-    found = []
-    for early in (False, True):
-        tensors = {**operands, "d": c.clone()} | ({"c": c} if params.accumulate == "reads" else {})
-        force_scaled(params, function, tensors, 2 * config.cluster_size, stream, early, early)()
-        found.append(tensors["d"])
-    torch.cuda.synchronize()
-    exact = exact_product(*operands.values(), scaling=scaling_of(params))
-    exact += 0 if params.accumulate == "none" else c.double()
+    if fp8:
+        exact = exact_product(*given.values(), scaling=scaling_of(params))
+    else:
+        exact = given["a"].double() @ given["b"].double().t()
+    exact = exact + (0 if params.accumulate == "none" else c.double())
     return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
 
 
@@ -145,11 +119,6 @@ def run_casts() -> bool:
     return torch.equal(d, same)
 
 
-def _config(params: KernelParams) -> FP8Config:
-    assert isinstance(params.config, FP8Config)
-    return params.config
-
-
 @click.command()
 @click.option("--every", default=0, help="Run one in so many of all kernels, instead of the cover.")
 @click.option("--racecheck", is_flag=True, help="Compile headers that racecheck can follow.")
@@ -162,17 +131,16 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     if race:
         include, every, name = RACES[race].put_into(include), 1, RACES[race].kernel
     builder = Builder(place / "cache", nvrtc(), include)
-    with compiled((params, builder, params) for params in named([*chosen(every), *HALF, *SCALED], name)) as binaries:
+    with compiled((params, builder, params) for params in named([*chosen(every), *OTHERS], name)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong, count = torch.cuda.current_stream().cuda_stream, 0, len(functions)
     for params, function in functions.items():
-        if isinstance(params, (HalfParams, ScaledParams)):
-            run = run_half if isinstance(params, HalfParams) else run_scaled
-            if not run(params, function, stream):  # type: ignore[arg-type]
+        if params in OTHERS:
+            if not run_other(params, function, stream):
                 wrong += 1
                 print(f"wrong: {params}")
             continue
-        m, n, k, num_sms = sizes(_config(params))
+        m, n, k, num_sms = sizes(params.gemm)
         a, b, _, _ = random_operands(m, n, k, "cuda")
         d, early = (torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         launches = [
@@ -185,12 +153,11 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
         if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
             wrong += 1
             print(f"wrong: {params}")
-    for kernel in grouped_mutations.KERNELS.values():
-        if name in kernels.get(kernel.params.kernel).entry(kernel.params):
-            count += 1
-            if not is_right(kernel, builder):
-                wrong += 1
-                print(f"wrong: {kernel.params}")
+    for params in named([*grouped_mutations.KERNELS.values()], name):
+        count += 1
+        if not is_right(params, builder):
+            wrong += 1
+            print(f"wrong: {params}")
     if not name and not run_casts():
         wrong += 1
         print("wrong: casts")

@@ -3,29 +3,21 @@ result, and no wait for something that never comes."""
 
 from __future__ import annotations
 
+from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels import sm90_fp8_gemm, sm90_fp8_rows
-from deep_gemm.kernels import sm90_fp8_scaled_swapped as swapped
-from deep_gemm.kernels.sm90_fp8_scaled import make_config, make_params
-from deep_gemm.params import ScaledParams
+from deep_gemm.kernels.families import FP8_ROWS, FP8_SCALED, FP8_SCALED_SWAPPED
+from deep_gemm.params import KernelParams
 
-
-def of_rows(block_m: int, block_n: int) -> ScaledParams:
-    """The kernel for scales of rows and bf16 output, whose params do not name these."""
-    params = sm90_fp8_rows.make_params(sm90_fp8_rows.rows(sm90_fp8_gemm.make_config(block_m, block_n)))
-    return ScaledParams(**vars(params), scaling="rowwise", output="bf16")
-
-
-KERNELS: dict[str, ScaledParams] = {
-    "rows": make_params(make_config(128, 128)),
-    "parts": make_params(make_config(128, 160), accumulate="reduces"),
-    "blocks": make_params(make_config(64, 64), scaling="1d2d", accumulate="reads"),
-    "whole": make_params(make_config(128, 128), scaling="rowwise"),
-    "direct": make_params(make_config(64, 64), scaling="rowwise", store="direct"),
-    "own": of_rows(128, 192),
-    "swapped": swapped.make_params(swapped.make_config(32)),
-    "swapped split": swapped.make_params(swapped.make_config(16, 4), scaling="1d2d", output="f32", accumulate="reads"),
+KERNELS: dict[str, KernelParams] = {
+    "rows": case(FP8_SCALED, 128, 128),
+    "parts": case(FP8_SCALED, 128, 160, accumulate="reduces"),
+    "blocks": case(FP8_SCALED, 64, 64, scaling="1d2d", accumulate="reads"),
+    "whole": case(FP8_SCALED, 128, 128, scaling="rowwise"),
+    "direct": case(FP8_SCALED, 64, 64, scaling="rowwise", store="direct"),
+    "own": case(FP8_ROWS, 128, 192),
+    "swapped": case(FP8_SCALED_SWAPPED, 32),
+    "swapped split": case(FP8_SCALED_SWAPPED, 16, 4, scaling="1d2d", output="f32", accumulate="reads"),
 }
 """All scalings, outputs, and ways to add C."""
 
@@ -160,8 +152,3 @@ MUTATIONS = [
         tuple(name for name in KERNELS if name != "own"),
     ),
 ]
-
-
-def mutants() -> list[tuple[Mutation, str]]:
-    """Every mutation with each of the kernels that it breaks."""
-    return [(mutation, kernel) for mutation in MUTATIONS for kernel in mutation.kernels]

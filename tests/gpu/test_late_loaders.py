@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from forced import compiled, force, force_half, force_scaled, laid_out, load, nvrtc, scaled_operands, scaling_of
-from gpu_cases import DEVICE, nan_output
+from forced import DTYPES, assert_right, compiled, force_gemm, load, nvrtc, operands
+from gpu_cases import DEVICE
 from late_loaders import KERNELS, SHAPE, late_headers
 
 from deep_gemm import engine
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.params import HalfParams, ScaledParams
 from deep_gemm.settings import settings
-from deep_gemm.testing import assert_close_to_exact, assert_half_close_to_exact, random_operands
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +35,8 @@ def test_a_late_loader_holds_the_ring_back(loaded: Callable[[str], Function], na
     params, function, stream = KERNELS[name], loaded(name), engine.raw_stream(torch.cuda.current_device())
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, y = (torch.randn(rows, k, device=DEVICE, generator=generator) for rows in (m, n))
-    d = nan_output(m, n)
-    if isinstance(params, HalfParams):
-        a, b = (laid_out(each.bfloat16(), major) for each, major in zip((x, y), params.majors, strict=True))
-        force_half(params, function, {"a": a, "b": b, "d": d}, num_sms, stream)()
-        torch.cuda.synchronize()
-        assert_half_close_to_exact(d, a, b)
-    elif isinstance(params, ScaledParams):
-        operands, d = scaled_operands(params, x, y), d.float() if params.output == "f32" else d
-        force_scaled(params, function, {**operands, "d": d}, num_sms, stream)()
-        torch.cuda.synchronize()
-        assert_close_to_exact(d, *operands.values(), scaling=scaling_of(params))
-    else:
-        a8, b8, _, _ = random_operands(m, n, k, DEVICE)
-        force(params, function, a8, b8, d, num_sms, stream)()
-        torch.cuda.synchronize()
-        assert_close_to_exact(d, *a8, *b8)
+    d = torch.full((m, n), float("nan"), device=DEVICE, dtype=DTYPES[params.output])
+    tensors = {**operands(params, x, y), "d": d}
+    force_gemm(params, function, tensors, num_sms, stream)()
+    torch.cuda.synchronize()
+    assert_right(params, tensors)

@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
+import grouped_mutations
+import grouped_runs
+import half_mutations
+import mutations
 import pytest
+import scaled_mutations
 import torch
-from forced import compiled, force, load, nvrtc
+from forced import DTYPES, assert_right, compiled, force, force_gemm, load, nvrtc, operands
 from gpu_cases import DEVICE, nan_output
-from mutations import MUTATIONS, Mutation, mutants, mutated_kernels
+from mutation import Mutation, mutants
 
 from deep_gemm import engine
-from deep_gemm.jit import Builder
-from deep_gemm.jit.driver.module import Function
+from deep_gemm.jit import Binary, Builder
+from deep_gemm.params import KernelParams
 from deep_gemm.quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_gemm.reference import exact_product
-from deep_gemm.testing import assert_close_to_exact, calc_diff, integer_operands
+from deep_gemm.spec import align
+from deep_gemm.testing import calc_diff, integer_operands
 
-KERNELS = mutated_kernels()
-# Several tiles of every kernel in both directions, a number of rows that no tile divides, eight blocks of K with a
-# partial last one, and so few SMs that CTAs compute several tiles.
-M, N, K = 200, 520, 1008
-NUM_SMS = 4
-
-LoadedMutant = Callable[[Mutation | None, str], Function]
+# Several tiles of every kernel in both directions, a number of rows that no tile divides, and so few SMs that CTAs
+# compute several tiles.
+M, N, NUM_SMS = 200, 520, 4
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedMutant]:
-    """Functions by mutation (None for sound ones) and kernel."""
-    root, compiler = tmp_path_factory.mktemp("mutants"), nvrtc()
-
-    def builder(name: str, headers: Path | None) -> Builder:
-        return Builder(root / name, compiler, headers)
-
-    builders = {m.name: builder(f"mutant{i}", m.headers(root / f"headers{i}")) for i, m in enumerate(MUTATIONS)}
-    sound = builder("sound", None)
-    jobs = [((m.name, kernel), builders[m.name], KERNELS[kernel]) for m, kernel in mutants()]
-    jobs += [(("", kernel), sound, params) for kernel, params in KERNELS.items()]
-    with compiled(jobs) as binaries:
-        yield lambda mutation, kernel: load(
-            KERNELS[kernel], binaries[mutation.name if mutation else "", kernel].result()
-        )
+def holds(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except AssertionError:
+        return False
+    return True
 
 
-def complaints(kernel: str, function: Function, k: int = 0) -> list[str]:
-    """The layers of the oracle that find a fault in a kernel, at this K or the usual one."""
-    stream = engine.raw_stream(torch.cuda.current_device())
-    found = []
-    k = k or K
+def plain(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    """Eight blocks of K with a partial last one, or another K."""
+    stream, k, function = engine.raw_stream(torch.cuda.current_device()), k or 1008, load(params, binary)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, y = (torch.randn(rows, k, device=DEVICE, generator=generator) for rows in (M, N))
     # Rows and blocks with different scales differ by more than a factor of ten, so that a wrong scale shows.
@@ -59,34 +49,100 @@ def complaints(kernel: str, function: Function, k: int = 0) -> list[str]:
     x *= factors_a.repeat_interleave(128, 1)[:, :k]
     y *= factors_b.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :k]
     a, b = per_token_cast_to_fp8(x, use_ue8m0=False), per_block_cast_to_fp8(y, use_ue8m0=False)
-    d = nan_output(M, N)
-    force(KERNELS[kernel], function, a, b, d, NUM_SMS, stream)()
-    try:
-        assert_close_to_exact(d, *a, *b)
-    except AssertionError:
-        found.append("bound")
-    if not bool(calc_diff(d, x.double() @ y.double().t()) < 1e-3):
-        found.append("difference")
+    d, integers = nan_output(M, N), nan_output(M, N)
+    force(params, function, a, b, d, NUM_SMS, stream)()
+    tensors = {"a": a[0], "sfa": a[1], "b": b[0], "sfb": b[1], "d": d}
+    found = {
+        "bound": holds(lambda: assert_right(params, tensors)),
+        "difference": bool(calc_diff(d, x.double() @ y.double().t()) < 1e-3),
+    }
     a, b = integer_operands(M, N, k, DEVICE)
-    d = nan_output(M, N)
-    force(KERNELS[kernel], function, a, b, d, NUM_SMS, stream)()
-    if not torch.equal(d, exact_product(*a, *b).bfloat16()):
-        found.append("integers")
-    return found
+    force(params, function, a, b, integers, NUM_SMS, stream)()
+    return found | {"integers": torch.equal(integers, exact_product(*a, *b).bfloat16())}
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_sound_kernels_pass(loaded: LoadedMutant, kernel: str) -> None:
-    assert complaints(kernel, loaded(None, kernel)) == []
+def scaled(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    """More blocks of K than two rounds of any ring, with a partial last block; rows and columns with very different
+    magnitudes, so that a wrong scale shows."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, y = (
+        torch.randn(rows, 128 * 33 + 64, device=DEVICE, generator=generator)
+        * 4.0 ** torch.randint(-3, 4, (rows, 1), device=DEVICE, generator=generator)
+        for rows in (M, N)
+    )
+    return within_bound(params, binary, x, y)
 
 
-@pytest.mark.parametrize(("mutation", "kernel"), [(m, kernel) for m, kernel in mutants() if m.k])
-def test_sound_kernels_pass_at_other_k(loaded: LoadedMutant, mutation: Mutation, kernel: str) -> None:
-    assert complaints(kernel, loaded(None, kernel), mutation.k) == []
+def half(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    """Eight blocks of K with a partial last one."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return within_bound(
+        params, binary, *(torch.randn(rows, 504, device=DEVICE, generator=generator) for rows in (M, N))
+    )
 
 
-@pytest.mark.parametrize(
-    ("mutation", "kernel"), mutants(), ids=[f"{mutation.name}, {kernel}" for mutation, kernel in mutants()]
-)
-def test_broken_kernels_do_not(loaded: LoadedMutant, mutation: Mutation, kernel: str) -> None:
-    assert complaints(kernel, loaded(mutation, kernel), mutation.k) == ["bound", "difference", "integers"]
+def within_bound(params: KernelParams, binary: Binary, x: torch.Tensor, y: torch.Tensor) -> dict[str, bool]:
+    out = DTYPES[params.output]
+    c = torch.randn(M, N, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(out)
+    d = torch.full((M, align(N, 8)), float("nan"), device=DEVICE, dtype=out)[:, :N]
+    if params.accumulate == "reduces":
+        d.copy_(c)
+    tensors = {**operands(params, x, y), "d": d} | ({"c": c} if params.accumulate == "reads" else {})
+    function = load(params, binary)
+    force_gemm(params, function, tensors, NUM_SMS, engine.raw_stream(torch.cuda.current_device()))()
+    torch.cuda.synchronize()
+    return {"bound": holds(lambda: assert_right(params, tensors, c))}
+
+
+def grouped(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    return {"result": grouped_runs.is_right(params, builder)}
+
+
+ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
+    mutations: plain,
+    scaled_mutations: scaled,
+    half_mutations: half,
+    grouped_mutations: grouped,
+}
+"""The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
+
+SOUND = [(module, kernel) for module in ORACLES for kernel in module.KERNELS]
+BROKEN = [(module, mutation, kernel) for module in ORACLES for mutation, kernel in mutants(module)]
+Verdicts = Callable[[Any, Mutation | None, str, int], dict[str, bool]]
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
+    """What the oracle says of a kernel with a mutation, or of the sound one, at this K or the usual one."""
+    root, compiler = tmp_path_factory.mktemp("mutants"), nvrtc()
+    builders = {(module, ""): Builder(root / module.__name__, compiler) for module in ORACLES}
+    for module in ORACLES:
+        for index, each in enumerate(module.MUTATIONS):
+            place = root / f"{module.__name__}{index}"
+            builders[module, each.name] = Builder(place / "cache", compiler, each.headers(place / "include"))
+    wanted = [(module, "", kernel) for module, kernel in SOUND]
+    wanted += [(module, mutation.name, kernel) for module, mutation, kernel in BROKEN]
+    with compiled((key, builders[key[:2]], key[0].KERNELS[key[2]]) for key in wanted) as binaries:
+
+        def found(module: Any, mutation: Mutation | None, kernel: str, k: int) -> dict[str, bool]:
+            name = mutation.name if mutation else ""
+            binary = binaries[module, name, kernel].result()
+            return ORACLES[module](module.KERNELS[kernel], builders[module, name], binary, k)
+
+        yield found
+
+
+def ids(value: Any) -> str:
+    return value if isinstance(value, str) else getattr(value, "name", "") or value.__name__
+
+
+@pytest.mark.parametrize(("module", "kernel"), SOUND, ids=ids)
+def test_sound_kernels_pass(verdicts: Verdicts, module: Any, kernel: str) -> None:
+    ks = {0} | {mutation.k for mutation, broken in mutants(module) if broken == kernel}
+    for k in ks:
+        assert all(verdicts(module, None, kernel, k).values()), k
+
+
+@pytest.mark.parametrize(("module", "mutation", "kernel"), BROKEN, ids=ids)
+def test_broken_kernels_do_not(verdicts: Verdicts, module: Any, mutation: Mutation, kernel: str) -> None:
+    assert not any(verdicts(module, mutation, kernel, mutation.k).values())

@@ -7,11 +7,11 @@ import math
 from chosen import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import CONFIGS, PARAMS, Geometry, fp8, geometries, record, suited
+from launches import CONFIGS, PARAMS, Geometry, geometries, record, suited
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels.tiles import first_column, segments
-from deep_gemm.params import KernelParams, SwappedConfig
+from deep_gemm.params import KernelParams
 from deep_gemm.spec import align, ceil_div
 
 
@@ -38,7 +38,7 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
 ) -> None:
     """The producer of scales announces the bytes of all three loads of a stage; one byte off, and the kernel hangs.
     Boxes end at the edge or just behind it: boxes that reach beyond it arrive late."""
-    c = fp8(params)
+    c = params.gemm
     g = suited(g, params)
     recorded = record(params, g)
     maps = {name: spec for name, (spec, _) in recorded.maps.items()}
@@ -55,7 +55,7 @@ def test_boxes_bring_the_bytes_that_the_kernel_waits_for(
     for segment, width in enumerate(segments(c.block_n)):
         first = first_column(c.block_n, segment, index, tiles)
         whole = maps[f"map_b_{segment}" if segment else "map_b"]
-        if isinstance(c, SwappedConfig):
+        if c.swap_ab:
             existing = rows_loaded(first, g.n, width, last_columns)
         else:
             existing = min(width, max(0, g.n - first))  # as `TileColumns` counts them

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from chosen import FAMILIES
 from cover import cover, everything, features
 from hypothesis import given
 from hypothesis import strategies as st
-from sanitize import _config, chosen, sizes
+from sanitize import chosen, sizes
 
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
-from deep_gemm.params import KernelParams
+from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.spec import SCALE_BLOCK, ceil_div
 
 EVERYTHING = everything()
@@ -37,11 +35,11 @@ def test_few_kernels_do(taken: list[KernelParams]) -> None:
 def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> None:
     """Checked without `features`: CTAs along m, n and k, and consumers along K."""
 
-    def split(config: Any) -> tuple[int, ...]:
-        return config.cluster_m, config.cluster_n, config.cluster_k, getattr(config, "consumers_k", 1)
+    def split(config: GemmConfig) -> tuple[int, ...]:
+        return config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k
 
     for kernel in FAMILIES:
-        every, own = list(kernel.configs(SM90)), [params.config for params in taken if params.kernel == kernel.name]
+        every, own = kernel.configs(SM90), [params.gemm for params in taken if params.kernel == kernel.name]
         assert {config.tile for config in own} == {config.tile for config in every}
         assert {split(config) for config in own} == {split(config) for config in every}
     assert {"tma", "direct"} == {params.store for params in taken}
@@ -50,13 +48,13 @@ def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> Non
 def test_sizes_suit_the_kernels_and_ctas_that_stay_do_several_tiles(taken: list[KernelParams]) -> None:
     """So that the next tile's writes meet what the one before left in shared memory."""
     for params in taken:
-        config, kernel = _config(params), kernels.get(params.kernel)
+        config, rules = params.gemm, kernels.gemm(params.kernel).rules
         m, n, k, num_sms = sizes(config)
         assert k % SCALE_BLOCK == 0
         assert config.cluster_size <= num_sms * config.ctas_per_sm <= 32
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
-        if getattr(config, "persistent", True):
-            assert kernel.num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params  # type: ignore[attr-defined]
+        if config.persistent:
+            assert rules.num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
 
 
 def test_every_takes_all() -> None:

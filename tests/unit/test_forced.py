@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chosen import SWAPPED, find_config, make_params
+from chosen import SWAPPED, argument_names, entry, find_config, make_params
 from driver_fakes import FakeDriver
 from forced import compiled, force, load, nvrtc
 from jit_fakes import FakeCompiler, cubin_of
@@ -25,10 +25,6 @@ PARAMS = [
     make_params(find_config(block_m=64, block_n=16), "direct"),
     make_params(find_config(SWAPPED, block_m=16, cluster_k=2)),
 ]
-
-
-def entry(params: KernelParams) -> str:
-    return kernels.get(params.kernel).entry(params)
 
 
 def test_kernels_are_compiled_and_loaded(driver: FakeDriver, tmp_path: Path) -> None:
@@ -63,19 +59,19 @@ def test_a_launch_has_the_operands(
     (a, sfa), (b, sfb), _, _ = random_operands(37, 200, 272, "cpu")
     d = torch.empty(37, 200, dtype=torch.bfloat16)
     forced = force(params, function, (a, sfa), (b, sfb), d, num_sms=132, stream=7)
-    assert torch.equal(forced.scales[:, :37], sfa.t())
-    assert bool(forced.scales[:, 37:].isnan().all())
-    assert forced.scales.shape == (3, 40)
+    assert torch.equal(forced.scales, sfa)
+    assert forced.scales.stride() == (1, 40)
+    assert bool(forced.scales.as_strided((3, 40), (40, 1))[:, 37:].isnan().all())
     forced()
     name, (config, _, parameters, _) = driver.calls[-1]
     assert name == "cuLaunchKernelEx"
-    assert (config.gridDimX, config.blockDimX) == (forced.launch.shape.grid[0], params.config.num_threads)
-    names = [argument.name for argument in kernels.get(params.kernel).arguments(params)]
+    assert (config.gridDimX, config.blockDimX) == (forced.launch.shape.grid[0], params.gemm.num_threads)
+    names = argument_names(params)
     at = dict(zip(names, struct.unpack(f"={len(names)}Q", ctypes.string_at(parameters, len(names) * 8)), strict=True))
     assert ctypes.c_uint64.from_address(at["scale_b"]).value == sfb.data_ptr()
     assert ctypes.c_uint64.from_address(at["d"]).value == d.data_ptr()
     assert [ctypes.c_uint32.from_address(at[name]).value for name in ("m", "n", "k")] == [37, 200, 272]
-    one_row = int(params.config.block_m >= 37)  # columns of tiles, so that B is loaded with evict-first
+    one_row = int(params.gemm.block_m >= 37)  # columns of tiles, so that B is loaded with evict-first
     assert [ctypes.c_uint32.from_address(at[name]).value for name in ("early_stages", "evict_first")] == [0, one_row]
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rasters import located, quotient
 
 from deep_gemm.arch import SM90
-from deep_gemm.kernels import groups, sm90_half_k_grouped
-from deep_gemm.kernels.sm90_half_gemm import make_config
+from deep_gemm.kernels import groups
+from deep_gemm.kernels.families import HALF_K_GROUPED
 from deep_gemm.ops import k_grouped, m_grouped
 from deep_gemm.spec import ceil_div
 
@@ -124,7 +124,7 @@ def tile(order: Sequence[int], table: Table, block_m: int, block_n: int, index: 
 def check_tiles(table: Table, block_m: int, block_n: int, n: int, wanted: list[tuple[int, int, int]]) -> None:
     """Each tile is found once, in the order that is documented. ``wanted`` are the first row, the rows of tiles, and
     the group or the end of each segment that has any."""
-    order = groups.order(make_config(block_m, block_n), n, True, 0)
+    order = groups.order(HALF_K_GROUPED.config(block_m, block_n), n, True, 0)
     columns = ceil_div(n, block_n)
     expected = [
         (row + y * block_m, column * block_n, last)
@@ -270,8 +270,7 @@ def test_columns_in_a_short_strip_are_exact(left: int, columns: int) -> None:
 @given(st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 20), st.sampled_from([3, 132]))
 def test_along_k_each_matrix_has_each_tile_once(m: int, n: int, count: int, num_sms: int) -> None:
     """From the numbers of a launch. The matrices follow one another, all with the same order of tiles."""
-    kernel = sm90_half_k_grouped.KERNEL
-    config = sm90_half_k_grouped.along_k(make_config(128, 128))
+    kernel, config = HALF_K_GROUPED, HALF_K_GROUPED.config(128, 128)
     m, n = m, 8 * n
     spec = k_grouped.spec("bf16", m, n, 4096, count, num_sms)
     strides = {"a": (1, 2048), "b": (1, 8 * 1500), "d": (m * n, n, 1), "c": (m * n, n, 1)}
@@ -295,9 +294,9 @@ def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k:
     """Few tiles for each CTA; or low groups, and columns of B that stay in L2. Otherwise CTAs only drift apart."""
     count, rows = groups_and_rows
     spec = m_grouped.spec("e4m3", "masked", 4096, 6144, k, count, 132, alignment=128, expected_m=rows)
-    assert groups.skips_padding(spec, make_config(128, 256)) is skips
+    assert groups.skips_padding(spec, HALF_K_GROUPED.config(128, 256)) is skips
     contiguous = m_grouped.spec("e4m3", "contiguous", count * rows, 6144, k, count, 132, alignment=128)
-    assert groups.skips_padding(contiguous, make_config(128, 256)) is skips
+    assert groups.skips_padding(contiguous, HALF_K_GROUPED.config(128, 256)) is skips
 
 
 @pytest.mark.parametrize(
@@ -313,4 +312,4 @@ def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k:
 def test_weights_that_are_read_once_leave_l2_first(form: str, count: int, rows: int, k: int, evicted: int) -> None:
     expected = {"expected_m": rows} if form == "masked" else {}
     spec = m_grouped.spec("e4m3", form, 4096, 6144, k, count, 132, alignment=128, **expected)
-    assert groups.evict_first(spec, make_config(64, 128)) == evicted
+    assert groups.evict_first(spec, HALF_K_GROUPED.config(64, 128)) == evicted

@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from chosen import find_config
 from rasters import located, quotient
 
-from deep_gemm.arch import SM90
 from deep_gemm.kernels.raster import KEPT_BYTES, Raster, _read, divisor, raster
-from deep_gemm.kernels.sm90_fp8_gemm import KERNEL
-from deep_gemm.params import UprightConfig
+from deep_gemm.params import GemmConfig
 
 NUMBERS = st.one_of(st.integers(0, 1 << 12), st.integers(0, (1 << 31) - 1))
 
@@ -51,13 +50,9 @@ def test_bands_and_groups_hold_every_tile_once_m_first(rows: int, columns: int, 
     assert found == expected
 
 
-def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)) -> UprightConfig:
-    return next(
-        c
-        for c in KERNEL.legal(SM90)
-        if (c.block_m, c.block_n, c.ctas_per_sm) == (block_m, block_n, 1)
-        and (c.cluster_m, c.cluster_n, c.cluster_k) == cluster
-    )
+def chosen(block_m: int, block_n: int, cluster: tuple[int, int, int] = (1, 1, 1)) -> GemmConfig:
+    cluster_m, cluster_n, cluster_k = cluster
+    return find_config(block_m=block_m, block_n=block_n, cluster_m=cluster_m, cluster_n=cluster_n, cluster_k=cluster_k)
 
 
 def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
@@ -76,7 +71,7 @@ def wanted(order: Raster, first: int, count: int) -> tuple[int, int]:
         (chosen(128, 128, (2, 1, 1)), 4096, 2),  # CTAs of a cluster are neighbours already
     ],
 )
-def test_neighbours_want_few_distinct_operands(config: UprightConfig, m: int, height: int) -> None:
+def test_neighbours_want_few_distinct_operands(config: GemmConfig, m: int, height: int) -> None:
     order = raster(config, m, 40960, 16384, 132)  # too many waves to count the reads of each
     assert order.height == height
     # 16 neighbours, about as many as share a path to L2, read 8 or 9 tiles of operands if there are enough rows.
@@ -182,7 +177,7 @@ def test_one_wave_is_walked_as_neighbours_want_it() -> None:
 
 
 @pytest.mark.parametrize("config", [chosen(128, 192, (1, 2, 1)), chosen(128, 128, (2, 1, 1))])
-def test_clusters_are_neighbours_already(config: UprightConfig) -> None:
+def test_clusters_are_neighbours_already(config: GemmConfig) -> None:
     order = raster(config, 4000, 24000, 4096, 132)
     across = config.cluster_n * config.block_n * order.band
     assert (order.height, across) == (1, 768 if config.cluster_n > 1 else 512)

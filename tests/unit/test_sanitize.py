@@ -24,7 +24,7 @@ def test_a_race_is_in_one_header_and_a_kernel_shows_it(tmp_path: Path, race: Rac
 
 def test_kernels_can_be_named() -> None:
     (found,) = sanitize.named(sanitize.chosen(1), "64x64_s13_p2_k4x1_direct")
-    assert (found.config.tile, sanitize._config(found).cluster_k, found.store) == ((64, 64), 4, "direct")
+    assert (found.config.tile, found.gemm.cluster_k, found.store) == ((64, 64), 4, "direct")
 
 
 def changed(folder: Path, base: Path) -> set[str]:

@@ -17,7 +17,7 @@ from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels.gemm_features import L2_SHARING
 from deep_gemm.kernels.tiles import last_rows, left
-from deep_gemm.params import GemmConfig, UprightConfig
+from deep_gemm.params import GemmConfig
 from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select
 from deep_gemm.select.calibration import default
 from deep_gemm.select.model import estimate, features
@@ -120,7 +120,7 @@ def test_calls_choose_from_the_serving_set_and_surveys_from_all_that_is_legal() 
 def test_the_selected_config_covers_what_is_asked(spec: GemmSpec) -> None:
     config = select(spec, SM90).config
     m, n, num_sms = spec.m, spec.n, spec.num_sms
-    ctas = kernels.of(config).num_ctas(config, m, n, num_sms)  # type: ignore[attr-defined]
+    ctas = kernels.gemm(config.family).rules.num_ctas(config, m, n, num_sms)
     assert ctas >= 1
     assert ctas % config.cluster_size == 0
     # The GPU spreads CTAs over all SMs before it puts two on one: on part of a GPU there may be no more CTAs than SMs.
@@ -184,7 +184,7 @@ def test_clusters_need_their_sms() -> None:
 @given(SPECS)
 def test_ctas_of_one_tile_run_at_the_same_time(spec: GemmSpec) -> None:
     for config in candidates(spec, SM90):
-        if isinstance(config, UprightConfig) and not config.persistent:
+        if not config.persistent:
             slots = spec.num_sms * config.ctas_per_sm // config.cluster_size
             tiles_m = ceil_div(spec.m, config.block_m * config.cluster_m)
             assert tiles_m * ceil_div(spec.n, config.block_n * config.cluster_n) <= slots
@@ -192,7 +192,7 @@ def test_ctas_of_one_tile_run_at_the_same_time(spec: GemmSpec) -> None:
 
 def is_lone(config: GemmConfig) -> bool:
     """Whether a CTA has one tile."""
-    return isinstance(config, UprightConfig) and not config.persistent
+    return not config.persistent
 
 
 def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
@@ -207,7 +207,7 @@ def test_ctas_of_one_tile_have_more_stages_and_are_preferred_for_that() -> None:
     assert not is_lone(select(replace(one_wave, m=4096), SM90).config)
     more = []
     for config in filter(is_lone, SERVING):
-        twins = [replace(config, persistent=True, num_stages=s) for s in range(2, config.num_stages + 1)]  # type: ignore[call-arg]
+        twins = [replace(config, persistent=True, num_stages=s) for s in range(2, config.num_stages + 1)]
         stages = [twin.num_stages for twin in twins if twin in LEGAL]
         assert stages, f"{config} has no persistent twin with as many stages or fewer"
         more.append(max(stages) < config.num_stages)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chosen import find_config
+from chosen import PLAIN, find_config, make_params
 
 from deep_gemm import engine
 from deep_gemm.aot.workload import GemmShape
@@ -16,7 +16,6 @@ from deep_gemm.arch import SM90
 from deep_gemm.benchmarks import versus
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder, include_dir
-from deep_gemm.kernels.sm90_fp8_gemm import config_shared_bytes
 from deep_gemm.select.calibration import default
 
 SHAPE = GemmShape(4096, 7168, 2048)
@@ -118,7 +117,7 @@ def test_other_device_code_is_loaded_and_not_remembered(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine, "default_builder", lambda: Made(b"this"))
     monkeypatch.setattr(engine, "_functions", {})
     asked, config = versus.survey.spec_of(SHAPE, 132), find_config(block_m=128, block_n=128)
-    shared: Any = config_shared_bytes(config, tma_store=True)  # type: ignore[arg-type]
+    shared = PLAIN.shared_bytes(make_params(config))
     other: Any = Made(b"another")
     assert engine.forced_plan(asked, config, 0, other).function == (b"another", shared)
     assert engine._functions == {}
