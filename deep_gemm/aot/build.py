@@ -170,9 +170,8 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
             for params in found:
                 wanted.setdefault(params, []).append(shape)
     helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
-    wanted |= {
-        params: [] for name in sorted(helpers) for params in kernels.get(name).precompile_cases() if params.arch == arch
-    }
+    cases = [params for name in sorted(helpers) for params in kernels.get(name).precompile_cases()]
+    wanted |= {params: [] for params in cases if params.arch == arch}
     return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 

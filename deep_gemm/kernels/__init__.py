@@ -5,23 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
 from ..spec import GemmSpec, Spec
-from .base import Kernel
-from .families import FAMILIES, GEMMS
-from .gemm import GemmFamily
 
-__all__ = ["FAMILIES", "GEMMS", "GemmFamily", "Kernel", "for_helper", "for_spec", "gemm", "get", "registry"]
+if TYPE_CHECKING:
+    from .base import Kernel
+    from .gemm import GemmFamily
 
-KernelT = TypeVar("KernelT", bound=Kernel)
+KernelT = TypeVar("KernelT", bound="Kernel")
 
 
 @functools.lru_cache(maxsize=1)
 def registry() -> Mapping[str, Kernel]:
     """Every kernel family by name."""
+    from .families import FAMILIES  # here: a call of a warmed process needs none of them until it launches
+
     return MappingProxyType({family.name: family for family in FAMILIES})
 
 
@@ -37,18 +38,20 @@ def gemm(name: str) -> GemmFamily:
 
 @functools.lru_cache(maxsize=1)
 def _gemms() -> Mapping[str, GemmFamily]:
+    from .families import GEMMS
+
     return {family.name: family for family in GEMMS}
 
 
 def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
     """The families that can compute ``spec`` and, if ``arch`` is given, can be built for it. Raises UnsupportedError,
     with each family's reason, if there is none."""
-    return _able(GEMMS, spec, arch)
+    return _able(list(_gemms().values()), spec, arch)
 
 
 def for_helper(spec: Spec, arch: ArchSpec) -> Kernel:
     """The family that computes a spec that is no GEMM. Raises UnsupportedError if there is none."""
-    return _able([family for family in FAMILIES if not isinstance(family, GemmFamily)], spec, arch)[0]
+    return _able([family for name, family in registry().items() if name not in _gemms()], spec, arch)[0]
 
 
 def _able(families: Sequence[KernelT], spec: Spec, arch: ArchSpec | None) -> list[KernelT]:

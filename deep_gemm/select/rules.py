@@ -6,11 +6,13 @@ Each says what was measured that the model does not know.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
-from ..kernels import GemmFamily, groups
-from ..kernels.serving import COMMON
 from ..params import GemmConfig
 from ..spec import GemmSpec, ceil_div
+
+if TYPE_CHECKING:
+    from ..kernels.gemm import GemmFamily
 
 MOST_TOKENS = 64
 """16-bit tiles for few rows of A are offered up to this M. Above, swap-AB tiles of any height are."""
@@ -36,6 +38,8 @@ _LITTLE_PADDING = 1.15
 
 def worthwhile(family: GemmFamily, spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether the model ranks ``config``; False where another config is known to be better."""
+    from ..kernels import groups  # here: a process whose kernels are all known ranks none
+
     along_m = spec.grouping in ("contiguous", "psum", "masked")
     wide = spec.a.dtype != "e4m3"
     if family.rules.few_tokens:
@@ -102,6 +106,8 @@ def _sizes(family: GemmFamily) -> tuple[int, ...]:
 def penalty(config: GemmConfig) -> float:
     """By how much the model's time of ``config`` counts longer. Above 1 for tiles that only few shapes need: they are
     chosen where they save more than the model errs, and so a deployment compiles fewer kernels."""
+    from ..kernels.serving import COMMON
+
     c = config
     if c.family != "sm90_half_turned":
         return 1.0
