@@ -145,7 +145,7 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
     for known in calibration.every():
         chosen.append(select.rank(asked, spec, known)[0].config)
         # If the best config of all is batch invariant, it is also the best of those.
-        if not kernels.gemm(chosen[-1].family).fits(invariant, chosen[-1]):
+        if not kernels.gemm_family(chosen[-1].family).fits(invariant, chosen[-1]):
             chosen.append(select.rank(invariant, spec, known)[0].config)
     for device in tuner.devices() if options.measured_times() else ():
         for each in (asked, invariant):

@@ -31,7 +31,7 @@ def get(name: str) -> Kernel:
     return registry()[name]
 
 
-def gemm(name: str) -> GemmFamily:
+def gemm_family(name: str) -> GemmFamily:
     """The GEMM family called ``name``; KeyError if there is none."""
     return _gemms()[name]
 

@@ -79,7 +79,7 @@ def speed(spec: GemmSpec, calibration: Calibration) -> Speed:
 
 def features(spec: GemmSpec, config: GemmConfig) -> Features:
     """The counts of ``config``, by its family."""
-    return kernels.gemm(config.family).features(spec, config)
+    return kernels.gemm_family(config.family).features(spec, config)
 
 
 def estimate(spec: GemmSpec, config: GemmConfig, speed: Speed) -> Estimate:
