@@ -18,7 +18,7 @@ from ..spec import GemmSpec, ceil_div
 from .calibration import Calibration, default
 from .model import Estimate, estimate, features, parts, speed
 from .power import KNOWN_BYTES, sustained_us
-from .rules import penalty, worthwhile
+from .rules import worthwhile
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,9 @@ def order(
     configs: list[GemmConfig],
     calibration: Calibration,
     corrected: Callable[[GemmConfig, float], float] | None = None,
-    measured: bool = False,
 ) -> list[Choice]:
     """``configs``, each of which must be able to run ``spec``, the fastest by the model first. ``corrected`` takes a
-    config and the model's time of a single call, in us, and returns the time to use. Penalties count unless that was
-    ``measured``."""
+    config and the model's time of a single call, in us, and returns the time to use."""
     if not configs:
         return []
     known, sustained = speed(spec, calibration), sustains(spec)
@@ -128,7 +126,6 @@ def order(
         x = features(spec, config)
         us = parts(x, known)["total"]
         us = us if corrected is None else corrected(config, us)
-        us *= 1.0 if measured else penalty(config)
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
             us = (max(0.0, us - known.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)

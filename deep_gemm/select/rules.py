@@ -29,10 +29,6 @@ LARGE_F32 = 1 << 22
 NARROW = 32
 """Columns of FP8 tiles for groups of few rows; see `serving.FP8_GROUPED`."""
 
-PENALTY = 1.03
-"""By how much the times of swap-AB tiles outside of `COMMON` count longer. With it Llama 3 needs 64 to 71 kernels for
-every M up to 16384, and with 1.05 55 to 59. But for shapes that were left out, choices with 1.05 are 0.2% worse."""
-
 _LITTLE_PADDING = 1.15
 
 
@@ -101,17 +97,6 @@ def suits(m: int, block_m: int, sizes: tuple[int, ...]) -> bool:
 @functools.cache
 def _sizes(family: GemmFamily) -> tuple[int, ...]:
     return tuple(sorted({row[0] for row in family.serving}))
-
-
-def penalty(config: GemmConfig) -> float:
-    """By how much the model's time of ``config`` counts longer. Above 1 for tiles that only few shapes need: they are
-    chosen where they save more than the model errs, and so a deployment compiles fewer kernels."""
-    from ..kernels.serving import COMMON
-
-    c = config
-    if c.family != "sm90_half_turned":
-        return 1.0
-    return 1.0 if (c.block_m, c.block_n, (c.cluster_m, c.cluster_n, c.cluster_k)) in COMMON else PENALTY
 
 
 def speeds(spec: GemmSpec) -> str:
