@@ -28,7 +28,7 @@ def find_config(family: GemmFamily = PLAIN, **fields: int) -> GemmConfig:
 
 def make_params(config: GemmConfig, store: str = "tma", **options: Any) -> KernelParams:
     """The identity of ``config`` in its own family."""
-    return kernels.gemm(config.family).case(config, store=store, **options)
+    return kernels.gemm_family(config.family).case(config, store=store, **options)
 
 
 def case(family: GemmFamily, *tile: Any, **options: Any) -> KernelParams:

@@ -64,7 +64,7 @@ def spec_of(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> GemmS
 
 def fits(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> bool:
     """Whether the config can be launched for these sizes. A part of split K without a block would wait forever."""
-    return kernels.gemm(params.kernel).fits(spec_of(params, m, n, k, num_sms), params.gemm)
+    return kernels.gemm_family(params.kernel).fits(spec_of(params, m, n, k, num_sms), params.gemm)
 
 
 def scaling_of(params: KernelParams) -> Scalings:

@@ -31,7 +31,11 @@ def launch(operation: Any, arguments: tuple[Any, ...], config: Config, builder: 
     scratch = {name: torch.empty(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in work.scratch.items()}
     places = {name: tensor.data_ptr() for name, tensor in {**x.tensors, **scratch}.items()}
     for step in work.steps:
-        chosen = config if isinstance(step.spec, GemmSpec) else kernels.for_helper(step.spec, SM90).config_of(step.spec, SM90)
+        chosen = (
+            config
+            if isinstance(step.spec, GemmSpec)
+            else kernels.for_helper(step.spec, SM90).config_of(step.spec, SM90)
+        )
         plan = engine.forced_plan(step.spec, chosen, device, builder)
         addresses = {name: places[operand] for name, operand in step.operands.items()}
         engine.launch(plan, step.strides, addresses, engine.raw_stream(device))()

@@ -71,7 +71,9 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 
 PARAMS = st.builds(
-    make_params, st.one_of(st.sampled_from(PLAIN.legal(SM90)), st.sampled_from(CONFIGS)), st.sampled_from(["tma", "tma", "direct"])
+    make_params,
+    st.one_of(st.sampled_from(PLAIN.legal(SM90)), st.sampled_from(CONFIGS)),
+    st.sampled_from(["tma", "tma", "direct"]),
 )
 
 

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import grouped_mutations
 import half_mutations
 import scaled_mutations
-from cover import cover, everything, features
 from chosen import case, entry
+from cover import cover, everything, features
 from forced import DTYPES, compiled, force, force_gemm, load, nvrtc, operands, scaling_of
 from grouped_runs import is_right
 from racecheck_headers import RACES, racecheck_headers

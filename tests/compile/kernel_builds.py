@@ -9,23 +9,24 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from chosen import argument_names, entry
 from cover import cover
 from listings import Listings
 
-from deep_gemm import engine, kernels
+from deep_gemm import engine
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.binary import BuildRequest
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
 from deep_gemm.jit.compilers.base import common_flags
 from deep_gemm.jit.compilers.nvrtc import Nvrtc
-from deep_gemm.kernels.quantize import QuantizeConfig
-from deep_gemm.params import FP8Config, KernelParams, QuantizeParams, UprightConfig
+from deep_gemm.kernels.quantize import Variant
+from deep_gemm.params import GemmConfig, KernelParams, TileConfig
 from deep_gemm.settings import settings
 from deep_gemm.spec import align
 
@@ -108,15 +109,40 @@ def for_nvcc(cases: list[KernelParams]) -> list[KernelParams]:
 
     def kinds(params: KernelParams) -> frozenset[Hashable]:
         fields = ("kernel", "scaling", "accumulate", "grouping")
-        return frozenset((name, getattr(params, name)) for name in fields if hasattr(params, name))
+        return frozenset((name, getattr(params, name)) for name in fields)
 
     wide = sorted((params for params in cases if area(params) >= 128 * 128), key=area, reverse=True)
     return cover(wide, kinds)
 
 
-def upright(params: KernelParams) -> UprightConfig | None:
+Builds = Callable[[str, KernelParams], Built]
+
+
+@contextlib.contextmanager
+def builds_of(root: Path, cases: dict[str, list[KernelParams]]) -> Iterator[Builds]:
+    """Kernels built by a compiler, of which ``cases`` has its cases. All of them are compiled when the first one is
+    needed."""
+    with contextlib.ExitStack() as stack:
+        started: dict[str, dict[KernelParams, Future[Built]]] = {}
+
+        def built(kind: str, params: KernelParams) -> Built:
+            if kind not in started:
+                started[kind] = stack.enter_context(build_all(open_compiler(kind), root, cases[kind]))
+            return started[kind][params].result()
+
+        yield built
+
+
+def each_of(cases: Iterable[KernelParams], known: dict[str, list[KernelParams]]) -> pytest.MarkDecorator:
+    """Parametrises a test with these cases compiled by NVRTC, and some of them also by NVCC."""
+    listed = list(cases)
+    pairs = [(kind, params) for kind in KINDS for params in listed if params in known[kind]]
+    return pytest.mark.parametrize(("kind", "params"), pairs, ids=[f"{kind}-{entry(params)}" for kind, params in pairs])
+
+
+def upright(params: KernelParams) -> GemmConfig | None:
     """The config of a GEMM whose operands are not swapped, or None."""
-    return params.config if isinstance(params.config, UprightConfig) else None
+    return None if params.gemm.swap_ab else params.gemm
 
 
 def stores_by_tma(params: KernelParams) -> bool:
@@ -127,18 +153,7 @@ def stores_by_tma(params: KernelParams) -> bool:
 
 def starts_before_it_stores(params: KernelParams) -> bool:
     """Whether consumers start the next tile's first product before they store this tile. They do not with split K."""
-    return stores_by_tma(params) and fp8(params).k_splits == 1
-
-
-def fp8(params: KernelParams) -> FP8Config:
-    """The config of a GEMM."""
-    assert isinstance(params.config, FP8Config)
-    return params.config
-
-
-def argument_names(params: KernelParams) -> list[str]:
-    """The kernel's parameters, in order."""
-    return [argument.name for argument in kernels.get(params.kernel).arguments(params)]
+    return stores_by_tma(params) and params.gemm.k_splits == 1
 
 
 def loaded_maps(params: KernelParams) -> list[str]:
@@ -228,16 +243,17 @@ STATIC_SHARED = {
 
 def static_shared(params: KernelParams) -> int:
     """Bytes of static shared memory, which are not part of the launch."""
-    if not isinstance(params, QuantizeParams):
+    if params.kernel != "quantize":
         return STATIC_SHARED.get(params.kernel, 0)
-    blocks = {params.plain, params.transposed}
+    cast = Variant(*params.options)  # type: ignore[arg-type]
+    blocks = {cast.plain, cast.transposed}
     if blocks == {"row", "none"}:
         return 0
-    assert isinstance(params.config, QuantizeConfig)
+    assert isinstance(params.config, TileConfig)
     warps = params.config.num_threads // 32
     # The transposed tile, the maxima of each warp for each column, factors of columns, and a maximum for each warp; one
     # element where one is unused.
-    maximum = 4 if params.gated or params.dtype == "f32" else 2
-    found = 128 * 128 if params.transposed != "none" else 16
+    maximum = 4 if cast.gated or params.dtype == "f32" else 2
+    found = 128 * 128 if cast.transposed != "none" else 16
     found += warps * 128 * maximum + 128 * 4 if "column" in blocks else 16 + 4
     return align(found + (warps * 4 if "tile" in blocks else 4), 16)

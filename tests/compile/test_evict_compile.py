@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from chosen import PLAIN, SWAPPED, find_config, make_params
+from chosen import PLAIN, SWAPPED, argument_names, find_config, make_params
 from headers import edited_headers
-from kernel_builds import argument_names, loaded_maps, open_compiler, ptx
+from kernel_builds import loaded_maps, open_compiler, ptx
 
 from deep_gemm import engine
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.params import FP8Config
+from deep_gemm.params import GemmConfig
 
 CONFIGS = [
     find_config(PLAIN, block_m=128, block_n=128),
@@ -25,7 +25,7 @@ CONFIGS = [
 EVICT_FIRST = 0x12F0000000000000
 
 
-def loads(config: FP8Config, headers: Path) -> tuple[Counter[str], Counter[str]]:
+def loads(config: GemmConfig, headers: Path) -> tuple[Counter[str], Counter[str]]:
     """The number of loads in PTX through each tensor map, by the name of the kernel's parameter: loads with the policy,
     and loads without."""
     params = make_params(config)
@@ -50,7 +50,7 @@ def loads(config: FP8Config, headers: Path) -> tuple[Counter[str], Counter[str]]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}x{c.cluster_size}")
-def test_weights_alone_have_loads_with_and_without_the_policy(config: FP8Config) -> None:
+def test_weights_alone_have_loads_with_and_without_the_policy(config: GemmConfig) -> None:
     hinted, plain = loads(config, include_dir())
     assert set(plain) == set(loaded_maps(make_params(config)))
     assert hinted == Counter({name: count for name, count in plain.items() if name.startswith("map_b")})

@@ -13,7 +13,7 @@ from kernel_builds import open_compiler
 from deep_gemm import engine
 from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.params import FP8Config
+from deep_gemm.params import GemmConfig
 
 CONFIGS = [
     find_config(PLAIN, block_m=128, block_n=144),
@@ -23,7 +23,7 @@ CONFIGS = [
 ]
 
 
-def zeros_behind_the_first_product(root: Path, config: FP8Config, headers: Path) -> int:
+def zeros_behind_the_first_product(root: Path, config: GemmConfig, headers: Path) -> int:
     """The number of registers that are cleared between a tile's first two groups of products, in the order of the code.
     The code for tiles with one block is elsewhere."""
     builder = Builder(root, open_compiler("nvrtc"), headers)
@@ -34,7 +34,7 @@ def zeros_behind_the_first_product(root: Path, config: FP8Config, headers: Path)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}x{c.cluster_size}")
-def test_a_tile_of_several_blocks_clears_no_sums(kernels_root: Path, config: FP8Config) -> None:
+def test_a_tile_of_several_blocks_clears_no_sums(kernels_root: Path, config: GemmConfig) -> None:
     assert zeros_behind_the_first_product(kernels_root, config, include_dir()) < 8
 
 

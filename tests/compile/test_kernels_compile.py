@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chosen import FAMILIES, PLAIN, SWAPPED, find_config, make_params
+from chosen import FAMILIES, PLAIN, SWAPPED, entry, find_config, make_params
 from headers import edited_headers
 from house import as_recorded
 from kernel_builds import (
     KINDS,
+    Builds,
     Built,
-    build_all,
+    builds_of,
+    each_of,
     for_nvcc,
-    fp8,
     in_one_bank,
     kept_operands,
     loaded_maps,
@@ -39,18 +38,17 @@ from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir, render
 from deep_gemm.kernels import ffma_bursts as bursts
-from deep_gemm.kernels import fp8 as fp8_module
-from deep_gemm.kernels import sm90_fp8_gemm
+from deep_gemm.kernels.families import FAMILIES as ALL
+from deep_gemm.kernels.template import turns
 from deep_gemm.kernels.tiles import segments
 from deep_gemm.log import log
 from deep_gemm.params import KernelParams
 from deep_gemm.settings import settings
 
 # 16-bit GEMMs are in test_half_compile.py.
-FOUND = [kernel for kernel in kernels.registry().values() if kernel.mma_instruction != "HGMMA"]
-CASES = [params for kernel in FOUND for params in kernel.cases()]
+CASES = [params for family in ALL if family.mma_instruction != "HGMMA" for params in family.cases()]
 FIRST_OF_EACH = list({params.kernel: params for params in reversed(CASES)}.values())
-GEMMS = [params for params in CASES if params.kernel in {family.name for family in FAMILIES}]
+GEMMS = [params for family in FAMILIES for params in family.cases()]
 
 
 # Descriptors of operands must stay in uniform registers. If ptxas believes that a loop count is divergent, it keeps
@@ -75,40 +73,24 @@ LOOPS = [
 KERNELS = {"nvrtc": list(dict.fromkeys(CASES + LOOPS)), "nvcc": list(dict.fromkeys(for_nvcc(CASES) + LOOPS[::4]))}
 
 
-def entry(params: KernelParams) -> str:
-    return kernels.get(params.kernel).entry(params)
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def compiler(request: pytest.FixtureRequest) -> Compiler:
     return open_compiler(request.param)
 
 
 @pytest.fixture(scope="module")
-def builds(kernels_root: Path) -> Iterator[Callable[[str, KernelParams], Built]]:
-    """Kernels built by a compiler. All kernels for a compiler are compiled when the first one is needed."""
-    with contextlib.ExitStack() as stack:
-        started: dict[str, dict[KernelParams, Future[Built]]] = {}
-
-        def built(kind: str, params: KernelParams) -> Built:
-            if kind not in started:
-                work = build_all(open_compiler(kind), kernels_root, KERNELS[kind])
-                started[kind] = stack.enter_context(work)
-            return started[kind][params].result()
-
-        yield built
+def builds(kernels_root: Path) -> Iterator[Builds]:
+    with builds_of(kernels_root, KERNELS) as found:
+        yield found
 
 
 @pytest.fixture
-def built(builds: Callable[[str, KernelParams], Built], kind: str, params: KernelParams) -> Built:
+def built(builds: Builds, kind: str, params: KernelParams) -> Built:
     return builds(kind, params)
 
 
 def each(cases: Iterable[KernelParams]) -> pytest.MarkDecorator:
-    """Parametrises a test with these cases compiled by NVRTC, and some of them also by NVCC."""
-    listed = list(cases)
-    pairs = [(kind, params) for kind in KINDS for params in listed if params in KERNELS[kind]]
-    return pytest.mark.parametrize(("kind", "params"), pairs, ids=[f"{kind}-{entry(params)}" for kind, params in pairs])
+    return each_of(cases, KERNELS)
 
 
 @each(CASES)
@@ -140,7 +122,7 @@ def test_code_agrees_with_what_ptxas_reports(built: Built, params: KernelParams)
 
 @each(GEMMS)
 def test_the_gemm_is_made_of_the_instructions_it_asks_for(built: Built, params: KernelParams) -> None:
-    fields, config = kernels.get(params.kernel).fields(params), fp8(params)
+    fields, config = kernels.get(params.kernel).fields(params), params.gemm
     # Consumers that take turns wait at a named barrier before each product, and then release the next consumer.
     assert any("BAR.ARV" in instruction for instruction in built.loop) == takes_turns(params)
     assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {f"QGMMA.64x{fields['mma_n']}x32.F32.E4M3.E4M3"}
@@ -166,7 +148,7 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(built: Built, params: 
 
 def takes_turns(params: KernelParams) -> bool:
     """Whether consumers start their products in turn."""
-    return fp8_module.turns(fp8(params)) > 1
+    return turns(params.gemm) > 1
 
 
 @each(LOOPS)
@@ -276,18 +258,18 @@ def test_weights_come_nearer_before_the_wait(built: Built, params: KernelParams)
 def boxes_of_weights(params: KernelParams) -> tuple[int, int]:
     """The number of B's boxes in the code for a block of K: for a whole tile, and in the code for tiles at the edge,
     which tests each of them. A single box has the same code for both."""
-    boxes = len(segments(fp8(params).block_n))
+    boxes = len(segments(params.gemm.block_n))
     return boxes, boxes if boxes > 1 else 0
 
 
 def has_ramp(params: KernelParams) -> bool:
     """Whether loads of the ring's first round have a loop of their own, without waits."""
-    return fp8(params).num_stages >= 8
+    return params.gemm.num_stages >= 8
 
 
 def pauses(params: KernelParams) -> bool:
     """Whether early loads are spaced. Not in rings with few stages, or with more bytes of tokens than of weights."""
-    config = fp8(params)
+    config = params.gemm
     return config.num_stages >= 4 and config.block_n >= config.block_m
 
 
@@ -328,7 +310,7 @@ def test_constant_weights_are_not_asked_for_too_fast(built: Built, params: Kerne
 def test_weights_wait_behind_early_ones(built: Built, params: KernelParams) -> None:
     """With and without the policy, and at the edge, the code has a wait, the loads, and a wait after the early loads.
     Rings with few stages know none. (In clusters they also wait twice: CTAs outside have code of their own.)"""
-    config = fp8(params)
+    config = params.gemm
     order = "".join(found[0] for found in re.findall(r"ACQBULK|UTMALDG", built.sass))
     whole, edge = (boxes * (1 + has_ramp(params)) for boxes in boxes_of_weights(params))
     at_edge = f"AU{{{2 * edge}}}A+" if edge else ""
@@ -350,8 +332,8 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(built: Built,
     if config is None or config.block_m * config.block_n >= 128 * 128 or config.num_partials == 1:
         assert not looks
         return
-    slices, mma_n = sm90_fp8_gemm.instruction_shape(config)
-    assert sum("GMMA" in step for step in steps) == 4 * slices * (config.block_n // mma_n) * len(looks) > 0
+    each_block = 4 * config.slices * (config.block_n // PLAIN.rules.mma_n(config))
+    assert sum("GMMA" in step for step in steps) == each_block * len(looks) > 0
     for look in looks:  # promotion lies between the test and the use of its result
         onwards = (steps + steps)[look + 1 :]
         until = onwards.index("SYNCS.PHASECHK.TRANS64.TRYWAIT")

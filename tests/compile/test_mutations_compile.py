@@ -19,23 +19,18 @@ from mutation import Mutation
 from deep_gemm import engine
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels import k_group_maps
+from deep_gemm.kernels.families import K_GROUP_MAPS
 from deep_gemm.params import KernelParams
 
-KERNELS: dict[Any, dict[str, KernelParams]] = {
-    mutations: mutations.mutated_kernels(),
-    scaled_mutations: dict(scaled_mutations.KERNELS),
-    grouped_mutations: {name: kernel.params for name, kernel in grouped_mutations.KERNELS.items()},
-    half_mutations: dict(half_mutations.KERNELS),
-}
-EACH = [(module, mutation) for module in KERNELS for mutation in module.MUTATIONS]
+MODULES: tuple[Any, ...] = (mutations, scaled_mutations, grouped_mutations, half_mutations)
+EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 
 
 def one_in_turn(module: Any, mutation: Mutation) -> KernelParams:
     """One of the kernels that the mutation breaks. tests/gpu compiles all of them as they are used, and runs them."""
     if mutation.file == "k_group_maps.cuh":
-        return k_group_maps.KERNEL.cases()[0]
-    return KERNELS[module][mutation.kernels[module.MUTATIONS.index(mutation) % len(mutation.kernels)]]
+        return K_GROUP_MAPS.cases()[0]
+    return module.KERNELS[mutation.kernels[module.MUTATIONS.index(mutation) % len(mutation.kernels)]]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def sound(nvrtc: Compiler) -> Callable[[KernelParams], str]:
     return functools.cache(lambda params: ptx(nvrtc, engine.build_request(params), include_dir(), fast=True))
 
 
-@pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_names_are_distinct(module: Any) -> None:
     assert len({mutation.name for mutation in module.MUTATIONS}) == len(module.MUTATIONS)
 

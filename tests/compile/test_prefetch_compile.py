@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chosen import PLAIN, SWAPPED, find_config, make_params
@@ -13,7 +12,7 @@ from kernel_builds import open_compiler
 from deep_gemm import engine
 from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.compilers import Compiler
-from deep_gemm.kernels.base import Kernel
+from deep_gemm.kernels.gemm import GemmFamily
 
 IN_L2 = 65536
 """The most bytes of weights that a CTA prefetches."""
@@ -36,7 +35,7 @@ def counts_before_prefetch(text: str) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("cluster_k", [1, 2])
 @pytest.mark.parametrize(("family", "block_n"), [(PLAIN, 64), (PLAIN, 224), (SWAPPED, 64)])
 def test_three_blocks_of_weights_come_into_l2_where_there_is_time(
-    compiler: Compiler, kernels_root: Path, family: Kernel[Any], block_n: int, cluster_k: int
+    compiler: Compiler, kernels_root: Path, family: GemmFamily, block_n: int, cluster_k: int
 ) -> None:
     """CTAs with split K wait for their cluster: they prefetch three blocks, or as many as `IN_L2` allows. Other CTAs do
     so only with early loads, which they know at run time, and otherwise prefetch one block."""

@@ -11,10 +11,10 @@ from kernel_builds import open_compiler
 
 from deep_gemm import engine
 from deep_gemm.jit import Builder, sass
-from deep_gemm.params import FP8Config
+from deep_gemm.params import GemmConfig
 
 
-def divisions_between_products(kernels_root: Path, config: FP8Config) -> list[str]:
+def divisions_between_products(kernels_root: Path, config: GemmConfig) -> list[str]:
     """The integer multiplications for upper halves, which locate a tile in the order, between the first and the last
     wgmma. This part of the code belongs to consumers only."""
     text = sass(Builder(kernels_root, open_compiler("nvrtc")).build(engine.build_request(make_params(config))).cubin)
@@ -31,7 +31,7 @@ def divisions_between_products(kernels_root: Path, config: FP8Config) -> list[st
     ],
     ids=lambda config: f"{config.block_m}x{config.block_n}",
 )
-def test_two_consumers_are_told_their_next_tile(kernels_root: Path, config: FP8Config) -> None:
+def test_two_consumers_are_told_their_next_tile(kernels_root: Path, config: GemmConfig) -> None:
     assert divisions_between_products(kernels_root, config) == []
 
 

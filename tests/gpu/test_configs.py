@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from chosen import FAMILIES, make_params
+from chosen import FAMILIES, entry, make_params
 from forced import compiled, force, load, nvrtc
 from gpu_cases import DEVICE
 
@@ -15,7 +15,7 @@ from deep_gemm import engine, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.params import FP8Config, KernelParams, SwappedConfig
+from deep_gemm.params import KernelParams
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import align
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
@@ -55,10 +55,6 @@ OTHER_SHAPES = [(333, 592, 1552, ALL_SMS), (300, 776, 4240, FEW_SMS)]
 Shape = tuple[int, int, int, int]
 
 
-def entry(params: KernelParams) -> str:
-    return kernels.get(params.kernel).entry(params)
-
-
 SERVING = [config for kernel in FAMILIES for config in kernel.configs(SM90)]
 LEGAL = [config for kernel in FAMILIES for config in kernel.legal(SM90)]
 USUAL, DIRECT = ([make_params(config, store) for config in LEGAL] for store in ("tma", "direct"))
@@ -69,7 +65,7 @@ def shapes_of(params: KernelParams) -> list[Shape]:
     direct = params.store == "direct"
     if params.config not in SERVING:
         return DIRECT_SHAPES[:1] if direct else OTHER_SHAPES
-    if isinstance(params.config, SwappedConfig):
+    if params.gemm.swap_ab:
         return SWAPPED_DIRECT_SHAPES if direct else SWAPPED_SHAPES
     return DIRECT_SHAPES if direct else SHAPES
 
@@ -78,10 +74,9 @@ def launched_early() -> list[KernelParams]:
     """One config for each way to split K, width of tile, residency, and way to store."""
     chosen: dict[tuple[object, ...], KernelParams] = {}
     for params in USUAL + DIRECT:
-        c = params.config
-        assert isinstance(c, FP8Config)
-        split = (c.cluster_m, c.cluster_n, c.cluster_k, getattr(c, "consumers_k", 1), c.ctas_per_sm)
-        chosen.setdefault((params.kernel, params.store, c.block_n, *split, getattr(c, "persistent", True)), params)
+        c = params.gemm
+        split = (c.cluster_m, c.cluster_n, c.cluster_k, c.consumers_k, c.ctas_per_sm)
+        chosen.setdefault((params.kernel, params.store, c.block_n, *split, c.persistent), params)
     return list(chosen.values())
 
 
@@ -147,7 +142,7 @@ def hundred_runs(params: KernelParams, function: Function, pdl: bool = False, co
     (m, n, _), (a, b) = RAGGED, real_data(*RAGGED)
     stream = engine.raw_stream(torch.cuda.current_device())
     found = []
-    for num_sms in (ALL_SMS, FEW_SMS) if getattr(params.config, "persistent", True) else (ALL_SMS,):
+    for num_sms in (ALL_SMS, FEW_SMS) if params.gemm.persistent else (ALL_SMS,):
         outputs = torch.full((100, m, n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
         # Launches are prepared first and then follow each other without a gap, so that one can disturb the next.
         for run in [force(params, function, a, b, d, num_sms, stream, pdl, constant_b) for d in outputs]:
@@ -176,8 +171,7 @@ def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, param
 
 @pytest.mark.parametrize("params", USUAL, ids=entry)
 def test_as_many_ctas_live_on_an_sm_as_the_model_counts_on(loaded: Loaded, params: KernelParams) -> None:
-    config = params.config
-    assert isinstance(config, FP8Config)
+    config = params.gemm
     shared = kernels.get(params.kernel).shared_bytes(params)
     blocks = loaded(params).max_active_blocks(config.num_threads, shared)
     assert blocks >= config.ctas_per_sm

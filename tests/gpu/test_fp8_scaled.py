@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from forced import compiled, force_scaled, load, mn_major, nvrtc
+from forced import DTYPES
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm import engine, kernels, quantisation
-from deep_gemm.arch import SM90
-from deep_gemm.jit import Builder
-from deep_gemm.jit.driver.module import Function
-from deep_gemm.kernels import sm90_fp8_rows
-from deep_gemm.kernels import sm90_fp8_scaled as scaled
-from deep_gemm.kernels import sm90_fp8_scaled_swapped as swapped
-from deep_gemm.kernels.scaled import SCALINGS
-from deep_gemm.params import ScaledParams
+from deep_gemm import engine, quantisation
+from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.reference import exact_product
 from deep_gemm.spec import Scaling, TransposeBytesSpec, align, ceil_div
 from deep_gemm.testing import assert_close_to_exact, calc_diff, guarded, guarded_copy, integer_operands
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 E4M3 = torch.float8_e4m3fn
-KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in SCALINGS.items()}  # type: ignore[misc]
+KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in SCALINGS.items() if kind != "none"}  # type: ignore[misc]
 RECIPES: dict[str, Any] = {"1d1d": (1, 1, 128), "1d2d": (1, 128, 128), "rowwise": None}
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-FEW_SMS = 4
 
 
 def normal(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -48,76 +38,9 @@ def operand(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tens
     return (x / sf).to(E4M3), sf
 
 
-# M, N, K, SMs: tiles that cross the edge along M, N and K; several tiles per CTA; one block of K, and 34 blocks.
-SHAPES = [
-    (200, 520, 656, FEW_SMS),
-    (130, 264, 128, SM90.num_sms),
-    (333, 592, 1552, SM90.num_sms),
-    (300, 776, 4240, FEW_SMS),
-    (1, 8, 16, SM90.num_sms),
-]
-ODD_SHAPES = [(100, 333, 400, SM90.num_sms), (513, 777, 272, FEW_SMS), (1, 1, 128, SM90.num_sms)]
-CASES: list[ScaledParams] = [
-    params  # type: ignore[misc]
-    for kernel in (scaled.KERNEL, swapped.KERNEL)
-    for params in kernel.cases()
-    if not any(params.shape)
-]
-CASES += [
-    ScaledParams(**vars(params), scaling="rowwise", output="bf16")
-    for params in sm90_fp8_rows.KERNEL.cases()
-    if not any(params.shape)
-]
-
-
-def entry(params: ScaledParams) -> str:
-    return kernels.get(params.kernel).entry(params)
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[ScaledParams], Function]]:
-    builder = Builder(tmp_path_factory.mktemp("scaled"), nvrtc())
-    with compiled((params, builder, params) for params in CASES) as binaries:
-        yield functools.cache(lambda params: load(params, binaries[params].result()))
-
-
 @functools.cache
 def data(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
     return operand(normal(m, k, m + k), KINDS[kind][0]), operand(normal(n, k, n + k), KINDS[kind][1])
-
-
-def tensors_of(params: ScaledParams, a: Any, b: Any, c: torch.Tensor, d: torch.Tensor) -> dict[str, torch.Tensor]:
-    pair = KINDS[params.scaling]
-    sfa, sfb = (mn_major(sf) if scaling == "1x128" else sf for (_, sf), scaling in zip((a, b), pair, strict=True))
-    found = {"a": a[0], "sfa": sfa, "b": b[0], "sfb": sfb, "d": d}
-    return found | ({"c": c} if params.accumulate == "reads" else {})
-
-
-@cuda_only
-@pytest.mark.parametrize("params", CASES, ids=entry)
-def test_every_kernel_is_right_whatever_the_edges(
-    loaded: Callable[[ScaledParams], Function], params: ScaledParams
-) -> None:
-    """Results are within the bound, nothing outside D is written, and a second launch has the same bits."""
-    stream = engine.raw_stream(torch.cuda.current_device())
-    for m, n, k, num_sms in SHAPES if params.store == "tma" else ODD_SHAPES:
-        a, b = data(params.scaling, m, n, k)
-        out = DTYPES[params.output]
-        c = normal(m, n, m * n).to(out)
-        found = []
-        for _ in range(2):
-            d = guarded((m, n), out, DEVICE, (align(n, 8), 1) if params.store == "tma" else None)
-            if params.accumulate == "reduces":
-                d.tensor.copy_(c)
-            if params.accumulate == "reads":
-                c = guarded_copy(c, (align(n, 8), 1) if params.store == "tma" else (n, 1)).tensor
-            force_scaled(params, loaded(params), tensors_of(params, a, b, c, d.tensor), num_sms, stream)()
-            torch.cuda.synchronize()
-            d.check(f"{m} x {n} x {k}")
-            added = None if params.accumulate == "none" else c
-            assert_close_to_exact(d.tensor, *a, *b, c=added, scaling=KINDS[params.scaling])
-            found.append(d.tensor)
-        assert torch.equal(found[0], found[1]), f"{m} x {n} x {k}: runs differ"
 
 
 FORMS = ("nt", "nn", "tn", "tt")

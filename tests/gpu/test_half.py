@@ -13,7 +13,7 @@ from gpu_cases import DEVICE, busy
 import deep_gemm
 from deep_gemm import arch, engine, select
 from deep_gemm.aot import build
-from deep_gemm.kernels import copy_rows
+from deep_gemm.kernels.families import COPY_ROWS
 from deep_gemm.ops import fp8_dense, half_dense
 from deep_gemm.select import calibration
 from deep_gemm.spec import CopySpec, GemmSpec
@@ -295,7 +295,6 @@ def test_cublaslt(form: str, dtype: torch.dtype) -> None:
 def test_copied_rows(rows: int, columns: int, way: str) -> None:
     """Every bit is right, with any strides, and padding is zero. The last case has more tiles than the grid has
     CTAs."""
-    assert copy_rows.MAX_CTAS < -(-9000 // 64) * -(-12000 // 64)
     strides = {"columns": (1, rows + 3), "sparse": (2 * columns + 1, 2)}.get(way, (columns, 1))
     own = 1 if way == "expanded" else rows
     bits = torch.randint(-(1 << 15), 1 << 15, (own, columns), dtype=torch.int16, device=DEVICE)
@@ -304,6 +303,9 @@ def test_copied_rows(rows: int, columns: int, way: str) -> None:
     target = guarded((rows, spec.padded_columns), torch.bfloat16, DEVICE)
     device = torch.cuda.current_device()
     plan = engine.plan(spec, device)
+    (params,) = COPY_ROWS.cases()
+    most = COPY_ROWS.launch(params, CopySpec(9000, 12000), {"source": (12000, 1)}).shape.grid[0]
+    assert most < -(-9000 // 64) * -(-12000 // 64)
     addresses = {"source": source.data_ptr(), "target": target.tensor.data_ptr()}
     engine.launch(plan, {"source": source.stride()}, addresses, engine.raw_stream(device))()
     torch.cuda.synchronize()

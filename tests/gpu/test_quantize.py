@@ -14,8 +14,9 @@ from gpu_cases import DEVICE
 import deep_gemm
 from deep_gemm import calls, engine, quantisation, quantize
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.quantize import KERNEL, Quantize, QuantizeConfig
+from deep_gemm.kernels.quantize import QUANTIZE, Quantize
 from deep_gemm.ops.quantize import DTYPES
+from deep_gemm.params import TileConfig
 from deep_gemm.spec import QuantizeSpec
 from deep_gemm.testing import guarded, guarded_copy
 
@@ -85,19 +86,20 @@ def test_bytes(cast: str, dtype: torch.dtype, use_ue8m0: bool, epsilon: float) -
         assert same(values.t() if flip else values, expected), f"values of {what}"
 
 
-_is_worthwhile = Quantize.worthwhile  # tests replace it
+_config_of = Quantize.config_of  # tests replace it
 
 
-def serves(spec: QuantizeSpec, config: QuantizeConfig) -> bool:
+def serves(spec: QuantizeSpec, config: TileConfig) -> bool:
     """Whether calls use this config for casts of this kind, of whatever size."""
-    return any(_is_worthwhile(KERNEL, replace(spec, rows=rows, columns=1024), config) for rows in (1, 512, 1 << 20))
+    sizes = (replace(spec, rows=rows, columns=1024) for rows in (1, 512, 1 << 20))
+    return any(_config_of(QUANTIZE, each, SM90) == config for each in sizes)
 
 
-@pytest.mark.parametrize("config", list(KERNEL.configs(SM90)), ids=KERNEL.describe)
+@pytest.mark.parametrize("config", QUANTIZE.configs(SM90), ids=QUANTIZE.describe)
 @pytest.mark.parametrize("cast", [*CASTS, "gathered rows"])
-def test_bytes_of_each_config(cast: str, config: QuantizeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_each_config(cast: str, config: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the matrix: by size, calls of tests would all choose the same."""
-    monkeypatch.setattr(Quantize, "worthwhile", lambda self, spec, chosen: chosen == config)
+    monkeypatch.setattr(Quantize, "config_of", lambda self, spec, arch: config)
     function, block, flip = CASTS[cast.split()[-1]]
     blocks = {"rows": "row", "columns": "column"}.get(cast.split()[-1], "tile")
     for index, (rows, columns) in enumerate([*SHAPES, (1100, 2100)]):

@@ -8,7 +8,7 @@ from pathlib import Path
 from deep_gemm import engine
 from deep_gemm.jit import Builder
 from deep_gemm.jit.compilers import choose
-from deep_gemm.kernels import transpose_scales
+from deep_gemm.kernels.families import TRANSPOSE_SCALES
 from deep_gemm.settings import settings
 
 
@@ -16,7 +16,7 @@ def test_nvrtc_builds_again_what_it_has_built_at_the_same_place(tmp_path: Path) 
     """With a driver NVRTC has its own cache, and its cached binaries came without ptxas' report."""
     with settings.override(use_nvrtc=True):
         compiler = choose()
-    request = engine.build_request(transpose_scales.KERNEL.cases()[0])
+    request = engine.build_request(TRANSPOSE_SCALES.cases()[0])
     first = Builder(tmp_path / "cache", compiler).build(request)
     shutil.rmtree(tmp_path / "cache")
     again = Builder(tmp_path / "cache", compiler).build(request)

@@ -143,7 +143,7 @@ def test_a_survey_launches_what_a_call_launches(kind: str, form: str, grouped_gp
     assert len(configs) > 10
     for config in configs:  # everything of a launch that needs no GPU
         params = engine.kernel_params(spec, config, SM90)
-        launch = kernels.of(config).launch(params, spec, strides, True, False)
+        launch = kernels.gemm_family(config.family).launch(params, spec, strides, True, False)
         named = {parameter.operand for parameter in launch.parameters if isinstance(parameter, (Map, Pointer))}
         assert named == set(addresses) == {"a", "b", "layout", "d"} | ({"sfa", "sfb"} if kind == "fp8" else set())
 

@@ -204,7 +204,9 @@ def test_a_survey_launches_what_a_call_launches(kind: str, k_gpu: FakeGpu) -> No
     configs = select.legal(spec, SM90)
     assert len(configs) > 4
     for config in configs:  # everything of a launch that needs no GPU
-        launch = kernels.of(config).launch(engine.kernel_params(spec, config, SM90), spec, strides, True, False)
+        launch = kernels.gemm_family(config.family).launch(
+            engine.kernel_params(spec, config, SM90), spec, strides, True, False
+        )
         named = {parameter.operand for parameter in launch.parameters if isinstance(parameter, (Map, Pointer))}
         assert {"d", "layout", *scratch} <= named <= set(addresses)
 

@@ -70,7 +70,7 @@ def test_groups_of_few_rows_have_narrow_tiles_small_boxes_and_early_weights() ->
     for op, rows, expected in ((FP8[2], 4096, 20), (FP8[2], 4096, 1000), (BF16[2], 4096, 20), (FP8[0], 640, 1)):
         asked = build.spec_of(GemmShape(rows, 4096, 7168, op=op, groups=6, expected_m=expected), SM90)
         config = select.rank(asked, SM90)[0].config
-        kernel = kernels.of(config)
+        kernel = kernels.gemm_family(config.family)
         strides = {"a": (7168, 1), "b": (7168, 1), "d": (4096, 1), "sfa": (1, rows), "sfb": (1792, 56, 1)}
         _, values = kernel.values(kernel.params(asked, config, SM90), asked, strides, pdl=False, constant=False)
         found[op, expected] = (config.tile[1], values["map_a"].spec.box[1], values["raster"][2], values["evict_first"])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm import kernels, log
+from deep_gemm.kernels.families import FP8_GEMM, FP8_SWAPPED, HALF_GEMM, TRANSPOSE_SCALES
 from deep_gemm.kernels.ffma_bursts import BURST, POST_PASS, in_bursts, second_operand
 from deep_gemm.settings import settings
 
@@ -121,13 +122,15 @@ def test_what_was_done_is_told() -> None:
 def test_a_setting_says_whether_gemms_are_edited() -> None:
     def identities() -> set[str | None]:
         """Of those whose promotion was measured with and without."""
-        promoting = [kernels.get(name) for name in ("sm90_fp8_gemm", "sm90_fp8_swapped")]
-        return {kernel.post_pass() and kernel.post_pass().identity for kernel in promoting}
+        promoting = [params for family in (FP8_GEMM, FP8_SWAPPED) for params in family.cases()]
+        passes = [kernels.get(params.kernel).post_pass(params) for params in promoting]
+        return {each and each.identity for each in passes}
 
     assert identities() == {"ffma-bursts-8"}
     with settings.override(ffma_bursts=False):
         assert identities() == {None}
-    assert kernels.get("transpose_scales").post_pass() is None
+    for family in (TRANSPOSE_SCALES, HALF_GEMM):
+        assert family.post_pass(family.cases()[0]) is None
 
 
 def warned(image: bytes, caplog: pytest.LogCaptureFixture) -> str:

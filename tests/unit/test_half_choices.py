@@ -10,9 +10,8 @@ from deep_gemm.kernels.families import HALF_GEMM, HALF_SWAP_AB
 from deep_gemm.kernels.features import Features
 from deep_gemm.ops import half_dense
 from deep_gemm.params import GemmConfig
-from deep_gemm.select import calibration, candidates, order, select
+from deep_gemm.select import calibration, candidates, select
 from deep_gemm.select.model import estimate, features
-from deep_gemm.select.rules import penalty
 from deep_gemm.spec import GemmSpec, Major
 
 TILE, PAIR = HALF_GEMM.config(128, 256), HALF_GEMM.config(128, 256, (2, 1, 1))
@@ -78,19 +77,6 @@ def test_rows_of_a_that_are_not_contiguous_need_heights_of_whole_boxes() -> None
     offered = candidates(spec, SM90)
     assert {config.block_m % 64 for config in offered} == {0}
     assert families(spec) == {HALF_GEMM.name, HALF_SWAP_AB.name}
-
-
-def test_rare_tiles_are_chosen_only_for_more_than_their_penalty() -> None:
-    """So that deployments need fewer kernels. Where times were measured, they alone count."""
-    known, spec = calibration.default(), asked(2048, 2112, 7168)
-    rare = next(config for config in HALF_SWAP_AB.configs(SM90) if penalty(config) > 1)
-    common = next(config for config in HALF_SWAP_AB.configs(SM90) if penalty(config) == 1)
-    for us, expected in ((1.02, common), (1.04, rare)):
-        times = {rare: 100.0, common: 100.0 * us}
-        first = order(spec, [rare, common], known, lambda config, _, times=times: times[config])[0]
-        assert first.config == expected
-        first = order(spec, [rare, common], known, lambda config, _, times=times: times[config], measured=True)[0]
-        assert first.config == rare
 
 
 def test_16_bit_tiles_have_speeds_of_their_own() -> None:

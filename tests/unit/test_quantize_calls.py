@@ -15,13 +15,13 @@ from deep_gemm import InvalidInputError, quantisation, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import (
     FEW_ROWS,
-    KERNEL,
+    QUANTIZE,
     ROWS_OF_FLOATS,
     SOME_ROWS,
     TILES,
     TILES_OF_FLOATS,
-    QuantizeConfig,
 )
+from deep_gemm.params import TileConfig
 from deep_gemm.spec import Blocks, Dtype, QuantizeSpec
 from deep_gemm.testing import guarded
 
@@ -264,7 +264,7 @@ def test_fake_operands_are_checked_and_not_touched() -> None:
 def test_columns_and_tiles_are_separate_launches() -> None:
     """Their factors would share a place in the kernel."""
     for blocks in (("column", "tile"), ("tile", "column")):
-        assert "separate launches" in str(KERNEL.refuses(QuantizeSpec(8, 8, "bf16", *blocks)))
+        assert "separate launches" in str(QUANTIZE.refuses(QuantizeSpec(8, 8, "bf16", *blocks)))
 
 
 CHOSEN = [
@@ -280,18 +280,17 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("size", "dtype", "blocks", "gated", "config"), CHOSEN)
 def test_the_config_of_a_cast(
-    size: tuple[int, int], dtype: Dtype, blocks: tuple[Blocks, Blocks], gated: bool, config: QuantizeConfig
+    size: tuple[int, int], dtype: Dtype, blocks: tuple[Blocks, Blocks], gated: bool, config: TileConfig
 ) -> None:
     spec = QuantizeSpec(*size, dtype, *blocks, gated)
-    assert [config for config in KERNEL.configs(SM90) if KERNEL.worthwhile(spec, config)] == [config]
-    assert KERNEL.runs(spec, config)
+    assert QUANTIZE.config_of(spec, SM90) == config
 
 
-@given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1), st.sampled_from(list(KERNEL.legal(SM90))))
-def test_grids_are_legal_and_cover_the_matrix(rows: int, columns: int, config: QuantizeConfig) -> None:
+@given(st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1), st.sampled_from(QUANTIZE.configs(SM90)))
+def test_grids_are_legal_and_cover_the_matrix(rows: int, columns: int, config: TileConfig) -> None:
     spec = QuantizeSpec(rows, columns, "bf16", "row", "none")
     strides = {"x": (columns, 1), "values": (columns, 1), "scales": (1, rows)}
-    shape, values = KERNEL.values(KERNEL.params(spec, config, SM90), spec, strides, True, False)
+    shape, values = QUANTIZE.values(QUANTIZE.params(spec, config, SM90), spec, strides, True, False)
     width, height, depth = shape.grid
     assert depth == 1
     assert height <= 65535

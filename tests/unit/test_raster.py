@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from chosen import find_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from chosen import find_config
 from rasters import located, quotient
 
 from deep_gemm.kernels.raster import KEPT_BYTES, Raster, _read, divisor, raster
