@@ -113,9 +113,10 @@ class KernelParams:
 
     Of a GEMM: ``dtype`` is that of A and B, ``majors`` has a letter for A and one for B ("k", or "m" for MN-major),
     ``scaling`` is "none", "1d1d", "1d2d" or "rowwise", and ``output`` D's dtype. ``accumulate`` says how C is added:
-    "none"; "reads", by consumers; or "reduces", by TMA, which adds to D. ``grouping`` is as in `GemmSpec`, and
-    ``segments`` the size of the table of groups. Of a cast: ``dtype`` is the input's, and ``options`` are those fields
-    of its spec that the code depends on.
+    "none"; "reads", by consumers; or "reduces", by TMA, which adds to D. ``grouping`` is as in `GemmSpec`,
+    ``segments`` the size of the table of groups, and ``epilogue`` is applied to final sums.
+
+    Of a cast: ``dtype`` is the input's, and ``options`` are those fields of its spec that the code depends on.
     """
 
     kernel: str
@@ -130,6 +131,7 @@ class KernelParams:
     accumulate: str = "none"
     grouping: str = "none"
     segments: int = 32
+    epilogue: str = "none"
     options: tuple[str | bool, ...] = ()
 
     @property

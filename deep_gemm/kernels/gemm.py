@@ -17,13 +17,13 @@ from ..params import GemmConfig, KernelParams
 from ..settings import settings
 from ..spec import Accumulate, GemmSpec, Grouping, Spec
 from . import ffma_bursts, groups
-from .base import Argument, Kernel, Strides, Value, parameters
+from . import gemm_source as source
+from .base import Argument, Kernel, Strides, Value
 from .features import Features
 from .gemm_features import Counts
 from .gemm_features import features as count
 from .gemm_launch import along_k, along_m, check_whole_pieces, dense
-from .template import BYTES, Template, turns
-from .tiles import segments
+from .template import BYTES, Template
 
 SCALINGS = {
     ("none", "none"): "none",
@@ -33,45 +33,8 @@ SCALINGS = {
 }
 """The name of each supported pair of scalings, those of A and of B."""
 
-SCALE_PARAMETERS = {
-    "none": (),
-    "1d1d": parameters("TensorMap map_scale_a, TensorMap map_scale_b"),
-    "1d2d": parameters("const float* scale_b=sfb, i64 scale_b_stride_n, i64 scale_b_stride_k, TensorMap map_scale_a"),
-    "rowwise": parameters("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb, i64 scale_b_stride"),
-}
-"""TMA loads scales of 1x128. Threads read all others, with a stride of zero where all rows share one scale."""
-
-_NAMES = {
-    "e4m3": "fp8",
-    "bf16": "bf16",
-    "f16": "fp16",
-    "kk": "nt",
-    "km": "nn",
-    "mm": "tn",
-    "mk": "tt",
-    "none": "",
-    "reads": "add",
-    "reduces": "reduce",
-}
-"""In names of kernels: dtypes, BLAS names of majors, and ways to add C."""
-
-_CONSTANTS = {
-    "1d1d": "k1D1D",
-    "1d2d": "k1D2D",
-    "rowwise": "kRowwise",
-    "bf16": "kBf16",
-    "f16": "kF16",
-    "f32": "kF32",
-    "reads": "kReads",
-    "reduces": "kReduces",
-    "contiguous": "kIndex",
-    "psum": "kPsum",
-    "masked": "kMasked",
-    "k": "kAlongK",
-}
-"""In device code: scalings, elements of D, ways to add C, and forms of groups."""
-
-_MMA_TYPES = {"e4m3": "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "f16": "k16.f32.f16.f16"}
+EPILOGUES: dict[str, str] = {"none": ""}
+"""What can be applied to final sums, by the names in `GemmSpec`; and the names in ``output.cuh``."""
 
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
@@ -130,8 +93,8 @@ class GemmFamily(Kernel):
             known = ", ".join(" and ".join(pair) for pair, name in SCALINGS.items() if name in self.scalings)
             return f"scales of A and B must be {known}, not {a.scaling} and {b.scaling}"
         if (given := majors_of(spec)) not in self.majors:
-            known = ", ".join(_NAMES[each].upper() for each in self.majors)
-            return f"the layouts of A and B must be {known}, not {_NAMES[given].upper()}"
+            known = ", ".join(source.NAMES[each].upper() for each in self.majors)
+            return f"the layouts of A and B must be {known}, not {source.NAMES[given].upper()}"
         for name, operand in (("A", a), ("B", b)):
             if not operand.aligned:
                 return f"the address and the row stride of {name} must be multiples of 16 bytes for TMA"
@@ -144,7 +107,9 @@ class GemmFamily(Kernel):
             return "it computes no batch of products"
         if spec.grouping not in self.groupings:
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
-        if spec.epilogue != "none" or spec.accumulate not in self.accumulates:
+        if spec.epilogue not in EPILOGUES or (spec.epilogue != "none" and self.adds(spec) == "reduces"):
+            return f"it applies no {spec.epilogue} to sums" + (" that TMA adds" if spec.epilogue in EPILOGUES else "")
+        if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
 
@@ -219,6 +184,7 @@ class GemmFamily(Kernel):
             output=spec.d.dtype,
             accumulate=self.adds(spec),
             grouping=spec.grouping,
+            epilogue=spec.epilogue,
             segments=groups.segments(spec.grouping, spec.groups) if spec.grouping != "none" else groups.LEAST_SEGMENTS,
         )
 
@@ -251,116 +217,19 @@ class GemmFamily(Kernel):
         return 0 if params.grouping == "none" else groups.table_bytes(params.grouping, params.segments)
 
     def entry(self, params: KernelParams) -> str:
-        """Such as ``fp8_gemm_128x128_s5_p2_c2x1_tma`` or ``m_grouped_bf16_gemm_nt_128x256_s4_masked_g32_tma``."""
-        p, c = params, params.gemm
-        head = f"{_NAMES[p.dtype]}_gemm"
-        if p.dtype == "e4m3":
-            kind = [self.prefix or f"{head}_{p.scaling}_{p.output}"]
-        else:
-            kind = [head, _NAMES[p.majors], p.output if p.output != p.dtype else ""]
-        splits = c.cluster_k if self.rules.scales_have_edges or c.swap_ab else 0
-        k = f"k{c.cluster_k}x{c.consumers_k}" if splits else f"k{c.cluster_k}"
-        form = {"none": "", "k": f"g{p.segments}"}.get(p.grouping, f"{p.grouping}_g{p.segments}")
-        parts = [
-            {"none": "", "k": "k_grouped"}.get(p.grouping, "m_grouped"),
-            *kind,
-            _NAMES[p.accumulate],
-            f"{self.tile_prefix}{c.block_m}x{c.block_n}_s{c.num_stages}",
-            f"p{c.num_partials}" if self.rules.names_partials else "",
-            f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
-            k if c.k_splits > 1 else "",
-            f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
-            "" if c.persistent else "once",
-            "b1" if c.buffers == 1 else "",
-            form,
-            p.store,
-            *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
-        ]
-        return "_".join(filter(None, parts))
+        return source.entry(params, self.rules, self.prefix, self.tile_prefix)
 
-    def constants(self, params: KernelParams) -> dict[str, str | int | bool]:
-        """Those that all templates have, and those that this one names."""
-        p, c, rules = params, params.gemm, self.rules
-        producer, consumer = rules.registers(c)
-        majors = p.majors[::-1] if c.swap_ab else p.majors  # of the operands of wgmma
-        buffers, late = rules.staging(p)
-        steps = {"k": "kStepKMajor", "m": "kStepMnMajor"}
-        own: dict[str, str | int | bool] = {
-            "block_n": c.block_n,
-            "cluster_m": c.cluster_m,
-            "cluster_n": c.cluster_n,
-            "cluster_k": c.cluster_k,
-            "num_partials": c.num_partials,
-            "turns": turns(c),
-            "persistent": c.persistent,
-            "min_ctas": rules.min_ctas(c),
-            "scaling": _CONSTANTS.get(p.scaling, ""),
-            "element": _CONSTANTS[p.output],
-            "accumulate": _CONSTANTS.get(p.accumulate, "kNothing"),
-            "buffers": buffers,
-            "late": late,
-            "swapped": c.swap_ab,
-            "mn_major_a": p.majors[0] == "m",
-            "mn_major_b": p.majors[1] == "m",
-            "grouping": _CONSTANTS.get(p.grouping, "kUngrouped"),
-            "segments": p.segments,
-            "a_rows": groups.a_rows(p.grouping, p.dtype, c),
-        }
-        return {
-            "block_m": c.block_m,
-            "num_stages": c.num_stages,
-            "num_consumers": c.num_consumers,
-            "num_threads": c.num_threads,
-            "producer_registers": producer,
-            "consumer_registers": consumer,
-            **{f"shape_{letter}": size for letter, size in zip("mnk", p.shape, strict=True)},
-            "tma_store": p.store == "tma",
-            "mma_n": rules.mma_n(c),
-            "mma_types": _MMA_TYPES[p.dtype],
-            "mma_majors": "" if p.dtype == "e4m3" else "".join(f", {int(major == 'm')}" for major in majors),
-            "step_a": steps[majors[0]],
-            "step_b": steps[majors[1]],
-            "shared_bytes": self.shared_bytes(params),
+    def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
+        shared = self.shared_bytes(params)
+        return source.constants(params, self.rules) | {
+            "shared_bytes": shared,
+            "epilogue": EPILOGUES[params.epilogue],
             "arguments": self.struct(params),
             "argument_fields": self.struct_fields(params),
-            **{name: own[name] for name in rules.constant_names},
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        """Parameters in the order of first use: those of the prologue share a line of the constant cache, and each line
-        takes 110 cycles. Each operand also has a map of edge boxes (see ``edge_boxes.cuh``), which have ``last_rows``
-        and ``last_columns`` rows; those of MN-major operands are the same. ``early_stages`` stages of B are loaded
-        before the previous kernel has ended; 0 means that it may still write B and its scales. ``evict_first`` is a set
-        of bits (see ``tma.cuh``). With groups along K, FP8 reads tensor maps of A and B from memory."""
-        p, rules = params, self.rules
-        raster_type = {"none": "Raster", "k": "DepthRaster"}.get(p.grouping, "GroupRaster")
-        head = f"u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, {raster_type} raster, "
-        front = parameters(f"{head}u32 evict_first")
-        scales, map_d = SCALE_PARAMETERS[p.scaling], _maps("map_d") if rules.has_map_d(p) else ()
-        if rules.scales_have_edges:
-            read, loaded = (tuple(x for x in scales if x.is_value == kind) for kind in (True, False))
-            more = range(1, len(segments(p.gemm.block_n)))
-            return (
-                *(*front, *read, *parameters("u16* d, i64 d_stride"), *_maps("map_a")),
-                *(Argument("map_b", "TensorMap", field="map_b[0]"), *loaded, *map_d, *_maps("map_a_last, map_b_last")),
-                *(replace(x, name=f"{x.name}_last") for x in loaded),
-                *(Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]") for index in more),
-            )
-        reads = p.accumulate == "reads"
-        c = parameters("const u8* c, i64 c_stride") if reads else ()
-        in_memory = p.grouping == "k" and p.dtype == "e4m3"
-        operands, lasts = ((), ()) if in_memory else (_maps("map_a, map_b"), _maps("map_a_last, map_b_last"))
-        found = (*front, *parameters("u8* d, i64 d_stride"), *c, *scales, *operands, *map_d, *lasts)
-        if rules.edge_map_d:
-            found += _maps("map_d_last")
-        if p.grouping == "k":
-            found += parameters("u32 groups, const int* layout")
-            found += parameters("const TensorMap* maps") if in_memory else ()
-            found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
-        elif p.grouping != "none":
-            found += parameters("u32 groups, u32 alignment, const int* layout")
-            found += parameters("i64 scale_b_stride_g") if p.scaling == "1d2d" else ()
-        return found
+        return source.arguments(params, self.rules)
 
     # ---- a launch
 
@@ -409,7 +278,3 @@ def _legal_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: Arch
 @functools.cache
 def _counts(family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
     return family.rules.counts(config, output, aligned, scaling)
-
-
-def _maps(names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, "TensorMap") for name in names.split(", "))

@@ -246,7 +246,7 @@ struct Fp8Scaled {
 #pragma unroll
         for (u32 i = 0; i < Store::kWords; ++i) {
           if constexpr (Tile::kElement == kF32) {
-            words[i] = __float_as_uint(sum[i]);
+            words[i] = __float_as_uint(Out::finished(sum[i]));
           } else {
             words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
           }

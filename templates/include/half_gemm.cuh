@@ -185,7 +185,7 @@ struct HalfGemm {
       for (u32 i = 0; i < Store::kWords; ++i) {
         if (i * Store::kBoxColumns >= Store::kWords * Store::columns_of(part)) continue;  // a short part
         if constexpr (Tile::kElement == kF32) {
-          words[part][i] = __float_as_uint(v[i]);
+          words[part][i] = __float_as_uint(Out::finished(v[i]));
         } else {
           words[part][i] = Out::apply(v[2 * i], v[2 * i + 1]);
         }
