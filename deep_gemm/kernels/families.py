@@ -69,7 +69,7 @@ FP8_GEMM = GemmFamily(
 FP8_ROWS = GemmFamily(
     name="sm90_fp8_rows",
     rules=Fp8Gemm(by_rows=True),
-    serving=serving.FP8_GEMM,
+    serving=serving.FP8_ROWS,
     dtypes=("e4m3",),
     scalings=("rowwise",),
     outputs=("bf16",),

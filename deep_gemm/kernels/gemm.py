@@ -6,7 +6,7 @@ A family is data: a template, a serving set, and a row of what is supported. Eve
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from . import ffma_bursts, groups
 from . import gemm_source as source
 from .base import Argument, Kernel, Strides, Value
 from .features import Features
-from .gemm_features import Counts
+from .gemm_features import Counts, constant_features
 from .gemm_features import features as count
 from .gemm_launch import along_k, along_m, check_whole_pieces, dense
 from .template import BYTES, Template
@@ -118,7 +118,8 @@ class GemmFamily(Kernel):
         return self.rules.make(self.name, *tile, arch=arch, **options)
 
     def configs(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
-        return _legal_of(self, self.serving, arch)
+        """The serving set. A test shows that all of it is legal."""
+        return _configs_of(self, self.serving, arch)
 
     def legal(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
         """Every config that is legal on ``arch``, each once: for surveys and tuners."""
@@ -131,17 +132,25 @@ class GemmFamily(Kernel):
     def fits(self, spec: GemmSpec, config: GemmConfig) -> bool:
         """Whether the legal config ``config`` can run ``spec``, however slowly: it respects the caller's limits, sums K
         in one order if the spec wants that, and no tile reaches from one group into the next."""
-        c, (multiple_m, multiple_n) = config, spec.block_multiple
-        return (
-            c.block_m % multiple_m == 0
+        return bool(self.fitting(spec, (config,)))
+
+    def fitting(self, spec: GemmSpec, configs: Iterable[GemmConfig]) -> list[GemmConfig]:
+        """Those of ``configs`` for which `fits` is true."""
+        multiple_m, multiple_n = spec.block_multiple
+        accumulate, scaling, fits = self.adds(spec), scaling_of(spec), self.rules.fits
+        alignment = spec.alignment if spec.grouping in ("contiguous", "psum") else 0
+        return [
+            c
+            for c in configs
+            if c.block_m % multiple_m == 0
             and c.block_n % multiple_n == 0
-            and c.cluster_size <= spec.num_sms
+            and c.cluster_m * c.cluster_n * c.cluster_k <= spec.num_sms
             # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
             and (spec.whole_gpu or c.ctas_per_sm == 1)
-            and not (spec.batch_invariant and c.k_splits > 1)
-            and (spec.grouping not in ("contiguous", "psum") or spec.alignment % c.block_m == 0)
-            and self.rules.fits(spec, c, self.adds(spec), scaling_of(spec))
-        )
+            and not (spec.batch_invariant and c.cluster_k * c.consumers_k > 1)
+            and alignment % c.block_m == 0
+            and fits(spec, c, accumulate, scaling)
+        ]
 
     def adds(self, spec: GemmSpec) -> str:
         """How C is added, as `KernelParams.accumulate` says it. TMA adds to a float32 D."""
@@ -159,13 +168,13 @@ class GemmFamily(Kernel):
 
     def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
         """The inputs of the performance model; with groups, those of about as much work without."""
-        size = BYTES[spec.a.dtype]
-        counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling_of(spec))
+        size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
+        counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
         if spec.grouping == "none":
-            return count(counts, spec, config, size)
+            return count(*counts, spec, config, size)
         if spec.grouping == "k":
-            return count(counts, groups.one_product(spec, config, config.block_k), config, size)
-        return groups.with_weights(count(counts, groups.expected(spec, config), config, size), spec, size)
+            return count(*counts, groups.one_product(spec, config, config.block_k), config, size)
+        return groups.with_weights(count(*counts, groups.expected(spec, config), config, size), spec, size)
 
     # ---- a binary
 
@@ -271,10 +280,18 @@ def majors_of(spec: GemmSpec) -> str:
 
 @functools.cache
 def _legal_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: ArchSpec) -> tuple[GemmConfig, ...]:
-    configs = (family.config(*tile, arch=arch) for tile in tiles)
-    return tuple(config for config in configs if family.illegal(config, arch) is None)
+    return tuple(each for each in _configs_of(family, tiles, arch) if family.illegal(each, arch) is None)
 
 
 @functools.cache
-def _counts(family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
-    return family.rules.counts(config, output, aligned, scaling)
+def _configs_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: ArchSpec) -> tuple[GemmConfig, ...]:
+    make, name = family.rules.make, family.name
+    return tuple([make(name, *tile, arch=arch) for tile in tiles])
+
+
+@functools.cache
+def _counts(
+    family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str
+) -> tuple[Counts, Mapping[str, float]]:
+    found = family.rules.counts(config, output, aligned, scaling)
+    return found, constant_features(found, config)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..arch import SM90
 from ..params import GemmConfig
-from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
+from ..spec import SCALE_BLOCK, GemmSpec
 from .features import Features
 from .loads import LINE_BYTES, SECTOR_BYTES
-from .tiles import last_rows, left
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Fraction of an H200's SMs that clusters of a size can fill. A cluster runs within one GPC, and not every GPC has a
@@ -19,6 +19,7 @@ multiple of four or eight SMs. 16 clusters of eight took two waves, 15 took one;
 one H200 and one on another, 30 took one on both."""
 
 
+@functools.lru_cache(maxsize=4096)
 def _crowding(k: int) -> float:
     """The L2 contention of rows of ``k`` bytes. L2 answers SMs that request a line at the same time once, except for
     boxes that begin inside a sector. Fewer lines also use fewer slices of L2. When n of an H200's 132 SMs loaded the
@@ -50,12 +51,14 @@ count once each: with this exponent for them too, the model's error differed by 
 clusters (12 shapes, H100), and without it by 4%. For FP8 that gained nothing (see docs/measurements/selector.md)."""
 
 
+@functools.lru_cache(maxsize=4096)
 def _sharing(row: int, tiles: int, element_bytes: int) -> float:
     """How much a byte counts that each of ``tiles`` tiles reads, in rows of ``row`` bytes."""
     apart = element_bytes > 1 and row % SECTOR_BYTES > 0
     return 1.0 if apart else float(min(32, tiles) ** -L2_SHARING)
 
 
+@functools.lru_cache(maxsize=4096)
 def _inside_lines(row: int) -> float:
     """The fraction of a box's rows that begin inside an L2 line, in an operand with rows of ``row`` bytes."""
     return 1 - math.gcd(row, LINE_BYTES) / LINE_BYTES if row > LINE_BYTES else 0.0
@@ -90,8 +93,7 @@ class Counts(NamedTuple):
     """The next tile's products run while a tile is stored."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
+def constant_features(counts: Counts, config: GemmConfig) -> dict[str, float]:
     """The `Features` that do not depend on the spec."""
     x = counts
     products = x.slices * (x.width // x.mma_n) * 4
@@ -112,35 +114,34 @@ def _always(counts: Counts, config: GemmConfig) -> dict[str, float]:
     }
 
 
-def _slots(config: GemmConfig, num_sms: int) -> int:
-    """Clusters that run at the same time."""
-    size = config.cluster_size
-    return max(1, int(PACKING[size] * num_sms * config.ctas_per_sm / size))
-
-
-def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: int = 1) -> Features:
-    """The features of one pair of spec and config. In this function k is the length of a row in bytes."""
+def features(
+    counts: Counts, constant: Mapping[str, float], spec: GemmSpec, config: GemmConfig, element_bytes: int = 1
+) -> Features:
+    """The features of one pair of spec and config; ``constant`` are its `constant_features`. In this function k is the
+    length of a row in bytes. It runs for each config that is ranked, so it calls little."""
     m, n, k = spec.m, spec.n, spec.k * element_bytes
     d_bytes = 4 if spec.d.dtype == "f32" else 2
-    block_m, block_n, size, cluster_k = config.block_m, config.block_n, config.cluster_size, config.cluster_k
-    across_m, across_n, splits = block_m * config.cluster_m, block_n * config.cluster_n, config.k_splits
-    rows, columns = ceil_div(m, across_m), ceil_div(n, across_n)
+    block_m, block_n, cluster_k, num_sms = config.block_m, config.block_n, config.cluster_k, spec.num_sms
+    across_m, across_n, splits = block_m * config.cluster_m, block_n * config.cluster_n, cluster_k * config.consumers_k
+    size = config.cluster_m * config.cluster_n * cluster_k
+    rows, columns = -(-m // across_m), -(-n // across_n)
     tiles = rows * columns * size
-    clusters = _slots(config, spec.num_sms)
-    blocks = ceil_div(ceil_div(k, SCALE_BLOCK), cluster_k)
-    # Rows of A that one tile loads, and rows of A and of B that all tiles load.
-    last = last_rows(config, m)
+    per_sm = PACKING[size] * config.ctas_per_sm / size
+    clusters = max(1, int(per_sm * num_sms))  # that run at the same time
+    blocks = (k + SCALE_BLOCK - 1) // SCALE_BLOCK
+    blocks = -(-blocks // cluster_k)
+    # Rows of A that one tile loads, and rows of A and of B that all tiles load. Scales are loaded for four rows.
+    last = min((((m - 1) % block_m + 1) + 3) // 4 * 4, block_m)
     tokens = last if m <= block_m else block_m
-    all_tokens = (ceil_div(m, block_m) - 1) * block_m + last
-    all_weights = (ceil_div(n, block_n) - 1) * block_n + left(n, block_n)
+    all_tokens = (-(-m // block_m) - 1) * block_m + last
     # The parts of split K divide the elements that are exchanged and stored.
     finished = min(block_m, m) * min(block_n, n) / splits
-    waves = ceil_div(tiles, clusters * size)
+    waves = -(-tiles // (clusters * size))
     # The bytes of the first stage of all tiles in the first wave, as if each tile had its own rows of B, up to all
     # rows. That is too much where several rows of tiles share rows of B. But there it is a small part of the whole, and
     # the model must not predict less time for more work. Nor may it predict more time for more SMs, so the first wave
     # is always that of a whole GPU.
-    whole = clusters if spec.num_sms >= SM90.num_sms else _slots(config, SM90.num_sms)
+    whole = clusters if num_sms >= SM90.num_sms else max(1, int(per_sm * SM90.num_sms))
     at_once = min(tiles // size, whole)
     first = cluster_k * min(blocks, 1) * SCALE_BLOCK
     first *= min(columns, at_once) * across_n + min(rows, at_once) * tokens * config.cluster_m
@@ -148,14 +149,14 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
     depth_read = cluster_k * blocks * SCALE_BLOCK
     row_a, row_b = k if spec.a.major == "k" else m * element_bytes, k if spec.b.major == "k" else n * element_bytes
     tokens_read = all_tokens * columns * depth_read * _sharing(row_a, columns, element_bytes)
-    weights_read = all_weights * rows * depth_read * _sharing(row_b, rows, element_bytes)
+    weights_read = n * rows * depth_read * _sharing(row_b, rows, element_bytes)
     from_l2 = tokens_read + weights_read
     inside = tokens_read * _inside_lines(row_a) + weights_read * _inside_lines(row_b)
     element = DIRECT_ELEMENTS if counts.direct else counts.element * LINE_BYTES / counts.stored_row
     return Features(
         waves=waves,
         steps=waves * blocks,
-        resident=min(config.ctas_per_sm, ceil_div(tiles, spec.num_sms)),
+        resident=min(config.ctas_per_sm, -(-tiles // num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
         elements=max(0.0, finished - counts.buffered) * element * d_bytes / 2,
         # Without swapped operands whole tiles are exchanged, also rows that do not exist.
@@ -164,8 +165,8 @@ def features(counts: Counts, spec: GemmSpec, config: GemmConfig, element_bytes: 
         traffic=m * k + n * k + d_bytes * m * n * (1 if spec.accumulate == "none" else 2) - first,
         from_l2=from_l2,
         unaligned=inside / from_l2 if from_l2 else 0.0,
-        crowded=tokens / config.cluster_n * columns / waves / spec.num_sms * _crowding(row_a) / blocks,
+        crowded=tokens / config.cluster_n * columns / waves / num_sms * _crowding(row_a) / blocks,
         requested=tokens / config.cluster_n + block_n / config.cluster_m,
         element_bytes=element_bytes,
-        **_always(counts, config),
+        **constant,
     )

@@ -100,10 +100,10 @@ class HalfGemm(Template):
             ctas_per_sm=ctas_per_sm,
             swap_ab=self.swap_ab,
         )
-        config = self._with_stages(config, self._bytes(replace(config, num_stages=0), True, "bf16"), arch)
+        config = self._with_stages(config, self._bytes(config, True, "bf16"), arch)
         if self.groups == "k":  # float32 output, and the smallest table
-            rest = self._bytes(replace(config, num_stages=0), True, "f32", along_k=True)
-            config = self._with_stages(config, rest + table_bytes("k", LEAST_SEGMENTS), arch)
+            total = self._bytes(config, True, "f32", along_k=True)
+            config = self._with_stages(config, total + table_bytes("k", LEAST_SEGMENTS), arch)
         return config
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
@@ -163,11 +163,10 @@ class HalfGemm(Template):
         return spec.a.major == "k" or config.block_m % (64 * config.cluster_n) == 0
 
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
-        empty = replace(params.gemm, num_stages=0)
-        config = self._with_stages(params.gemm, self._bytes(empty, True, params.output), arch)
+        config = self._with_stages(params.gemm, self._bytes(params.gemm, True, params.output), arch)
         if not self.groups:
             return config
-        return self._with_stages(config, self.shared_bytes(replace(params, config=empty)) + table, arch)
+        return self._with_stages(config, self.shared_bytes(replace(params, config=config)) + table, arch)
 
     def registers(self, config: GemmConfig) -> tuple[int, int]:
         return REGISTERS[config.num_consumers]
@@ -220,9 +219,11 @@ class HalfGemm(Template):
             total += config.num_consumers * ((config.cluster_k - 1) * slot + BARRIER_BYTES)
         return total
 
-    def _with_stages(self, config: GemmConfig, rest: int, arch: ArchSpec) -> GemmConfig:
-        """``config`` with no more stages than fit beside ``rest`` bytes."""
-        return replace(config, num_stages=stages_that_fit(arch, config, rest, _stage_bytes(config)))
+    def _with_stages(self, config: GemmConfig, total: int, arch: ArchSpec) -> GemmConfig:
+        """``config`` with no more stages than fit, where with its stages it takes ``total`` bytes."""
+        stage = _stage_bytes(config)
+        stages = stages_that_fit(arch, config, total - config.num_stages * stage, stage)
+        return config if stages == config.num_stages else replace(config, num_stages=stages)
 
 
 def sums(config: GemmConfig) -> int:
@@ -238,8 +239,9 @@ def _box_columns(config: GemmConfig, output: str) -> int:
     """Columns of one staged part of a tile: rows of 128 bytes if the columns that one CTA stores, or with swap-AB an
     m64 slice, allow that."""
     stored = 64 if config.swap_ab else config.block_n // config.cluster_k
-    widths = (32, 16) if output == "f32" else (64, 32, 16)
-    return next((columns for columns in widths if stored % columns == 0), widths[-1])
+    if output != "f32" and stored % 64 == 0:
+        return 64
+    return 32 if stored % 32 == 0 else 16
 
 
 def _stores_late(config: GemmConfig, output: str) -> bool:

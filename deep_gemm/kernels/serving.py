@@ -54,6 +54,10 @@ FP8_GEMM: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
 """(block_m, block_n, cluster, CTAs per SM, persistent) of the serving set, chosen by a greedy cover of surveyed shapes
 (see ``benchmarks/serving_set.py``)."""
 
+FP8_ROWS = tuple(row for row in FP8_GEMM if row[2][2] == 1 and row[:3] != (128, 256, (2, 1, 1)))
+"""The same without split K, since the epilogue multiplies whole sums, and without a cluster whose consumers multiply in
+two parts, which leaves too few registers for scales of rows."""
+
 FP8_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
     (8, 1, 1, 1),
     (8, 1, 1, 2),

@@ -141,21 +141,17 @@ def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = Non
 
 def candidates(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """The configs of the serving set that can run ``spec``. Raises UnsupportedError if there is none."""
-    found = [
-        (worthwhile(family, spec, config), config)
-        for family in kernels.for_spec(spec, arch)
-        for config in family.configs(arch)
-        if family.fits(spec, config)
-    ]
-    if not found:
+    able = [(family, family.fitting(spec, family.configs(arch))) for family in kernels.for_spec(spec, arch)]
+    if not any(configs for _, configs in able):
         raise UnsupportedError(
             f"No tile has block_m and block_n that are multiples of {spec.block_multiple} and runs on {spec.num_sms} "
             "SMs. Relax set_block_size_multiple_of or set_num_sms."
         )
-    return [config for chosen, config in found if chosen] or [config for _, config in found]
+    found = [config for family, configs in able for config in worthwhile(family, spec, configs)]
+    return found or [config for _, configs in able for config in configs]
 
 
 def legal(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """Every legal config that can run ``spec``, fast or slow: for surveys and tuners."""
     families = kernels.for_spec(spec, arch)
-    return [config for family in families for config in family.legal(arch) if family.fits(spec, config)]
+    return [config for family in families for config in family.fitting(spec, family.legal(arch))]

@@ -50,17 +50,11 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
         c.load_cycles / x.stages, x.resident * (x.filled / c.fill_bytes_per_cycle + x.crowded * c.crowded_cycles)
     )
     first = x.first / (c.start_gb_per_s * 1e3)
-    found = {
-        "tensor": x.resident * tensor * us,
-        "chain": chain * us,
-        "loads": loads * us,
-        "l2": x.from_l2 * lines / (c.l2_gb_per_s * 1e3),
-        "hbm": x.traffic / (c.hbm_gb_per_s * 1e3),
-    }
-    largest = maximum(
-        found["tensor"], maximum(found["chain"], maximum(found["loads"], maximum(found["l2"], found["hbm"])))
-    )
-    body = largest * sum((time / largest) ** c.overlap for time in found.values()) ** (1 / c.overlap)
+    tensor, chain, loads = x.resident * tensor * us, chain * us, loads * us
+    l2, hbm = x.from_l2 * lines / (c.l2_gb_per_s * 1e3), x.traffic / (c.hbm_gb_per_s * 1e3)
+    most, p = maximum(tensor, maximum(chain, maximum(loads, maximum(l2, hbm)))), c.overlap
+    powers = (tensor / most) ** p + (chain / most) ** p + (loads / most) ** p + (l2 / most) ** p + (hbm / most) ** p
+    body = most * powers ** (1 / p)
     # Most kernels store each tile but the last while the next is multiplied. CTAs on one SM share its path out.
     seen = x.waves - (x.waves - 1) * c.epilogue_hidden * x.hides_epilogue
     epilogue = seen * (c.epilogue_us + x.resident * x.elements / c.elements_per_us)
@@ -68,8 +62,16 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     epilogue = epilogue + x.waves * (x.exchanges * c.exchange_us + x.exchanged / c.exchanged_per_us)
     launch = c.launch_us + x.prologue_us + x.consumers * c.consumer_us + x.store_warp * c.store_warp_us
     launch = launch + x.cluster * c.cluster_us
-    found["hbm"] = found["hbm"] + first
-    return {"launch": launch, **found, "epilogue": epilogue, "total": launch + first + body + epilogue}
+    return {
+        "launch": launch,
+        "tensor": tensor,
+        "chain": chain,
+        "loads": loads,
+        "l2": l2,
+        "hbm": hbm + first,
+        "epilogue": epilogue,
+        "total": launch + first + body + epilogue,
+    }
 
 
 def speed(spec: GemmSpec, calibration: Calibration) -> Speed:

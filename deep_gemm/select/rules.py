@@ -6,6 +6,7 @@ Each says what was measured that the model does not know.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..params import GemmConfig
@@ -32,50 +33,53 @@ NARROW = 32
 _LITTLE_PADDING = 1.15
 
 
-def worthwhile(family: GemmFamily, spec: GemmSpec, config: GemmConfig) -> bool:
-    """Whether the model ranks ``config``; False where another config is known to be better."""
+def worthwhile(family: GemmFamily, spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+    """Those of ``configs`` that the model ranks. Of all others another config is known to be better."""
     from ..kernels import groups  # here: a process whose kernels are all known ranks none
 
-    along_m = spec.grouping in ("contiguous", "psum", "masked")
-    wide = spec.a.dtype != "e4m3"
+    wide, k_major_a = spec.a.dtype != "e4m3", spec.a.major == "k"
     if family.rules.few_tokens:
-        return not (wide and spec.m > MOST_TOKENS) and suits(spec.m, config.block_m, _sizes(family))
+        if wide and spec.m > MOST_TOKENS:
+            return []
+        sizes = suitable(spec.m, _sizes(family))
+        return [config for config in configs if config.block_m in sizes]
     if not wide and family.rules.scales_have_edges:
-        return True
-    if is_padded(groups.one_group(spec).m if along_m else spec.m, config):
-        return False
+        return list(configs)
+    along_m = spec.grouping in ("contiguous", "psum", "masked")
+    # If more than half of a tile is padding, a config with half the height is better.
+    highest = max(64, 2 * (groups.one_group(spec).m if along_m else spec.m))
+    filled = [config for config in configs if config.block_m <= highest]
     if along_m:
-        return wide or config.block_n == NARROW or not groups.is_low(spec, config)
+        return [c for c in filled if wide or c.block_n == NARROW or not groups.is_low(spec, c)]
     if not wide:
-        return True
-    if takes_too_many_rounds(spec, config):
-        return False
-    if config.swap_ab:
-        return has_swap_ab_tiles(spec)
+        return filled
+    swap_ab = has_swap_ab_tiles(spec)
     adds_much = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.m * spec.n >= LARGE_F32
-    if adds_much and config.block_m * config.block_n < 128 * 128:
-        return False
-    # Where there are swap-AB tiles of any height, which K-major A allows, only small tiles and split K.
-    small = config.k_splits > 1 or config.block_m * config.block_n <= 64 * 128
-    return small or not (has_swap_ab_tiles(spec) and spec.a.major == "k")
-
-
-def is_padded(rows: int, config: GemmConfig) -> bool:
-    """Whether more than half of a tile is padding. Then a config with half the height is better."""
-    return config.block_m > max(64, 2 * rows)
+    found = []
+    for c in filled:
+        area, splits = c.block_m * c.block_n, c.cluster_k > 1
+        if (area < SMALL_TILE or splits) and takes_too_many_rounds(spec, c):
+            continue
+        if c.swap_ab:
+            chosen = swap_ab
+        else:
+            # Where there are swap-AB tiles of any height, which K-major A allows, only small tiles and split K.
+            chosen = splits or area <= 64 * 128 or not (swap_ab and k_major_a)
+            chosen = chosen and not (adds_much and area < 128 * 128)
+        if chosen:
+            found.append(c)
+    return found
 
 
 def takes_too_many_rounds(spec: GemmSpec, config: GemmConfig) -> bool:
-    """Whether a 16-bit config with small tiles, or split K, would take so many rounds that others are better. CTAs that
-    compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles then
-    wait for it: the longer K is, the more. The model does not know that. In 369 products of more than 64 rows of A, no
-    such config was the best (H100)."""
-    tiles = ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n) * config.k_splits
-    rounds = ceil_div(tiles, spec.num_sms * config.ctas_per_sm)
-    small = config.block_m * config.block_n < SMALL_TILE
+    """Whether a 16-bit config with a small tile, or split K, would take so many rounds that others are better. CTAs
+    that compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles
+    then wait for it: the longer K is, the more. The model does not know that. In 369 products of more than 64 rows of
+    A, no such config was the best (H100)."""
+    tiles = -(-spec.m // config.block_m) * -(-spec.n // config.block_n) * config.cluster_k
+    rounds = -(-tiles // (spec.num_sms * config.ctas_per_sm))
     long = spec.k >= LONG_K and spec.grouping == "none"
-    few = 1 if config.k_splits > 1 or long else 3
-    return spec.m > MOST_TOKENS and (small or config.k_splits > 1) and rounds > few
+    return spec.m > MOST_TOKENS and rounds > (1 if config.cluster_k > 1 or long else 3)
 
 
 def has_swap_ab_tiles(spec: GemmSpec) -> bool:
@@ -85,13 +89,15 @@ def has_swap_ab_tiles(spec: GemmSpec) -> bool:
     return alone and spec.m > MOST_TOKENS and spec.d.dtype == spec.a.dtype and spec.d.aligned
 
 
-def suits(m: int, block_m: int, sizes: tuple[int, ...]) -> bool:
-    """Whether tiles of ``block_m`` tokens suit ``m`` tokens. Few tokens need the smallest tile that holds them, so that
-    weights are read once. More tokens need tiles with little padding. ``sizes`` are those of the serving set."""
+@functools.lru_cache(maxsize=1024)
+def suitable(m: int, sizes: tuple[int, ...]) -> frozenset[int]:
+    """The sizes of tiles that suit ``m`` tokens. Few tokens need the smallest tile that holds them, so that weights are
+    read once. More tokens need tiles with little padding. ``sizes`` are those of the serving set, in rising order."""
     if m <= sizes[-1]:
-        return block_m == min(x for x in sizes if x >= m)
+        return frozenset([next(size for size in sizes if size >= m)])
     rows = {size: ceil_div(m, size) * size for size in sizes if size >= 32}
-    return rows.get(block_m, m * 2) <= min(rows.values()) * _LITTLE_PADDING
+    most = min(rows.values()) * _LITTLE_PADDING
+    return frozenset(size for size, padded in rows.items() if padded <= most)
 
 
 @functools.cache
