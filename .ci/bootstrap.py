@@ -26,13 +26,6 @@ BASE = {
     "nvidia-cuda-nvrtc-cu12>=12.3": ("file:nvidia/*/lib/libnvrtc.so.*",),
     "jinja2>=3.1": ("jinja2",),
     "platformdirs>=4": ("platformdirs",),
-    # A pattern for each run of versions, since an older one is often there.
-    "filelock>=3.20.1": (
-        "file:filelock-3.20.[1-9]*.dist-info",
-        "file:filelock-3.2[1-9].*.dist-info",
-        "file:filelock-3.[3-9][0-9].*.dist-info",
-        "file:filelock-[4-9].*.dist-info",
-    ),
 }
 TEST = {
     "pytest>=8": ("pytest",),
