@@ -91,8 +91,7 @@ class Nvrtc(Compiler):
         cancelled = ctypes.create_string_buffer(b"0", 2)
 
         def work() -> Compiled:
-            with _at_work:
-                return self._compile(name, source, source_path, options, want_ptx, cancelled)
+            return _at_work.run(lambda: self._compile(name, source, source_path, options, want_ptx, cancelled))
 
         return interruptible(work, lambda: setattr(cancelled, "value", b"1"))
 
