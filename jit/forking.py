@@ -1,4 +1,5 @@
-"""Fork safety: locks that a forked child finds free, and forks that wait until no thread is inside a library.
+"""Forks and exit: locks that a forked child finds free, and forks and exits that wait until no thread is inside a
+library.
 
 A signal handler may raise between any two steps of Python code, and Python ignores an exception in what it calls around
 a fork. So whatever must be undone afterwards is done and undone by functions in C, which no handler interrupts.
@@ -43,7 +44,7 @@ class ForkLock:
 
 
 class ForkWaits:
-    """Calls into a library with locks of its own: a fork waits until no thread is inside.
+    """Calls into a library with locks of its own: a fork waits until no thread is inside, and so does `close`.
 
     Otherwise a child could find such a lock held by a thread that does not exist there, and wait for ever. Any number
     of threads may be inside at once; one that is inside must not fork. One that comes during a fork waits for its end,
@@ -52,6 +53,7 @@ class ForkWaits:
 
     def __init__(self, limit: float = 60.0) -> None:
         self._limit = limit
+        self._closed = False
         # One for each thread in `run`, locked while it is inside.
         self._marks: list[threading.Lock] = []
         # Locked during a fork.
@@ -61,20 +63,37 @@ class ForkWaits:
         gate = self._gate
         os.register_at_fork(before=gate.acquire, after_in_parent=gate.release, after_in_child=gate.release)
 
-    def run(self, work: Callable[[], T]) -> T:
-        """`work()`, with this thread inside."""
+    def run(self, work: Callable[[], T], for_main: bool = False) -> T:
+        """`work()`, with this thread inside. `for_main`: the main thread waits for it, so that it may also be done at
+        exit."""
         end, mark = time.monotonic() + self._limit, threading.Lock()
         self._marks.append(mark)
         try:
             while True:
                 # The mark first: then either the fork sees it, or it is seen here that the fork has begun.
                 with mark:
-                    if not self._gate.locked() or time.monotonic() >= end:
+                    closed = self._closed and not for_main
+                    if not closed and (not self._gate.locked() or time.monotonic() >= end):
                         return work()
                 time.sleep(_POLL)
         finally:
             self._marks.remove(mark)
+            while self._closed and not for_main:
+                time.sleep(1)  # the process ends meanwhile; a daemon thread has nothing to report any more
+
+    def close(self, cancel: Callable[[], None], limit: float) -> bool:
+        """At exit: nobody enters any more but for the main thread. Then ask those inside to leave by `cancel()`, and
+        wait `limit` seconds for them. Returns whether all have left."""
+        self._closed = True
+        cancel()
+        end = time.monotonic() + limit
+        while self._occupied() and time.monotonic() < end:
+            time.sleep(_POLL)
+        return not self._occupied()
 
     def _wait(self) -> None:
-        while any(mark.locked() for mark in self._marks.copy()):
+        while self._occupied():
             time.sleep(_POLL)
+
+    def _occupied(self) -> bool:
+        return any(mark.locked() for mark in self._marks.copy())
