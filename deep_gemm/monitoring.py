@@ -55,6 +55,7 @@ class Call(Protocol):
 
     constant: bool
     device: int
+    sizes: tuple[int, ...]
     fits: Callable[[Places], bool]
 
     def is_for(self, batch_invariant: bool) -> bool: ...
@@ -291,6 +292,7 @@ class Watched:
 
     def __init__(self, replay: Call, series: Series) -> None:
         self.constant, self.device, self.fits = replay.constant, replay.device, replay.fits
+        self.sizes = replay.sizes
         self._replay, self._series = replay, series
 
     def is_for(self, batch_invariant: bool) -> bool:
