@@ -107,10 +107,8 @@ class Calls:
         at = key[: self._count]
         if not replay.fits(at):
             return False
-        for tensor, start, size in zip(tensors, at, replay.sizes, strict=True):
-            storage = tensor.untyped_storage()
-            # The storage may have been cut since the tensor was made.
-            if tensor.get_device() != replay.device or start + size > storage.data_ptr() + storage.nbytes():
+        for tensor in tensors:
+            if tensor.get_device() != replay.device:
                 return False
         replay(at)
         return True
@@ -148,12 +146,12 @@ class Replay:
         self._names = (*tensors, *work.scratch)
         ranges = [byte_range(tensor) for tensor in tensors.values()]
         self._first = tuple(start for start, _ in ranges)
-        self.sizes = tuple(end - start for start, end in ranges)
+        sizes = tuple(end - start for start, end in ranges)
         written = tuple(map(self._names.index, operation.outputs or (operation.output,)))
         same = self._names.index(operation.in_place) if operation.in_place else -1
         same = same if same >= 0 and self._first[same] == self._first[written[0]] else -1
-        fits = _fits(len(self.sizes), written, same, operation.apart)
-        self.fits: Callable[[Places], bool] = functools.partial(fits, self._first, self.sizes)
+        fits = _fits(len(sizes), written, same, operation.apart)
+        self.fits: Callable[[Places], bool] = functools.partial(fits, self._first, sizes)
         """Whether operands at these addresses can be replayed: they have memory and the alignment of the first ones,
         and outputs overlap no other operand, except the one that the output was identical to the first time."""
         self._run: Callable[[Places], None] | None = None

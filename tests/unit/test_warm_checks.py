@@ -99,12 +99,6 @@ class Quiet(torch.Tensor):
     """A subclass that is an ordinary tensor in every other respect."""
 
 
-def halved(x: torch.Tensor) -> torch.Tensor:
-    storage = x.untyped_storage()
-    storage.resize_(storage.nbytes() // 2)
-    return x
-
-
 def freed(x: torch.Tensor) -> torch.Tensor:
     x.untyped_storage().resize_(0)
     return x
@@ -119,7 +113,6 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None, tup
     "meta": (lambda x: x.to("meta"), "is a meta tensor", ("warm", "replay")),
     "elsewhere": (lambda x: x.as_subclass(Elsewhere), "all tensors must be on one device", ("replay",)),
     "freed": (freed, "has no memory", ("warm", "replay")),
-    "halved": (halved, "has no memory", ("replay",)),
     "subclass": (lambda x: x.as_subclass(Quiet), "", ("warm", "replay")),
     "parameter": (lambda x: torch.nn.Parameter(x, requires_grad=False), "", ("warm", "replay")),
 }
