@@ -292,7 +292,6 @@ class Watched:
 
     def __init__(self, replay: Call, series: Series) -> None:
         self.constant, self.device, self.fits = replay.constant, replay.device, replay.fits
-        self.sizes = replay.sizes
         self._replay, self._series = replay, series
 
     def is_for(self, batch_invariant: bool) -> bool:
