@@ -55,7 +55,6 @@ class Call(Protocol):
 
     constant: bool
     device: int
-    sizes: tuple[int, ...]
     fits: Callable[[Places], bool]
 
     def is_for(self, batch_invariant: bool) -> bool: ...
