@@ -234,8 +234,18 @@ def line(row: Row) -> str:
 
 
 def load(paths: Iterable[Path]) -> list[Row]:
-    """The rows of survey files. Raises InvalidInputError for files of anything else."""
-    return [row for path in paths for row in rows.read(path, _check)]
+    """The rows of survey files, packed or not. Raises InvalidInputError for files of anything else."""
+    found: list[Row] = []
+    for path in paths:
+        packed = rows.Packed()
+
+        def check(row: Row, where: str, packed: rows.Packed = packed) -> None:
+            packed.unpack(row, where)
+            if row["mode"] != rows.PACKED:
+                _check(row, where)
+
+        found += (row for row in rows.read(path, check) if row["mode"] != rows.PACKED)
+    return found
 
 
 def _check(row: Row, where: str) -> None:
