@@ -95,7 +95,6 @@ class GradientOperands(FP8Operands):
         return (self.a, self.sfa), (self.b, self.sfb), self.d, self.d
 
     def checked(self) -> tuple[Operation, Any]:
-        """As `FP8Operands.checked`."""
         a, b, d, c = self.arguments
         operation = fp8_dense.FP8GemmNT(accumulates=True)
         return operation, operation.check(a, b, c, d, WeightGradient.recipe)
@@ -142,7 +141,6 @@ class HalfOperands:
 
     @staticmethod
     def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
-        """As `FP8Operands.spec`."""
         one, form = Problem.of(shape), shape.op[-2:]
         return half_dense.spec(
             _nt(shape.op),
@@ -175,7 +173,6 @@ class HalfOperands:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """As `FP8Operands.weights`."""
         return {"b": self.b}
 
     @property
@@ -184,7 +181,6 @@ class HalfOperands:
         return (self.a, self.b, self.d, self.d) if self.accumulate else (self.a, self.b, self.d)
 
     def checked(self) -> tuple[Operation, Any]:
-        """As `FP8Operands.checked`."""
         operation = half_dense.HalfGemm(_nt(self.op), self.accumulate)
         return operation, operation.check(*self.arguments, "", self.op[-2:])
 

@@ -75,9 +75,6 @@ SERIES = (
 BASES = ("us_tensorwise", "us_cublaslt")
 """What ratios are relative to."""
 
-MAIN = ("us", "us_tensorwise", "us_cublaslt", "us_deepgemm")
-
-
 FINE = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8)
 """Ticks of ratios that differ little."""
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from deep_gemm import arch as archs
 from deep_gemm import kernels, select
 from deep_gemm.benchmarks import fit, survey
-from deep_gemm.benchmarks.serving_set import MISSING
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration
@@ -40,6 +39,8 @@ RARE = 0.03
 """What the choice of a config that is not common costs, as a logarithm: another kernel to compile."""
 ROUNDS = 2
 """How often each config of a searched set is exchanged for the best other one."""
+MISSING = 1.35
+"""The time of a config that was not timed, as a multiple of the best: surveys leave out slower ones."""
 SLOW = 0.95
 """Products below this share of cuBLASLt's speed are counted."""
 

@@ -46,7 +46,6 @@ class DeepGEMM(Backend):
     modules = ("deep_gemm.backends.deepgemm",)
 
     def why_absent(self) -> str:
-        """See `deepgemm.why_absent`."""
         from . import deepgemm
 
         return deepgemm.why_absent()

@@ -31,7 +31,6 @@ def use(library: Any) -> str:
 
 
 def why_absent() -> str:
-    """See `Backend.why_absent`."""
     if _loaded or _installed() is not None:
         return ""
     return f"no other package {NAME} is on sys.path; compare --deepgemm DIRECTORY takes one from pip install --target"

@@ -131,7 +131,6 @@ class FP8Gemm(Gemm):
         return exact_product(*a, *b)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
-        """See `testing.accuracy`."""
         return tolerance(exact, accumulation_bound(*a, *b), d.dtype)
 
     def bytes_moved(self, dims: Dims) -> int:
@@ -163,7 +162,6 @@ class ScaledGemm(FP8Gemm):
         return exact_product(a[0], a[1], b[0], b[1], scaling=self.scaling)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
-        """See `testing.accuracy`."""
         return tolerance(exact, accumulation_bound(a[0], a[1], b[0], b[1], scaling=self.scaling), d.dtype)
 
     def bytes_moved(self, dims: Dims) -> int:
@@ -232,7 +230,6 @@ class HalfGemm(Gemm):
         return a.double() @ b.double().t()
 
     def allowed(self, exact: Tensor, a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-        """See `testing.accuracy`."""
         return tolerance(exact, half_accumulation_bound(*self.as_nt(a, b)), d.dtype)
 
     def bytes_moved(self, dims: Dims) -> int:

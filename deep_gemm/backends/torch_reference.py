@@ -24,12 +24,10 @@ Pair = tuple[Tensor, Tensor]
 
 @kernel("torch", FP8Gemm.name)
 def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> None:
-    """See `fp8_gemm_reference`."""
     fp8_gemm_reference(*a, *b, d)
 
 
 def scaled_gemm(gemm: type[ScaledGemm], a: Pair, b: Pair, d: Tensor) -> None:
-    """See `fp8_gemm_reference`."""
     fp8_gemm_reference(*a, *b, d, scaling=gemm.scaling)
 
 
@@ -38,7 +36,6 @@ for _gemm in SCALED_GEMMS:
 
 
 def half_gemm(op: HalfGemm, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """See `half_gemm_reference`."""
     half_gemm_reference(*op.as_nt(a, b), d, c)
 
 
