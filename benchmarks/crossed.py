@@ -1,6 +1,6 @@
 """How well a serving set chooses for shapes that it was not made for.
 
-    python -m deep_gemm.benchmarks.crossed [--least-m M] [--common N] [--handicap F] FILE ...
+    python benchmarks/crossed.py [--least-m M] [--common N] [--handicap F] FILE ...
 
 FILE holds rows of a survey in which each row times nearly all configs. Constants are fitted and sets are searched on
 three quarters of the shapes, and judged on the other quarter, four times in turn. Each line is one way to choose: the
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deep_gemm import arch as archs
 from deep_gemm import kernels, select
-from deep_gemm.benchmarks import fit, survey
+from deep_gemm.bench import fit, survey
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration
@@ -149,7 +149,7 @@ def line(rows: Sequence[Row], lost: Tensor, least_m: int) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser("python -m deep_gemm.benchmarks.crossed", description=__doc__)
+    parser = argparse.ArgumentParser("python benchmarks/crossed.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--least-m", type=int, default=1000)
     parser.add_argument("--common", type=int, default=28)

@@ -1,7 +1,7 @@
 """The charts of the documentation, from recorded rows. Needs matplotlib (the `plot` extra).
 
-python -m deep_gemm.benchmarks.doc_charts          draw docs/charts/*.svg from benchmarks/results
-python -m deep_gemm.benchmarks.doc_charts --check  say whether they show today's rows, by the exit status
+python benchmarks/doc_charts.py          draw docs/charts/*.svg from benchmarks/results
+python benchmarks/doc_charts.py --check  say whether they show today's rows, by the exit status
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.benchmarks import chart
-from deep_gemm.benchmarks.rows import operation_of
-from deep_gemm.benchmarks.run import load
-from deep_gemm.benchmarks.summary import latest
+from deep_gemm.bench import chart
+from deep_gemm.bench.rows import operation_of
+from deep_gemm.bench.run import load
+from deep_gemm.bench.summary import latest
 
 Row = dict[str, Any]
 

@@ -78,7 +78,7 @@ def command(
     """
     from deep_gemm import backends as registry
     from deep_gemm.backends.results import Comparison
-    from deep_gemm.benchmarks.provenance import environment
+    from deep_gemm.bench.provenance import environment
 
     out = console()
     if deepgemm is not None:

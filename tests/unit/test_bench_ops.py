@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import selection
 import torch
 from click.testing import CliRunner
 from gpu_fakes import FakeGpu, gpu
@@ -19,7 +20,7 @@ from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.backends import deepgemm
-from deep_gemm.benchmarks import backends, rows, run, selection, shapes, survey
+from deep_gemm.bench import backends, rows, run, shapes, survey
 from deep_gemm.cli.app import app
 from deep_gemm.cli.calibrate import surveyed
 from deep_gemm.errors import InvalidInputError

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
-from deep_gemm.benchmarks import rows, survey
-from deep_gemm.benchmarks.modes import LAUNCH_MODES
+from deep_gemm.bench import rows, survey
+from deep_gemm.bench.modes import LAUNCH_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.select.calibration import default

@@ -1,7 +1,7 @@
 """What is timed for the record: our call, the vendor's library and DeepGEMM, on the same operands.
 
 The backends are those of `deep_gemm.backends`. The class of an operation's operands
-has all that benchmarks must know about it; no other benchmark names an operation.
+has all that this package must know about it; no other module here names an operation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deep_gemm import ops
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.backends import deepgemm, get_kernel
 from deep_gemm.backends.operations import RowwiseGemm, ScaledGemm, WeightGradient
-from deep_gemm.benchmarks.shapes import Problem
+from deep_gemm.bench.shapes import Problem
 from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.kernels.base import Strides

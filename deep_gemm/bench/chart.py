@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.benchmarks.rows import operation_of
+from deep_gemm.bench.rows import operation_of
 from deep_gemm.errors import DeepGemmError
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 from deep_gemm.aot import inputs
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks.shapes import Problem, posed
+from deep_gemm.bench.shapes import Problem, posed
 from deep_gemm.errors import InvalidInputError
 
 Row = dict[str, Any]
