@@ -1,23 +1,43 @@
 """Casts, layouts and small arithmetic, under the names that callers import them by."""
 
-from deep_gemm.utils.layout import get_k_alignment_for_contiguous_layout as get_k_alignment_for_contiguous_layout
-from deep_gemm.utils.layout import get_m_alignment_for_contiguous_layout as get_m_alignment_for_contiguous_layout
-from deep_gemm.utils.layout import get_mk_alignment_for_contiguous_layout as get_mk_alignment_for_contiguous_layout
 from deep_gemm.utils.layout import (
-    get_mn_major_tma_aligned_packed_ue8m0_tensor as get_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_k_alignment_for_contiguous_layout,
+    get_m_alignment_for_contiguous_layout,
+    get_mk_alignment_for_contiguous_layout,
+    get_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_mn_major_tma_aligned_tensor,
+    get_theoretical_mk_alignment_for_contiguous_layout,
+    get_tma_aligned_size,
+    set_mk_alignment_for_contiguous_layout,
+    transform_sf_into_required_layout,
 )
-from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor as get_mn_major_tma_aligned_tensor
-from deep_gemm.utils.layout import (
-    get_theoretical_mk_alignment_for_contiguous_layout as get_theoretical_mk_alignment_for_contiguous_layout,
+from deep_gemm.utils.math import (
+    align,
+    ceil_div,
+    ceil_to_ue8m0,
+    dequantise,
+    per_block_cast_to_fp8,
+    per_channel_cast_to_fp8,
+    per_custom_dims_cast_to_fp8,
+    per_token_cast_to_fp8,
 )
-from deep_gemm.utils.layout import get_tma_aligned_size as get_tma_aligned_size
-from deep_gemm.utils.layout import set_mk_alignment_for_contiguous_layout as set_mk_alignment_for_contiguous_layout
-from deep_gemm.utils.layout import transform_sf_into_required_layout as transform_sf_into_required_layout
-from deep_gemm.utils.math import align as align
-from deep_gemm.utils.math import ceil_div as ceil_div
-from deep_gemm.utils.math import ceil_to_ue8m0 as ceil_to_ue8m0
-from deep_gemm.utils.math import dequantise as dequantise
-from deep_gemm.utils.math import per_block_cast_to_fp8 as per_block_cast_to_fp8
-from deep_gemm.utils.math import per_channel_cast_to_fp8 as per_channel_cast_to_fp8
-from deep_gemm.utils.math import per_custom_dims_cast_to_fp8 as per_custom_dims_cast_to_fp8
-from deep_gemm.utils.math import per_token_cast_to_fp8 as per_token_cast_to_fp8
+
+__all__ = [
+    "align",
+    "ceil_div",
+    "ceil_to_ue8m0",
+    "dequantise",
+    "get_k_alignment_for_contiguous_layout",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
+    "get_mn_major_tma_aligned_tensor",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+    "get_tma_aligned_size",
+    "per_block_cast_to_fp8",
+    "per_channel_cast_to_fp8",
+    "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp8",
+    "set_mk_alignment_for_contiguous_layout",
+    "transform_sf_into_required_layout",
+]
