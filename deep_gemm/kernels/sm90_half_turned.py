@@ -80,7 +80,7 @@ COMMON: set[tuple[int, int, Cluster]] = {
     (256, 128, (1, 1, 1)),
     (256, 128, (1, 2, 1)),
 }
-"""(block_m, block_n, cluster) of tiles that are chosen without a handicap, as `deep_gemm.bench.crossed` finds
+"""(block_m, block_n, cluster) of tiles that are chosen without a handicap, as ``benchmarks/crossed.py`` finds
 them."""
 
 HANDICAP = 1.03
