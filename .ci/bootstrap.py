@@ -129,8 +129,8 @@ def install_project(python: Path, mode: str) -> None:
         return
     # From a copy: a build directory left in the tree would pack files that were deleted since.
     with tempfile.TemporaryDirectory() as scratch:
-        for name in ("deep_gemm", "jit", "templates", "benchmarks"):
-            shutil.copytree(ROOT / name, Path(scratch, name), ignore=shutil.ignore_patterns("__pycache__", "results"))
+        for name in ("deep_gemm", "jit", "templates"):
+            shutil.copytree(ROOT / name, Path(scratch, name), ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy2(ROOT / name, scratch)
         run(*pip, "--force-reinstall", scratch, why="the project's wheel could not be built or installed")

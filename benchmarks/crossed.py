@@ -1,6 +1,6 @@
 """How well a serving set chooses for shapes that it was not made for.
 
-    python -m deep_gemm.benchmarks.crossed [--least-m M] [--common N] [--handicap F] FILE ...
+    python benchmarks/crossed.py [--least-m M] [--common N] [--handicap F] FILE ...
 
 FILE holds rows of a survey in which each row times nearly all configs. Constants are fitted and sets are searched on
 three quarters of the shapes, and judged on the other quarter, four times in turn. Each line is one way to choose: the
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from deep_gemm import arch as archs
 from deep_gemm import kernels, select
-from deep_gemm.benchmarks import fit, survey
-from deep_gemm.benchmarks.serving_set import MISSING
+from deep_gemm.bench import fit, survey
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration
@@ -40,6 +39,8 @@ RARE = 0.03
 """What the choice of a config that is not common costs, as a logarithm: another kernel to compile."""
 ROUNDS = 2
 """How often each config of a searched set is exchanged for the best other one."""
+MISSING = 1.35
+"""The time of a config that was not timed, as a multiple of the best: surveys leave out slower ones."""
 SLOW = 0.95
 """Products below this share of cuBLASLt's speed are counted."""
 
@@ -148,7 +149,7 @@ def line(rows: Sequence[Row], lost: Tensor, least_m: int) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser("python -m deep_gemm.benchmarks.crossed", description=__doc__)
+    parser = argparse.ArgumentParser("python benchmarks/crossed.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--least-m", type=int, default=1000)
     parser.add_argument("--common", type=int, default=28)

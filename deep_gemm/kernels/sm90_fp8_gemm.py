@@ -72,8 +72,8 @@ SERVING: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
     (256, 128, (1, 1, 1), 1, True),
     (256, 128, (1, 2, 1), 1, True),
 )
-"""(block_m, block_n, cluster, CTAs per SM, persistent) of the serving set, chosen by a greedy cover of surveyed shapes
-(see ``benchmarks/serving_set.py``)."""
+"""(block_m, block_n, cluster, CTAs per SM, persistent) of the serving set, chosen by a greedy cover of surveyed
+shapes."""
 
 _REGISTER_SPLITS = {1: ((40, 208), (40, 248)), 2: ((40, 232), (24, 240))}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups. The first sufficient split

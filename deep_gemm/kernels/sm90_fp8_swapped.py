@@ -36,7 +36,7 @@ SERVING: tuple[tuple[int, int, int, int], ...] = (
     (32, 8, 1, 2),
 )
 """(block_m, CTAs along k, consumers along k, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed
-shapes (see ``benchmarks/serving_set.py``)."""
+shapes."""
 
 _OTHER_REGISTERS = 32
 _OTHER_REGISTERS_OF_CLUSTERS = 4

@@ -48,7 +48,7 @@ TILES: dict[int, dict[Cluster, Sequence[int]]] = {
     256: {(1, 1, 1): _HEIGHTS_256, (1, 2, 1): _SIXTEENS, (2, 1, 1): _HEIGHTS_256},
 }
 """The serving set: heights (block_m) by width (block_n) and cluster. All were measured on 313 shapes (H100). The more
-there are, the better are the choices for shapes that were not looked at: docs/measurements/selector.md."""
+there are, the better are the choices for shapes that were not looked at: docs/measurements/bf16.md."""
 
 COMMON: set[tuple[int, int, Cluster]] = {
     (80, 64, (1, 1, 1)),
@@ -80,7 +80,7 @@ COMMON: set[tuple[int, int, Cluster]] = {
     (256, 128, (1, 1, 1)),
     (256, 128, (1, 2, 1)),
 }
-"""(block_m, block_n, cluster) of tiles that are chosen without a handicap, as `deep_gemm.benchmarks.crossed` finds
+"""(block_m, block_n, cluster) of tiles that are chosen without a handicap, as ``benchmarks/crossed.py`` finds
 them."""
 
 HANDICAP = 1.03

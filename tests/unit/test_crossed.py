@@ -7,12 +7,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import crossed
 import pytest
 import torch
 
 from deep_gemm import select
 from deep_gemm.arch import SM90
-from deep_gemm.benchmarks import crossed, fit, survey
+from deep_gemm.bench import fit, survey
 from deep_gemm.ops import half_dense
 from deep_gemm.select import calibration
 from deep_gemm.select.model import estimate

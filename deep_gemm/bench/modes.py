@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks.shapes import STEADY_MIN_M
+from deep_gemm.bench.shapes import STEADY_MIN_M
 
 LAUNCH_MODES = ("flush", "promised", "unpromised")
 SURVEY_MODES = (*LAUNCH_MODES, "steady")

@@ -12,15 +12,15 @@ _SUFFIXES = (".py", ".cuh", ".jinja", ".json")
 
 
 def source_digest() -> str:
-    """A short digest of the package's sources, device code included, benchmarks excluded.
+    """A short digest of the package's sources, device code included, this one excluded.
 
     It is the same for a source tree and for the wheel built from it.
     """
     digest = hashlib.sha256()
     for package in ("deep_gemm", "deep_gemm.jit", "deep_gemm.templates"):
         root = Path(next(iter(importlib.import_module(package).__path__)))
-        # In a wheel the other packages lie inside the first.
-        nested = {"benchmarks", "jit", "templates"} if package == "deep_gemm" else set()
+        # In a wheel jit and templates lie inside deep_gemm.
+        nested = {"bench", "jit", "templates"} if package == "deep_gemm" else set()
         for path in sorted(root.rglob("*")):
             relative = path.relative_to(root)
             if path.suffix in _SUFFIXES and relative.parts[0] not in nested:

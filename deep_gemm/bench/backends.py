@@ -1,7 +1,7 @@
 """What is timed for the record: our call, the vendor's library and DeepGEMM, on the same operands.
 
 The backends are those of `deep_gemm.backends`. The class of an operation's operands
-has all that benchmarks must know about it; no other benchmark names an operation.
+has all that this package must know about it; no other module here names an operation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deep_gemm import ops
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.backends import deepgemm, get_kernel
 from deep_gemm.backends.operations import RowwiseGemm, ScaledGemm, WeightGradient
-from deep_gemm.benchmarks.shapes import Problem
+from deep_gemm.bench.shapes import Problem
 from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.kernels.base import Strides
@@ -95,7 +95,6 @@ class GradientOperands(FP8Operands):
         return (self.a, self.sfa), (self.b, self.sfb), self.d, self.d
 
     def checked(self) -> tuple[Operation, Any]:
-        """As `FP8Operands.checked`."""
         a, b, d, c = self.arguments
         operation = fp8_dense.FP8GemmNT(accumulates=True)
         return operation, operation.check(a, b, c, d, WeightGradient.recipe)
@@ -142,7 +141,6 @@ class HalfOperands:
 
     @staticmethod
     def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
-        """As `FP8Operands.spec`."""
         one, form = Problem.of(shape), shape.op[-2:]
         return half_dense.spec(
             _nt(shape.op),
@@ -175,7 +173,6 @@ class HalfOperands:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """As `FP8Operands.weights`."""
         return {"b": self.b}
 
     @property
@@ -184,7 +181,6 @@ class HalfOperands:
         return (self.a, self.b, self.d, self.d) if self.accumulate else (self.a, self.b, self.d)
 
     def checked(self) -> tuple[Operation, Any]:
-        """As `FP8Operands.checked`."""
         operation = half_dense.HalfGemm(_nt(self.op), self.accumulate)
         return operation, operation.check(*self.arguments, "", self.op[-2:])
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.benchmarks.rows import operation_of
+from deep_gemm.bench.rows import operation_of
 from deep_gemm.errors import DeepGemmError
-from deep_gemm.select import sheets
 
 Row = dict[str, Any]
 
@@ -76,9 +75,6 @@ SERIES = (
 BASES = ("us_tensorwise", "us_cublaslt")
 """What ratios are relative to."""
 
-MAIN = ("us", "us_tensorwise", "us_cublaslt", "us_deepgemm")
-
-
 FINE = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8)
 """Ticks of ratios that differ little."""
 
@@ -122,63 +118,6 @@ def tflops(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     figure.supylabel("TFLOP/s", fontsize=9, color=theme.text)
     _legend(figure, SERIES, rows, theme)
     _caption(figure, rows, theme, "M (tokens); one panel for each N x K", "Higher is faster")
-
-
-def roofline(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
-    """TFLOP/s against FLOPs for each byte that must move, below the limits of the card's spec sheet."""
-    sheet = sheets.of(rows[0]["device"])
-    axis = figure.subplots()
-    slope, ridge = sheet.hbm_gb_per_s / 1e3, sheet.tensor_tflops * 1e3 / sheet.hbm_gb_per_s
-    axis.plot([1, ridge, 4e4], [slope, sheet.tensor_tflops, sheet.tensor_tflops], color=theme.text, linewidth=1.4)
-    axis.text(14, 14 * slope * 1.9, f"HBM, {slope:.3g} TB/s", ha="right", fontsize=9)
-    axis.text(
-        1.2e4, sheet.tensor_tflops * 1.2, f"tensor cores, {sheet.tensor_tflops:.0f} TFLOP/s", ha="right", fontsize=9
-    )
-    shown = [series for series in SERIES if series.field in MAIN]
-    for series in shown:
-        points = [(_intensity(row), _tflops(row, series.field)) for row in rows if series.field in row]
-        if points:
-            look = {"s": 20 if series.peer < 0 else 13, "zorder": 3 if series.peer < 0 else 2, "linewidths": 0}
-            axis.scatter(*zip(*points, strict=True), marker=series.marker, color=series.colour(theme), **look)
-    axis.set(xscale="log", yscale="log", ylabel="TFLOP/s", xlim=(1.5, 1.5e4), ylim=(1, 5000))
-    _log_ticks(axis.xaxis, (2, 10, 30, 100, 300, 1000, 3000, 10_000))
-    _log_ticks(axis.yaxis, (1, 3, 10, 30, 100, 300, 1000, 3000))
-    axis.grid(color=theme.grid, linewidth=0.7)
-    _legend(figure, shown, rows, theme, joined=False)
-    _caption(figure, rows, theme, "FLOPs per byte of A, B and D", "Lines: the card's spec sheet")
-
-
-def decode(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
-    """TB/s of weights that decoding reads: a bar for each N x K, with one token and with up to 64."""
-    sizes = [min(row["m"] for row in rows), max(row["m"] for row in rows if row["m"] <= 64)]
-    axes = figure.subplots(1, len(sizes), sharey=True, sharex=True, squeeze=False)[0]
-    pairs = sorted({(row["n"], row["k"]) for row in rows}, key=math.prod)
-    limit = sheets.of(rows[0]["device"]).hbm_gb_per_s / 1e3
-    shown = [series for series in SERIES if series.field != "us_unpromised"]
-    for axis, m in zip(axes, sizes, strict=True):
-        axis.axvline(limit, color=theme.text, linewidth=1.2)
-        for row in rows:
-            if row["m"] != m:
-                continue
-            y, terabytes = pairs.index((row["n"], row["k"])), _weight_bytes(row) * 1e-6
-            axis.barh(y, terabytes / row["us"], height=0.64, color=theme.ours, linewidth=0)
-            if "floor_fraction" in row:
-                axis.vlines(terabytes / row["us"] / row["floor_fraction"], y - 0.4, y + 0.4, color=theme.text, lw=1.6)
-            for series in shown[:-1]:
-                if series.field in row:
-                    look = {"markersize": 6, "markeredgecolor": theme.background, "zorder": 4}
-                    at = terabytes / row[series.field]
-                    axis.plot(at, y, series.marker, color=series.colour(theme), **look)
-        axis.set_title(f"M = {m}", fontsize=9, color=theme.text)
-        axis.set_yticks(range(len(pairs)), [f"{n} x {k}" for n, k in pairs])
-        axis.set_xlim(0, limit * 1.08)
-        axis.tick_params(axis="y", length=0)
-        axis.grid(axis="x", color=theme.grid, linewidth=0.7)
-        axis.text(limit * 1.02, -0.4, f"HBM, {limit:.3g} TB/s", va="bottom", fontsize=8, rotation=90)
-    figure.supylabel("N x K, smallest below", fontsize=9, color=theme.text)
-    floor = ("a kernel that only reads the weights", "|", theme.text)
-    _legend(figure, shown, rows, theme, joined=False, more=[floor])
-    _caption(figure, rows, theme, "TB/s of weights (B)", "Weights declared constant. Longer is faster")
 
 
 def new_figure(height: float, theme: Theme) -> Any:
@@ -270,23 +209,12 @@ def _log_ticks(axis: Any, ticks: Sequence[float]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
 
 
-def _legend(
-    figure: Any,
-    lines: Iterable[Series],
-    rows: Sequence[Row],
-    theme: Theme,
-    joined: bool = True,
-    more: Iterable[tuple[str, str, str]] = (),
-) -> None:
-    """Above the panels; ``more`` are labels with a marker and a colour."""
+def _legend(figure: Any, lines: Iterable[Series], rows: Sequence[Row], theme: Theme) -> None:
+    """Above the panels."""
     from matplotlib.lines import Line2D
 
     shown = [series for series in reversed(list(lines)) if any(series.field in row for row in rows)]
-    handles = [Line2D([], [], label=series.label, **_look(series, theme, joined)) for series in shown]
-    handles += [
-        Line2D([], [], label=label, marker=marker, color=colour, linestyle="", markersize=9, markeredgewidth=1.6)
-        for label, marker, colour in more
-    ]
+    handles = [Line2D([], [], label=series.label, **_look(series, theme)) for series in shown]
     columns = len(handles) if len(handles) <= 4 else 3
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, fontsize=8.5)
 
@@ -297,19 +225,6 @@ def _caption(figure: Any, rows: Sequence[Row], theme: Theme, label: str, remark:
     cards, dates = ({str(row.get(field, "?")) for row in rows} for field in ("device", "date"))
     said = f"{what}. {MODES[rows[0]['mode']]}. {', '.join(sorted(cards))}, {', '.join(sorted(dates))}."
     figure.supxlabel(f"{label}\n{said}\n{remark}.", fontsize=8.5, color=theme.text, linespacing=1.5)
-
-
-def _bytes(row: Row) -> float:
-    """The fewest bytes that a launch can move."""
-    return float(1e3 * row["gbps"] * row["us"])
-
-
-def _weight_bytes(row: Row) -> float:
-    return float(row["n"] * row["k"] * (2 if "op" in row else 1))
-
-
-def _intensity(row: Row) -> float:
-    return 2.0 * row["m"] * row["n"] * row["k"] / _bytes(row)
 
 
 def _tflops(row: Row, field: str) -> float:

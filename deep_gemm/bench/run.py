@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, floor, rows
-from deep_gemm.benchmarks.live import LiveTable
-from deep_gemm.benchmarks.modes import FLOOR_MAX_M, why_not
-from deep_gemm.benchmarks.provenance import environment
-from deep_gemm.benchmarks.shapes import READ_FLOOR_US
-from deep_gemm.benchmarks.summary import GEMM_MODES
+from deep_gemm.bench import backends, floor, rows
+from deep_gemm.bench.live import LiveTable
+from deep_gemm.bench.modes import FLOOR_MAX_M, why_not
+from deep_gemm.bench.provenance import environment
+from deep_gemm.bench.shapes import READ_FLOOR_US
+from deep_gemm.bench.summary import GEMM_MODES
 from deep_gemm.testing import timing
 
 OTHERS = (*(name for name in backends.BACKENDS if name != "ours"), backends.DEEPGEMM)

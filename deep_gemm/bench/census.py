@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from deep_gemm.aot.workload import GemmShape, dense_layers
-from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, REFERENCE_NK
+from deep_gemm.bench.shapes import DEEPSEEK_V3, REFERENCE_NK
 from deep_gemm.params import KernelParams
 
 Row = dict[str, Any]

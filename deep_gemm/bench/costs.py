@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, census, phases
-from deep_gemm.benchmarks.provenance import environment
-from deep_gemm.benchmarks.shapes import REFERENCE_NK, demo
+from deep_gemm.bench import backends, census, phases
+from deep_gemm.bench.provenance import environment
+from deep_gemm.bench.shapes import REFERENCE_NK, demo
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.testing import timing
 
@@ -165,7 +165,7 @@ WARM_STARTED = 50
 WARM_START = """
 import json, sys, time, torch, deep_gemm
 from deep_gemm import engine
-from deep_gemm.benchmarks import costs
+from deep_gemm.bench import costs
 torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 params = costs.warm_start_kernels()
@@ -181,7 +181,7 @@ def warm_start_kernels() -> list[KernelParams]:
     """Fifty kernels of DeepSeek-V3's dense layers."""
     from deep_gemm.aot.build import choose
     from deep_gemm.aot.workload import DEFAULT_M, dense_layers, shapes
-    from deep_gemm.benchmarks.shapes import DEEPSEEK_V3
+    from deep_gemm.bench.shapes import DEEPSEEK_V3
 
     return list(choose(shapes(dense_layers(DEEPSEEK_V3), DEFAULT_M)).kernels)[:WARM_STARTED]
 
@@ -232,7 +232,7 @@ def import_seconds(repeats: int = 5) -> float:
 
 FIRST_CALL = """
 import sys, time, torch, deep_gemm
-from deep_gemm.benchmarks import backends, shapes
+from deep_gemm.bench import backends, shapes
 kind, root = sys.argv[1:]
 with deep_gemm.settings.override(cache_dir=root, use_nvrtc=kind == "nvrtc"):
     prefill, decode, _ = [backends.make_operands(shape, 1)[0] for shape in shapes.demo()]

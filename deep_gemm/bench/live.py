@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from deep_gemm.benchmarks import phases, rows
-from deep_gemm.benchmarks.summary import GEMM_MODES
+from deep_gemm.bench import phases, rows
+from deep_gemm.bench.summary import GEMM_MODES
 
 Row = dict[str, Any]
 

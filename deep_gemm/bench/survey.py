@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, rows
-from deep_gemm.benchmarks.modes import SURVEY_MODES, meets_power_limit, why_not
-from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.bench import backends, rows
+from deep_gemm.bench.modes import SURVEY_MODES, meets_power_limit, why_not
+from deep_gemm.bench.provenance import environment, source_digest
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import Builder
 from deep_gemm.kernels.base import Strides
 from deep_gemm.params import GemmConfig
-from deep_gemm.select import calibration
+from deep_gemm.select import calibration, tuner
+from deep_gemm.select.heuristic import ranked_as
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
 from deep_gemm.timer import FLUSH_BYTES, Single, times_of
@@ -234,8 +237,18 @@ def line(row: Row) -> str:
 
 
 def load(paths: Iterable[Path]) -> list[Row]:
-    """The rows of survey files. Raises InvalidInputError for files of anything else."""
-    return [row for path in paths for row in rows.read(path, _check)]
+    """The rows of survey files, packed or not. Raises InvalidInputError for files of anything else."""
+    found: list[Row] = []
+    for path in paths:
+        packed = rows.Packed()
+
+        def check(row: Row, where: str, packed: rows.Packed = packed) -> None:
+            packed.unpack(row, where)
+            if row["mode"] != rows.PACKED:
+                _check(row, where)
+
+        found += (row for row in rows.read(path, check) if row["mode"] != rows.PACKED)
+    return found
 
 
 def _check(row: Row, where: str) -> None:
@@ -248,3 +261,37 @@ def _check(row: Row, where: str) -> None:
     selected = row.get("selected")
     if not isinstance(selected, str) or selected not in times:
         raise InvalidInputError(f"selected in {where} must be one of its times, but it is {shown(selected)}.")
+
+
+@functools.cache
+def kind_name(config: GemmConfig, kind: GemmSpec) -> str:
+    """`name_of` on Hopper, remembered: names do not depend on sizes, so ``kind`` has some fixed ones."""
+    return name_of(config, kind, archs.get("sm_90a"))
+
+
+def remember(path: Path, stale: bool = False) -> Counter[str]:
+    """Keep the times of a survey's single calls for the tuner, under the GPU models that they were measured on.
+
+    Rows that other sources measured are left out, unless ``stale``, and so are rows without a time for the model's
+    choice, which might be the best. Returns how many rows were "kept", and "left out" by reason.
+    """
+    counts: Counter[str] = Counter()
+    arch, digest = archs.get("sm_90a"), source_digest()
+    for row in load([path]):
+        asked, device = ranked_as(spec_of(rows.shape_of(row), arch.num_sms)), row.get("device")
+        ranked = select.rank(asked, arch, calibration.of(str(device)))
+        offered = [each.config for each in ranked] + select.legal(asked, arch)
+        names = {kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0)): config for config in offered}
+        if row["mode"] != "flush":
+            counts["left out, not single calls"] += 1
+        elif not isinstance(device, str) or not device:
+            counts["left out, measured on a GPU without a name"] += 1
+        elif row.get("source_digest") != digest and not stale:
+            counts["left out, measured by other sources"] += 1
+        elif next(iter(names)) not in row["times"]:
+            counts["left out, without the model's choice"] += 1
+        else:
+            times = {config: float(row["times"][name]) for name, config in names.items() if name in row["times"]}
+            tuner.remember(asked, times, device)
+            counts["kept"] += 1
+    return counts
