@@ -83,14 +83,14 @@ bench: $(STAMP)
 	$(RUN) -m deep_gemm bench $(THEIRS) --op bf16_gemm_tn --output-dtype f32 --accumulate --set public --m 4096 --seconds $(BUDGET) \
 		--output benchmarks/results/bf16.jsonl
 	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --mode steady --seconds $(BUDGET) --output benchmarks/results/random.jsonl
-	$(RUN) -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl
+	$(RUN) benchmarks/selection.py benchmarks/results/selection.jsonl
 	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode dims --mode kernels --output benchmarks/results/costs.jsonl
-	$(RUN) -m deep_gemm.benchmarks.readme
-	$(RUN) -m deep_gemm.benchmarks.doc_charts
+	$(RUN) benchmarks/readme.py
+	$(RUN) benchmarks/doc_charts.py
 
 # Both read the source tree, so that the install is editable.
 docs: DO = cd docs && $(RUN) -m sphinx -n -W --keep-going -q -b html . _build/html
-readme: DO = $(RUN) -m deep_gemm.benchmarks.readme && $(RUN) -m deep_gemm.benchmarks.doc_charts
+readme: DO = $(RUN) benchmarks/readme.py && $(RUN) benchmarks/doc_charts.py
 docs readme:
 	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --docs $(BOOTSTRAP_ARGS)
 	rm -f $(VENV)/.installed-*

@@ -26,13 +26,6 @@ BASE = {
     "nvidia-cuda-nvrtc-cu12>=12.3": ("file:nvidia/*/lib/libnvrtc.so.*",),
     "jinja2>=3.1": ("jinja2",),
     "platformdirs>=4": ("platformdirs",),
-    # A pattern for each run of versions, since an older one is often there.
-    "filelock>=3.20.1": (
-        "file:filelock-3.20.[1-9]*.dist-info",
-        "file:filelock-3.2[1-9].*.dist-info",
-        "file:filelock-3.[3-9][0-9].*.dist-info",
-        "file:filelock-[4-9].*.dist-info",
-    ),
 }
 TEST = {
     "pytest>=8": ("pytest",),
@@ -136,8 +129,8 @@ def install_project(python: Path, mode: str) -> None:
         return
     # From a copy: a build directory left in the tree would pack files that were deleted since.
     with tempfile.TemporaryDirectory() as scratch:
-        for name in ("deep_gemm", "jit", "templates", "benchmarks"):
-            shutil.copytree(ROOT / name, Path(scratch, name), ignore=shutil.ignore_patterns("__pycache__", "results"))
+        for name in ("deep_gemm", "jit", "templates"):
+            shutil.copytree(ROOT / name, Path(scratch, name), ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy2(ROOT / name, scratch)
         run(*pip, "--force-reinstall", scratch, why="the project's wheel could not be built or installed")

@@ -1,6 +1,6 @@
 """How fast the casts of `deep_gemm.quantize` are, beside copying as many bytes and beside a kernel that does nothing.
 
-    python -m deep_gemm.benchmarks.casts --output FILE
+    python benchmarks/casts.py --output FILE
 
 times each cast in CUDA graphs on one GPU: of a large matrix and of gathered rows, whose share of the copy rate counts,
 and of 1, 16 and 64 rows, whose time beside an empty kernel's counts. Gathered rows are timed beside a copy of them by
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import quantize
-from deep_gemm.benchmarks import provenance
+from deep_gemm.bench import provenance
 from deep_gemm.testing import timing
 
 LARGE, FEW = (8192, 7168), (1, 16, 64)

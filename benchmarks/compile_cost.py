@@ -1,6 +1,6 @@
 """The cost of compiling, in CPU seconds and relative to a trial kernel that never changes.
 
-`python -m deep_gemm.benchmarks.compile_cost` compiles every kernel of DeepSeek-V3's dense layers through NVRTC. Then it
+`python benchmarks/compile_cost.py` compiles every kernel of DeepSeek-V3's dense layers through NVRTC. Then it
 compiles every kernel of its layers and experts on one of eight GPUs (`--serving`: only these). It writes the costs to
 `benchmarks/budgets.json`, beside the limits that tests/unit/test_budgets.py checks.
 """
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deep_gemm.benchmarks.shapes import DEEPSEEK_V3
+from deep_gemm.bench.shapes import DEEPSEEK_V3
 from deep_gemm.jit.binary import BuildRequest
 
 if TYPE_CHECKING:

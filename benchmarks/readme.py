@@ -1,7 +1,7 @@
 """Fill the generated parts of README.md and docs/: measured numbers and settings.
 
-    python -m deep_gemm.benchmarks.readme          rewrite the files
-    python -m deep_gemm.benchmarks.readme --check  say whether they are up to date, by the exit status
+    python benchmarks/readme.py          rewrite the files
+    python benchmarks/readme.py --check  say whether they are up to date, by the exit status
 
 Numbers there are never typed by hand. It needs a source tree, since a wheel carries neither.
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 from deep_gemm.aot.layers import FP8
 from deep_gemm.backends.results import Comparison
-from deep_gemm.benchmarks import phases
-from deep_gemm.benchmarks.rows import operation_of
-from deep_gemm.benchmarks.run import load
-from deep_gemm.benchmarks.summary import GEMM_MODES, RANGES, latest, summary
+from deep_gemm.bench import phases
+from deep_gemm.bench.rows import operation_of
+from deep_gemm.bench.run import load
+from deep_gemm.bench.summary import GEMM_MODES, RANGES, latest, summary
 from deep_gemm.settings import settings
 
 Row = dict[str, Any]

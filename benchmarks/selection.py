@@ -1,6 +1,6 @@
 """Judge the selector on shapes that its calibration did not see: a survey of them, one row each.
 
-    python -m deep_gemm.benchmarks.selection benchmarks/results/selection.jsonl [OP]
+    python benchmarks/selection.py benchmarks/results/selection.jsonl [OP]
 
 The shapes are random, of a seed that no survey uses; shapes of a survey beside the file are left out. All configs that
 can run a shape get a first look, whatever the model predicts, and the promising ones are timed. It needs a GPU,
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import shapes, survey
-from deep_gemm.benchmarks.provenance import environment
-from deep_gemm.benchmarks.run import append
+from deep_gemm.bench import shapes, survey
+from deep_gemm.bench.provenance import environment
+from deep_gemm.bench.run import append
 
 SEED, COUNT = 76, 63
 

@@ -1,186 +1,126 @@
-"""Which configs are worth having: the gain of each feature, and the loss of a small set of configs.
+"""The fewest tiles with which a family's choices lose little, from a survey in which each row times nearly all configs.
 
-    python -m deep_gemm.benchmarks.serving_set [--all] [--list N] FILE ...
+    python benchmarks/serving_set.py FAMILY FILE ... [--sizes 100 64 48]
 
-FILE holds rows of a survey, as `deep-gemm calibrate survey` writes them; the more configs each row times, the better.
-The configs that calls choose among (`SERVING` in the families' modules) are the first of such a list. With --all,
-configs that are no longer legal count too. --list prints the best N. Rows of all forms, outputs and dtypes of 16-bit
-operations are judged together, since one set serves them; rows of FP8 are judged separately.
+The tile whose choices matter the least is taken out again and again. Each size is judged by cross-validation: tiles are
+chosen by three quarters of the shapes and judged by the rest, four times in turn. A loss is the logarithm of the chosen
+config's time over the best of all. At the end come the tiles of the last size, chosen by all shapes.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from deep_gemm.benchmarks import survey
-from deep_gemm.benchmarks.rows import operation_of, shape_of
-from deep_gemm.benchmarks.summary import RANGES, geometric_mean
-from deep_gemm.errors import DeepGemmError
+import torch
+from torch import Tensor
 
-Row = dict[str, Any]
-Times = dict[str, float]
+from deep_gemm import kernels, select
+from deep_gemm.arch import SM90
+from deep_gemm.bench import fit, survey
+from deep_gemm.params import GemmConfig
+from deep_gemm.select import calibration, heuristic, rules
+from deep_gemm.select.model import features, parts, speed
 
-MISSING = 1.35
-"""The least time of a config that was not timed, as a multiple of the best: surveys leave out slower ones."""
-
-SIZES = (24, 32, 48, 64, 96)
-
-_NAME = re.compile(
-    r"[a-z0-9]+_gemm_(?:[nt][nt]_)?(?:f32_)?(?:(?:add|reduce)_)?"
-    r"(?:(swapped|turned|small)_)?(\d+x\d+)_(.+?)_(?:tma|direct)(?:_[mnk]\d+)*"
-)
-_NO_CHOICE = re.compile(r"[sp]\d+")
-"""Parts of a name that are no choice: stages and sets of partial sums follow from the other parts. (How D is stored,
-and compiled-in sizes, follow from the call.)"""
+LARGE, LARGE_WEIGHT = 0.05, 2.0
+"""The part of a loss beyond ``LARGE`` has this weight more."""
+UNTIMED = math.log(1.35)
+"""The loss of a config that was not timed: surveys leave out slower ones."""
 
 
-@functools.cache
-def parts_of(name: str) -> tuple[str, str, tuple[str, ...]]:
-    """(family, tile, other parts) of a kernel's name, such as ("swapped", "16x64", ("k2x1",)). Raises DeepGemmError."""
-    found = _NAME.fullmatch(name)
-    if found is None:
-        raise DeepGemmError(f"{name!r} is no name of a GEMM kernel such as fp8_gemm_128x128_s5_p2_c2x1_tma.")
-    others = [part for part in found[3].split("_") if not _NO_CHOICE.fullmatch(part)]
-    return found[1] or "upright", found[2], tuple(others)
+@dataclass(frozen=True)
+class Table:
+    """Shapes by configs: the model's estimates as logarithms, infinite for configs that are not offered for a shape; and
+    losses. The configs of the family, which may be taken out, come first."""
+
+    configs: Sequence[GemmConfig]
+    own: int
+    estimates: Tensor
+    losses: Tensor
+    folds: Tensor
+
+    def choices(self, kept: Tensor) -> Tensor:
+        """The loss of the choice for each shape among the configs ``kept``."""
+        chosen = torch.where(kept, self.estimates, math.inf).argmin(1)
+        return self.losses[torch.arange(len(chosen)), chosen]
+
+    def reduced(self, shapes: Tensor, size: int) -> Tensor:
+        """The configs that are kept if only ``size`` of the family's may be, judged by ``shapes``."""
+        kept = torch.ones(len(self.configs), dtype=torch.bool)
+        estimates, losses = self.estimates[shapes], self.losses[shapes]
+        cost = losses + LARGE_WEIGHT * (losses - LARGE).clamp(min=0)
+        at = torch.arange(len(cost))
+        while int(kept[: self.own].sum()) > size:
+            first, second = torch.where(kept, estimates, math.inf).topk(2, 1, largest=False).indices.unbind(1)
+            more = torch.zeros(len(self.configs), dtype=torch.float64)
+            more.index_add_(0, first, cost[at, second] - cost[at, first] + 1e-6)
+            more[~kept] = math.inf
+            kept[int(more[: self.own].argmin())] = False
+        return kept
+
+    def crossed(self, size: int) -> Tensor:
+        """The loss of each shape with tiles that were chosen without it."""
+        found = torch.zeros(len(self.folds), dtype=torch.float64)
+        for fold in self.folds.unique().tolist():
+            out = self.folds == fold
+            found[out] = self.choices(self.reduced(~out, size))[out]
+        return found
 
 
-def config_of(name: str) -> str:
-    """The config of a kernel's name, such as "swapped 16x64 k2x1": the same for all ways to store D."""
-    family, tile, others = parts_of(name)
-    return " ".join((family, tile, *others))
-
-
-def features_of(config: str) -> frozenset[str]:
-    """The features of a config by `config_of`: its family, its tile, and each of its other parts."""
-    family, *others = config.split(" ")
-    return frozenset((family, *(f"{family} {part}" for part in others)))
-
-
-def by_config(rows: Iterable[Row], legal: frozenset[str] | None = None) -> list[Times]:
-    """For each row, the times by config, relative to the row's best. Configs that are not ``legal`` are left out."""
+def table(family: kernels.GemmFamily, files: Sequence[Path]) -> Table:
+    """The table of those rows of a survey, single calls, for which the rules offer tiles of ``family``."""
     found = []
-    for row in rows:
-        times: Times = {}
-        for name, us in row["times"].items():
-            config = config_of(name)
-            if legal is None or config in legal:
-                times[config] = min(us, times.get(config, us))
-        best = min(times.values(), default=1.0)
-        found.append({config: us / best for config, us in times.items()})
-    return found
-
-
-def _missing(times: Times) -> float:
-    """The relative time of a row without any of its timed configs: no less than the worst of them."""
-    return max(MISSING, *times.values())
-
-
-def loss(table: Sequence[Times], kept: Callable[[str], bool]) -> float:
-    """The time of the best config that is ``kept`` over the best of all, by geometric mean."""
-    return geometric_mean(min((r for c, r in times.items() if kept(c)), default=_missing(times)) for times in table)
-
-
-def greedy(table: Sequence[Times], count: int) -> list[str]:
-    """Up to ``count`` configs: the one that is best alone, then always the one that gains most beside those before
-    it."""
-    ratios: dict[str, list[tuple[int, float]]] = {}
-    for index, times in enumerate(table):
-        for config, ratio in times.items():
-            ratios.setdefault(config, []).append((index, ratio))
-    now, chosen = [_missing(times) for times in table], list[str]()
-
-    def gain(config: str) -> float:
-        return sum(math.log(now[index] / ratio) for index, ratio in ratios[config] if ratio < now[index])
-
-    while len(chosen) < count and len(chosen) < len(ratios):
-        best = max(sorted(ratios.keys() - set(chosen)), key=gain)
-        chosen.append(best)
-        for index, ratio in ratios[best]:
-            now[index] = min(now[index], ratio)
-    return chosen
-
-
-def columns(rows: Sequence[Row]) -> dict[str, list[int]]:
-    """The indices of rows by mode and range of M, such as "flush, M <= 64"; empty ranges are left out."""
-    found: dict[str, list[int]] = {}
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        for low, high, label in RANGES:
-            places = [i for i, row in enumerate(rows) if row["mode"] == mode and low <= row["m"] <= high]
-            if places:
-                found[f"{mode}, {label}"] = places
-    return found
-
-
-def worth(rows: Sequence[Row], table: Sequence[Times]) -> dict[str, dict[str, float]]:
-    """The worth of each feature by column: the time of rows without it over the time with it, the largest first."""
-    features = {config: features_of(config) for times in table for config in times}
-    found = {
-        feature: {
-            label: loss([table[i] for i in places], lambda config: feature not in features[config])  # noqa: B023
-            for label, places in columns(rows).items()
-        }
-        for feature in sorted(set().union(*features.values()))
-    }
-    return dict(sorted(found.items(), key=lambda item: -max(item[1].values())))
-
-
-def legal_configs(rows: Iterable[Row]) -> frozenset[str]:
-    """All configs that are legal for the operations of ``rows``."""
-    from deep_gemm import arch, select
-
-    # The longest K, which can be split into the most parts.
-    longest = {operation_of(row): row for row in sorted(rows, key=lambda row: int(row["k"]))}
-    specs = [survey.spec_of(shape_of(row), arch.SM90.num_sms) for row in longest.values()]
-    pairs = [(asked, config) for asked in specs for config in select.legal(asked, arch.SM90)]
-    return frozenset(config_of(survey.name_of(config, asked, arch.SM90)) for asked, config in pairs)
-
-
-def print_table(of: Mapping[str, Mapping[str, float]], labels: Sequence[str]) -> None:
-    """Print a line of percentages for each entry."""
-    for index, label in enumerate(labels):
-        print(f"({index + 1}) {label}")
-    print(f"{'':24}" + "".join(f"{f'({index + 1})':>8}" for index in range(len(labels))))
-    for name, values in of.items():
-        print(f"{name:24}" + "".join(f"{100 * (values[label] - 1):8.2f}" for label in labels))
+    for row in survey.load(files):
+        asked, times = fit.timed(row, SM90, heuristic.legal)
+        asked = heuristic.ranked_as(asked)
+        fits = [config for config in times if config.family != family.name or config in family.legal(SM90)]
+        own = rules.worthwhile(family, asked, [config for config in fits if config.family == family.name])
+        if row["mode"] == "flush" and own:
+            others = [config for config in select.candidates(asked, SM90) if config.family != family.name]
+            offered = [*own, *(config for config in others if config in times)]
+            known = speed(asked, calibration.of(str(row["device"])))
+            estimates = {config: float(parts(features(asked, config), known)["total"]) for config in offered}
+            found.append((estimates, {config: times[config] for config in offered}, min(times.values()), fit.fold(row)))
+    configs = sorted(
+        {c for estimates, *_ in found for c in estimates}, key=lambda c: (c.family != family.name, repr(c))
+    )
+    place = {config: index for index, config in enumerate(configs)}
+    estimated = torch.full((len(found), len(configs)), math.inf, dtype=torch.float64)
+    losses = torch.full_like(estimated, UNTIMED)
+    for index, (estimates, times, best, _) in enumerate(found):
+        for config, us in times.items():
+            estimated[index, place[config]] = math.log(estimates[config])
+            losses[index, place[config]] = math.log(us / best)
+    own_count = sum(config.family == family.name for config in configs)
+    return Table(configs, own_count, estimated, losses, torch.tensor([fold for *_, fold in found]))
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m deep_gemm.benchmarks.serving_set", description=__doc__)
+    """Print the table."""
+    parser = argparse.ArgumentParser("python benchmarks/serving_set.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--all", action="store_true", help="also count configs that are no longer legal")
-    parser.add_argument("--list", type=int, default=0, metavar="N", help="print the best N")
+    parser.add_argument(
+        "family", choices=[name for name, kernel in kernels.registry().items() if kernel.mma_instruction]
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 64, 48])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
-    rows = survey.load(asked.files)
-    if len({next(iter(row["times"])).startswith("fp8") for row in rows}) > 1:
-        raise DeepGemmError("These files hold rows of FP8 and of 16-bit operations: pass files of one kind.")
-    legal = None if asked.all else legal_configs(rows)
-    rows = [row for row in rows if legal is None or any(config_of(name) in legal for name in row["times"])]
-    if not rows:
-        raise DeepGemmError("These files hold no row of a config that is legal here; --all counts the others too.")
-    table = by_config(rows, legal)
-    labels = columns(rows)
-    print("Slowdown of rows without a feature, in percent, by geometric mean:")
-    print_table(worth(rows, table), list(labels))
-    chosen = greedy(table, max(*SIZES, asked.list))
-    print("\nSlowdown of rows with the best few configs against all, in percent, by geometric mean:")
-    few = {
-        f"the best {size}": {
-            label: loss([table[i] for i in places], set(chosen[:size]).__contains__) for label, places in labels.items()
-        }
-        | {"all": loss(table, set(chosen[:size]).__contains__)}
-        for size in SIZES
-    }
-    print_table(few, ["all", *labels])
-    for config in chosen[: asked.list]:
-        print(config)
+    found = table(kernels.gemm_family(asked.family), asked.files)
+    every = torch.ones(len(found.folds), dtype=torch.bool)
+    print(
+        f"{len(every)} shapes, {found.own} tiles of {asked.family}\n\n| tiles | loss, crossed | loss, on all |\n|---|---|---|"
+    )
+    for size in (found.own, *asked.sizes):
+        kept = found.reduced(every, size)
+        print(f"| {size} | {found.crossed(size).mean():.4f} | {found.choices(kept).mean():.4f} |", flush=True)
+    for config, keep in zip(found.configs[: found.own], kept[: found.own].tolist(), strict=True):
+        if keep:
+            c = config
+            print((c.block_m, c.block_n, (c.cluster_m, c.cluster_n, c.cluster_k)))
     return 0
 
 

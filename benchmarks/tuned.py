@@ -1,6 +1,6 @@
 """Judge measured and learned choices on surveys: shapes that are held out, several seeds. Needs no GPU.
 
-    python -m deep_gemm.benchmarks.tuned benchmarks/results/survey-h100.jsonl [MORE.jsonl ...]
+    python benchmarks/tuned.py benchmarks/results/survey-h100.jsonl [MORE.jsonl ...]
 
 A quarter of the shapes of each file is held out. Corrections are learned from the rest. Of a held-out shape, the chosen
 config is the best of the first 1, 3, 5 and 8, by the survey's times, and then of these 8 and the first 8 of all other
@@ -15,21 +15,18 @@ look had been near the best, so something else disturbed them. Corrections are l
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deep_gemm import arch as archs
 from deep_gemm import select
-from deep_gemm.benchmarks import survey
-from deep_gemm.benchmarks.provenance import source_digest
-from deep_gemm.benchmarks.rows import shape_of
-from deep_gemm.benchmarks.summary import geometric_mean
+from deep_gemm.bench import survey
+from deep_gemm.bench.rows import shape_of
+from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration, learned, tuner
 from deep_gemm.select.heuristic import ranked_as
@@ -72,7 +69,7 @@ def shapes_of(path: Path) -> list[Shape]:
         known, least = calibration.of(row["device"]), min(row["times"].values())
         times, measured = {}, {}
         for config in select.legal(asked, arch):
-            name = _name(config, replace(asked, m=1, n=128, k=128, expected_m=0))
+            name = survey.kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0))
             us = row["times"].get(name)
             if us is not None:
                 measured[config] = us
@@ -89,39 +86,6 @@ def shapes_of(path: Path) -> list[Shape]:
             others = [choice.config for choice in select.order(asked, rest, known)[: tuner.BEYOND]]
             found.append(Shape(asked, known, times, ranked, [x for x in others if x in times], timed))
     return found
-
-
-@functools.cache
-def _name(config: GemmConfig, kind: GemmSpec) -> str:
-    return survey.name_of(config, kind, archs.get("sm_90a"))
-
-
-def remember(path: Path, stale: bool = False) -> Counter[str]:
-    """Keep the times of a survey's single calls for the tuner, under the GPU models that they were measured on.
-
-    Rows that other sources measured are left out, unless ``stale``, and so are rows without a time for the model's
-    choice, which might be the best. Returns how many rows were "kept", and "left out" by reason.
-    """
-    counts: Counter[str] = Counter()
-    arch, digest = archs.get("sm_90a"), source_digest()
-    for row in survey.load([path]):
-        asked, device = ranked_as(survey.spec_of(shape_of(row), arch.num_sms)), row.get("device")
-        ranked = select.rank(asked, arch, calibration.of(str(device)))
-        offered = [each.config for each in ranked] + select.legal(asked, arch)
-        names = {_name(config, replace(asked, m=1, n=128, k=128, expected_m=0)): config for config in offered}
-        if row["mode"] != "flush":
-            counts["left out, not single calls"] += 1
-        elif not isinstance(device, str) or not device:
-            counts["left out, measured on a GPU without a name"] += 1
-        elif row.get("source_digest") != digest and not stale:
-            counts["left out, measured by other sources"] += 1
-        elif next(iter(names)) not in row["times"]:
-            counts["left out, without the model's choice"] += 1
-        else:
-            times = {config: float(row["times"][name]) for name, config in names.items() if name in row["times"]}
-            tuner.remember(asked, times, device)
-            counts["kept"] += 1
-    return counts
 
 
 def first(shape: Shape, count: int) -> learned.Timed[GemmConfig]:

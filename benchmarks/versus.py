@@ -1,7 +1,7 @@
 """Compare other device headers with these, in turns on one GPU: the gain of a change of device code.
 
     git archive HEAD~1 templates/include | tar -x -C /tmp
-    python -m deep_gemm.benchmarks.versus /tmp/templates/include 4096x32768x512 2816x3520x128
+    python benchmarks/versus.py /tmp/templates/include 4096x32768x512 2816x3520x128
 
 Each shape runs in the config that is chosen for it: single calls, back to back, and for small M in graphs, with and
 without the weight promise. The host code is the present one: headers that need other arguments, or another size of
@@ -20,9 +20,9 @@ from typing import Any
 from deep_gemm import arch as archs
 from deep_gemm import engine, options, select
 from deep_gemm.aot.workload import GemmShape, parse_shape
-from deep_gemm.benchmarks import survey
-from deep_gemm.benchmarks.modes import why_not
-from deep_gemm.benchmarks.summary import geometric_mean
+from deep_gemm.bench import survey
+from deep_gemm.bench.modes import why_not
+from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder
 from deep_gemm.params import GemmConfig

@@ -299,6 +299,15 @@ _PLACES = {name: module for module, names in _LATE.items() for name in names}
 _MODULES = ("backends", "quantize", "testing", "utils")
 
 
+def _check_unpacked() -> None:
+    if type(__spec__.loader).__name__ == "zipimporter":
+        where = f"deep_gemm cannot be imported from a zip file ({__file__})"
+        raise ImportError(f"{where}: compilers read its headers as files. Unpack it, or install it with pip.")
+
+
+_check_unpacked()
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"deep_gemm.{name}")

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from .jit.driver.tensor_map import ADDRESS_ALIGNMENT
 from .operation import Operation
+from .settings import Settings
 
 Places: TypeAlias = Sequence[int]
 """Addresses of the operands, in the operation's order."""
@@ -16,48 +17,64 @@ Places: TypeAlias = Sequence[int]
 
 def entry_source(operation: Operation) -> str:
     """The source of the function ``entry`` with the operation's parameters. It makes a warm call, or calls
-    `Calls.first`."""
+    `Calls.first`. All that `Operation.check`, `Operation.work` and the choice of a plan look at is in ``key`` or in
+    ``rest``, or clears what is remembered when it changes."""
+    own = {name: f"{name}_" for name in operation.parameters}  # none of the other names ends like this
     pairs = sorted({argument.partition("[")[0] for argument in operation.operands.values() if "[" in argument})
-    tensors = [argument.replace("[", "_").rstrip("]") for argument in operation.operands.values()]
-    output = operation.operands[operation.output]
+    tensors = {
+        name: argument.replace("[", "_").rstrip("]") if "[" in argument else own[argument]
+        for name, argument in operation.operands.items()
+    }
+    arguments, operands = ", ".join(own.values()), ", ".join(tensors.values())
+    output = tensors[operation.output]
     written = operation.outputs or (operation.output,)
     plain = [
         name for name in operation.parameters if name not in (*pairs, *operation.operands.values(), *operation.unused)
     ]
-    in_place = operation.operands[operation.in_place] if operation.in_place else ""
+    variables = [variable for name in operation.settings for variable in getattr(Settings, name).variables]
     key = [
-        *(f"{name}.data_ptr()" for name in tensors),
-        *(f"{name}.shape" for name in tensors),
-        *(f"{name}.stride()" for name in tensors),
-        *(f"{name}.dtype" for name in tensors),
-        *(f"{operation.operands[name]}.requires_grad and is_grad_enabled()" for name in written),
-        *(f"{name} is None" for name in operation.unused),
-        *([f"{in_place}.data_ptr() == {output}.data_ptr()"] if in_place else []),
+        *(f"{name}.data_ptr()" for name in tensors.values()),
+        *(f"{name}.shape" for name in tensors.values()),
+        *(f"{own[name]} is None" for name in operation.unused),
+        *([f"{tensors[operation.in_place]}.data_ptr() == {output}.data_ptr()"] if operation.in_place else []),
         # 0.0 equals -0.0, but a kernel may distinguish them.
-        *(f"{name} or repr({name})" if name in operation.floats else name for name in plain),
+        *(f"{own[name]} or repr({own[name]})" if name in operation.floats else own[name] for name in plain),
         "device",
         "raw_stream(device) if device >= 0 else None",
         "current_device() if device >= 0 else None",
         "choices.batch_invariant",
     ]
+    signed = [argument for name, argument in tensors.items() if name not in operation.unsigned]
+    rest = [
+        # `stride` takes longer. The strides of dimensions of size 1 do not matter.
+        *(f"{name}.is_contiguous() or {name}.stride()" for name in tensors.values()),
+        *(f"{name}.dtype" for name in tensors.values()),
+        *([" or ".join(f"{name}.is_neg()" for name in signed)] if signed else []),
+        "is_grad_enabled() and (" + " or ".join(f"{tensors[name]}.requires_grad" for name in written) + ")",
+        *(f"type({own[name]})" for name in pairs),
+        # True and 1.0 equal 1, but not all of them are taken.
+        *(f"{own[name]} is None or {own[name]} is False or type({own[name]})" for name in plain),
+        *(f"environment({variable.encode()!r})" for variable in variables),
+    ]
     lines = [
-        f"def entry({', '.join(operation.parameters)}):",
+        f"def entry({arguments}):",
         "    try:",
-        *(f"        {name}_0, {name}_1 = {name}" for name in pairs),
+        *(f"        {name}_0, {name}_1 = {own[name]}" for name in pairs),
         f"        device = {output}.get_device()",
         f"        key = ({', '.join(key)})",
+        f"        rest = ({', '.join(rest)},)",
         "        call = calls.warm.get(key)",
         "    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
         # An argument is wrong, has no memory, or is a fake tensor on a GPU that this torch is not built for. The check
         # finds out which.
-        f"        calls.first(None, ({', '.join(operation.parameters)},), ())",
+        f"        calls.first(None, None, ({arguments},), ())",
         "        return",
-        "    if call is not None:",
-        "        call()",
+        "    if call is not None and call[0] == rest:",
+        "        call[1]()",
         "    else:",
         # An iterator in place of a pair is now exhausted. The check refuses it.
-        *(f"        key = key if isinstance({name}, (tuple, list)) else None" for name in pairs),
-        f"        calls.first(key, ({', '.join(operation.parameters)},), ({', '.join(tensors)},))",
+        *(f"        key = key if isinstance({own[name]}, (tuple, list)) else None" for name in pairs),
+        f"        calls.first(key, rest, ({arguments},), ({operands},))",
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from .errors import UnsupportedError
 from .jit.driver.launch import Launch
 from .monitoring import Call
 from .operation import Operands, Operation, Step, Work
-from .settings import settings
+from .settings import environment, settings
 from .spec import GemmSpec
 
 __all__ = ["Calls", "Operands", "Operation", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
@@ -47,10 +47,11 @@ class Calls:
         names = list(operation.operands)
         self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
-        # Keyed by everything that a launch depends on: addresses, shapes, strides, dtypes, stream, the switch for batch
-        # invariance. None after one call that was a replay.
-        self.warm: dict[Any, Callable[[], object] | None] = {}
-        # Keyed by the same without the addresses, and by whether there is a weight promise.
+        # Keyed by what differs between calls that alternate: addresses, shapes, options, stream, the switch for batch
+        # invariance. Beside the launch is the rest of what checks, work and plans look at (see `entry_source`), which
+        # must be equal: so it need not be hashed. None after one call that was a replay.
+        self.warm: dict[Any, tuple[Any, Callable[[], object]] | None] = {}
+        # Keyed by the same and the rest, without the addresses, and by whether there is a weight promise.
         self.replays: dict[Any, Call] = {}
         self.every.add(self)
 
@@ -59,11 +60,11 @@ class Calls:
         dropped. No lock is taken: a storage can be freed, and its promise end, at any moment."""
         self.warm, self.replays = {}, {}
 
-    def first(self, key: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
+    def first(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
         monitoring.begin()
         warm, replays = self.warm, self.replays  # read first: see `forget`
-        if key is not None and key not in warm and self._replay(replays, key, tensors):
+        if key is not None and key not in warm and self._replay(replays, key, rest, tensors):
             _remember(warm, key, None)
             return
         x = self.operation.check(*arguments)
@@ -86,29 +87,29 @@ class Calls:
         if key is None or not replay.is_for(key[-1]):
             return
         # The common case, tensors on the current device, needs no device guard.
-        _remember(warm, key, call if current == device else functools.partial(_on_device, device, call))
-        kind = (replay.constant, key[self._count :])
+        _remember(warm, key, (rest, call if current == device else functools.partial(_on_device, device, call)))
+        kind = (replay.constant, key[self._count :], rest)
         # If a replay is there already, these addresses came again, or the alignment changed, perhaps for later calls
         # too.
         if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
             _remember(replays, kind, replay)
 
-    def _replay(self, replays: dict[Any, Call], key: Any, tensors: tuple[Tensor, ...]) -> bool:
+    def _replay(self, replays: dict[Any, Call], key: Any, rest: Any, tensors: tuple[Tensor, ...]) -> bool:
         """Make the call of ``key`` as a replay of one that differs in addresses. False if there is none that fits."""
         promised = True
         for index in self._weights:
             if not constant.is_constant(tensors[index]):
                 promised = False
                 break
-        replay = replays.get((promised, key[self._count :]))
+        replay = replays.get((promised, key[self._count :], rest))
         if replay is None:
+            return False
+        at = key[: self._count]
+        if not replay.fits(at):
             return False
         for tensor in tensors:
             if tensor.get_device() != replay.device:
                 return False
-        at = key[: self._count]
-        if not replay.fits(at):
-            return False
         replay(at)
         return True
 
@@ -211,6 +212,7 @@ def entry(operation: Operation) -> Callable[..., None]:
         "is_grad_enabled": _is_grad_enabled,
         "current_device": _current_device,
         "choices": options.current(),
+        "environment": environment(),
     }
     exec(compile(source, f"<deep_gemm entry of {operation.name}>", "exec"), namespace)
     found: Callable[..., None] = namespace["entry"]
@@ -244,7 +246,15 @@ def forget_all() -> None:
         calls.forget()
 
 
+def _forget_readers(names: Collection[str]) -> None:
+    """Forget the calls of operations that read one of these settings."""
+    for calls in list(Calls.every):
+        if not set(names).isdisjoint(calls.operation.settings):
+            calls.forget()
+
+
 options.on_change(forget_all)
+settings.on_change(_forget_readers)
 constant.on_change(forget_all)
 monitoring.on_change(forget_all)
 os.register_at_fork(after_in_child=forget_all)  # a thread of the parent may have held a record's lock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -23,8 +24,11 @@ def warn_once(key: str, message: str) -> None:
 
 
 def say(message: str) -> None:
-    """Print the output of a setting such as DG_JIT_PRINT_COMPILER_COMMAND: on stderr, whatever the logging level."""
-    print(f"deep_gemm: {message}", file=sys.stderr, flush=True)
+    """Print the output of a setting such as DG_JIT_PRINT_COMPILER_COMMAND: on stderr, whatever the logging level. A
+    process may have closed that."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(f"deep_gemm: {message}", file=sys.stderr, flush=True)
 
 
 def counted(count: int, noun: str) -> str:

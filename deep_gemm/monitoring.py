@@ -294,11 +294,9 @@ class Watched:
         self._replay, self._series = replay, series
 
     def is_for(self, batch_invariant: bool) -> bool:
-        """See `deep_gemm.calls.Replay`."""
         return self._replay.is_for(batch_invariant)
 
     def record(self) -> Callable[[], None]:
-        """See `deep_gemm.calls.Replay`."""
         call, count = self._replay.record(), self._series.call
         return lambda: count(call)
 

@@ -69,6 +69,11 @@ class Operation(ABC):
     """Operands that callers may promise to be constant (`declare_constant`)."""
     floats: tuple[str, ...] = ()
     """Arguments that are floats, for which 0.0 and -0.0 differ."""
+    unsigned: tuple[str, ...] = ()
+    """Operands of FP8 values and of integers. Only a private function of torch makes views of them whose sign is
+    applied when they are read (and torch cannot read such FP8), so a warm call does not look."""
+    settings: tuple[str, ...] = ()
+    """Settings that `check` and `work` read: a change of one counts for calls that are remembered, too."""
     fallbacks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """Fallbacks, by their names in DG_FALLBACK; "torch" is `reference`."""
 

@@ -1,6 +1,6 @@
 """From a template's name to a launch: render, compile, cache, load. Knows str, bytes and int; never torch, never GEMM.
 
-Nothing here runs at import; the functions that use jinja2, cuda.bindings, platformdirs or filelock import them.
+Nothing here runs at import; the functions that use jinja2, cuda.bindings or platformdirs import them.
 """
 
 from deep_gemm.jit.binary import Binary, BuildRequest, PostPass

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deep_gemm.errors import CompileError, CompilerNotFoundError, DeepGemmError, InvalidInputError
+from deep_gemm.errors import CompileError, CompilerNotFoundError, InvalidInputError
 from deep_gemm.jit.binary import Binary, BuildRequest, check_same, of_entry, of_kernel
 from deep_gemm.jit.cache import limit, notes
-from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.jit.cache.disk import DiskCache, lock_name
 from deep_gemm.jit.cache.entry import META, Address
 from deep_gemm.jit.cache.files import absolute
 from deep_gemm.jit.cache.memory import MemoryCache
@@ -21,7 +20,7 @@ from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.base import Compiled, Compiler, common_flags
 from deep_gemm.jit.compilers.find import choose, is_broken
-from deep_gemm.jit.disassembler import sass
+from deep_gemm.jit.disassembler import dumps
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
@@ -142,7 +141,7 @@ class Builder:
         if packed is not None:
             return self._checked(packed)
         plan = self._plan(request, source, start)
-        binary = self._from_memory(plan) or self._from_disk(plan)
+        binary = self._known(plan)
         return self._checked(binary) if binary is not None else None
 
     def build(self, request: BuildRequest) -> Binary:
@@ -172,7 +171,7 @@ class Builder:
 
     def _build(self, plan: _Plan) -> Binary:
         with self._thread_lock(plan.memory_key).lock:
-            return self._from_memory(plan) or self._from_disk(plan) or self._compile_once(plan)
+            return self._known(plan) or self._compile_once(plan)
 
     def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
         """Take over another process's binary for `request`, into memory and onto disk. An existing one stays.
@@ -187,8 +186,7 @@ class Builder:
         if found is None:
             allowed = settings.cache_limit
             with self._thread_lock(plan.memory_key).lock:
-                with self._disk_lock(plan):
-                    found = self._from_memory(plan) or self._from_disk(plan) or self._keep(plan, binary)
+                found = self._locked(plan, lambda: self._known(plan) or self._keep(plan, binary))
                 self._evict(plan, found, allowed)
         return self._checked(found)
 
@@ -223,6 +221,9 @@ class Builder:
     def _from_memory(self, plan: _Plan) -> Binary | None:
         return self._remembered(plan.memory_key, plan.start)
 
+    def _known(self, plan: _Plan) -> Binary | None:
+        return self._from_memory(plan) or self._from_disk(plan)
+
     def _remembered(self, memory_key: tuple[object, ...], start: float) -> Binary | None:
         binary = self._memory.get(memory_key)
         if binary is None:
@@ -249,23 +250,26 @@ class Builder:
             places = [str(plan.disk.directory(at)) for at in plan.addresses] if plan.disk else ["no directory"]
             raise forbidden(plan.request, plan.source_key, self.packs, ", ".join(places), plan.key)
         allowed = settings.cache_limit  # read first: an invalid setting must fail before the compilation, not after it
-        with self._disk_lock(plan):
-            # Another process may have published it while this one waited.
-            binary = self._from_disk(plan) or self._compile(plan)
+        # Another process may have published it while this one waited.
+        binary = self._locked(plan, lambda: self._from_disk(plan) or self._compile(plan))
         self._evict(plan, binary, allowed)
         return binary
 
-    @contextlib.contextmanager
-    def _disk_lock(self, plan: _Plan) -> Iterator[None]:
+    def _locked(self, plan: _Plan, work: Callable[[], Binary]) -> Binary:
+        """`work()`, under the lock between processes if it can be had."""
         if plan.disk is None:
-            yield
-            return
-        start = time.perf_counter()
-        with plan.disk.lock(plan.addresses[0], self.lock_limit) as held:
-            # If it is not held although the limit has not passed, the root or the filesystem has no locks.
-            if not held and time.perf_counter() - start >= self.lock_limit:
-                self._count("lock_timeout")
-            yield
+            return work()
+        address, start = plan.addresses[0], time.perf_counter()
+        with plan.disk.lock(address, self.lock_limit) as held:
+            if held is None:
+                # If the limit has not passed, the root or the filesystem has no locks.
+                if time.perf_counter() - start >= self.lock_limit:
+                    self._count("lock_timeout")
+                return work()
+            try:
+                return work()
+            finally:
+                plan.disk.forget_lock(lock_name(address.arch, address.key))
 
     def _evict(self, plan: _Plan, binary: Binary, allowed: int | None) -> None:
         """Keep DG_JIT_CACHE_LIMIT after a new entry. The entry's lock is not held meanwhile: others may wait for it."""
@@ -343,7 +347,7 @@ class Builder:
             return
         try:
             source = plan.request.source.encode()
-            published = plan.disk.put(plan.addresses[0], source, compiled.cubin, meta, _dumps(compiled))
+            published = plan.disk.put(plan.addresses[0], source, compiled.cubin, meta, dumps(compiled))
         except (TypeError, ValueError) as error:
             raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
         if published is None:
@@ -386,15 +390,3 @@ class Builder:
 def default_builder() -> Builder:
     """The builder of this process; it follows the settings at each call."""
     return Builder()
-
-
-def _dumps(compiled: Compiled) -> dict[str, bytes]:
-    files = {}
-    if compiled.ptx is not None:
-        files["kernel.ptx"] = compiled.ptx.encode()
-    if settings.dump_sass or settings.dump_asm:
-        try:
-            files["kernel.sass"] = sass(compiled.cubin).encode()
-        except DeepGemmError as error:
-            warn_once("dump-sass", f"DG_JIT_DUMP_SASS wrote nothing: {error}")
-    return files

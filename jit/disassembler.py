@@ -1,4 +1,4 @@
-"""SASS of a cubin, through NVIDIA's disassemblers."""
+"""SASS of a cubin, through NVIDIA's disassemblers, and the files that the settings ask for beside a cubin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import subprocess
 from pathlib import Path
 
 from deep_gemm.errors import CompilerNotFoundError, DeepGemmError
+from deep_gemm.jit.compilers.base import Compiled
 from deep_gemm.jit.process import private_directory, run
+from deep_gemm.log import warn_once
 from deep_gemm.settings import settings
 
 _LIMIT = 120.0  # seconds
@@ -62,3 +64,16 @@ def _places(tool: str) -> list[Path]:
     for root in (spec.submodule_search_locations or []) if spec else []:
         places += sorted(Path(root).glob(f"*/bin/{tool}"), reverse=True)
     return places
+
+
+def dumps(compiled: Compiled) -> dict[str, bytes]:
+    """The files that the settings ask for beside a cubin."""
+    files = {}
+    if compiled.ptx is not None:
+        files["kernel.ptx"] = compiled.ptx.encode()
+    if settings.dump_sass or settings.dump_asm:
+        try:
+            files["kernel.sass"] = sass(compiled.cubin).encode()
+        except DeepGemmError as error:
+            warn_once("dump-sass", f"DG_JIT_DUMP_SASS wrote nothing: {error}")
+    return files

@@ -1,10 +1,26 @@
-"""Fork safety: locks that a forked child finds free, and forks that wait until no thread is inside a library."""
+"""Forks and exit: locks that a forked child finds free, and forks and exits that wait until no thread is inside a
+library.
+
+A signal handler may raise between any two steps of Python code, and Python ignores an exception in what it calls around
+a fork. So whatever must be undone afterwards is done and undone by functions in C, which no handler interrupts.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-import weakref
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_POLL = 0.005  # seconds
+# One for each fork between the first process and this one.
+_forks: list[None] = []
+
+os.register_at_fork(after_in_child=functools.partial(_forks.append, None))
 
 
 class ForkLock:
@@ -15,73 +31,69 @@ class ForkLock:
     written in Python, a handler could raise after the lock was taken and before the block began.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        _all.add(self)
+    __slots__ = ("_locks",)
 
-    def _reset(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self) -> None:
+        self._locks: dict[int, threading.Lock] = {}
+
+    @property
+    def lock(self) -> threading.Lock:
+        """The lock of this process."""
+        here = len(_forks)
+        return self._locks.get(here) or self._locks.setdefault(here, threading.Lock())
 
 
 class ForkWaits:
-    """A context manager around calls into a library with locks of its own: a fork waits until no thread is inside.
+    """Calls into a library with locks of its own: a fork waits until no thread is inside, and so does `close`.
 
     Otherwise a child could find such a lock held by a thread that does not exist there, and wait for ever. Any number
-    of threads may be inside at once; one that is inside must not fork.
+    of threads may be inside at once; one that is inside must not fork. One that comes during a fork waits for its end,
+    but at most `limit` seconds. Each of these objects lives as long as the process.
     """
 
-    def __init__(self) -> None:
-        self._reset()
-        _all.add(self)
+    def __init__(self, limit: float = 60.0) -> None:
+        self._limit = limit
+        self._closed = False
+        # One for each thread in `run`, locked while it is inside.
+        self._marks: list[threading.Lock] = []
+        # Locked during a fork.
+        self._gate = threading.Lock()
+        # Before a fork, what was registered last is called first.
+        os.register_at_fork(before=self._wait, after_in_child=self._marks.clear)
+        gate = self._gate
+        os.register_at_fork(before=gate.acquire, after_in_parent=gate.release, after_in_child=gate.release)
 
-    def _reset(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._forks = 0
+    def run(self, work: Callable[[], T], for_main: bool = False) -> T:
+        """`work()`, with this thread inside. `for_main`: the main thread waits for it, so that it may also be done at
+        exit."""
+        end, mark = time.monotonic() + self._limit, threading.Lock()
+        self._marks.append(mark)
+        try:
+            while True:
+                # The mark first: then either the fork sees it, or it is seen here that the fork has begun.
+                with mark:
+                    closed = self._closed and not for_main
+                    if not closed and (not self._gate.locked() or time.monotonic() >= end):
+                        return work()
+                time.sleep(_POLL)
+        finally:
+            self._marks.remove(mark)
+            while self._closed and not for_main:
+                time.sleep(1)  # the process ends meanwhile; a daemon thread has nothing to report any more
 
-    def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._forks)
-            self._inside += 1
+    def close(self, cancel: Callable[[], None], limit: float) -> bool:
+        """At exit: nobody enters any more but for the main thread. Then ask those inside to leave by `cancel()`, and
+        wait `limit` seconds for them. Returns whether all have left."""
+        self._closed = True
+        cancel()
+        end = time.monotonic() + limit
+        while self._occupied() and time.monotonic() < end:
+            time.sleep(_POLL)
+        return not self._occupied()
 
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
+    def _wait(self) -> None:
+        while self._occupied():
+            time.sleep(_POLL)
 
-    def _before_fork(self) -> None:
-        with self._changed:
-            self._forks += 1
-            self._changed.wait_for(lambda: not self._inside)
-
-    def _after_fork_in_parent(self) -> None:
-        with self._changed:
-            # A ForkWaits that another thread created during the fork has counted no fork: it stays at 0.
-            self._forks = max(self._forks - 1, 0)
-            self._changed.notify_all()
-
-
-_all: weakref.WeakSet[ForkLock | ForkWaits] = weakref.WeakSet()
-
-
-def _waiting() -> list[ForkWaits]:
-    return [item for item in list(_all) if isinstance(item, ForkWaits)]
-
-
-def _before_fork() -> None:
-    for item in _waiting():
-        item._before_fork()
-
-
-def _after_fork_in_parent() -> None:
-    for item in _waiting():
-        item._after_fork_in_parent()
-
-
-def _after_fork() -> None:
-    for item in list(_all):
-        item._reset()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+    def _occupied(self) -> bool:
+        return any(mark.locked() for mark in self._marks.copy())

@@ -9,10 +9,12 @@ two install prefixes agree on both.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ _INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
 # A file that is younger may change again and keep its size and time, since the clocks of filesystems are coarse.
 YOUNG_NS = 3_000_000_000
 _MAX_MEMO = 256
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 Signature = tuple[int, int, int, int, int]
 
@@ -104,7 +107,7 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
     found: dict[str, str] = {}
     looked_at: dict[str, Signature | None] = {}
     pending = list(first)
-    now = time.time_ns()
+    now, unread = time.time_ns(), False
     while pending:
         folder, name = pending.pop()
         for candidate in dict.fromkeys((f"{folder}{name}", name)):
@@ -113,19 +116,37 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             path = os.path.join(include_dir, candidate)
             # Taken before the file is read: if it changes in between, the signature differs next time.
             looked_at[path] = signature(path)
-            try:
-                content = Path(path).read_bytes()
-            except (OSError, ValueError):
+            content = _content(path)
+            if content is None:
                 continue
+            if isinstance(content, OSError):
+                # The compiler may be able to read it: then nobody shall find the binary under this key.
+                found[candidate], unread = f"{content} {secrets.token_hex(16)}", True
+                break
             found[candidate] = hashlib.sha256(content).hexdigest()
             # A quoted name is looked for beside the file that includes it, before the include path.
             parent = candidate.rpartition("/")[0]
             pending += _includes(content.decode("utf-8", "replace"), f"{parent}/" if parent else "")
             break
     # A time in the future comes from another machine's clock and does not tell the file's age.
-    settled = all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
+    settled = not unread and all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
     by_name = tuple(sorted(found.items()))
     return _Reached(by_name, tuple(looked_at.items()), digest(by_name)), settled
+
+
+def _content(path: str) -> bytes | OSError | None:
+    """What a header holds, None if there is none, or why it cannot be read, though it was tried twice."""
+    problem: OSError | None = None
+    for _ in range(2):
+        try:
+            return Path(path).read_bytes()
+        except ValueError:  # a name that no file can have
+            return None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            problem = error
+    return problem
 
 
 def signature(path: str) -> Signature | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from deep_gemm import backends
 from deep_gemm.backends import registry
 from deep_gemm.backends.accuracy import Accuracy
+from deep_gemm.backends.operations import Dims, Operation, normal
 from deep_gemm.backends.profiler import Roof, Timing
 from deep_gemm.backends.registry import get_operation
 from deep_gemm.backends.results import Comparison, Result
@@ -25,8 +29,39 @@ US: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {
         "tilelang": 28,
     },
     ("fp8_gemm_nt", (4096, 4096, 7168)): {"cuda": 180, "cublaslt": 205, "cublaslt:tensorwise": 175, "deepgemm": 190},
-    ("rms_norm", (4096, 7168)): {"triton": 52, "tilelang": 48.5, "torch": 60, "cuda": 47},
+    ("mul_add", (4096, 7168)): {"triton": 104, "tilelang": 97, "torch": 120, "cuda": 94},
 }
+
+
+class MulAdd(Operation):
+    """``mul_add(x, y, z, out)``: ``out = x * y + z``, an operation as a user would add one."""
+
+    name = "mul_add"
+    dims = ("rows", "columns")
+    examples = host_examples = ((64, 512),)
+
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        make = normal(device, seed)
+        return *(make(*dims) for _ in range(3)), torch.empty(dims, dtype=torch.bfloat16, device=device)
+
+    def exact(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
+        return x.double() * y.double() + z.double()
+
+    def allowed(self, exact: Tensor, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
+        return 1.1 * 2.0**-7 * (exact.abs() + (x.double() * y.double()).abs() + z.double().abs()) + 1e-30
+
+    def flops(self, dims: Dims) -> int:
+        return 2 * math.prod(dims)
+
+    def bytes_moved(self, dims: Dims) -> int:
+        return 8 * math.prod(dims)
+
+    def elements(self, dims: Dims) -> int:
+        return math.prod(dims)
+
+
+def mul_add(x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> None:
+    torch.addcmul(z, x, y, out=out)
 
 
 def right(of_allowed: float = 0.6) -> Accuracy:
@@ -63,8 +98,8 @@ def comparison(**environment: str) -> Comparison:
 
 @pytest.fixture(autouse=True)
 def registry_is_left_alone() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    backends.of("mul_add")  # imports all that is here
+    """A test has `MulAdd` with the backend torch. What it registers is gone after it."""
+    backends.of("fp8_gemm_nt")  # imports all that is here
     tables: tuple[dict[Any, Any], ...] = (
         registry._backends,
         registry._kernels,
@@ -72,6 +107,8 @@ def registry_is_left_alone() -> Iterator[None]:
         registry._broken,
     )
     before = [dict(table) for table in tables]
+    backends.operation(MulAdd)
+    backends.kernel("torch", "mul_add")(mul_add)
     yield
     for table, entries in zip(tables, before, strict=True):
         table.clear()

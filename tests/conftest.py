@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from gpu_record import GpuRecord
 
 TESTS = Path(__file__).parent
 SCRATCH = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+MESSAGES = pytest.StashKey[TextIO]()
+LIMIT = 120.0  # seconds
 
 
 def why_no_gpu() -> str | None:
@@ -42,14 +47,28 @@ def pytest_configure(config: pytest.Config) -> None:
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)
     os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
     config.stash[SCRATCH] = scratch
+    config.stash[MESSAGES] = os.fdopen(os.dup(2), "w")  # stderr, which is captured during a test
     config.pluginmanager.register(GpuRecord(TESTS / "gpu"))
     if hasattr(config.option, "loadscopereorder"):
         # Side by side, files begin in the order of collection, not those with most tests first.
         config.option.loadscopereorder = False
+        # A process that a test has ended is not replaced: the new one would begin with the same test.
+        config.option.maxworkerrestart = "0"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[SCRATCH].cleanup()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the process if a test hangs, whatever it waits for, and show what all threads do. Side by side, pytest-xdist
+    names the test and ends the run."""
+    limit = item.get_closest_marker("limit")
+    seconds = limit.args[0] if limit is not None else LIMIT
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[MESSAGES])
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_report_header() -> str:

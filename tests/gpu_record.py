@@ -52,7 +52,7 @@ class GpuRecord:
         return path.name if path.parent == Path("tests/gpu") else ""
 
     def _write(self) -> None:
-        from deep_gemm.benchmarks.provenance import environment
+        from deep_gemm.bench.provenance import environment
 
         place = {**environment(), "tests_digest": self._tests_digest()}
         ended = {name: _counts(self.outcomes[name]) for name, left in self.left.items() if not left}

@@ -49,10 +49,9 @@ def restrict(job: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit"],) * 2)
     if "uid" in job:
         # Imported now: another user may not be allowed to read Python's directory.
-        import filelock
         import platformdirs
 
-        filelock.FileLock, platformdirs.user_cache_dir  # noqa: B018 # some are loaded at first use
+        platformdirs.user_cache_dir  # noqa: B018 # loaded at first use
         os.setgid(job["uid"])
         os.setuid(job["uid"])
     if job.get("homeless"):

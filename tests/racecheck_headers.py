@@ -1,8 +1,7 @@
 """Device headers for compute-sanitizer's racecheck, and versions with races, which it must report.
 
 It does not always see that a thread that arrives at an mbarrier also arrives for others, which it has met at a named
-barrier before: in the exchange of sums it reported the reads of exactly 127 of 128 threads. See benchmarks/README.md,
-also for further reports of the version of CUDA 13.0.
+barrier before: in the exchange of sums it reported the reads of exactly 127 of 128 threads. See CONTRIBUTING.md.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """A process that compiles with NVRTC until a signal ends it: `python signal_worker.py '{"handler": ..., ...}'`.
 
 `parts` is how long the source is. `handler` is what the program does about signals: "default" (nothing), "function"
-(prints a line and ends the process by the same signal) or "interrupt" (raises KeyboardInterrupt, as Python does for
-SIGINT). `where` is the thread that compiles: "main" or "thread".
+(prints a line and ends the process by the same signal), "interrupt" (raises KeyboardInterrupt, as Python does for
+SIGINT), "exit" (ends the process with status 7) or "ends" (the main thread does so, without a signal). `where` is the
+thread that compiles: "main" or "thread".
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -37,14 +39,18 @@ def handle(number: int, frame: Any) -> None:
     os.kill(os.getpid(), number)
 
 
+def leave(number: int, frame: Any) -> None:
+    sys.exit(7)
+
+
 def main(job: dict[str, Any]) -> None:
     without_torch()
     from deep_gemm.jit.compilers.find import choose
     from deep_gemm.settings import settings
 
-    actions = {"default": signal.SIG_DFL, "function": handle, "interrupt": signal.default_int_handler}
+    actions = {"function": handle, "interrupt": signal.default_int_handler, "exit": leave}
     for number in SIGNALS:
-        signal.signal(number, actions[job["handler"]])
+        signal.signal(number, actions.get(job["handler"], signal.SIG_DFL))
     with settings.override(use_nvrtc=True):
         compiler = choose()
     flags, source = compiler.flags("sm_90a"), slow_source(job["parts"])
@@ -58,6 +64,9 @@ def main(job: dict[str, Any]) -> None:
     if job["where"] == "main":
         compile_for_ever()
     threading.Thread(target=compile_for_ever, daemon=True).start()
+    if job["handler"] == "ends":
+        time.sleep(random.random() * 0.5)
+        sys.exit(7)
     while True:
         time.sleep(1)
 

@@ -17,7 +17,7 @@ class Cuda(Backend):
     """Our own kernels."""
 
     name = "cuda"
-    modules = ("deep_gemm.backends.ours", "deep_gemm.backends.ours_rows")
+    modules = ("deep_gemm.backends.ours",)
 
     def why_not(self, device: torch.device) -> str:
         """Our kernels need a GPU. On other devices our functions run the reference, which is the backend torch."""
@@ -46,7 +46,6 @@ class DeepGEMM(Backend):
     modules = ("deep_gemm.backends.deepgemm",)
 
     def why_absent(self) -> str:
-        """See `deepgemm.why_absent`."""
         from . import deepgemm
 
         return deepgemm.why_absent()
@@ -60,7 +59,7 @@ class Triton(Backend):
     name = "triton"
     requires = "triton"
     install = "pip install triton"
-    modules = ("deep_gemm.backends.triton_gemm", "deep_gemm.backends.triton_rows")
+    modules = ("deep_gemm.backends.triton_gemm",)
 
     def why_not(self, device: torch.device) -> str:
         """Triton decides at its import whether it interprets kernels, so a process has either the compiler or the
@@ -81,7 +80,7 @@ class TileLang(Backend):
     name = "tilelang"
     requires = "tilelang"
     install = "pip install tilelang"
-    modules = ("deep_gemm.backends.tilelang_gemm", "deep_gemm.backends.tilelang_rows")
+    modules = ("deep_gemm.backends.tilelang_gemm",)
 
 
 @backend

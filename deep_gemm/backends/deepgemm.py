@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import DeepGemmError
+from .grouped import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, FP8Gemm, WeightGradient
 from .registry import Call, kernel
 
@@ -30,7 +31,6 @@ def use(library: Any) -> str:
 
 
 def why_absent() -> str:
-    """See `Backend.why_absent`."""
     if _loaded or _installed() is not None:
         return ""
     return f"no other package {NAME} is on sys.path; compare --deepgemm DIRECTORY takes one from pip install --target"
@@ -57,12 +57,21 @@ def library() -> Any:
 
 
 def prepare(op: str, *operands: Any) -> Call:
-    """A call of its function with the operation's name. Raises AttributeError if there is none."""
-    return functools.partial(getattr(library(), op), *operands)
+    """A call of its function with the operation's name, or an older one. Raises AttributeError if there is none."""
+    older = OLDER.get(op, op)
+    return functools.partial(getattr(library(), op if hasattr(library(), op) else older), *operands)
 
 
-for _op in (FP8Gemm.name, *HALF_GEMMS):
+def adding(op: str, a: Any, b: Any, d: Any, *sizes: Any) -> Call:
+    """A call that adds to ``d`` in place, which is zeroed once: its functions need a c."""
+    return functools.partial(getattr(library(), op), a, b, d.zero_(), *sizes, d)
+
+
+OLDER = {f"m_grouped_{kind}_gemm_nt_masked": f"{kind}_m_grouped_gemm_nt_masked" for kind in ("fp8", "bf16")}
+for _op in (FP8Gemm.name, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("deepgemm", _op, prepares=True)(functools.partial(prepare, _op))
+for _k_grouped in K_GROUPED:
+    kernel("deepgemm", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))
 
 
 @kernel("deepgemm", WeightGradient.name, prepares=True)

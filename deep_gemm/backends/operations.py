@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
@@ -49,6 +48,14 @@ class Operation(ABC):
         """The operand that is written."""
         found: Tensor = operands[self.output_at]
         return found
+
+    def result(self, operands: tuple[Any, ...]) -> Tensor:
+        """What is compared with the exact result: the output, or the part of it that a kernel must write."""
+        return self.output(operands)
+
+    def put(self, operands: tuple[Any, ...], result: Tensor) -> None:
+        """Store what a kernel returned instead of writing the output."""
+        self.output(operands).copy_(result)
 
     def refuses(self, dims: Dims) -> str:
         """Why the operation does not support this shape, as a clause; "" if it does."""
@@ -124,7 +131,6 @@ class FP8Gemm(Gemm):
         return exact_product(*a, *b)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
-        """See `testing.accuracy`."""
         return tolerance(exact, accumulation_bound(*a, *b), d.dtype)
 
     def bytes_moved(self, dims: Dims) -> int:
@@ -156,7 +162,6 @@ class ScaledGemm(FP8Gemm):
         return exact_product(a[0], a[1], b[0], b[1], scaling=self.scaling)
 
     def allowed(self, exact: Tensor, a: Any, b: Any, d: Tensor) -> Tensor:
-        """See `testing.accuracy`."""
         return tolerance(exact, accumulation_bound(a[0], a[1], b[0], b[1], scaling=self.scaling), d.dtype)
 
     def bytes_moved(self, dims: Dims) -> int:
@@ -225,7 +230,6 @@ class HalfGemm(Gemm):
         return a.double() @ b.double().t()
 
     def allowed(self, exact: Tensor, a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-        """See `testing.accuracy`."""
         return tolerance(exact, half_accumulation_bound(*self.as_nt(a, b)), d.dtype)
 
     def bytes_moved(self, dims: Dims) -> int:
@@ -237,138 +241,3 @@ class HalfGemm(Gemm):
 HALF_GEMMS = tuple(f"{op[:-2]}{form}" for op in (half_dense.BF16, half_dense.FP16) for form in FORMS)
 for _name in HALF_GEMMS:
     operation(HalfGemm(_name))
-
-
-class Rows(Operation):
-    """Element-wise and row-wise operations on bfloat16 matrices (rows, columns), bound by memory bandwidth.
-
-    A kernel may round an intermediate result once, as torch's own kernels do. So an element may be off by two roundings
-    to the output's dtype, plus a tenth for roundings in float32. The bound applies to the exact result and to the terms
-    of its sum, see `terms`.
-    """
-
-    dims = ("rows", "columns")
-    examples = ((64, 7168), (4096, 7168))
-    host_examples = ((64, 1024), (256, 1024))
-    reads = 1
-    """Matrices of the output's size that are read."""
-    flops_each = 1
-    """Operations per element, roughly; a transcendental function counts as ten."""
-
-    def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
-        """The error of two roundings."""
-        info = torch.finfo(self.output(operands).dtype)
-        return 1.1 * info.eps * (exact.abs() + self.terms(*operands)) + info.smallest_normal * info.eps
-
-    def terms(self, *operands: Any) -> Tensor | float:
-        """The sum of the magnitudes of the result's terms, float64; 0 if terms do not cancel."""
-        return 0.0
-
-    def flops(self, dims: Dims) -> int:
-        """A rough count."""
-        return self.flops_each * math.prod(dims)
-
-    def bytes_moved(self, dims: Dims) -> int:
-        """Bytes of the matrices. Vectors with the length of a row are not counted."""
-        return 2 * (self.reads + 1) * math.prod(dims)
-
-    def elements(self, dims: Dims) -> int:
-        """Elements of the output."""
-        return math.prod(dims)
-
-
-@operation
-class AddGelu(Rows):
-    """``add_gelu(x, y, out)``: ``out = gelu(x + y)``, GELU by the error function; all (rows, columns)."""
-
-    name, reads, flops_each = "add_gelu", 2, 14
-
-    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Three matrices."""
-        make = normal(device, seed)
-        return make(*dims), make(*dims), torch.empty(dims, dtype=torch.bfloat16, device=device)
-
-    def exact(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-        """The result in float64."""
-        return F.gelu(x.double() + y.double())
-
-    def terms(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-        """GELU is no steeper than 1.13, and the sum is rounded before it."""
-        return (x.double() + y.double()).abs()
-
-
-@operation
-class MulAdd(Rows):
-    """``mul_add(x, y, z, out)``: ``out = x * y + z``; all (rows, columns)."""
-
-    name, reads, flops_each = "mul_add", 3, 2
-
-    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Four matrices."""
-        make = normal(device, seed)
-        return *(make(*dims) for _ in range(3)), torch.empty(dims, dtype=torch.bfloat16, device=device)
-
-    def exact(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
-        """The result in float64."""
-        return x.double() * y.double() + z.double()
-
-    def terms(self, x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> Tensor:
-        """The product may be rounded before the addition."""
-        return (x.double() * y.double()).abs() + z.double().abs()
-
-
-@operation
-class RMSNorm(Rows):
-    """``rms_norm(x, weight, out)``: ``out = x / sqrt(mean(x^2) + 1e-6) * weight`` for each row; weight (columns)."""
-
-    name, flops_each = "rms_norm", 4
-    EPS = 1e-6
-
-    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """A matrix, a vector and a matrix."""
-        make = normal(device, seed)
-        return make(*dims), make(dims[1]), torch.empty(dims, dtype=torch.bfloat16, device=device)
-
-    def exact(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        """The result in float64."""
-        wide = x.double()
-        return wide * (wide.square().mean(1, keepdim=True) + self.EPS).rsqrt() * weight.double()
-
-
-@operation
-class LayerNorm(Rows):
-    """``layer_norm(x, weight, bias, out)``: ``out = (x - mean) / sqrt(variance + 1e-5) * weight + bias`` by rows."""
-
-    name, flops_each = "layer_norm", 7
-    EPS = 1e-5
-
-    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """A matrix, two vectors and a matrix."""
-        make = normal(device, seed)
-        out = torch.empty(dims, dtype=torch.bfloat16, device=device)
-        return make(*dims), make(dims[1]), make(dims[1]), out
-
-    def exact(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-        """The result in float64."""
-        return F.layer_norm(x.double(), x.shape[1:], weight.double(), bias.double(), self.EPS)
-
-    def terms(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-        """The normalised row may be rounded before the bias is added."""
-        return self.exact(x, weight, torch.zeros_like(bias), out).abs() + bias.double().abs()
-
-
-@operation
-class SwiGLU(Rows):
-    """``swiglu(x, out)``: ``out = silu(gate) * up``, x (rows, 2 * columns) with the gate in its first half."""
-
-    name, reads, flops_each = "swiglu", 2, 13
-
-    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Two matrices."""
-        rows, columns = dims
-        return normal(device, seed)(rows, 2 * columns), torch.empty(dims, dtype=torch.bfloat16, device=device)
-
-    def exact(self, x: Tensor, out: Tensor) -> Tensor:
-        """The result in float64."""
-        gate, up = x.double().chunk(2, 1)
-        return F.silu(gate) * up

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import deep_gemm
 
+from .grouped import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, SCALED_GEMMS, FP8Gemm
 from .registry import Call, kernel
 
@@ -23,7 +24,14 @@ def scaled(recipe: Any, a: Any, b: Any, d: Tensor, c: Tensor | None = None) -> C
     return functools.partial(deep_gemm.fp8_gemm_nt, a, b, d, c, recipe)
 
 
-for _op in (FP8Gemm.name, *HALF_GEMMS):
+def adding(op: str, a: Any, b: Any, d: Tensor, *sizes: Any) -> Call:
+    """A product that is added to ``d`` in place, which is zeroed once."""
+    return functools.partial(getattr(deep_gemm, op), a, b, d.zero_(), *sizes, d)
+
+
+for _op in (FP8Gemm.name, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("cuda", _op, prepares=True)(functools.partial(prepare, _op))
 for _gemm in SCALED_GEMMS:
     kernel("cuda", _gemm.name, prepares=True)(functools.partial(scaled, _gemm.recipe))
+for _k_grouped in K_GROUPED:
+    kernel("cuda", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))

@@ -100,7 +100,7 @@ class Kernel:
         """Compute the operation on its operands."""
         result = self.prepare(*operands)()
         if result is not None:
-            get_operation(self.op).output(operands).copy_(result)
+            get_operation(self.op).put(operands, result)
 
 
 _backends: dict[str, Backend] = {}
@@ -145,7 +145,7 @@ def operation(what: OperationOrClass) -> OperationOrClass:
 @functools.cache
 def _find() -> None:
     """Import the built-in backends and operations, and the entry points of other packages."""
-    for module in ("builtin", "operations"):
+    for module in ("builtin", "operations", "grouped"):
         importlib.import_module(f"{__package__}.{module}")
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:

@@ -123,11 +123,12 @@ class Runner:
         except Exception as error:  # other libraries may raise anything
             self._lose_context(kernel.name)
             return replace(row, status="failed", why=_said(error))
+        result = op.result(operands)
         if kernel.easier:
-            bad = int((~output.isfinite()).sum())
+            bad = int((~result.isfinite()).sum())
             why = f"{bad} elements are NaN or infinite, or were not written" if bad else ""
             return replace(row, status="wrong" if bad else "easier", why=why)
-        found = examine(output, exact, allowed)
+        found = examine(result, exact, allowed)
         return replace(row, status="ok" if found.right else "wrong", why=found.fault, accuracy=found)
 
     def _too_slow(self, op: Operation, dims: Dims, slowness: float) -> str:

@@ -1,4 +1,4 @@
-"""The reference: GEMMs of `deep_gemm.reference`, which accumulate in float64, and other operations in eager torch."""
+"""The reference: GEMMs of `deep_gemm.reference`, which accumulate in float64."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference import fp8_gemm_reference, half_gemm_reference
-from .operations import HALF_GEMMS, SCALED_GEMMS, FP8Gemm, HalfGemm, LayerNorm, RMSNorm, ScaledGemm
-from .registry import get_operation, kernel
+from ..reference import (
+    fp8_gemm_reference,
+    group_rows,
+    half_gemm_reference,
+    k_grouped_reference,
+    m_grouped_reference,
+)
+from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped, unpaired
+from .operations import HALF_GEMMS, SCALED_GEMMS, FP8Gemm, HalfGemm, ScaledGemm
+from .registry import Call, get_operation, kernel
 
 Pair = tuple[Tensor, Tensor]
 
 
 @kernel("torch", FP8Gemm.name)
 def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> None:
-    """See `fp8_gemm_reference`."""
     fp8_gemm_reference(*a, *b, d)
 
 
 def scaled_gemm(gemm: type[ScaledGemm], a: Pair, b: Pair, d: Tensor) -> None:
-    """See `fp8_gemm_reference`."""
     fp8_gemm_reference(*a, *b, d, scaling=gemm.scaling)
 
 
@@ -32,7 +36,6 @@ for _gemm in SCALED_GEMMS:
 
 
 def half_gemm(op: HalfGemm, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """See `half_gemm_reference`."""
     half_gemm_reference(*op.as_nt(a, b), d, c)
 
 
@@ -41,32 +44,29 @@ for _name in HALF_GEMMS:
     kernel("torch", _name)(functools.partial(half_gemm, _op))
 
 
-@kernel("torch", "add_gelu")
-def add_gelu(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """Two kernels on a GPU."""
-    return F.gelu(x + y)
+def m_grouped(op: MGrouped, a: Any, b: Any, d: Tensor, layout: Tensor, expected_m: int = 0) -> None:
+    """One product for each group."""
+    (a, sfa), (b, sfb) = unpaired(a), unpaired(b)
+    m_grouped_reference(a, b, layout, d, op.grouping, ALIGNMENT, sfa, sfb)
 
 
-@kernel("torch", "mul_add")
-def mul_add(x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> None:
-    """One kernel."""
-    torch.addcmul(z, x, y, out=out)
+def grouped_mm(a: Tensor, b: Tensor, d: Tensor, layout: Tensor) -> Call:
+    """torch's own grouped GEMM. It needs no padding, and gets none."""
+    groups = [(group, where) for group, where in group_rows(layout, "contiguous", len(b), len(a)) if group >= 0]
+    ends = torch.tensor([where.stop - where.start for _, where in groups], device=a.device).cumsum(0).int()
+    rows = torch.cat([a[where] for _, where in groups])
+    return functools.partial(torch._grouped_mm, rows, b.transpose(1, 2), offs=ends)
 
 
-@kernel("torch", RMSNorm.name)
-def rms_norm(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """torch's own."""
-    return F.rms_norm(x, x.shape[1:], weight, RMSNorm.EPS)
+def k_grouped(a: Any, b: Any, d: Tensor, ks: list[int], layout: Tensor) -> None:
+    """One product for each group."""
+    (a, sfa), (b, sfb) = unpaired(a), unpaired(b)
+    k_grouped_reference(a, b, layout, d, sfa, sfb)
 
 
-@kernel("torch", LayerNorm.name)
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-    """torch's own."""
-    return F.layer_norm(x, x.shape[1:], weight, bias, LayerNorm.EPS)
-
-
-@kernel("torch", "swiglu")
-def swiglu(x: Tensor, out: Tensor) -> None:
-    """Two kernels."""
-    gate, up = x.chunk(2, 1)
-    torch.mul(F.silu(gate), up, out=out)
+for _m_grouped in M_GROUPED:
+    kernel("torch", _m_grouped.name)(functools.partial(m_grouped, _m_grouped))
+    if _m_grouped.kind == "bf16" and _m_grouped.grouping == "contiguous":
+        kernel("torch:grouped_mm", _m_grouped.name, prepares=True)(grouped_mm)
+for _k_grouped in K_GROUPED:
+    kernel("torch", _k_grouped.name)(k_grouped)

@@ -30,7 +30,6 @@ _INTERPRETED = tl.constexpr(interpreted)
 
 
 def why_not(device: torch.device) -> str:
-    """See `Backend.why_not`."""
     if device.type == "cuda":
         return "TRITON_INTERPRET is set, and the interpreter's times are no kernel's" if interpreted else ""
     if device.type != "cpu":

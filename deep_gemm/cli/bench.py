@@ -11,9 +11,9 @@ import click
 
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
-from deep_gemm.benchmarks import shapes
-from deep_gemm.benchmarks.modes import COST_MODES
-from deep_gemm.benchmarks.summary import GEMM_MODES, summary
+from deep_gemm.bench import shapes
+from deep_gemm.bench.modes import COST_MODES
+from deep_gemm.bench.summary import GEMM_MODES, summary
 from deep_gemm.cli.console import Number, console, table
 from deep_gemm.cli.shape_options import shape_option
 
@@ -104,7 +104,7 @@ def command(
     --random draws M, N and K log-uniform; N and K are multiples of 16, 64 or 128.
     """
     from deep_gemm.backends import deepgemm as theirs
-    from deep_gemm.benchmarks import backends, costs, live, run
+    from deep_gemm.bench import backends, costs, live, run
 
     modes = modes or ("flush",)
     out = console()
@@ -137,7 +137,7 @@ def command(
         columns = list(entries[0])
         out.print(table("\nGeometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
     if chart is not None:
-        from deep_gemm.benchmarks.chart import draw
+        from deep_gemm.bench.chart import draw
 
         for mode in dict.fromkeys(row["mode"] for row in rows if row["mode"] in GEMM_MODES):
             path = chart.with_name(f"{chart.stem}-{mode}.png")

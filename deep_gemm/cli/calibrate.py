@@ -13,15 +13,15 @@ import click
 from deep_gemm import arch
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import rows as lines
-from deep_gemm.benchmarks import shapes
-from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
+from deep_gemm.bench import rows as lines
+from deep_gemm.bench import shapes
+from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
 from deep_gemm.cli.bench import operation_options
 from deep_gemm.cli.console import Number, console
 from deep_gemm.select import calibration
 
 if TYPE_CHECKING:
-    from deep_gemm.benchmarks.fit import Data
+    from deep_gemm.bench.fit import Data
 
 COUNT, TOKENS, SECONDS = click.IntRange(0, 10_000), click.IntRange(1, 1 << 20), Number()
 RANGES = (64, 128, 512)
@@ -101,8 +101,8 @@ def survey_command(
     """Time many configs on many shapes. The order is random, so a survey that is cut short still covers all kinds."""
     import torch
 
-    from deep_gemm.benchmarks import survey
-    from deep_gemm.benchmarks.run import append
+    from deep_gemm.bench import survey
+    from deep_gemm.bench.run import append
 
     if not torch.cuda.is_available():
         raise click.ClickException("a survey times kernels on a GPU, and torch sees none here.")
@@ -128,7 +128,7 @@ def surveyed(
     with `public` DeepSeek-V3's N x K at many M. Random shapes are log-uniform. Each range of tokens gets so many that
     all ranges have as many rows: small M is timed in graphs too, which makes two or three rows of a shape. There are
     fewer than `count` if less than one draw in 100 is in a range."""
-    from deep_gemm.benchmarks import survey
+    from deep_gemm.bench import survey
 
     found = [GemmShape(m, n, k, "DeepSeek-V3") for n, k in shapes.REFERENCE_NK for m in CALIBRATION_M] if public else []
     found = [x for x in shapes.posed(found, op, output, added) if survey.is_surveyed(x, "flush")]
@@ -150,7 +150,7 @@ def range_of(m: int) -> str:
 
 def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
     """How many of ``count`` shapes each range of tokens gets, so that all ranges have as many rows."""
-    from deep_gemm.benchmarks import survey
+    from deep_gemm.bench import survey
 
     least = {range_of(m): m for m in range(max_m, min_m - 1, -1)}
     modes = {
@@ -176,7 +176,7 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     """Fit the model's constants to surveys. Takes a minute and needs no GPU. A quarter of the shapes is held out to
     judge the fit."""
-    from deep_gemm.benchmarks import fit, survey
+    from deep_gemm.bench import fit, survey
 
     rows = survey.load(sources)
     out, spec = console(), arch.get("sm_90a")
@@ -243,13 +243,13 @@ def _summary(data: Data, speed: calibration.Speed) -> dict[str, dict[str, float]
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 def check_command(sources: tuple[Path, ...]) -> None:
     """Show how good the selected configs of surveys were: the best time over theirs."""
-    from deep_gemm.benchmarks import survey
+    from deep_gemm.bench import survey
 
     _report(survey.load(sources))
 
 
 def _report(rows: list[dict[str, Any]]) -> None:
-    from deep_gemm.benchmarks import survey
+    from deep_gemm.bench import survey
 
     out = console()
     for mode in SURVEY_MODES:

@@ -70,7 +70,7 @@ def command(
     Each is checked against float64, and those that are right are timed in turns. Without OP: what there is.
 
     OP is an operation such as fp8_gemm_nt, several with commas between them, or all. A GEMM's shape is MxNxK, that of
-    add_gelu, mul_add, rms_norm, layer_norm and swiglu ROWSxCOLUMNS.
+    GEMMs of groups GROUPSxROWSxNxK or GROUPSxKxMxN, with the mean of the groups' rows or K.
 
     Without a GPU, torch's reference runs on the host, and Triton in its interpreter; the times are the host's.
 
@@ -78,7 +78,7 @@ def command(
     """
     from deep_gemm import backends as registry
     from deep_gemm.backends.results import Comparison
-    from deep_gemm.benchmarks.provenance import environment
+    from deep_gemm.bench.provenance import environment
 
     out = console()
     if deepgemm is not None:

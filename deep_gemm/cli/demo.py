@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks.shapes import demo
+from deep_gemm.bench.shapes import demo
 from deep_gemm.cli.console import console, duration, size, table
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def command() -> None:
 def _on_gpu(out: Console) -> None:
     import torch
 
-    from deep_gemm.benchmarks.run import measure
+    from deep_gemm.bench.run import measure
 
     out.print(f"Running on {torch.cuda.get_device_name()}, torch {torch.__version__}.\n")
     for shape in demo():

@@ -90,16 +90,16 @@ def _is_tuned(layer: layers.Layer) -> bool:
 
 
 def _learn(path: Path, stale: bool) -> dict[str, int]:
-    from deep_gemm.benchmarks import tuned
+    from deep_gemm.bench import survey
 
-    return dict(tuned.remember(path, stale))
+    return dict(survey.remember(path, stale))
 
 
 def _tune(chosen: list[GemmShape], seconds: float, quiet: bool, left_out: list[str]) -> list[dict[str, Any]]:
     """One row for each shape that was measured; a line is printed for each, unless ``quiet``. Adds to ``left_out``."""
     import torch
 
-    from deep_gemm.benchmarks import backends
+    from deep_gemm.bench import backends
     from deep_gemm.measuring import tuning
 
     if not torch.cuda.is_available():

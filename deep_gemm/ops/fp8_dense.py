@@ -77,6 +77,8 @@ class FP8GemmNT(Operation):
     name = NAME
     output = "d"
     weights = ("b", "sfb")
+    unsigned = ("a", "b")
+    settings = ("forbid_transpose",)
     fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt})
 
     def __init__(self, accumulates: bool = False) -> None:

@@ -196,6 +196,7 @@ class KGroupedFP8(_KGrouped):
     """See `deep_gemm.k_grouped_fp8_gemm_nt_contiguous`. Values are flat: a group's matrix lies after the one before."""
 
     dtype = "e4m3"
+    unsigned = ("a", "b", "layout")
     dims: tuple[int, ...] = (1, 2)
 
     def __init__(self, accumulates: bool, name: str = FP8) -> None:
@@ -262,6 +263,7 @@ class KGroupedBF16(_KGrouped):
     """See `deep_gemm.k_grouped_bf16_gemm_tn_contiguous`."""
 
     dtype = "bf16"
+    unsigned = ("layout",)
 
     def __init__(self, accumulates: bool) -> None:
         super().__init__(BF16, {"a": "a", "b": "b"}, accumulates)

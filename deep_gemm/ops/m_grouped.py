@@ -184,6 +184,7 @@ class MGroupedFP8(_MGrouped):
     """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous`."""
 
     weights = ("b", "sfb")
+    unsigned = ("a", "b", "layout")
     dtype = "e4m3"
 
     def __init__(self, grouping: Form) -> None:
@@ -224,6 +225,7 @@ class MGroupedBF16(_MGrouped):
     """See `deep_gemm.m_grouped_bf16_gemm_nt_contiguous`."""
 
     weights = ("b",)
+    unsigned = ("layout",)
     dtype = "bf16"
 
     def __init__(self, grouping: Form) -> None:

@@ -57,6 +57,7 @@ class Quantize(Operation):
             self.operands |= {f"{prefix}values": f"{output}[0]", f"{prefix}scales": f"{output}[1]"}
         self.outputs = tuple(name for name in self.operands if name not in self.read)
         self.output = self.outputs[0]
+        self.unsigned = ("rows", *(name for name in self.outputs if name.endswith("values")))
 
     def check(self, *arguments: Any) -> QuantizeOperands | None:
         """None for fake tensors and where there is nothing to cast."""

@@ -24,7 +24,6 @@ class Sheet:
     """Boost clock."""
     tensor_tflops: float
     hbm_gb_per_s: float
-    l2_bytes: int
     power_w: int
 
     def distance(self, other: Sheet) -> float:
@@ -34,11 +33,11 @@ class Sheet:
 
 
 SHEETS = (
-    Sheet("H100 SXM", "NVIDIA H100 80GB HBM3", 132, 1.98, 1979, 3350, 50_000_000, 700),
-    Sheet("H100 PCIe", "NVIDIA H100 PCIe", 114, 1.755, 1513, 2039, 50_000_000, 350),
-    Sheet("H200", "NVIDIA H200", 132, 1.98, 1979, 4800, 50_000_000, 700),
-    Sheet("H20", "NVIDIA H20", 78, 1.98, 296, 4000, 60_000_000, 400),
-    Sheet("GH200", "NVIDIA GH200 480GB", 132, 1.98, 1979, 4000, 50_000_000, 1000),
+    Sheet("H100 SXM", "NVIDIA H100 80GB HBM3", 132, 1.98, 1979, 3350, 700),
+    Sheet("H100 PCIe", "NVIDIA H100 PCIe", 114, 1.755, 1513, 2039, 350),
+    Sheet("H200", "NVIDIA H200", 132, 1.98, 1979, 4800, 700),
+    Sheet("H20", "NVIDIA H20", 78, 1.98, 296, 4000, 400),
+    Sheet("GH200", "NVIDIA GH200 480GB", 132, 1.98, 1979, 4000, 1000),
 )
 
 

@@ -7,13 +7,14 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from deep_gemm.jit.cache import entry as entries
+from deep_gemm.jit.cache import locks
 from deep_gemm.jit.cache.entry import Address, Entry
 from deep_gemm.jit.cache.files import Folder, UnsafeError, make_directories
-from deep_gemm.jit.cache.locks import held, locking_works
 from deep_gemm.jit.cache.root import open_root, root_problem
 from deep_gemm.log import log, warn_once
 
@@ -40,7 +41,6 @@ class DiskCache:
         self.trust = trust
         self._text = str(root)
         self._swept = False
-        self._locking: bool | None = None
         # Render keys whose sources are stored, so that a process looks at each once.
         self.rendered: set[str] = set()
 
@@ -179,35 +179,31 @@ class DiskCache:
         with contextlib.suppress(OSError), self.open() as root, root.below(above) as folder:
             move_aside(root, folder, name)
 
-    @contextlib.contextmanager
-    def lock(self, address: Address, limit: float) -> Iterator[bool]:
-        """Hold the lock of one key between processes. Yields whether it is held. After `limit` seconds, or where the
-        filesystem has no locks, the caller goes on without it; at worst a kernel is compiled twice.
+    def lock(self, address: Address, limit: float) -> contextlib.AbstractContextManager[FileIO | None]:
+        """The lock of one key between processes, which ends with the `with` block. None after `limit` seconds, or where
+        the filesystem has no locks: the caller goes on without it; at worst a kernel is compiled twice.
 
         The operating system drops the lock of a process that dies.
         """
-        with contextlib.ExitStack() as closing:
-            taken = False
-            if self.usable():
-                try:
-                    path = self.lock_path(f"{address.arch}-{address.key}.lock")
-                    taken = path is not None and closing.enter_context(held(path, limit))
-                except TimeoutError:
-                    message = f"Another process has been compiling {address.name} for {limit:g} s"
-                    warn_once(f"cache-lock:{address.key}", f"{message}; compiling it here too.")
-                except OSError as error:
-                    log.debug("no lock in %s: %s", self.root, error)
-            yield taken
+        if self.usable():
+            try:
+                return self.take(lock_name(address.arch, address.key), limit)
+            except TimeoutError:
+                message = f"Another process has been compiling {address.name} for {limit:g} s"
+                warn_once(f"cache-lock:{address.key}", f"{message}; compiling it here too.")
+            except OSError as error:
+                log.debug("no lock in %s: %s", self.root, error)
+        return contextlib.nullcontext()
 
-    def lock_path(self, name: str) -> Path | None:
-        """The path of a lock, after its directory was opened and checked; None where the filesystem has no locks.
-        Raises OSError. A plain path will do: nothing is read from a lock, and filelock follows no link."""
+    def take(self, name: str, limit: float) -> FileIO:
+        """As `locks.take`. Whoever has it calls `forget_lock` inside the `with` block, as the last step."""
         with self.open(create=True) as root, root.made(LOCKS) as folder:
-            if self._locking is None:
-                self._locking = locking_works(folder)
-                if not self._locking:
-                    log.debug("the filesystem of %s has no locks: processes do not wait for each other", self.root)
-        return self.root / LOCKS / name if self._locking else None
+            return locks.take(folder, name, limit)
+
+    def forget_lock(self, name: str) -> None:
+        """Delete the file of a lock that this process holds: without its holder it is of no use."""
+        with contextlib.suppress(OSError), self.open() as root, root.child(LOCKS) as folder:
+            folder.unlink(name)
 
     def walk(self) -> Iterator[tuple[Path, tuple[str, str, str]]]:
         """(directory, (arch, cuda, driver)) of every directory that lies where an entry would."""
@@ -238,8 +234,8 @@ class DiskCache:
         }
 
     def clear(self) -> dict[str, int]:
-        """Delete all entries, rendered sources and measured times, and nothing else; returns how many entries and bytes
-        were deleted, and how many failed."""
+        """Delete all entries, rendered sources, measured times, and locks that nobody holds; returns how many entries
+        and bytes were deleted, and how many failed."""
         counts = {"entries": 0, "bytes": 0, "failed": 0}
         try:
             with self.open() as root:
@@ -268,11 +264,17 @@ class DiskCache:
         self.forget_rendered(root)
         with contextlib.suppress(OSError), root.child(TEMPORARY) as temporary:
             temporary.sweep()
+        with contextlib.suppress(OSError), root.child(LOCKS) as folder:
+            locks.sweep(folder)
 
     def forget_rendered(self, root: Folder) -> None:
         """Delete the rendered sources. They are stored again with the next kernel that is loaded from disk."""
         root.remove(RENDERED)
         self.rendered.clear()
+
+
+def lock_name(arch: str, key: str) -> str:
+    return f"{arch}-{key}.lock"
 
 
 def move_aside(root: Folder, folder: Folder, name: str) -> None:

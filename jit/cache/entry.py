@@ -79,9 +79,6 @@ def read(address: Address, folder: Folder) -> Entry:
 
 def _verified(address: Address, folder: Folder) -> Entry:
     text, described = folder.read(META, MAX_META)
-    source, cubin = _part(folder, SOURCE, _MAX_SOURCE), _part(folder, CUBIN, _MAX_CUBIN)
-    head = _HEAD.match(text)
-    sound = head is not None and cubin and head[1].decode() == _checksum(text[head.end() :], source, cubin)
     try:
         body = json.loads(text)
     except ValueError as error:
@@ -92,8 +89,13 @@ def _verified(address: Address, folder: Folder) -> Entry:
     for field, value in expected.items():
         if body.get(field) != value:
             raise ValueError(f"its {field} is {shown(body.get(field))}, not {value!r}")
-    # Last: for an entry of another key or format, the messages above say more.
-    if not sound:
+    # The size is checked before memory is taken for it.
+    size = body.get("cubin_bytes")
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= _MAX_CUBIN:
+        raise ValueError(f"its cubin_bytes are {shown(size)}")
+    source, cubin = _part(folder, SOURCE, _MAX_SOURCE), _part(folder, CUBIN, size)
+    head = _HEAD.match(text)
+    if head is None or head[1].decode() != _checksum(text[head.end() :], source, cubin):
         raise ValueError("its checksum does not match")
     del body["checksum"]
     resources, seconds = Resources.from_json(body.get("resources")), seconds_from_json(body.get("seconds"))

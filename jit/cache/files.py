@@ -103,7 +103,10 @@ def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
             raise ValueError(f"{name} has {status.st_size} bytes, more than {limit}")
         # One byte more than the size: one call then reads all and sees the end. Not `limit` bytes, which read() would
         # allocate.
-        data = os.read(descriptor, status.st_size + 1)
+        try:
+            data = os.read(descriptor, status.st_size + 1)
+        except MemoryError as error:
+            raise ValueError(f"{name} has {status.st_size} bytes, for which there is no memory") from error
         while len(data) != status.st_size and len(data) <= limit and (more := os.read(descriptor, _CHUNK)):
             data += more
         return Content(data, status)

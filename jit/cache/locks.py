@@ -1,5 +1,10 @@
 """Locks between processes. The system drops the lock of a process that dies, though a forked child inherits its
-descriptor."""
+descriptor.
+
+A lock is an open file, and nothing else in this process knows of it. A signal handler may raise between any two steps
+of Python code, and would leave a library that counts its locks in Python believing that one is held for ever. Here an
+exception before the `with` statement closes the file, and the `with` statement closes it in C, where no handler runs.
+"""
 
 from __future__ import annotations
 
@@ -7,85 +12,81 @@ import contextlib
 import fcntl
 import functools
 import os
-import secrets
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from io import FileIO
 
 from deep_gemm.jit.cache.files import Folder
 
-_taken: list[str] = []
+# A link or a directory in place of the file is an error; a FIFO does not block.
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_POLL = 0.01  # seconds
+# The directories in which this process has opened locks, as the system names them.
+_folders: set[str] = set()
 
 
-def locking_works(folder: Folder) -> bool:
-    """Whether the filesystem has locks that die with their process. Raises OSError where no file can be created.
+def take(folder: Folder, name: str, limit: float) -> FileIO:
+    """The lock file `name`, open and locked until it is closed: `with take(...):`.
 
-    This is tried before filelock is used: where flock fails, some versions of filelock wait as if the lock were held,
-    and others create a file that a killed process leaves behind.
+    Raises TimeoutError if another holds it for `limit` seconds, and OSError where there are no locks.
     """
-    name = f"probe-{os.getpid()}-{secrets.token_hex(8)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(name, flags, 0o600, dir_fd=folder.fd)
+    end = time.monotonic() + limit
+    _remember(folder)
+    while True:
+        file = FileIO(os.open(name, _FLAGS, 0o600, dir_fd=folder.fd), "r+")
+        try:
+            while not _locked(file):
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"{folder.path}/{name} is held")
+                time.sleep(_POLL)
+            # Its last holder may have deleted it, and others then lock a new one.
+            if os.fstat(file.fileno()).st_nlink > 0:
+                return file
+            if time.monotonic() >= end:
+                raise TimeoutError(f"{folder.path}/{name} was held")
+        except BaseException as error:
+            file.close()
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                folder.unlink(name)  # without locks, it is of no use
+            raise
+        file.close()
+
+
+def _locked(file: FileIO) -> bool:
     try:
-        folder.unlink(name)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
-    finally:
-        os.close(descriptor)
+    return True
 
 
-@contextlib.contextmanager
-def held(path: Path, limit: float) -> Iterator[bool]:
-    """Hold the lock file `path` while the block runs. Raises TimeoutError if another process holds it for `limit`
-    seconds, and OSError where there are no locks."""
-    import filelock
-
-    lock = filelock.FileLock(path, timeout=limit, mode=0o600)
-    with not_inherited(path):
-        try:
-            lock.acquire(poll_interval=0.01)
-        except filelock.Timeout as error:
-            raise TimeoutError(f"{path} is held") from error
-        except (NotImplementedError, RuntimeError) as error:
-            raise OSError(str(error)) from error
-        try:
-            yield True
-        finally:
-            with contextlib.suppress(OSError, RuntimeError):
-                lock.release()
+def sweep(folder: Folder) -> None:
+    """Delete the lock files that nobody holds: those of killed processes."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder.fd):
+            with contextlib.suppress(OSError), take(folder, name, 0.0):
+                folder.unlink(name)
 
 
-@contextlib.contextmanager
-def not_inherited(path: Path) -> Iterator[None]:
-    """While the block runs, a forked child closes its copies of descriptors of the lock file `path`.
+def _remember(folder: Folder) -> None:
+    """A forked child is to close its copies of locks in this directory.
 
     The system drops a lock when its last descriptor is closed: if this process were killed, a child that lives on would
-    keep the lock. filelock does the same from 3.32 on, but many installations have an older one.
+    keep the lock. Directories are noted, not locks, so that there is nothing to undo when a lock ends.
     """
     _register()
-    name = os.path.realpath(path)
-    # Before the lock is taken, so that no fork comes in between. Both steps are atomic.
-    _taken.append(name)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # in a child that was forked inside the block
-            _taken.remove(name)
+    with contextlib.suppress(OSError):
+        _folders.add(os.readlink(f"/proc/self/fd/{folder.fd}"))
 
 
 @functools.lru_cache(maxsize=1)
 def _register() -> None:
-    # Hooks run in the order in which they were registered: what filelock closes is closed by then.
-    import filelock  # noqa: F401
-
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_drop)
 
 
-def _after_fork() -> None:
-    with contextlib.suppress(OSError):
-        for number in os.listdir("/proc/self/fd") if _taken else ():
+def _drop() -> None:
+    with contextlib.suppress(OSError), open(os.devnull, "rb", buffering=0) as nothing:
+        for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)") in _taken:
-                    os.close(int(number))
-    _taken.clear()
+                if os.path.dirname(os.readlink(f"/proc/self/fd/{number}")) in _folders:
+                    # Not closed: if the child was forked inside the `with` block, it closes this number at its end.
+                    os.dup2(nothing.fileno(), int(number), inheritable=False)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import entry as entries
-from deep_gemm.jit.cache.disk import LOCKS, TEMPORARY, DiskCache, move_aside, size_of
+from deep_gemm.jit.cache.disk import LOCKS, TEMPORARY, DiskCache, lock_name, move_aside, size_of
 from deep_gemm.jit.cache.entry import Address
-from deep_gemm.jit.cache.locks import held
 
 # Anything younger may still be in use by a compiler, so it is no leftover. Writers sweep after the same time.
 LEFTOVER_SECONDS = 3600.0
@@ -281,11 +280,8 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _delete_leftover(disk: DiskCache, folder: str, name: str) -> bool:
-    with contextlib.ExitStack() as closing, contextlib.suppress(OSError):
-        opened = closing.enter_context(closing.enter_context(disk.open()).child(folder))
-        if folder == LOCKS:
-            closing.enter_context(_held(disk, name))
-        return opened.remove(name)
+    with contextlib.suppress(OSError), disk.open() as root, root.child(folder) as opened:
+        return _locked(disk, name, lambda: opened.remove(name)) if folder == LOCKS else opened.remove(name)
     return False
 
 
@@ -299,35 +295,32 @@ def _delete_entry(
     """Delete an entry under its lock, if `still` agrees. One rename moves it away first, so that readers see all or
     nothing."""
     *above, name = path.relative_to(disk.root).parts
-    lock = f"{where[0]}-{name.rpartition('-')[2]}.lock"
-    with contextlib.suppress(OSError), disk.open() as root, _held(disk, lock):
-        if not still(look(disk, path, where, None)):
-            return False
-        done = True
+    lock = lock_name(where[0], name.rpartition("-")[2])
+
+    def delete() -> bool:
         try:
-            with root.below(above) as folder:
+            if not still(look(disk, path, where, None)):
+                return False
+            with disk.open() as root, root.below(above) as folder:
                 move_aside(root, folder, name)
         except OSError:
-            if os.path.lexists(path):
-                return False
-            # Another process removed it, and counts it.
-            done = False
-        # A lock without an entry is of no use. A process that waits for it then locks a file without a name: at worst
-        # two processes compile.
-        with contextlib.suppress(OSError), root.child(LOCKS) as locks:
-            locks.unlink(lock)
-        return done
-    return False
+            return False  # if it is gone, another process removed it, and counts it
+        finally:
+            disk.forget_lock(lock)
+        return True
+
+    return _locked(disk, lock, delete)
 
 
-@contextlib.contextmanager
-def _held(disk: DiskCache, name: str) -> Iterator[None]:
-    """Hold the lock that compiling takes while the block runs. Raises OSError at once if another process holds it.
-    Where the filesystem has no locks, nothing is held: a removal by one rename does no harm to readers and
-    compilers."""
-    path = disk.lock_path(name)
-    if path is None:
-        yield
-        return
-    with held(path, 0.0):
-        yield
+def _locked(disk: DiskCache, name: str, work: Callable[[], bool]) -> bool:
+    """`work()` under the lock that compiling takes, or False at once if another holds it. Where the filesystem has no
+    locks, nothing is held: a removal by one rename does no harm to readers and compilers."""
+    lock: contextlib.AbstractContextManager[object]
+    try:
+        lock = disk.take(name, 0.0)
+    except TimeoutError:
+        return False
+    except OSError:
+        lock = contextlib.nullcontext()
+    with lock:
+        return work()

@@ -384,8 +384,10 @@ def _danger(status: os.stat_result, path: Path) -> str | None:
     problem = files.danger(status, path)
     # Of a link, both the link and its target could be replaced.
     for folder in dict.fromkeys((os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path)))):
-        mode = os.stat(folder).st_mode
-        if problem is None and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            problem = f"any user can replace it, since any can write to {folder}; run `chmod o-w` on that"
+        above = os.stat(folder)
+        # In a directory such as /tmp, only its owner and the file's can replace a file.
+        sticky = above.st_mode & stat.S_ISVTX and above.st_uid in (0, os.geteuid())
+        if problem is None and not sticky and (theirs := files.danger(above, folder)) is not None:
+            problem = f"others can replace it, since {theirs}"
     advice = "or set DG_JIT_TRUST_CACHE_DIR=1 if you trust everybody on this machine"
     return None if problem is None else f"{problem}, {advice}"

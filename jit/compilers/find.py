@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deep_gemm.errors import CompilerNotFoundError
+from deep_gemm.jit.cache.files import absolute
 from deep_gemm.jit.compilers.base import MIN_VERSION, Compiler
 from deep_gemm.jit.compilers.nvcc import Nvcc
 from deep_gemm.jit.compilers.nvrtc import Nvrtc, library_version
@@ -227,9 +228,9 @@ def _nvrtc_version(path: str) -> tuple[int, int]:
 
 def _nvcc_paths() -> list[str]:
     if settings.nvcc is not None:
-        return [str(settings.nvcc.absolute())]
+        return [str(absolute(settings.nvcc))]
     on_path = shutil.which("nvcc")
-    paths = [str(Path(on_path).absolute())] if on_path else []
+    paths = [str(absolute(Path(on_path)))] if on_path else []
     paths += [str(path) for home in _toolkits() if (path := home / "bin" / "nvcc").is_file()]
     return _distinct(paths)
 

@@ -6,9 +6,11 @@ ctypes releases the GIL, so that several threads compile at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,8 +50,28 @@ _CACHES = (12, 9)
 """The first version that keeps binaries in the driver's compute cache. A binary from there comes without ptxas' report,
 which a build needs: after our own cache was cleared, a kernel could not be built again."""
 
+_EXIT_LIMIT = 3.0  # seconds
+
 # NVRTC holds locks while it compiles: of children that were forked meanwhile, one in ten hung when it compiled.
 _at_work = ForkWaits()
+_cancels: list[ctypes.Array[ctypes.c_char]] = []
+"""What asks each compilation under way to end."""
+
+
+def _end() -> None:
+    """At exit. While C ends the process, it frees the memory of NVRTC, which would crash in a thread that compiles."""
+
+    def cancel() -> None:
+        for cancelled in _cancels.copy():
+            cancelled.value = b"1"
+
+    if not _at_work.close(cancel, _EXIT_LIMIT):
+        # Its front end does not ask whether to end. C then ends the process with the same status and frees nothing.
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "on_exit"):  # glibc
+            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+        else:
+            _at_work.close(cancel, 10 * _EXIT_LIMIT)
 
 
 class Nvrtc(Compiler):
@@ -89,10 +111,16 @@ class Nvrtc(Compiler):
             say(f"{self.path} {' '.join(options)} {source_path}")
         # NVRTC calls back 10,000 times. C's atoi, which reads a number from text, answers without the GIL.
         cancelled = ctypes.create_string_buffer(b"0", 2)
+        for_main = threading.current_thread() is threading.main_thread()
 
         def work() -> Compiled:
-            with _at_work:
-                return self._compile(name, source, source_path, options, want_ptx, cancelled)
+            _cancels.append(cancelled)
+            try:
+                return _at_work.run(
+                    lambda: self._compile(name, source, source_path, options, want_ptx, cancelled), for_main
+                )
+            finally:
+                _cancels.remove(cancelled)
 
         return interruptible(work, lambda: setattr(cancelled, "value", b"1"))
 
@@ -153,6 +181,7 @@ class Nvrtc(Compiler):
                 if self.version <= _OWN_HANDLERS:
                     self._keep_handlers(library)
                 self._library = library
+                atexit.register(_end)
             return self._library
 
     def _keep_handlers(self, library: ctypes.CDLL) -> None:

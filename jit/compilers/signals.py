@@ -11,11 +11,11 @@ them: its pointer to C's `signal` is replaced. Numbers are in the message of the
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import mmap
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -75,26 +75,29 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    future: Future[T] = Future()
+    done, results, errors = threading.Lock(), list[T](), list[BaseException]()
+    done.acquire()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            results.append(work())
         except BaseException as error:
-            future.set_exception(error)
+            errors.append(error)
+        finally:
+            done.release()
 
-    # Not a daemon: at exit Python must wait for it, or NVRTC would run on while its memory is freed.
-    thread = threading.Thread(target=run, name="deep_gemm-nvrtc")
     try:
+        # Not `threading.Thread` or a `Future`: these are waited for in Python code with locks, and where an exception
+        # left one taken, the thread hung.
         try:
-            thread.start()
+            _thread.start_new_thread(run, ())
         except RuntimeError:  # no thread can be started: a limit is reached, or the interpreter is shutting down
             return work()
-        # In short waits: a signal that arrives just before a wait begins does not end it. Not by `thread.join`, since
-        # Python 3.11 takes a thread for finished if that is interrupted.
-        while not future.done():
-            wait([future], _WAIT)
-        thread.join()
-        return future.result()
+        # In short waits: a signal that arrives just before a wait begins does not end it.
+        while not done.acquire(timeout=_WAIT):
+            pass
     finally:
         cancel()
+    if errors:
+        raise errors[0]
+    return results[0]

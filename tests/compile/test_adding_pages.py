@@ -24,7 +24,7 @@ def copy(tree: Path) -> None:
     out = shutil.ignore_patterns("__pycache__", "results", "last_run.json")
     for name in ("deep_gemm", "tests", "jit", "templates", "benchmarks"):
         shutil.copytree(ROOT / name, tree / name, ignore=out)
-    for name in ("jit", "templates", "benchmarks"):
+    for name in ("jit", "templates"):
         (tree / "deep_gemm" / name).symlink_to(tree / name)
     shutil.copy(ROOT / "pyproject.toml", tree)
 

@@ -246,7 +246,7 @@ def test_killed_while_compiling_leaves_nothing_for_ever(tmp_path: Path, start: S
     assert (answer["layers"], answer["stats"]["lock_timeout"]) == (["compiled"], 0)
     assert sorted(path.name for path in folder.iterdir()) == ["kernel.cu", "kernel.cubin", "kernel.json"]
     assert list((root / "tmp").iterdir()) == []
-    assert len(list((root / "locks").iterdir())) == 1
+    assert list((root / "locks").iterdir()) == []
     assert result(start())["layers"] == ["disk"]
 
 
@@ -261,7 +261,7 @@ def test_a_key_that_nobody_wants_again_is_evicted_with_the_rest(tmp_path: Path, 
     with settings.override(cache_limit=10):
         builder(root).build(request(source="int other;\n"))
     assert not folder.exists()
-    assert len(list((root / "locks").iterdir())) == 1
+    assert list((root / "locks").iterdir()) == []
 
 
 def usable(kind: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kernel_builds import open_compiler
 
-from deep_gemm.benchmarks import floor
+from deep_gemm.bench import floor
 from deep_gemm.jit import Builder, sass
 
 

@@ -52,8 +52,8 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if not (ROOT / "pyproject.toml").exists():
         pytest.skip("the sources are not here")
     scratch = tmp_path_factory.mktemp("prefixes")
-    for name in ("deep_gemm", "jit", "templates", "benchmarks"):
-        ignore = shutil.ignore_patterns("__pycache__", "results")
+    for name in ("deep_gemm", "jit", "templates"):
+        ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, scratch / "sources" / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, scratch / "sources")

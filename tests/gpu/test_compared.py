@@ -10,22 +10,18 @@ from deep_gemm import backends
 from deep_gemm.backends import profiler
 from deep_gemm.backends.report import render
 
-GEMMS, ROWS = ((70, 264, 272), (256, 512, 1024)), ((3, 704), (64, 7168))
-
-
-def shapes(op: str) -> tuple[tuple[int, ...], ...]:
-    return GEMMS if "gemm" in op else ROWS
+SHAPES = {3: ((70, 264, 272), (256, 512, 1024)), 4: ((3, 70, 264, 272), (5, 300, 512, 1024))}
 
 
 @pytest.mark.parametrize("op", backends.operation_names())
 def test_every_backend_is_right(op: str) -> None:
-    report = backends.compare(op, shapes(op))
+    report = backends.compare(op, SHAPES[len(backends.get_operation(op).dims)])
     wrong = [group for group in report.left_out() if group.shapes]
     # cuBLASLt's block scales need M a multiple of 4; TMA in TileLang and Triton needs rows at multiples of 16 bytes.
     refused = [group for group in wrong if not any(row.status == "wrong" for row in report.results)]
     assert wrong == refused, [str(group) for group in wrong]
     ran = {row.backend for row in report.results if row.status in ("ok", "easier")}
-    assert {"torch", "cuda", *(("cublaslt",) if "gemm" in op else ())} <= ran, [str(group) for group in wrong]
+    assert {"torch", "cuda", *(() if "grouped" in op else ("cublaslt",))} <= ran, [str(group) for group in wrong]
     for name in ("triton", "tilelang"):
         if name in backends.of(op):
             assert name in ran, [str(group) for group in wrong]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, costs, run
+from deep_gemm.bench import backends, costs, run
 from deep_gemm.testing import timing
 
 SHAPE = GemmShape(64, 4096, 4096)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import selection
 import torch
 from click.testing import CliRunner
 from gpu_fakes import FakeGpu, gpu
@@ -19,10 +20,10 @@ from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.backends import deepgemm
-from deep_gemm.benchmarks import backends, rows, run, selection, serving_set, shapes, survey
+from deep_gemm.bench import backends, rows, run, shapes, survey
 from deep_gemm.cli.app import app
 from deep_gemm.cli.calibrate import surveyed
-from deep_gemm.errors import DeepGemmError, InvalidInputError
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.select.calibration import default
 from deep_gemm.testing import calc_diff, timing
 
@@ -291,28 +292,3 @@ def test_the_commands_survey_an_operation(tmp_path: Path, monkeypatch: pytest.Mo
     assert selection.main([str(path), "fp16_gemm_nn"]) == 0
     (judged,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (judged["mode"], judged["op"], judged["us"]) == ("selection", "fp16_gemm_nn", 2.0)
-
-
-def test_a_cover_is_made_of_16_bit_kernels_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The config can be read from the name of each legal kernel; forms, outputs and dtypes are judged together, FP8
-    apart."""
-    found = []
-    for index, (op, output, accumulate) in enumerate([("bf16_gemm_nt", "", False), ("fp16_gemm_tn", "f32", True)]):
-        (shape,) = shapes.posed([GemmShape(16, 4096, 8192)], op, output, accumulate)
-        asked = survey.spec_of(shape, SM90.num_sms)
-        names = [survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)]
-        times = {name: 10.0 + (place * 7 + index) % 11 for place, name in enumerate(names)}
-        found.append(rows.said(shape) | {"mode": "flush", "selected": names[0], "times": times})
-    legal = serving_set.legal_configs(found)
-    assert {"swapped 16x64 k8x1", "upright 128x256 c2x1", "upright 64x128 r2", "upright 64x64 k2"} <= legal
-    table = serving_set.by_config(found, legal)
-    assert [len(times) for times in table] == [len(row["times"]) for row in found]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    assert serving_set.main(["--list", "3", str(path)]) == 0
-    assert len(capsys.readouterr().out.split("the best 96")[1].splitlines()) == 1 + 3
-    name = "fp8_gemm_128x128_s5_p2_tma"
-    fp8 = {"mode": "flush", "m": 1, "n": 8, "k": 128, "selected": name, "times": {name: 1.0}}
-    path.write_text(path.read_text() + json.dumps(fp8))
-    with pytest.raises(DeepGemmError, match=r"FP8 and of 16-bit operations"):
-        serving_set.main([str(path)])

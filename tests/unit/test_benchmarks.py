@@ -13,7 +13,7 @@ import pytest
 
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.backends import deepgemm
-from deep_gemm.benchmarks import backends, provenance, run, shapes, summary
+from deep_gemm.bench import backends, provenance, run, shapes, summary
 from deep_gemm.testing import timing
 
 

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compile_cost
 import pytest
 
 import deep_gemm
 from deep_gemm import engine
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.workload import dense_layers, model_layers, shapes
-from deep_gemm.benchmarks import compile_cost
-from deep_gemm.benchmarks.shapes import DEEPSEEK_V3, LLAMA_3
+from deep_gemm.bench.shapes import DEEPSEEK_V3, LLAMA_3
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.quantize import Variant
 from deep_gemm.params import KernelParams
@@ -62,7 +62,7 @@ def test_a_first_build_is_short(kernels: list[KernelParams], nvrtc: Compiler) ->
 
 @pytest.mark.compile
 def test_kernels_compile_fast(kernels: list[KernelParams], nvrtc: Compiler) -> None:
-    """Measured with three of them. `python -m deep_gemm.benchmarks.compile_cost` measures all."""
+    """Measured with three of them. `python benchmarks/compile_cost.py` measures all."""
     each = [in_trials(nvrtc, params, turns=2) for params in compile_cost.sample(kernels)]
     assert statistics.mean(each) <= BUDGETS["sample_in_trials"]
 

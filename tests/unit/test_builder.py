@@ -11,8 +11,7 @@ import pytest
 from jit_fakes import FakeCompiler, builder, cubin_of, request
 
 from deep_gemm.errors import CompileError, InvalidInputError
-from deep_gemm.jit import Builder, BuildRequest, PostPass, Resources
-from deep_gemm.jit import builder as builder_module
+from deep_gemm.jit import Builder, BuildRequest, PostPass, Resources, disassembler
 from deep_gemm.jit.binary import packed
 from deep_gemm.jit.driver import version
 from deep_gemm.settings import settings
@@ -161,7 +160,7 @@ def test_ptxas_check_refuses_compiled_and_cached_kernels(tmp_path: Path) -> None
 
 
 def test_dumps_are_kept_beside_the_cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder_module, "sass", lambda cubin: "MOV R1")
+    monkeypatch.setattr(disassembler, "sass", lambda cubin: "MOV R1")
     with settings.override(dump_asm=True):
         built = builder(tmp_path / "root").build(request())
     folder = Path(built.source_path or "").parent

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import resource
 import shutil
 from pathlib import Path
 
@@ -157,3 +160,35 @@ def test_no_depth_of_nesting_raises(stored: tuple[DiskCache, dict[str, bytes], d
         path.unlink()
         path.write_bytes(good[META].replace(f'"format": {entries.FORMAT}'.encode(), b'"format": ' + deep))
         assert disk.get(ADDRESS) is None, depth
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_huge_sparse_file_costs_no_memory(tmp_path: Path, name: str) -> None:
+    """The size of a file was believed, and a build raised MemoryError under a memory limit."""
+    reset_warnings()
+    disk = DiskCache(tmp_path / "root")
+    entry = disk.put(ADDRESS, SOURCE_TEXT.encode(), CONTENT, NOTES)
+    assert entry is not None
+    os.truncate(entry / name, 1 << 30)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with Path("/proc/self/statm").open() as usage:
+        used = int(usage.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 24), before[1]))
+    try:
+        assert disk.get(ADDRESS) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert disk.put(ADDRESS, SOURCE_TEXT.encode(), CONTENT, NOTES) is not None
+    assert disk.get(ADDRESS) is not None
+
+
+@pytest.mark.parametrize("size", [True, 0, -1, "512", None, 1 << 40])
+def test_a_size_that_no_cubin_has_is_refused(tmp_path: Path, size: object, caplog: pytest.LogCaptureFixture) -> None:
+    reset_warnings()
+    disk = DiskCache(tmp_path / "root")
+    entry = disk.put(ADDRESS, SOURCE_TEXT.encode(), CONTENT, NOTES)
+    assert entry is not None
+    text = (entry / META).read_text()
+    (entry / META).write_text(text.replace(f'"cubin_bytes": {len(CONTENT)}', f'"cubin_bytes": {json.dumps(size)}'))
+    assert disk.get(ADDRESS) is None
+    assert "its cubin_bytes are" in caplog.text

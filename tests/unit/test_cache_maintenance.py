@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 from click.testing import CliRunner, Result
 from jit_fakes import DESCRIBED
@@ -174,7 +173,7 @@ def test_stale_locks_go_unless_held(disk: DiskCache) -> None:
     stale, held, young = (folder / f"sm_90a-{name}.lock" for name in ("stale", "held", "young"))
     for path in (stale, young):
         path.touch(mode=0o600)
-    with filelock.FileLock(held, mode=0o600):
+    with disk.take(held.name, 0.0):
         for path in (stale, held):
             age(path, 7200)
         done = {Path(item.path).name: item.done for item in delete_bad(disk, verify(disk))}

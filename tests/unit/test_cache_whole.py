@@ -20,7 +20,7 @@ from jit_fakes import DESCRIBED, FakeCompiler, builder, cubin_of, request
 from pack_kernels import make, packed, sources, user
 
 from deep_gemm.cli.app import app
-from deep_gemm.errors import InvalidInputError
+from deep_gemm.errors import CompilerNotFoundError, InvalidInputError
 from deep_gemm.jit.binary import Binary, decode
 from deep_gemm.jit.builder import Builder
 from deep_gemm.jit.cache import maintenance
@@ -28,6 +28,7 @@ from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.packs import Packs
+from deep_gemm.jit.compilers import choose, find_all
 from deep_gemm.jit.resources import Resources, seconds_from_json
 from deep_gemm.settings import settings
 
@@ -323,6 +324,15 @@ def test_a_relative_root_in_a_deleted_directory_means_memory_only(
     assert sorted(record.message[:20] for record in caplog.records) == ["Kernels cannot be st", "The pack relative.dg"]
     assert cache("info")[0] == 0
     assert cache("pack", "/nonexistent/a.dgpack", "--from", "relative")[0] in (0, 1)
+
+
+def test_a_relative_compiler_in_a_deleted_directory_is_one_that_is_not_there(
+    nowhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DG_JIT_NVCC_COMPILER", "bin/nvcc")
+    with pytest.raises(CompilerNotFoundError, match="DG_JIT_NVCC_COMPILER names bin/nvcc, which cannot be used"):
+        choose()
+    assert all(found.usable is False for found in find_all() if found.kind == "nvcc")
 
 
 # ---- verify and build agree

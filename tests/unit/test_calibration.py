@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from deep_gemm import arch
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import fit, survey
-from deep_gemm.benchmarks.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
-from deep_gemm.benchmarks.rows import shape_of
+from deep_gemm.bench import fit, survey
+from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
+from deep_gemm.bench.rows import shape_of
 from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.features import Features

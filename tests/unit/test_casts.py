@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import casts
 import pytest
 import torch
-
-from deep_gemm.benchmarks import casts
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_bench_without_a_gpu_says_so(mode: str) -> None:
 
 
 def rows(path: Path) -> Path:
-    from deep_gemm.benchmarks.run import append
+    from deep_gemm.bench.run import append
 
     for m, ratio in ((64, 0.5), (128, 0.9), (4096, 2.0)):
         row = {"mode": "flush", "m": m, "n": 576, "k": 7168, "us": 10.0, "tflops": 1.0, "gbps": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from deep_gemm.cli.app import app
 
 __all__ = ["registry_is_left_alone"]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "compare.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -31,12 +33,23 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     for line in "".join(blocks("bash")).splitlines():
         program, *arguments = shlex.split(line)
+        if program == "python":
+            assert (ROOT / arguments[0]).exists()
+            continue
         assert program == "deep-gemm"
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
     assert "<h2>Speed by shape</h2>" in (tmp_path / "report.html").read_text()
 
 
+def test_the_example_of_an_operation_is_right_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a GPU its kernel is launched, and else the reference runs."""
+    runpy.run_path(str(ROOT / "examples" / "own_operation.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.split()[4].rstrip(",") in ("ok", "absent", "skipped") for line in lines), lines
+    assert {"torch:", "mine:"} <= {line.split()[3] for line in lines if " ok, " in line}
+
+
 def test_the_table_has_every_backend() -> None:
     named = set(re.findall(r"^\| `([\w:]+)` \|", PAGE, flags=re.MULTILINE))
-    assert named == {*backends.names(), "cublaslt:tensorwise"}
+    assert named == {*backends.names(), "cublaslt:tensorwise", "torch:grouped_mm"}

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparisons import H100, comparison
+from comparisons import H100, comparison, registry_is_left_alone
 
 from deep_gemm import backends
 from deep_gemm.backends.chart import draw
 from deep_gemm.backends.report import Axis, Roofline, render
 from deep_gemm.backends.results import Comparison
 from deep_gemm.errors import DeepGemmError
+
+__all__ = ["registry_is_left_alone"]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -79,7 +81,7 @@ def test_the_page_in_a_browser(scheme: str, tmp_path: Path) -> None:
     report = comparison()
     wide, narrow = measured(render(report), tmp_path, scheme)
     for found in (wide, narrow):
-        assert found["title"] == "fp8_gemm_nt, rms_norm: backends compared"
+        assert found["title"] == "fp8_gemm_nt, mul_add: backends compared"
         assert found["overflow"] <= 0, "the page itself scrolls sideways"
         assert found["text"] >= 4.5
         assert found["bars"] >= 3

@@ -11,7 +11,7 @@ import torch
 
 from deep_gemm.aot import build
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, census, costs, phases
+from deep_gemm.bench import backends, census, costs, phases
 from deep_gemm.errors import CompileError
 from deep_gemm.jit.builder import BuildRequest
 from deep_gemm.jit.compilers.base import Compiled

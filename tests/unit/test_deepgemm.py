@@ -65,7 +65,7 @@ def test_an_empty_directory_is_said_in_words(tmp_path: Path) -> None:
 
 
 def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deep_gemm.benchmarks import backends
+    from deep_gemm.bench import backends
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
     monkeypatch.setattr(deepgemm, "_loaded", [])
@@ -97,7 +97,7 @@ def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch:
 def test_it_is_timed_beside_the_others(
     options: tuple[str, ...], op: dict[str, str | bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deep_gemm.benchmarks import backends, run
+    from deep_gemm.bench import backends, run
     from deep_gemm.cli import bench
 
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))

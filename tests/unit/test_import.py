@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ before = set(sys.modules)
 import deep_gemm
 for name in set(deep_gemm.__all__) - {"precompile", "testing"}:
     getattr(deep_gemm, name)
-heavy = {"jinja2", "cuda", "platformdirs", "filelock", "click", "rich", "matplotlib", "yaml", "triton", "pytest"}
+heavy = {"jinja2", "cuda", "platformdirs", "click", "rich", "matplotlib", "yaml", "triton", "pytest"}
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not new & heavy, new & heavy
 assert not torch.cuda.is_initialized()
@@ -150,6 +151,39 @@ os.environ = environ
 assert os.listdir({str(tmp_path)!r}) == []
 """
     child(code, HOME=str(tmp_path))
+
+
+def test_a_zip_file_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    package = Path(deep_gemm.__file__ or "").parent
+    with zipfile.ZipFile(tmp_path / "deep_gemm.zip", "w") as archive:
+        for path in package.glob("*.py"):
+            archive.write(path, f"deep_gemm/{path.name}")
+    code = f"""
+import sys
+import zipfile
+sys.path.insert(0, {str(tmp_path / "deep_gemm.zip")!r})
+try:
+    import deep_gemm
+except ImportError as error:
+    assert str(error).endswith("Unpack it, or install it with pip."), error
+else:
+    raise AssertionError(deep_gemm.__file__)
+"""
+    child(code)
+
+
+@pytest.mark.parametrize("closed", ["sys.stderr.close()", "sys.stderr = None", "os.close(2)"])
+def test_what_a_setting_prints_needs_no_stderr(closed: str, tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from deep_gemm.log import say
+{closed}
+say("hello")
+open({str(tmp_path / "done")!r}, "w").close()
+os._exit(0)
+"""
+    child(code)
+    assert (tmp_path / "done").exists()
 
 
 def test_a_process_may_fork_after_importing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from pathlib import Path
@@ -172,3 +174,27 @@ def test_what_only_looks_like_an_include_does_not_count(include: Path) -> None:
     assert [name for name, _ in headers(source, include)] == ["a.cuh", "common.cuh"]
     assert headers('// #include "a.cuh"', include) == headers('x #include "a.cuh"', include) == []
     assert len(headers('\t # include "a.cuh"', include)) == 2
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_header_that_cannot_be_read_is_not_left_out_of_the_key(
+    include: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int
+) -> None:
+    """The compiler may be able to read it a moment later: the binary would be found under a key without the header."""
+    known, absent = key(include), SOURCE.replace("<sub/b.cuh>", "<absent.cuh>")
+    without = key(include, source=absent)
+    real, failed = Path.read_bytes, []
+
+    def read(path: Path) -> bytes:
+        if path.name == "near.cuh" and len(failed) < times:
+            failed.append(path)
+            raise OSError(number, os.strerror(number))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(key_module, "_memo", {})
+    # Read at the second try, or a key that nothing else has.
+    assert (key(include) == known) == (times == 1)
+    assert key(include) == known
+    assert key(include, source=absent) == without

@@ -44,7 +44,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.__init__",),
     ("deep_gemm.backends",),
     ("deep_gemm.aot",),
-    ("deep_gemm.benchmarks",),
+    ("deep_gemm.bench",),
     ("deep_gemm.cli", "deep_gemm.__main__"),
 ]
 
@@ -52,7 +52,7 @@ LAYERS: list[tuple[str, ...]] = [
 def package_files() -> dict[str, Path]:
     """Every module of the package as it is imported, by its dotted name."""
     files = {}
-    for package in ("deep_gemm", "deep_gemm.jit", "deep_gemm.templates", "deep_gemm.benchmarks"):
+    for package in ("deep_gemm", "deep_gemm.jit", "deep_gemm.templates"):
         root = Path(next(iter(importlib.import_module(package).__path__)))
         for path in root.rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts
@@ -280,7 +280,7 @@ def source_files() -> list[Path]:
     files = list(FILES.values())
     templates = Path(next(iter(importlib.import_module("deep_gemm.templates").__path__)))
     files += [path for pattern in ("*/*.jinja", "*/*.cuh") for path in templates.glob(pattern)]
-    files += list((ROOT / "tests").rglob("*.py"))
+    files += [path for name in ("tests", "benchmarks") for path in (ROOT / name).rglob("*.py")]
     return sorted(set(files))
 
 
@@ -298,7 +298,6 @@ def test_every_package_is_listed_for_installation() -> None:
         ("deep_gemm", "deep_gemm"),
         ("deep_gemm.jit", "jit"),
         ("deep_gemm.templates", "templates"),
-        ("deep_gemm.benchmarks", "benchmarks"),
     ):
         for path in (ROOT / directory).rglob("__init__.py"):
             on_disk.add(".".join((name, *path.parent.relative_to(ROOT / directory).parts)))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import costs, run, shapes
-from deep_gemm.benchmarks.live import LiveTable
+from deep_gemm.bench import costs, run, shapes
+from deep_gemm.bench.live import LiveTable
 from deep_gemm.cli import bench
 from deep_gemm.cli.app import app
 

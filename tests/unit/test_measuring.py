@@ -189,7 +189,7 @@ def test_the_warm_path_is_what_it_was(timers: Timers) -> None:
     mine, remembered = operands(), calls_behind(half_dense.bf16.without_c)
     with deep_gemm.tuning():
         deep_gemm.bf16_gemm_nt(*mine)
-    assert [type(call) for call in remembered.warm.values()] == [FakeLaunch]
+    assert [type(call) for _, call in remembered.warm.values()] == [FakeLaunch]
     assert [type(call) for call in remembered.replays.values()] == [calls.Replay]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deep_gemm import arch, ops
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import fit, survey
+from deep_gemm.bench import fit, survey
 from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import half_dense

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import floor, run
+from deep_gemm.bench import floor, run
 
 UNITS = st.integers(1, 1 << 24)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.benchmarks import backends, floor, run
+from deep_gemm.bench import backends, floor, run
 from deep_gemm.testing import timing
 
 SOURCE = floor.request("sm_90a").source
@@ -152,4 +152,4 @@ def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
 
 def test_a_wheel_has_the_kernel() -> None:
     """CI runs this test on the built wheel."""
-    assert (importlib.resources.files("deep_gemm.benchmarks") / "read_floor.cu").is_file()
+    assert (importlib.resources.files("deep_gemm.bench") / "read_floor.cu").is_file()

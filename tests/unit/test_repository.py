@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import re
 import shlex
@@ -75,17 +74,6 @@ def test_the_commands_that_a_reporter_is_asked_for_exist(path: Path) -> None:
         assert {word for word in rest if word.startswith("--")} <= known, words
     known = {variable for info in settings.describe() for variable in info.variable.split(" or ")}
     assert set(re.findall(r"\bDG_[A-Z_]+", text)) <= known
-
-
-@pytest.mark.parametrize(
-    ("version", "new"),
-    [("3.12.0", False), ("3.20.0", False), ("3.2.1", False), ("3.20.1", True), ("3.25.2", True), ("4.3.1", True)],
-)
-def test_an_old_filelock_counts_as_missing(version: str, new: bool) -> None:
-    """A version before 3.20.1 follows a link in place of a lock, and many shared installations have one."""
-    (ways,) = [ways for requirement, ways in bootstrap().BASE.items() if requirement.startswith("filelock")]
-    patterns = [way.removeprefix("file:") for way in ways]
-    assert any(fnmatch.fnmatch(f"filelock-{version}.dist-info", pattern) for pattern in patterns) == new
 
 
 def test_what_make_installs_is_what_the_package_declares() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import selection
 
-from deep_gemm.benchmarks import selection, survey
-from deep_gemm.benchmarks.provenance import environment
+from deep_gemm.bench import survey
+from deep_gemm.bench.provenance import environment
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -24,17 +25,6 @@ def test_the_shapes_are_those_of_the_rows_and_no_survey_has_them() -> None:
     assert found == [(row["m"], row["n"], row["k"]) for row in rows]
 
 
-def test_shapes_of_a_survey_are_left_out(tmp_path: Path) -> None:
-    first, *others = selection.unseen([], count=5)
-    seen = tmp_path / "survey.jsonl"
-    row = {"m": first.m, "n": first.n, "k": first.k, "mode": "flush", "selected": "a", "times": {"a": 1.0}}
-    seen.write_text(json.dumps(row) + "\n")
-    found = selection.unseen([seen], count=5)
-    assert found[:4] == others
-    assert len(found) == 5
-    assert first not in found
-
-
 def test_a_row_compares_the_selected_config_with_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "environment", lambda: {"device": "x"})
     row = {"m": 1, "n": 2, "k": 3, "selected": "a", "times": {"a": 10.04, "b": 8.032, "c": 9.0}, "device": "a GPU"}
@@ -44,11 +34,6 @@ def test_a_row_compares_the_selected_config_with_the_best(monkeypatch: pytest.Mo
     assert (made["timed"], made["device"]) == (3, "a GPU")
     assert "legal" not in made
     assert selection.judged(row | {"legal": 17})["legal"] == 17
-
-
-def test_the_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert selection.main([]) == 2
-    assert "deep_gemm.benchmarks.selection benchmarks/results" in capsys.readouterr().out
 
 
 def test_the_command_judges_by_all_legal_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections import Counter
 from pathlib import Path
@@ -14,9 +15,10 @@ from click.testing import CliRunner
 from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
-from deep_gemm.benchmarks import survey
-from deep_gemm.benchmarks.modes import LAUNCH_MODES
+from deep_gemm.bench import rows, survey
+from deep_gemm.bench.modes import LAUNCH_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.select.calibration import default
 from deep_gemm.timer import CONTENDERS, middle_mean, times_of
 
@@ -24,6 +26,26 @@ from deep_gemm.timer import CONTENDERS, middle_mean, times_of
 def test_quality_is_best_over_selected() -> None:
     row = {"selected": "a", "times": {"a": 4.0, "b": 3.0}}
     assert survey.quality(row) == 0.75
+
+
+def test_packed_rows_are_the_same_rows(tmp_path: Path) -> None:
+    """With plain rows after them, as `calibrate survey` appends."""
+    row: dict[str, Any] = {"mode": "flush", "m": 1, "n": 8, "k": 16, "selected": "b", "device": "x"}
+    some = [row | {"times": {"a": 2.0, "b": 1.5}}, row | {"times": {"b": 3.0}, "date": "today"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(rows.pack(some))
+    assert path.read_text().count('"b"') == 3, "once as a name, and selected twice"
+    with path.open("a") as file:
+        file.write(json.dumps(some[0]) + "\n")
+    assert survey.load([path]) == [*some, some[0]]
+
+
+@pytest.mark.parametrize("times", [[[7], [1.0]], [[0], [1.0, 2.0]], [[0]], [["a"], [1.0]], [1, 2]])
+def test_packed_times_without_a_config_are_refused(tmp_path: Path, times: Any) -> None:
+    lines = [{"mode": "packed", "configs": ["a"]}, {"mode": "flush", "m": 1, "n": 8, "k": 16, "times": times}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(InvalidInputError, match=r"times in line 2 of .* must be two lists of one length"):
+        survey.load([tmp_path / "rows.jsonl"])
 
 
 def test_a_lucky_time_is_taken_back() -> None:

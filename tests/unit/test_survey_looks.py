@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_gemm.benchmarks import survey
+from deep_gemm.bench import survey
 from deep_gemm.timer import Single
 
 NOISE = 0.05

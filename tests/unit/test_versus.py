@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import versus
 from chosen import PLAIN, find_config, make_params
 
 from deep_gemm import engine
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
-from deep_gemm.benchmarks import versus
-from deep_gemm.errors import DeepGemmError
-from deep_gemm.jit import Builder, include_dir
+from deep_gemm.jit import Builder
 from deep_gemm.select.calibration import default
 
 SHAPE = GemmShape(4096, 7168, 2048)
@@ -34,12 +33,6 @@ def test_turns_go_there_and_back_and_the_first_does_not_count() -> None:
     found = versus.in_turns({"a": timer("a", [99.0, 1.0, 2.0]), "b": timer("b", [99.0, 5.0, 4.0])}, turns=2)
     assert order == ["a", "b", "a", "b", "b", "a"]
     assert found == {"a": 1.5, "b": 4.5}
-
-
-def test_a_directory_without_headers_is_said_in_words(tmp_path: Path) -> None:
-    with pytest.raises(DeepGemmError, match=r"There is no fp8_gemm.cuh in .*templates/include"):
-        versus.builders(tmp_path)
-    assert list(versus.builders(include_dir())) == [versus.OTHERS, versus.THESE]
 
 
 @pytest.fixture
@@ -94,12 +87,6 @@ def test_each_shape_is_timed_in_the_modes_that_are_about_it(
     assert "another result" not in said
 
 
-def test_another_result_is_said_and_fails(gpu: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    gpu["d"][versus.THESE] = 2.0
-    assert versus.main(["there", "4096x7168x2048"]) == 1
-    assert capsys.readouterr().out.count("and another result") == 2
-
-
 def test_other_device_code_is_loaded_and_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise these headers would be timed against themselves."""
 
@@ -124,8 +111,3 @@ def test_other_device_code_is_loaded_and_not_remembered(monkeypatch: pytest.Monk
     assert engine.forced_plan(asked, config, 0).function == (b"this", shared)
     assert len(engine._functions) == 1
     assert engine.forced_plan(asked, config, 0, other).function == (b"another", shared)
-
-
-def test_without_shapes_it_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    assert versus.main(["there"]) == 2
-    assert "python -m deep_gemm.benchmarks.versus" in capsys.readouterr().out

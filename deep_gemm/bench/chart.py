@@ -1,0 +1,231 @@
+"""Charts of recorded rows. Needs matplotlib (the `plot` extra). `doc_charts` says which ones the documentation has.
+
+Ours is drawn in one strong colour. All others have muted colours, and differ in lightness, dash and marker too, so that
+colour is never the only difference. Each chart has a light and a dark variant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deep_gemm.bench.rows import operation_of
+from deep_gemm.errors import DeepGemmError
+
+Row = dict[str, Any]
+
+MAX_PANELS = 12
+"""Above this number of N x K, as of random shapes, all share one panel and are drawn as points."""
+
+WIDTH = 8.4
+"""Inches: some 800 pixels in a browser."""
+
+MODES = {
+    "flush": "Single calls, L2 flushed before each",
+    "graph": "Many launches in one CUDA graph",
+    "steady": "Launches back to back, at the power limit",
+}
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one variant; ``peers`` are those that `Series.peer` counts."""
+
+    ours: str
+    text: str
+    grid: str
+    background: str
+    peers: tuple[str, str, str]
+
+
+THEMES = {
+    "light": Theme("#0060a8", "#24292f", "#d8dee4", "#ffffff", ("#8c959f", "#b08a4f", "#6e5a7e")),
+    "dark": Theme("#58b4ff", "#e6edf3", "#30363d", "#0d1117", ("#8b949e", "#b5935a", "#a58fb8")),
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One library's times: the field of a row, and how its line looks. ``peer`` is -1 for ours."""
+
+    field: str
+    label: str
+    marker: str
+    dash: str
+    peer: int = -1
+
+    def colour(self, theme: Theme) -> str:
+        """In ``theme``."""
+        return theme.ours if self.peer < 0 else theme.peers[self.peer]
+
+
+SERIES = (
+    Series("us_tensorwise", "cuBLASLt, one scale per tensor", "s", "-", 0),
+    Series("us_cublaslt", "cuBLASLt", "s", "-", 0),
+    Series("us_blockwise", "cuBLASLt, block scales", "^", ":", 1),
+    Series("us_deepgemm", "DeepGEMM", "D", "--", 2),
+    Series("us_unpromised", "deep_gemm, weights not declared constant", "o", ":"),
+    Series("us", "deep_gemm", "o", "-"),
+)
+"""In the order in which they are drawn: ours comes last, on top."""
+
+BASES = ("us_tensorwise", "us_cublaslt")
+"""What ratios are relative to."""
+
+FINE = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8)
+"""Ticks of ratios that differ little."""
+
+
+def draw(rows: Sequence[Row], path: Path, mode: str) -> None:
+    """Write one mode's rows to ``path`` (PNG or SVG, by its suffix): speed relative to cuBLASLt if it was timed, and
+    TFLOP/s below.
+
+    Raises DeepGemmError without matplotlib or rows.
+    """
+    chosen = [row for row in rows if row["mode"] == mode]
+    if not chosen:
+        raise DeepGemmError(f"There are no rows of mode {mode} to draw.")
+    kinds = [ratio, tflops] if any(base in row for row in chosen for base in BASES) else [tflops]
+    height = height_of(chosen)
+    theme = THEMES["light"]
+    figure = new_figure(height * len(kinds), theme)
+    for part, kind in zip(figure.subfigures(len(kinds), 1, squeeze=False)[:, 0], kinds, strict=True):
+        kind(part, chosen, theme)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def ratio(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
+    """Speed relative to cuBLASLt against M, one panel for each N x K."""
+    base = next(series for series in SERIES if series.field in BASES and any(series.field in row for row in rows))
+    lines = [series for series in SERIES if series is not base]
+    for axis in _panels(figure, rows, lines, lambda row, field: row[base.field] / row[field], theme):
+        axis.axhline(1.0, color=base.colour(theme), linewidth=1.2, zorder=1.5)
+        low, high = axis.get_ylim()
+        _log_ticks(axis.yaxis, FINE if high / low < 2 else (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6))
+    figure.supylabel("speed, cuBLASLt = 1", fontsize=9, color=theme.text)
+    _legend(figure, [base, *lines], rows, theme)
+    _caption(figure, rows, theme, "M (tokens); one panel for each N x K", "Higher is faster")
+
+
+def tflops(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
+    """TFLOP/s against M, one panel for each N x K."""
+    for axis in _panels(figure, rows, SERIES, _tflops, theme):
+        _log_ticks(axis.yaxis, (1, 3, 10, 30, 100, 300, 1000))
+    figure.supylabel("TFLOP/s", fontsize=9, color=theme.text)
+    _legend(figure, SERIES, rows, theme)
+    _caption(figure, rows, theme, "M (tokens); one panel for each N x K", "Higher is faster")
+
+
+def new_figure(height: float, theme: Theme) -> Any:
+    """A figure of `WIDTH` x ``height`` inches. Raises DeepGemmError without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DeepGemmError("Charts need matplotlib: pip install 'deep-gemm-jit[plot]'") from error
+    # Read when an artist is made, and so for as long as the process lives: nothing else of it draws.
+    matplotlib.rcParams.update(
+        {
+            "font.family": "DejaVu Sans",  # comes with matplotlib, and is wider than what browsers take
+            "font.size": 8.5,
+            "axes.edgecolor": theme.grid,
+            "axes.facecolor": "none",
+            "axes.labelcolor": theme.text,
+            "axes.axisbelow": True,
+            "xtick.color": theme.text,
+            "ytick.color": theme.text,
+            "text.color": theme.text,
+            "legend.frameon": False,
+        }
+    )
+    return Figure(figsize=(WIDTH, height), layout="constrained", facecolor=theme.background)
+
+
+def _pairs(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """N x K of the panels; none where all share one."""
+    pairs = sorted({(row["n"], row["k"]) for row in rows}, key=math.prod)
+    return pairs if len(pairs) <= MAX_PANELS else []
+
+
+def height_of(rows: Sequence[Row]) -> float:
+    """Inches that `ratio` and `tflops` need for these rows."""
+    return 1.2 + 1.7 * -(-len(_pairs(rows)) // 4) if _pairs(rows) else 4.0
+
+
+def _panels(
+    figure: Any,
+    rows: Sequence[Row],
+    lines: Iterable[Series],
+    value: Callable[[Row, str], float],
+    theme: Theme,
+) -> list[Any]:
+    """A panel with lines for each N x K, or one with points where these are too many."""
+    pairs = _pairs(rows)
+    count = max(1, len(pairs))
+    columns = min(4, count)
+    axes = list(figure.subplots(-(-count // columns), columns, sharex=True, sharey=True, squeeze=False).flat)
+    for spare in axes[count:]:
+        spare.remove()
+    low, top = min(row["m"] for row in rows), max(row["m"] for row in rows)
+    ticks = (1024, 2048, 4096, 8192) if low > 512 else [m for m in (1, 8, 64, 512, 4096) if m <= top]
+    for index, axis in enumerate(axes[:count]):
+        chosen = [row for row in rows if (row["n"], row["k"]) == pairs[index]] if pairs else rows
+        for series in lines:
+            points = sorted((row["m"], value(row, series.field)) for row in chosen if series.field in row)
+            if points:
+                axis.plot(*zip(*points, strict=True), **_look(series, theme, joined=bool(pairs)))
+        axis.set(xscale="log", yscale="log")
+        axis.margins(x=0.06, y=0.08)
+        axis.grid(color=theme.grid, linewidth=0.7)
+        axis.tick_params(labelbottom=index + columns >= count)
+        _log_ticks(axis.xaxis, ticks)
+        if pairs:
+            axis.set_title("{} x {}".format(*pairs[index]), fontsize=9, color=theme.text, pad=4)
+    return axes[:count]
+
+
+def _look(series: Series, theme: Theme, joined: bool = True) -> dict[str, Any]:
+    ours = series.field == "us"
+    return {
+        "color": series.colour(theme),
+        "marker": series.marker,
+        "markersize": 4.2 if ours else 3.4,
+        "markeredgewidth": 0,
+        "linestyle": series.dash if joined else "",
+        "linewidth": 2.0 if ours else 1.2,
+        "zorder": 3 if ours else 2,
+    }
+
+
+def _log_ticks(axis: Any, ticks: Sequence[float]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+
+
+def _legend(figure: Any, lines: Iterable[Series], rows: Sequence[Row], theme: Theme) -> None:
+    """Above the panels."""
+    from matplotlib.lines import Line2D
+
+    shown = [series for series in reversed(list(lines)) if any(series.field in row for row in rows)]
+    handles = [Line2D([], [], label=series.label, **_look(series, theme)) for series in shown]
+    columns = len(handles) if len(handles) <= 4 else 3
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, fontsize=8.5)
+
+
+def _caption(figure: Any, rows: Sequence[Row], theme: Theme, label: str, remark: str) -> None:
+    """Below the panels: the axis' label, then what was timed, how, on which card and when."""
+    what = ", ".join(dict.fromkeys(operation_of(row) or "FP8, 1x128 / 128x128 scales" for row in rows))
+    cards, dates = ({str(row.get(field, "?")) for row in rows} for field in ("device", "date"))
+    said = f"{what}. {MODES[rows[0]['mode']]}. {', '.join(sorted(cards))}, {', '.join(sorted(dates))}."
+    figure.supxlabel(f"{label}\n{said}\n{remark}.", fontsize=8.5, color=theme.text, linespacing=1.5)
+
+
+def _tflops(row: Row, field: str) -> float:
+    return float(2e-6 * row["m"] * row["n"] * row["k"] / row[field])

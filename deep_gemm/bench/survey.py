@@ -1,0 +1,297 @@
+"""Surveys: timing many configs of a shape, not only the chosen one. Calibrations are fitted to and judged by them."""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deep_gemm import arch as archs
+from deep_gemm import engine, kernels, options, select
+from deep_gemm.aot.inputs import shown
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.bench import backends, rows
+from deep_gemm.bench.modes import SURVEY_MODES, meets_power_limit, why_not
+from deep_gemm.bench.provenance import environment, source_digest
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit import Builder
+from deep_gemm.kernels.base import Strides
+from deep_gemm.params import GemmConfig
+from deep_gemm.select import calibration, tuner
+from deep_gemm.select.heuristic import ranked_as
+from deep_gemm.spec import GemmSpec
+from deep_gemm.testing import timing
+from deep_gemm.timer import FLUSH_BYTES, Single, times_of
+
+MODES = SURVEY_MODES
+"""Cold single calls; for small M, graphs of many calls with and without the weight promise; and, for shapes that power
+limits, calls back to back."""
+STEADY_CONFIGS = 10
+"""How many of the best configs by the model are timed back to back, which takes seconds."""
+PROMISING, PROMISING_US = 1.25, 1.0
+"""At a first look, configs up to this factor and this many us above the least are kept. The margin in us is needed
+since a look is two single calls, and every other call of an empty kernel took 0.8 us longer."""
+
+Row = dict[str, Any]
+
+
+def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
+    """The spec of a call with fresh tensors of this shape."""
+    return backends.of(shape).spec(shape, num_sms)
+
+
+def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
+    """The name of a config in rows: its kernel's entry."""
+    params = engine.kernel_params(asked, config, spec)
+    return kernels.get(params.kernel).entry(params)
+
+
+@dataclass
+class Survey:
+    """Times the ranked configs of some shapes. ``within`` leaves out configs whose predicted time is more than this
+    many times the best one's; 0 leaves out none. With ``everything``, for single calls, predictions do not count: all
+    legal configs get a first look, and the promising ones are timed."""
+
+    shapes: Sequence[GemmShape]
+    modes: Sequence[str] = ("flush",)
+    within: float = 0.0
+    seconds: float = float("inf")
+    progress: Callable[[str], None] = print
+    everything: bool = False
+
+    def rows(self) -> Iterator[Row]:
+        """One row for each shape and mode: times in us by config, and the choice of the present calibration."""
+        import torch
+
+        device = torch.cuda.current_device()
+        spec, start = archs.for_device(device), time.monotonic()
+        common = environment()
+        num_sms, known = options.num_sms_for(device), engine.calibration_of(device)
+        work = [(shape, mode) for shape in self.shapes for mode in self.modes if is_surveyed(shape, mode)]
+        candidates = {shape: self._candidates(spec_of(shape, num_sms), spec, known) for shape in self.shapes}
+        self._build({(spec_of(s, num_sms), config) for s, found in candidates.items() for config in found}, spec)
+        for index, (shape, mode) in enumerate(work):
+            if time.monotonic() - start > self.seconds:
+                self.progress(f"the time ran out before {len(work) - index} of {len(work)} measurements")
+                return
+            asked = spec_of(shape, num_sms)
+            row: Row = rows.said(shape) | {"mode": mode}
+            row["selected"] = name_of(select.rank(asked, spec, known)[0].config, asked, spec)
+            configs = candidates[shape][: STEADY_CONFIGS if mode == "steady" else None]
+            timers = dict(timers_of(shape, asked, configs, mode, spec, device))
+            if self.everything:
+                row["legal"] = len(timers)
+                timers = promising(timers, row["selected"])
+            times = steady_times_of(timers) if mode == "steady" else times_of(timers, row["selected"])
+            row["times"] = {name: round(us, 3) for name, us in times.items()}
+            del timers  # frees their memory before the next row
+            self.progress(f"[{index + 1}/{len(work)}] {line(row)}")
+            yield row | common
+
+    def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec, known: calibration.Calibration) -> list[GemmConfig]:
+        """The configs to time, the selected one first: it is always timed, even if configs outside the serving set rank
+        higher."""
+        if self.everything:
+            return select.legal(asked, spec)
+        selected = select.rank(asked, spec, known)[0].config
+        ranked = select.order(asked, select.legal(asked, spec), known)
+        limit = min(choice.estimate.total_us for choice in ranked) * self.within
+        near = (choice.config for choice in ranked if not self.within or choice.estimate.total_us <= limit)
+        return [selected, *(config for config in near if config != selected)]
+
+    def _build(self, pairs: Iterable[tuple[GemmSpec, GemmConfig]], spec: archs.ArchSpec) -> None:
+        wanted = {engine.kernel_params(asked, config, spec) for asked, config in pairs}
+        with ThreadPoolExecutor() as pool:
+            for done, _ in enumerate(pool.map(engine.build, wanted)):
+                if done % 100 == 0:
+                    self.progress(f"compiling: {done} of {len(wanted)} kernels")
+
+
+def is_surveyed(shape: GemmShape, mode: str) -> bool:
+    """Whether configs of a shape are timed in a mode. Steady mode is only for shapes that power limits, since a fit
+    uses it for nothing else. Operands that TMA cannot read are left out, since they would be copied first."""
+    if why_not(shape, mode) is not None or not backends.addressable(shape):
+        return False
+    return mode != "steady" or meets_power_limit(shape)
+
+
+def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """The mean of two times of each, once in order and once in reverse, so that a drift of the GPU's power affects all
+    alike. A first call, which warms it up, is not counted."""
+    next(iter(timers.values()))()
+    there = {name: timer() for name, timer in timers.items()}
+    back = {name: timers[name]() for name in reversed(list(timers))}
+    return {name: (us + back[name]) / 2 for name, us in there.items()}
+
+
+def promising(timers: Mapping[str, Any], selected: str) -> dict[str, Any]:
+    """The configs whose first look is close to the best one's, and the selected one."""
+    looks = {name: timer.look() for name, timer in timers.items()}
+    limit = min(looks.values()) * PROMISING + PROMISING_US
+    return {name: timers[name] for name, us in looks.items() if us <= limit or name == selected}
+
+
+def timers_of(
+    shape: GemmShape,
+    asked: GemmSpec,
+    configs: Sequence[GemmConfig],
+    mode: str,
+    spec: archs.ArchSpec,
+    device: int,
+    builder: Builder | None = None,
+) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
+    """A timer for each config by name. Kernels come from ``builder``, if it is given."""
+    operands = backends.make_operands(shape, backends.sets_for(shape, mode))
+    places = [backends.placed(x, device) for x in operands]
+    yield from timers_at(operands, places, asked, configs, mode, spec, device, builder)
+
+
+def timers_at(
+    operands: Sequence[Any],
+    places: Sequence[tuple[Strides, Mapping[str, int]]],
+    asked: GemmSpec,
+    configs: Sequence[GemmConfig],
+    mode: str,
+    spec: archs.ArchSpec,
+    device: int,
+    builder: Builder | None = None,
+) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
+    """The same for operands at ``places``: strides and addresses, one pair for each set. Timers come in random order,
+    so that no config always runs on a GPU heated by another."""
+    import torch
+
+    scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    order = list(configs)
+    random.Random(asked.m * asked.n + asked.k).shuffle(order)
+    for config in order:
+        stream = torch.cuda.Stream()
+        calls = []
+        plan = engine.forced_plan(asked, config, device, builder)
+        for strides, addresses in places:
+            handle = engine.raw_stream(device) if mode == "flush" else stream.cuda_stream
+            calls.append(engine.launch(plan, strides, addresses, handle, mode == "promised"))
+        name = name_of(config, asked, spec)
+        if mode == "flush":
+            yield name, Single(calls[0], scratch, operands)
+        elif mode == "steady":
+            yield name, _Steady(calls, stream, operands)
+        else:
+            yield name, _Graph(calls, stream, operands)
+
+
+@dataclass
+class _Steady:
+    """Times calls back to back, at the clocks that the power limit leaves."""
+
+    calls: Sequence[Callable[[], object]]
+    stream: Any
+    operands: Sequence[Any]
+
+    SECONDS = 0.5
+
+    def __call__(self) -> float:
+        return timing.back_to_back(self.calls, self.SECONDS, self.stream)
+
+
+@dataclass
+class _Graph:
+    """Times a call in one graph of all of them; launches are bound to the stream that they are captured on."""
+
+    calls: Sequence[Callable[[], object]]
+    stream: Any
+    operands: Sequence[Any]
+    captured: Any = None
+
+    LEAST = 48
+    REPLAYS = 4
+
+    def __call__(self) -> float:
+        count = max(self.LEAST, len(self.calls))
+        if self.captured is None:
+            self.captured = timing.capture(self.calls, count, self.stream)
+        times = [timing.elapsed_us(self.captured.replay) for _ in range(self.REPLAYS + 1)]
+        return statistics.median(times[1:]) / count
+
+
+def quality(row: Row) -> float:
+    """The best time over the selected config's: 1 if the selector found the best."""
+    times = row["times"]
+    return float(min(times.values()) / times[row["selected"]])
+
+
+def line(row: Row) -> str:
+    """One row for a person."""
+    times, selected = row["times"], row["selected"]
+    best = min(times, key=times.__getitem__)
+    where = f"{row['mode']:10} {row['m']:5} x {row['n']:5} x {row['k']:5}"
+    found = f"{selected} {times[selected]:.1f} us, {best} {times[best]:.1f} us"
+    timed = f"{len(times)} of {row['legal']} configs" if "legal" in row else f"{len(times)} configs"
+    return f"{where}  {timed}, selected / best {quality(row):.3f}  ({found})"
+
+
+def load(paths: Iterable[Path]) -> list[Row]:
+    """The rows of survey files, packed or not. Raises InvalidInputError for files of anything else."""
+    found: list[Row] = []
+    for path in paths:
+        packed = rows.Packed()
+
+        def check(row: Row, where: str, packed: rows.Packed = packed) -> None:
+            packed.unpack(row, where)
+            if row["mode"] != rows.PACKED:
+                _check(row, where)
+
+        found += (row for row in rows.read(path, check) if row["mode"] != rows.PACKED)
+    return found
+
+
+def _check(row: Row, where: str) -> None:
+    rows.check_shape(row, where)
+    times = row.get("times")
+    if not isinstance(times, dict) or not times:
+        raise InvalidInputError(f"times in {where} must be an object of configs and us, but it is {shown(times)}.")
+    for name, value in times.items():
+        rows.check_positive(value, f"the time of {shown(name)} in {where}")
+    selected = row.get("selected")
+    if not isinstance(selected, str) or selected not in times:
+        raise InvalidInputError(f"selected in {where} must be one of its times, but it is {shown(selected)}.")
+
+
+@functools.cache
+def kind_name(config: GemmConfig, kind: GemmSpec) -> str:
+    """`name_of` on Hopper, remembered: names do not depend on sizes, so ``kind`` has some fixed ones."""
+    return name_of(config, kind, archs.get("sm_90a"))
+
+
+def remember(path: Path, stale: bool = False) -> Counter[str]:
+    """Keep the times of a survey's single calls for the tuner, under the GPU models that they were measured on.
+
+    Rows that other sources measured are left out, unless ``stale``, and so are rows without a time for the model's
+    choice, which might be the best. Returns how many rows were "kept", and "left out" by reason.
+    """
+    counts: Counter[str] = Counter()
+    arch, digest = archs.get("sm_90a"), source_digest()
+    for row in load([path]):
+        asked, device = ranked_as(spec_of(rows.shape_of(row), arch.num_sms)), row.get("device")
+        ranked = select.rank(asked, arch, calibration.of(str(device)))
+        offered = [each.config for each in ranked] + select.legal(asked, arch)
+        names = {kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0)): config for config in offered}
+        if row["mode"] != "flush":
+            counts["left out, not single calls"] += 1
+        elif not isinstance(device, str) or not device:
+            counts["left out, measured on a GPU without a name"] += 1
+        elif row.get("source_digest") != digest and not stale:
+            counts["left out, measured by other sources"] += 1
+        elif next(iter(names)) not in row["times"]:
+            counts["left out, without the model's choice"] += 1
+        else:
+            times = {config: float(row["times"][name]) for name, config in names.items() if name in row["times"]}
+            tuner.remember(asked, times, device)
+            counts["kept"] += 1
+    return counts

@@ -1,0 +1,148 @@
+"""One call of each kind of operation that remembers calls: its tensors by name, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from custom_gpu import PARAMETERS
+
+import deep_gemm
+from deep_gemm import LaunchConfig, quantize
+
+M, N, K, G = 24, 136, 256, 2
+E4M3, BF16, FP16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+Tensors = dict[str, torch.Tensor]
+Call = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to call: its tensors by name, and the call of them. ``options`` are those that it is warmed with."""
+
+    tensors: Callable[[], Tensors]
+    call: Call
+    written: tuple[str, ...] = ("d",)
+    options: dict[str, Any] | None = None
+
+    def __call__(self, tensors: Tensors, **changed: Any) -> None:
+        self.call(**tensors, **{**(self.options or {}), **changed})
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape[:-2], shape[-1], shape[-2]).mT
+
+
+def dense_fp8(**more: Any) -> Tensors:
+    return {
+        "a": torch.zeros(M, K).to(E4M3),
+        "sfa": scales(M, K // 128),
+        "b": torch.zeros(N, K).to(E4M3),
+        "sfb": torch.ones(2, K // 128),
+        "d": torch.zeros(M, N, dtype=BF16),
+        **more,
+    }
+
+
+def dense_half(dtype: torch.dtype) -> Tensors:
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in (("a", (M, K)), ("b", (N, K)), ("d", (M, N)))}
+
+
+def fp8(a: Any, sfa: Any, b: Any, sfb: Any, d: Any, c: Any = None, pair: Any = tuple, **options: Any) -> None:
+    deep_gemm.fp8_gemm_nt(pair((a, sfa)), (b, sfb), d, c, **options)
+
+
+def grouped(form: str, dtype: torch.dtype) -> Kind:
+    lead, layout = ((G,), "masked_m") if form == "masked" else ((), "grouped_layout")
+    kind = "fp8" if dtype == E4M3 else "bf16"
+    function = getattr(deep_gemm, f"m_grouped_{kind}_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}")
+
+    def tensors() -> Tensors:
+        found = {"a": torch.zeros(*lead, M, K).to(dtype), "b": torch.zeros(G, N, K).to(dtype)}
+        if dtype == E4M3:
+            found |= {"sfa": scales(*lead, M, 2), "sfb": torch.ones(G, 2, 2)}
+        found["layout"] = torch.zeros(M if form == "index" else G, dtype=torch.int32)
+        return found | {"d": torch.zeros(*lead, M, N, dtype=BF16)}
+
+    def call(a: Any, b: Any, d: Any, sfa: Any = None, sfb: Any = None, pair: Any = tuple, **options: Any) -> None:
+        options[layout] = options.pop("layout")
+        if form == "masked":
+            options.setdefault("expected_m", 8)
+        else:
+            options.setdefault("use_psum_layout", form == "psum")
+        function(pair((a, sfa)) if kind == "fp8" else a, (b, sfb) if kind == "fp8" else b, d, **options)
+
+    return Kind(tensors, call)
+
+
+def k_tensors(kind: str) -> Tensors:
+    found = {"layout": torch.tensor([K // 2, K // 2], dtype=torch.int32), "d": torch.zeros(G, M, N)}
+    if kind == "bf16":
+        return found | {"a": torch.zeros(K, M, dtype=BF16), "b": torch.zeros(K, N, dtype=BF16)}
+    shapes = ((M, K), (N, K)) if kind == "padded" else ((M * K,), (N * K,))
+    values = {name: torch.zeros(shape).to(E4M3) for name, shape in zip("ab", shapes, strict=True)}
+    return found | values | {"sfa": scales(M, 2), "sfb": scales(N, 2)}
+
+
+def k_bf16(a: Any, b: Any, layout: Any, d: Any, c: Any = None, **options: Any) -> None:
+    deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, None, layout, c, **options)
+
+
+def k_fp8(a: Any, sfa: Any, b: Any, sfb: Any, layout: Any, d: Any, pair: Any = tuple, **options: Any) -> None:
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(pair((a, sfa)), (b, sfb), d, None, layout, **options)
+
+
+def k_padded(a: Any, sfa: Any, b: Any, sfb: Any, layout: Any, d: Any, pair: Any = tuple, **options: Any) -> None:
+    deep_gemm.k_grouped_fp8_gemm_nt_padded(pair((a, sfa)), (b, sfb), d, layout, **options)
+
+
+def cast_tensors(names: tuple[str, ...], columns: bool = False) -> Tensors:
+    found = {
+        "x": torch.zeros(M, K, dtype=BF16),
+        "rows": torch.zeros(M, dtype=torch.int32),
+        "factors": torch.ones(M),
+        "values": torch.zeros(M, K).to(E4M3),
+        "scales": torch.ones(M, 2),
+    }
+    if columns:
+        found |= {"values": torch.zeros(K, M).to(E4M3), "scales": torch.ones(K, 1)}
+    return {name: found[name] for name in names}
+
+
+def rows(values: Any, scales: Any, pair: Any = tuple, **others: Any) -> None:
+    quantize.rows(out=pair((values, scales)), **others)
+
+
+def columns(values: Any, scales: Any, pair: Any = tuple, **others: Any) -> None:
+    quantize.columns(out=pair((values, scales)), **others)
+
+
+def scaled(out: Any, x: Any, y: Any, scale: Any) -> LaunchConfig:
+    return LaunchConfig(grid=1, block=32, values={"n": 1}, constants={"SCALE": f"{scale!r}"})
+
+
+CUSTOM = deep_gemm.kernel(PARAMETERS, body="out[0] = /*{ SCALE }*/;")(scaled)
+WRITTEN = ("values", "scales")
+CAST = ("x", *WRITTEN)
+
+KINDS = {
+    "fp8": Kind(dense_fp8, fp8, options={"recipe": (1, 128, 128), "disable_ue8m0_cast": False}),
+    "fp8 and c": Kind(lambda: dense_fp8(c=torch.zeros(M, N, dtype=BF16)), fp8),
+    "bf16": Kind(lambda: dense_half(BF16), deep_gemm.bf16_gemm_nt),
+    "bf16 and c": Kind(lambda: dense_half(BF16) | {"c": torch.zeros(M, N, dtype=BF16)}, deep_gemm.bf16_gemm_nt),
+    "fp16": Kind(lambda: dense_half(FP16), deep_gemm.fp16_gemm_nt),
+    **{f"{form} fp8": grouped(form, E4M3) for form in ("index", "psum", "masked")},
+    **{f"{form} bf16": grouped(form, BF16) for form in ("index", "psum", "masked")},
+    "k bf16": Kind(lambda: k_tensors("bf16"), k_bf16),
+    "k bf16 and c": Kind(lambda: k_tensors("bf16") | {"c": torch.zeros(G, M, N)}, k_bf16),
+    "k fp8": Kind(lambda: k_tensors("fp8"), k_fp8),
+    "k padded": Kind(lambda: k_tensors("padded"), k_padded),
+    "rows": Kind(lambda: cast_tensors(CAST), rows, WRITTEN, {"use_ue8m0": True, "epsilon": 1.0, "gated": False}),
+    "columns": Kind(lambda: cast_tensors(CAST, columns=True), columns, WRITTEN),
+    "gathered": Kind(lambda: cast_tensors(("x", "rows", *WRITTEN)), rows, WRITTEN),
+    "factored": Kind(lambda: cast_tensors(("x", "factors", *WRITTEN)), rows, WRITTEN),
+    "own": Kind(lambda: {name: torch.zeros(64) for name in ("out", "x", "y")}, CUSTOM, ("out",), {"scale": 1.0}),
+}
+OPERANDS = [(kind, name) for kind, made in KINDS.items() for name in made.tensors()]
