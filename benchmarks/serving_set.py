@@ -34,8 +34,8 @@ UNTIMED = math.log(1.35)
 
 @dataclass(frozen=True)
 class Table:
-    """Shapes by configs: the model's estimates as logarithms, infinite for configs that are not offered for a shape; and
-    losses. The configs of the family, which may be taken out, come first."""
+    """Shapes by configs: the model's estimates as logarithms, infinite for configs that are not offered for a shape;
+    and losses. The configs of the family, which may be taken out, come first."""
 
     configs: Sequence[GemmConfig]
     own: int
@@ -111,9 +111,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     found = table(kernels.gemm_family(asked.family), asked.files)
     every = torch.ones(len(found.folds), dtype=torch.bool)
-    print(
-        f"{len(every)} shapes, {found.own} tiles of {asked.family}\n\n| tiles | loss, crossed | loss, on all |\n|---|---|---|"
-    )
+    print(f"{len(every)} shapes, {found.own} tiles of {asked.family}\n")
+    print("| tiles | loss, crossed | loss, on all |\n|---|---|---|")
     for size in (found.own, *asked.sizes):
         kept = found.reduced(every, size)
         print(f"| {size} | {found.crossed(size).mean():.4f} | {found.choices(kept).mean():.4f} |", flush=True)
