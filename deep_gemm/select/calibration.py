@@ -6,13 +6,14 @@ import functools
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import InvalidInputError
-from . import sheets
 from .constants import Constants
 from .power import Power
-from .sheets import Sheet
+
+if TYPE_CHECKING:
+    from .sheets import Sheet
 
 FOLDER = Path(__file__).parent / "calibrations"
 
@@ -140,6 +141,8 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
     """The calibration of a GPU model. If there is none, the nearest card's, scaled by the spec sheets; so too for
     speeds of some products that the model's own lacks. The sheet of an unknown card is found by SMs and bandwidth; 0
     means unknown."""
+    from . import sheets  # here: a process whose kernels are all known needs none
+
     sheet = sheets.of(device_name, num_sms, hbm_gb_per_s)
     path = file_of(device_name)
     known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
@@ -152,7 +155,9 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
 
 def every() -> list[Calibration]:
     """The calibrations of all GPU models that have one, the default first."""
-    names = {file_of(sheet.device): sheet.device for sheet in sheets.SHEETS}
+    from .sheets import SHEETS
+
+    names = {file_of(sheet.device): sheet.device for sheet in SHEETS}
     found = [of(names.get(path, path.stem)) for path in sorted(FOLDER.glob("*.json"))]
     return [default(), *(each for each in found if each != default())]
 
