@@ -52,6 +52,7 @@ class GemmOperands:
     accumulate: Accumulate = "none"
     groups: int = 1
     size: int = 1
+    epilogue: str = "none"
 
 
 class Gemm(Operation):
@@ -116,6 +117,7 @@ class Gemm(Operation):
             majors=majors,
             output=DTYPES[outputs["d"].dtype],
             accumulate=x.accumulate,
+            epilogue=x.epilogue,
             aligned=all(map(layouts.tma_writable, outputs.values())),
             compiled_dims=x.compiled_dims,
         )

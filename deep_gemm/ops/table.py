@@ -118,6 +118,7 @@ def spec(
     majors: tuple[Major, Major] | None = None,
     output: Dtype | None = None,
     accumulate: Accumulate | None = None,
+    epilogue: str = "none",
     aligned: bool | None = None,
     compiled_dims: str = "",
 ) -> GemmSpec:
@@ -148,6 +149,7 @@ def spec(
         alignment=alignment if product.grouping in ("contiguous", "psum") else 1,
         expected_m=min(expected_m, m) if product.grouping == "masked" else 0,
         accumulate=accumulate or product.accumulate,
+        epilogue=epilogue,
         batch_invariant=options.get_batch_invariant(),
     )
 
