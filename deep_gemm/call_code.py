@@ -55,6 +55,7 @@ def _body(operation: Operation, calls: str) -> list[str]:
         if parameter.use != "refused"
         and parameter.name not in (*pairs, *operation.operands.values(), *operation.absent)
     ]
+    added = [parameter.name for parameter in operation.arguments if parameter.use == "added"]  # of one type
     variables = [variable for name in operation.settings for variable in getattr(Settings, name).variables]
     key = [
         *(f"{name}.data_ptr()" for name in tensors.values()),
@@ -77,7 +78,7 @@ def _body(operation: Operation, calls: str) -> list[str]:
         *(f"type({own[name]})" for name in pairs),
         *(f"{name} is None" for name in refused),
         # True and 1.0 equal 1, but not all of them are taken.
-        *(f"{own[name]} is None or {own[name]} is False or type({own[name]})" for name in plain),
+        *(f"{own[name]} is None or {own[name]} is False or type({own[name]})" for name in plain if name not in added),
         *(f"environment({variable.encode()!r})" for variable in variables),
     ]
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -98,20 +99,18 @@ class Operation(ABC):
     fallbacks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """Fallbacks, by their names in DG_FALLBACK; "torch" is `reference`."""
 
-    @property
+    @functools.cached_property
     def arguments(self) -> tuple[Parameter, ...]:
         """The parameters of `check`."""
         return tuple(parameter for parameter in self.parameters if parameter.use != "before")
 
+    @functools.cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return {parameter.name: parameter.default for parameter in self.arguments}
+
     def given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `check` by name. Those that are left out have their defaults."""
-        parameters = self.arguments
-        found = {parameter.name: parameter.default for parameter in parameters}
-        return (
-            found
-            | {parameter.name: value for parameter, value in zip(parameters, arguments, strict=False)}
-            | dict(named)
-        )
+        return self._defaults | dict(zip(self._defaults, arguments, strict=False)) | dict(named)
 
     @abstractmethod
     def check(self, *arguments: Any, **named: Any) -> Any:
