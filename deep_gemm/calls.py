@@ -214,7 +214,9 @@ def byte_range(x: Tensor) -> tuple[int, int]:
     start = x.data_ptr()
     if x.numel() == 0:
         return start, start
-    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    span = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        span += (size - 1) * stride
     return start, start + span * x.element_size()
 
 

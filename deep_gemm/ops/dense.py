@@ -20,6 +20,9 @@ from .gemm import COMPILED_DIMS, PAIR, SCALED, TENSOR, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
 
+_TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
+"""The operations of 16-bit values."""
+
 
 class Dense(Gemm):
     """See `deep_gemm.fp8_gemm_nt` and `deep_gemm.bf16_gemm_nt`."""
@@ -73,11 +76,9 @@ class Dense(Gemm):
     def _check_plain(self, named: Mapping[str, Tensor], form: str) -> Scalings:
         """Check a (M, K) and b (N, K) of 16 bits."""
         for name in ("a", "b"):
-            dtype = named[name].dtype
-            other = next((op for op in (BF16, FP16) if TORCH[PRODUCTS[op].dtype] == dtype), None)
-            self.check_dtype(
-                name, named[name], f" {other} takes {dtype}." if other else f" Pass {name}.to({self.dtype})."
-            )
+            other = _TAKES.get(dtype := named[name].dtype)
+            instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({self.dtype})."
+            self.check_dtype(name, named[name], instead)
         self._check_output_dtypes(named)
         a, b = named["a"], named["b"]
         if a.shape[1] != b.shape[1]:
