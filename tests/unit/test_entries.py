@@ -17,7 +17,7 @@ from gpu_fakes import FakeGpu
 
 import deep_gemm
 from deep_gemm import calls
-from deep_gemm.operation import Operation
+from deep_gemm.operation import REQUIRED, Operation
 from deep_gemm.ops import PRODUCTS, table
 from deep_gemm.ops.dense import Dense, fp8
 from deep_gemm.ops.k_grouped import KGrouped
@@ -54,12 +54,31 @@ def test_public_functions_have_the_parameters_that_are_declared(name: str) -> No
     assert list(inspect.signature(getattr(deep_gemm, name)).parameters.values()) == declared
 
 
+TYPES = {
+    "Tensor": "Tensor {0}",
+    "Tensor | None": "Tensor? {0}",
+    "tuple[Tensor, Tensor]": "Tensor {0}, Tensor {0}_scales",
+    "tuple[int, int] | None": "int[2]? {0}",
+    "tuple[int, int, int] | None": "int[3]? {0}",
+    "str | None": "str? {0}",
+    "bool": "bool {0}",
+    "int": "int {0}",
+}
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_each_type_of_a_parameter_is_known(name: str) -> None:
-    """A schema for torch has a type for each."""
-    known = {"Tensor", "tuple[Tensor, Tensor]", "str", "str | None", "bool", "int", "int | None"}
-    known |= {"Tensor | None", "tuple[int, int, int]", "tuple[int, int, int] | None", "tuple[int, int] | None"}
-    assert {parameter.type for parameter in FUNCTIONS[name].parameters if parameter.use == "call"} <= known
+def test_a_schema_for_torch_follows_from_the_parameters(name: str) -> None:
+    """A pair is two tensors."""
+    declared = [parameter for parameter in FUNCTIONS[name].parameters if parameter.use == "call"]
+    texts = [
+        TYPES[each.type].format(each.name) + ("" if each.default is REQUIRED else f"={each.default}")
+        for each in declared
+    ]
+    schema = torch._C.parse_schema(f"deep_gemm::{name}({', '.join(texts)}) -> ()")
+    tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
+    assert {each.partition("_scales")[0] for each in tensors} == {
+        each.name for each in declared if "Tensor" in each.type
+    }
 
 
 def ours(call: Callable[[], object]) -> list[str]:
