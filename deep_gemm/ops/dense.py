@@ -16,7 +16,7 @@ from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
-from .gemm import COMPILED_DIMS, PAIR, SCALED, TENSOR, C, Gemm, GemmOperands
+from .gemm import C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
 
@@ -29,9 +29,8 @@ class Dense(Gemm):
 
     def __init__(self, name: str, accumulates: bool = False) -> None:
         super().__init__(name, accumulates)
-        kind, options = (PAIR, SCALED) if self.is_scaled else (TENSOR, (COMPILED_DIMS,))
         self.parameters = (
-            *(Parameter("a", kind), Parameter("b", kind), Parameter("d", TENSOR), C, *options),
+            *(*self.first, C, *self.options),
             Parameter("epilogue", "Any", None, "refused", keyword=True),
             Parameter("alpha", "Any", None, "refused", keyword=True),
             Parameter("form", "str", "nt", "added"),
@@ -47,10 +46,7 @@ class Dense(Gemm):
         """
         given = self.given(arguments, named_arguments)
         checks.refuse_unbuilt(given)
-        asked = scales.check_recipe(given["recipe"], given["recipe_a"], given["recipe_b"]) if self.is_scaled else None
-        dims = checks.check_compiled_dims(given["compiled_dims"])
-        if self.is_scaled:
-            checks.check_bool("disable_ue8m0_cast", given["disable_ue8m0_cast"])
+        asked, dims = self.check_options(given)
         named, form = self.named(given), given["form"]
         device = checks.check_tensors(named, dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2)), (2,))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}

@@ -16,7 +16,7 @@ from ..calls import Operation, Parameter, Step, Work
 from ..errors import InvalidInputError
 from ..reference import Scalings
 from ..spec import Accumulate, Major
-from . import checks, layouts
+from . import checks, layouts, scales
 from .layouts import Preparation
 from .table import DTYPES, PRODUCTS, TORCH, spec
 
@@ -67,6 +67,9 @@ class Gemm(Operation):
         self.name, self.product = name, PRODUCTS[name]
         self.is_scaled = self.product.is_scaled
         self.dtype = TORCH[self.product.dtype]
+        kind = PAIR if self.is_scaled else TENSOR
+        self.options = SCALED if self.is_scaled else (COMPILED_DIMS,)
+        self.first = Parameter("a", kind), Parameter("b", kind), Parameter("d", TENSOR)
         names = ("a", "sfa", "b", "sfb") if self.is_scaled else ("a", "b")
         parts = {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]"} if self.is_scaled else {}
         self.operands = {name: parts.get(name, name) for name in names}
@@ -85,6 +88,15 @@ class Gemm(Operation):
             else:
                 found[name] = given[name]
         return found | {name: given[name] for name in (self.layout, "c", "d") if name in self.operands.values()}
+
+    def check_options(self, given: Mapping[str, Any]) -> tuple[Scalings | None, str]:
+        """The scalings that a recipe asks for, if one is given, and the dimensions to compile into the kernel."""
+        if not self.is_scaled:
+            return None, checks.check_compiled_dims(given["compiled_dims"])
+        asked = scales.check_recipe(given["recipe"], given["recipe_a"], given["recipe_b"])
+        dims = checks.check_compiled_dims(given["compiled_dims"])
+        checks.check_bool("disable_ue8m0_cast", given["disable_ue8m0_cast"])
+        return asked, dims
 
     def check_dtype(self, name: str, x: Tensor, instead: str = "") -> None:
         """Refuse 16-bit values of another dtype."""

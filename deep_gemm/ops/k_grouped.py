@@ -15,7 +15,7 @@ from ..reference import k_grouped_reference
 from ..spec import SCALE_BLOCK, KGroupMapsSpec, Major, align, ceil_div
 from . import checks, layouts, scales
 from .checks import shape_of
-from .gemm import COMPILED_DIMS, PAIR, TENSOR, C, Gemm, GemmOperands
+from .gemm import COMPILED_DIMS, TENSOR, C, Gemm, GemmOperands
 from .layouts import TMA_BYTES, Preparation
 from .table import DTYPES, K_BF16, K_FP8, K_PADDED
 
@@ -38,14 +38,17 @@ class KGrouped(Gemm):
     def __init__(self, name: str, accumulates: bool = False) -> None:
         super().__init__(name, accumulates)
         self.is_padded = name == K_PADDED
-        kind = PAIR if self.is_scaled else TENSOR
-        tensors = Parameter("a", kind), Parameter("b", kind), Parameter("d", TENSOR)
         if self.is_padded:
-            self.parameters = (*tensors, Parameter(LAYOUT, TENSOR), C, COMPILED_DIMS)
+            self.parameters = (*self.first, Parameter(LAYOUT, TENSOR), C, COMPILED_DIMS)
         else:
             recipe = Parameter("recipe", "tuple[int, int, int]", RECIPE, "before")
             self.parameters = (
-                *(*tensors, Parameter("ks_cpu", _SIZES, None, "before"), Parameter(LAYOUT, "Tensor | None", None), C),
+                *(
+                    *self.first,
+                    Parameter("ks_cpu", _SIZES, None, "before"),
+                    Parameter(LAYOUT, "Tensor | None", None),
+                    C,
+                ),
                 *(*((recipe,) if self.is_scaled else ()), COMPILED_DIMS),
                 Parameter("use_psum_layout", "bool", False, "before"),
                 Parameter("ks", "Sequence[int] | Tensor | None", None, "before", keyword=True),

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..calls import Parameter, entry
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import BLOCKS, m_grouped_reference
+from ..reference import m_grouped_reference
 from ..spec import SCALE_BLOCK, Major, align, ceil_div
 from . import checks, layouts, scales
 from .checks import MAX_SIZE, shape_of
-from .gemm import COMPILED_DIMS, PAIR, SCALED, TENSOR, Gemm, GemmOperands
+from .gemm import TENSOR, Gemm, GemmOperands
 from .layouts import Preparation, flat_stride
 from .table import M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
 
@@ -41,18 +41,13 @@ class MGrouped(Gemm):
         """Whether a and d have the group in front."""
         self.layout = "masked_m" if self.is_masked else "grouped_layout"
         super().__init__(name)
-        kind, options = (PAIR, SCALED) if self.is_scaled else (TENSOR, (COMPILED_DIMS,))
-        tensors = Parameter("a", kind), Parameter("b", kind), Parameter("d", TENSOR), Parameter(self.layout, TENSOR)
+        tensors = *self.first, Parameter(self.layout, TENSOR)
         if self.is_masked:
-            self.parameters = (
-                *tensors,
-                Parameter("expected_m", "int"),
-                *options,
-                *(_OVERLAP if self.is_scaled else ()),
-            )
+            overlap = _OVERLAP if self.is_scaled else ()
+            self.parameters = (*tensors, Parameter("expected_m", "int"), *self.options, *overlap)
             return
         self.parameters = (
-            *(*tensors, *options, Parameter("use_psum_layout", "bool", False)),
+            *(*tensors, *self.options, Parameter("use_psum_layout", "bool", False)),
             Parameter("ensure_zero_padding", "bool", True, "before"),
             Parameter("expected_m_for_psum_layout", "int | None", None, "before"),
             Parameter("alignment", "int", 1, "added"),
@@ -65,11 +60,14 @@ class MGrouped(Gemm):
         ``form`` is "nn" for b given as (G, K, N).
         """
         given = self.given(arguments, named_arguments)
-        if self.is_scaled:
-            check_1d2d(given["recipe"], given["recipe_a"], given["recipe_b"])
-        dims = checks.check_compiled_dims(given["compiled_dims"])
-        if self.is_scaled:
-            checks.check_bool("disable_ue8m0_cast", given["disable_ue8m0_cast"])
+        asked, dims = self.check_options(given)
+        if asked not in (None, self.product.scaling):
+            name = "recipe" if given["recipe"] is not None else "recipe_b"
+            raise UnsupportedError(
+                f"{name} {tuple(given[name])} is not supported by GEMMs grouped by M: only (1, {SCALE_BLOCK}, "
+                f"{SCALE_BLOCK}) is, one scale for each row and {SCALE_BLOCK} of K of a, and for each {SCALE_BLOCK} x "
+                f"{SCALE_BLOCK} block of b."
+            )
         named, form = self.named(given), given.get("form", "nt")
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
         device = checks.check_tensors(named, ranks, (3 if self.is_masked else 2,))
@@ -189,16 +187,6 @@ def refuse_overlap() -> None:
         "enable_overlap, max_block_n and signal are not supported by this version: a masked GEMM does not signal the "
         "tiles that it has finished. Leave them out, and combine after the call."
     )
-
-
-def check_1d2d(recipe: Any, recipe_a: Any, recipe_b: Any) -> None:
-    """Refuse every recipe except (1, 128, 128)."""
-    if scales.check_recipe(recipe, recipe_a, recipe_b) not in (None, BLOCKS):
-        given = f"recipe {tuple(recipe)}" if recipe is not None else f"recipe_b {tuple(recipe_b)}"
-        raise UnsupportedError(
-            f"{given} is not supported by GEMMs grouped by M: only (1, {SCALE_BLOCK}, {SCALE_BLOCK}) is, one scale for "
-            f"each row and {SCALE_BLOCK} of K of a, and for each {SCALE_BLOCK} x {SCALE_BLOCK} block of b."
-        )
 
 
 def check_shapes(a: Tensor, b: Tensor, d: Tensor, layout_name: str, layout: Tensor, form: str, psum: bool) -> None:
