@@ -4,22 +4,42 @@ loop over operands would take two microseconds longer."""
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from .jit.driver.tensor_map import ADDRESS_ALIGNMENT
-from .operation import Operation
+from .operation import Operation, Parameter
 from .settings import Settings
 
 Places: TypeAlias = Sequence[int]
 """Addresses of the operands, in the operation's order."""
 
 
-def entry_source(operation: Operation) -> str:
-    """The source of the function ``entry`` with the operation's parameters. It makes a warm call, or calls
+def entry_source(variants: Sequence[Operation]) -> str:
+    """The source of the function ``entry`` with the parameters of ``variants``: operations that differ in the optional
+    tensors that are `Operation.absent`; those with more of them come first. It makes a warm call, or calls
     `Calls.first`. All that `Operation.check`, `Operation.work` and the choice of a plan look at is in ``key`` or in
     ``rest``, or clears what is remembered when it changes."""
-    own = {name: f"{name}_" for name in operation.parameters}  # none of the other names ends like this
+    lines = [f"def entry({', '.join(map(_own, variants[0].arguments))}):"]
+    for index, operation in enumerate(variants):
+        body = _body(operation, f"calls{index}")
+        if operation.absent:
+            absent = [_own(x) for x in operation.arguments if x.name in operation.absent]
+            lines.append(f"    if {' and '.join(f'{name} is None' for name in absent)}:")
+            lines += [f"        {line}" for line in (*body, "return")]
+        else:
+            lines += [f"    {line}" for line in body]
+    return "\n".join(lines) + "\n"
+
+
+def _own(parameter: Parameter) -> str:
+    return f"{parameter.name}_"  # none of the other names ends like this
+
+
+def _body(operation: Operation, calls: str) -> list[str]:
+    own = {parameter.name: _own(parameter) for parameter in operation.arguments}
     pairs = sorted({argument.partition("[")[0] for argument in operation.operands.values() if "[" in argument})
     tensors = {
         name: argument.replace("[", "_").rstrip("]") if "[" in argument else own[argument]
@@ -28,14 +48,18 @@ def entry_source(operation: Operation) -> str:
     arguments, operands = ", ".join(own.values()), ", ".join(tensors.values())
     output = tensors[operation.output]
     written = operation.outputs or (operation.output,)
+    refused = [_own(parameter) for parameter in operation.arguments if parameter.use == "refused"]
     plain = [
-        name for name in operation.parameters if name not in (*pairs, *operation.operands.values(), *operation.unused)
+        parameter.name
+        for parameter in operation.arguments
+        if parameter.use != "refused"
+        and parameter.name not in (*pairs, *operation.operands.values(), *operation.absent)
     ]
+    added = [parameter.name for parameter in operation.arguments if parameter.use == "added"]  # of one type
     variables = [variable for name in operation.settings for variable in getattr(Settings, name).variables]
     key = [
         *(f"{name}.data_ptr()" for name in tensors.values()),
         *(f"{name}.shape" for name in tensors.values()),
-        *(f"{own[name]} is None" for name in operation.unused),
         *([f"{tensors[operation.in_place]}.data_ptr() == {output}.data_ptr()"] if operation.in_place else []),
         # 0.0 equals -0.0, but a kernel may distinguish them.
         *(f"{own[name]} or repr({own[name]})" if name in operation.floats else own[name] for name in plain),
@@ -52,31 +76,43 @@ def entry_source(operation: Operation) -> str:
         *([" or ".join(f"{name}.is_neg()" for name in signed)] if signed else []),
         "is_grad_enabled() and (" + " or ".join(f"{tensors[name]}.requires_grad" for name in written) + ")",
         *(f"type({own[name]})" for name in pairs),
+        *(f"{name} is None" for name in refused),
         # True and 1.0 equal 1, but not all of them are taken.
-        *(f"{own[name]} is None or {own[name]} is False or type({own[name]})" for name in plain),
+        *(f"{own[name]} is None or {own[name]} is False or type({own[name]})" for name in plain if name not in added),
         *(f"environment({variable.encode()!r})" for variable in variables),
     ]
-    lines = [
-        f"def entry({arguments}):",
-        "    try:",
-        *(f"        {name}_0, {name}_1 = {own[name]}" for name in pairs),
-        f"        device = {output}.get_device()",
-        f"        key = ({', '.join(key)})",
-        f"        rest = ({', '.join(rest)},)",
-        "        call = calls.warm.get(key)",
-        "    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
+    return [
+        "try:",
+        *(f"    {name}_0, {name}_1 = {own[name]}" for name in pairs),
+        f"    device = {output}.get_device()",
+        f"    key = ({', '.join(key)})",
+        f"    rest = ({', '.join(rest)},)",
+        f"    call = {calls}.warm.get(key)",
+        "except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
         # An argument is wrong, has no memory, or is a fake tensor on a GPU that this torch is not built for. The check
         # finds out which.
-        f"        calls.first(None, None, ({arguments},), ())",
-        "        return",
-        "    if call is not None and call[0] == rest:",
-        "        call[1]()",
-        "    else:",
+        f"    {calls}.first(None, None, ({arguments},), ())",
+        "    return",
+        "if call is not None and call[0] == rest:",
+        "    call[1]()",
+        "else:",
         # An iterator in place of a pair is now exhausted. The check refuses it.
-        *(f"        key = key if isinstance({own[name]}, (tuple, list)) else None" for name in pairs),
-        f"        calls.first(key, rest, ({arguments},), ({operands},))",
+        *(f"    key = key if isinstance({own[name]}, (tuple, list)) else None" for name in pairs),
+        f"    {calls}.first(key, rest, ({arguments},), ({operands},))",
     ]
-    return "\n".join(lines) + "\n"
+
+
+_made = itertools.count()
+
+
+def function(source: str, name: str, what: str, namespace: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """The function ``name`` of ``source``. Tracebacks and debuggers show its lines, in a file named after ``what``."""
+    file = f"<deep_gemm {what} {next(_made)}>"  # numbered: kernels that are declared again have the same name
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # None: no file on disk to compare with
+    found: dict[str, Any] = {} if namespace is None else namespace
+    exec(compile(source, file, "exec"), found)
+    made: Callable[..., Any] = found[name]
+    return made
 
 
 @functools.cache
@@ -105,7 +141,31 @@ def fits(
             f"    return {' and '.join(ranges) or 'True'}",
         ]
     )
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<deep_gemm fits of {count} operands>", "exec"), namespace)
-    found: Callable[[Places, Places, Places], bool] = namespace["fits"]
-    return found
+    return function(source, "fits", f"fits of {count} operands")
+
+
+@functools.cache
+def runner(count: int, scratch: int, picks: tuple[tuple[int, ...], ...]) -> Callable[..., Callable[[Places], None]]:
+    """Makes the function of a call with several launches from functions that return its ``scratch`` tensors, and from
+    those that launch. ``picks`` says which of the ``count`` operands and of the scratch tensors each launch takes."""
+    at = [f"p{index}" for index in range(count + scratch)]
+    rooms, launches = (
+        [f"{letter}{index}" for index in range(size)] for letter, size in (("s", scratch), ("l", len(picks)))
+    )
+    source = "\n".join(
+        [
+            "def make(scratch, launches):",
+            f"    [{', '.join(f'new_{room}' for room in rooms)}] = scratch",
+            f"    [{', '.join(launches)}] = launches",
+            "    def run(at):",
+            f"        {', '.join(at[:count])}, = at",
+            *(f"        {room} = new_{room}()" for room in rooms),  # freed once all launches are queued
+            *(f"        {place} = {room}.data_ptr()" for place, room in zip(at[count:], rooms, strict=True)),
+            *(
+                f"        {launch}(({', '.join(at[index] for index in chosen)},))"
+                for launch, chosen in zip(launches, picks, strict=True)
+            ),
+            "    return run",
+        ]
+    )
+    return function(source, "make", f"run of {len(picks)} launches")

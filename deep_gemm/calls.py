@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from . import constant, engine, monitoring, options
-from .call_code import Places, entry_source
+from .call_code import Places, entry_source, function, runner
 from .call_code import fits as _fits
 from .errors import UnsupportedError
 from .jit.driver.launch import Launch
 from .monitoring import Call
-from .operation import Operands, Operation, Step, Work
+from .operation import Operands, Operation, Parameter, Step, Work
 from .settings import environment, settings
 from .spec import GemmSpec
 
-__all__ = ["Calls", "Operands", "Operation", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
+__all__ = ["Calls", "Operands", "Operation", "Parameter", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
 
 MAX_REMEMBERED = 8192
 """The most launch records that one operation keeps, of about 1 KB each (9 KB if scales are transposed). When it is
@@ -165,35 +165,26 @@ class Replay:
         """The call at the first addresses: a launch record of its own, if there is one kernel and no scratch memory."""
         if len(self._plans) == 1 and not self._work.scratch:
             return self._launch(0, dict(zip(self._names, self._first, strict=True)))
-        return functools.partial(self, self._first)
+        return functools.partial(self._run or self._patched(self._first), self._first)
 
     def __call__(self, at: Places) -> None:
         """Make the call on operands at addresses for which `fits` is true. Raises DriverError."""
-        run = self._run
-        if run is None:  # if two threads come here at once, the records of either will do
-            run = self._run = self._patched(at)
-        run(at)
+        (self._run or self._patched(at))(at)
 
     def _patched(self, at: Places) -> Callable[[Places], None]:
-        """The call by patched launches; ``at`` are the first addresses of the records."""
-        device = f"cuda:{self.device}"
-
-        def rooms() -> list[Tensor]:
-            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._work.scratch.values()]
-
-        places = dict(zip(self._names, (*at, *(room.data_ptr() for room in rooms())), strict=True))
-        launches = [self._launch(index, places) for index in range(len(self._plans))]
-        picks = [tuple(map(self._names.index, step.operands.values())) for step in self._work.steps]
-        if picks == [tuple(range(len(self._names)))]:
-            return launches[0].at
-
-        def run(at: Places) -> None:
-            scratch = rooms()  # freed once all launches are queued
-            every = (*at, *(room.data_ptr() for room in scratch))
-            for launch, chosen in zip(launches, picks, strict=True):
-                launch.at([every[index] for index in chosen])
-
-        return run
+        """The call by patched launches, which replays share; ``at`` are the first addresses of the records. If two
+        threads come here at once, the records of either will do."""
+        place = {"device": f"cuda:{self.device}"}
+        scratch = [functools.partial(torch.empty, x, dtype=dtype, **place) for x, dtype in self._work.scratch.values()]
+        addresses = (*at, *(room().data_ptr() for room in scratch))
+        places = dict(zip(self._names, addresses, strict=True))
+        launches = [self._launch(index, places).at for index in range(len(self._plans))]
+        picks = tuple(tuple(map(self._names.index, step.operands.values())) for step in self._work.steps)
+        if picks == (tuple(range(len(self._names))),):
+            self._run = launches[0]
+        else:
+            self._run = runner(len(at), len(scratch), picks)(scratch, launches)
+        return self._run
 
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]
@@ -203,20 +194,19 @@ class Replay:
         return engine.launch(plan, step.strides, addresses, self._stream, self.constant and not copied)
 
 
-def entry(operation: Operation) -> Callable[..., None]:
-    """The function behind an operation's public one: all arguments by position, without defaults."""
-    source = entry_source(operation)
+def entry(*variants: Operation) -> Callable[..., None]:
+    """The function behind a public one: all arguments by position, without defaults. ``variants`` are operations with
+    the same arguments, which differ in the optional tensors that are given (`Operation.absent`): those with fewer
+    tensors come first."""
     namespace: dict[str, Any] = {
-        "calls": Calls(operation),
         "raw_stream": _raw_stream,
         "is_grad_enabled": _is_grad_enabled,
         "current_device": _current_device,
         "choices": options.current(),
         "environment": environment(),
+        **{f"calls{index}": Calls(operation) for index, operation in enumerate(variants)},
     }
-    exec(compile(source, f"<deep_gemm entry of {operation.name}>", "exec"), namespace)
-    found: Callable[..., None] = namespace["entry"]
-    return found
+    return function(entry_source(variants), "entry", f"entry of {variants[0].name}", namespace)
 
 
 def byte_range(x: Tensor) -> tuple[int, int]:
@@ -224,7 +214,9 @@ def byte_range(x: Tensor) -> tuple[int, int]:
     start = x.data_ptr()
     if x.numel() == 0:
         return start, start
-    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    span = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        span += (size - 1) * stride
     return start, start + span * x.element_size()
 
 

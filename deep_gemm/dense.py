@@ -6,9 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .ops import checks, cublaslt, fp8_dense, half_dense
-from .ops.fp8_dense import as_nt
-from .ops.half_dense import Entries
+from .ops import cublaslt, dense
 
 __all__ = [
     "bf16_gemm_nn",
@@ -86,9 +84,7 @@ def fp8_gemm_nt(
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
-    if epilogue is not None or alpha is not None:
-        checks.refuse_unbuilt(epilogue, alpha)
-    fp8_dense.call(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "nt")
 
 
 def fp8_gemm_nn(
@@ -110,9 +106,7 @@ def fp8_gemm_nn(
     Hopper's FP8 needs K contiguous in memory, as in a transposed view of K-major storage. Other operands are transposed
     first (see `fp8_gemm_nt`).
     """
-    if epilogue is not None or alpha is not None:
-        checks.refuse_unbuilt(epilogue, alpha)
-    fp8_dense.call(a, as_nt(b, "b"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "nn")
 
 
 def fp8_gemm_tn(
@@ -130,9 +124,7 @@ def fp8_gemm_tn(
     alpha: Any = None,
 ) -> None:
     """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise."""
-    if epilogue is not None or alpha is not None:
-        checks.refuse_unbuilt(epilogue, alpha)
-    fp8_dense.call(as_nt(a, "a"), as_nt(b, "b"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "tn")
 
 
 def fp8_gemm_tt(
@@ -150,26 +142,13 @@ def fp8_gemm_tt(
     alpha: Any = None,
 ) -> None:
     """`fp8_gemm_nt` with a given as (K, M), and its scales transposed likewise."""
-    if epilogue is not None or alpha is not None:
-        checks.refuse_unbuilt(epilogue, alpha)
-    fp8_dense.call(as_nt(a, "a"), b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "tt")
 
 
 fp8_fp4_gemm_nt = fp8_gemm_nt
 fp8_fp4_gemm_nn = fp8_gemm_nn
 fp8_fp4_gemm_tn = fp8_gemm_tn
 fp8_fp4_gemm_tt = fp8_gemm_tt
-
-
-def _half(
-    entries: Entries, form: str, a: Any, b: Any, d: Any, c: Any, compiled_dims: Any, epilogue: Any, alpha: Any
-) -> None:
-    if epilogue is not None or alpha is not None:
-        checks.refuse_unbuilt(epilogue, alpha)
-    if c is None:
-        entries.without_c(a, b, d, compiled_dims, form)
-    else:
-        entries.with_c(a, b, c, d, compiled_dims, form)
 
 
 def bf16_gemm_nt(
@@ -210,7 +189,7 @@ def bf16_gemm_nt(
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
-    _half(half_dense.bf16, "nt", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "nt")
 
 
 def bf16_gemm_nn(
@@ -224,7 +203,7 @@ def bf16_gemm_nn(
     alpha: Any = None,
 ) -> None:
     """`bf16_gemm_nt` with b given as (K, N), of any strides."""
-    _half(half_dense.bf16, "nn", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "nn")
 
 
 def bf16_gemm_tn(
@@ -238,7 +217,7 @@ def bf16_gemm_tn(
     alpha: Any = None,
 ) -> None:
     """`bf16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
-    _half(half_dense.bf16, "tn", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "tn")
 
 
 def bf16_gemm_tt(
@@ -252,7 +231,7 @@ def bf16_gemm_tt(
     alpha: Any = None,
 ) -> None:
     """`bf16_gemm_nt` with a given as (K, M), of any strides."""
-    _half(half_dense.bf16, "tt", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "tt")
 
 
 def fp16_gemm_nt(
@@ -267,7 +246,7 @@ def fp16_gemm_nt(
 ) -> None:
     """`bf16_gemm_nt` for float16: a and b are float16, d and c float16 or float32. Sums past 65504 are infinite in a
     float16 d."""
-    _half(half_dense.fp16, "nt", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "nt")
 
 
 def fp16_gemm_nn(
@@ -281,7 +260,7 @@ def fp16_gemm_nn(
     alpha: Any = None,
 ) -> None:
     """`fp16_gemm_nt` with b given as (K, N), of any strides."""
-    _half(half_dense.fp16, "nn", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "nn")
 
 
 def fp16_gemm_tn(
@@ -295,7 +274,7 @@ def fp16_gemm_tn(
     alpha: Any = None,
 ) -> None:
     """`fp16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
-    _half(half_dense.fp16, "tn", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "tn")
 
 
 def fp16_gemm_tt(
@@ -309,7 +288,7 @@ def fp16_gemm_tt(
     alpha: Any = None,
 ) -> None:
     """`fp16_gemm_nt` with a given as (K, M), of any strides."""
-    _half(half_dense.fp16, "tt", a, b, d, c, compiled_dims, epilogue, alpha)
+    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "tt")
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import InvalidInputError, UnsupportedError
 from .layout import get_mk_alignment_for_contiguous_layout
-from .ops import checks, k_grouped, k_padded, m_grouped
-from .ops.grouped_checks import check_expected_m, check_psum_estimate
+from .ops import k_grouped, m_grouped
 
 __all__ = [
     "bf16_m_grouped_gemm_nt_masked",
@@ -92,11 +90,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
     if expected_m_for_psum_layout is not None:
-        check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
-    call = m_grouped.fp8.psum if use_psum_layout else m_grouped.fp8.index
+        m_grouped.check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
     alignment = get_mk_alignment_for_contiguous_layout()
-    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
-    call(a, b, d, grouped_layout, *options, alignment, "nt")
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout
+    m_grouped.fp8(a, b, d, grouped_layout, *options, alignment, "nt")
 
 
 def m_grouped_fp8_gemm_nn_contiguous(
@@ -119,10 +116,9 @@ def m_grouped_fp8_gemm_nn_contiguous(
     Raises:
         UnsupportedError: also if N is contiguous in b.
     """
-    call = m_grouped.fp8.psum if use_psum_layout else m_grouped.fp8.index
     alignment = get_mk_alignment_for_contiguous_layout()
-    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
-    call(a, b, d, grouped_layout, *options, alignment, "nn")
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout
+    m_grouped.fp8(a, b, d, grouped_layout, *options, alignment, "nn")
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -173,13 +169,10 @@ def m_grouped_fp8_gemm_nt_masked(
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
     if enable_overlap or max_block_n is not None or signal is not None:
-        raise UnsupportedError(
-            "enable_overlap, max_block_n and signal are not supported by this version: a masked GEMM does not signal "
-            "the tiles that it has finished. Leave them out, and combine after the call."
-        )
-    expected_m = check_expected_m("expected_m", expected_m)
+        m_grouped.refuse_overlap()
+    expected_m = m_grouped.check_expected_m("expected_m", expected_m)
     options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
-    m_grouped.fp8.masked(a, b, d, masked_m, *options, expected_m, "nt")
+    m_grouped.fp8_masked(a, b, d, masked_m, expected_m, *options)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -204,9 +197,9 @@ def m_grouped_bf16_gemm_nt_contiguous(
     else is as in `m_grouped_fp8_gemm_nt_contiguous`: the other arguments, padding, the same bits, errors.
     """
     if expected_m_for_psum_layout is not None:
-        check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
-    call = m_grouped.bf16.psum if use_psum_layout else m_grouped.bf16.index
-    call(a, b, d, grouped_layout, compiled_dims, get_mk_alignment_for_contiguous_layout(), "nt")
+        m_grouped.check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
+    alignment = get_mk_alignment_for_contiguous_layout()
+    m_grouped.bf16(a, b, d, grouped_layout, compiled_dims, use_psum_layout, alignment, "nt")
 
 
 def m_grouped_bf16_gemm_nn_contiguous(
@@ -220,8 +213,8 @@ def m_grouped_bf16_gemm_nn_contiguous(
 ) -> None:
     """`m_grouped_bf16_gemm_nt_contiguous` with b given as (G, K, N). If N is contiguous, as in a tensor that is not a
     view, K is a multiple of 64 (otherwise `UnsupportedError`)."""
-    call = m_grouped.bf16.psum if use_psum_layout else m_grouped.bf16.index
-    call(a, b, d, grouped_layout, compiled_dims, get_mk_alignment_for_contiguous_layout(), "nn")
+    alignment = get_mk_alignment_for_contiguous_layout()
+    m_grouped.bf16(a, b, d, grouped_layout, compiled_dims, use_psum_layout, alignment, "nn")
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -242,8 +235,7 @@ def m_grouped_bf16_gemm_nt_masked(
     The address of a and of b, and the stride from row to row, are multiples of 16 bytes. Sums are float32. Everything
     else is as in `m_grouped_fp8_gemm_nt_masked`: the other arguments, rows past masked_m, the same bits, errors.
     """
-    expected_m = check_expected_m("expected_m", expected_m)
-    m_grouped.bf16.masked(a, b, d, masked_m, compiled_dims, expected_m, "nt")
+    m_grouped.bf16_masked(a, b, d, masked_m, m_grouped.check_expected_m("expected_m", expected_m), compiled_dims)
 
 
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
@@ -259,7 +251,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     ks_cpu: Sequence[int] | None = None,
     grouped_layout: Tensor | None = None,
     c: Tensor | None = None,
-    recipe: tuple[int, int, int] = (1, 1, 128),
+    recipe: tuple[int, int, int] = k_grouped.RECIPE,
     compiled_dims: str | None = None,
     use_psum_layout: bool = False,
     *,
@@ -291,12 +283,11 @@ def k_grouped_fp8_gemm_nt_contiguous(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError, CompileError, DriverError: see `fp8_gemm_nt`.
     """
-    if checks.check_granularities("recipe", recipe, 3) != (1, 1, 128):
-        raise UnsupportedError(
-            f"recipe {tuple(recipe)} is not supported by GEMMs grouped along K: only (1, 1, 128) is."
-        )
-    sizes, layout = _one("ks_cpu", ks_cpu, "ks", ks), _one("grouped_layout", grouped_layout, "ks_tensor", ks_tensor)
-    k_grouped.fp8.call(a, b, d, sizes, layout, c, compiled_dims, use_psum_layout)
+    if recipe is not k_grouped.RECIPE:
+        k_grouped.check_recipe(recipe)
+    if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
+        grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout, 16)
+    k_grouped.fp8(a, b, d, grouped_layout, c, compiled_dims)
 
 
 def k_grouped_fp8_gemm_nt_padded(
@@ -322,10 +313,7 @@ def k_grouped_fp8_gemm_nt_padded(
 
     The other arguments and errors are those of `k_grouped_fp8_gemm_nt_contiguous`.
     """
-    if c is None:
-        k_padded.without_c(a, b, d, grouped_layout, compiled_dims)
-    else:
-        k_padded.with_c(a, b, c, d, grouped_layout, compiled_dims)
+    k_grouped.padded(a, b, d, grouped_layout, c, compiled_dims)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(
@@ -350,12 +338,6 @@ def k_grouped_bf16_gemm_tn_contiguous(
 
     The other arguments and errors are those of `k_grouped_fp8_gemm_nt_contiguous`.
     """
-    sizes, layout = _one("ks_cpu", ks_cpu, "ks", ks), _one("grouped_layout", grouped_layout, "ks_tensor", ks_tensor)
-    k_grouped.bf16.call(a, b, d, sizes, layout, c, compiled_dims, use_psum_layout)
-
-
-def _one(name: str, value: Any, other: str, named: Any) -> Any:
-    """The value of an argument with two names."""
-    if value is not None and named is not None:
-        raise InvalidInputError(f"{name} and {other} are two names of one argument: give one of them.")
-    return named if value is None else value
+    if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
+        grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout)
+    k_grouped.bf16(a, b, d, grouped_layout, c, compiled_dims)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.ops.checks import TMA_BYTES, check_granularities
+from deep_gemm.ops.layouts import TMA_BYTES
+from deep_gemm.ops.scales import check_granularities
 from deep_gemm.ops.transpose_scales import transpose_scales
 from deep_gemm.settings import settings
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -46,12 +48,32 @@ class Work:
     scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
+REQUIRED: Any = inspect.Parameter.empty
+"""The default of an argument that has none."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An argument of a public function. ``type`` is its annotation; ``keyword``: it is given by keyword only.
+
+    ``use`` says where its value goes. "call": the launch may depend on it. "refused": it must be None in this version.
+    "before": the public function uses it, or it has no effect; the operation never sees it. "added": the public
+    function itself gives it to the operation.
+    """
+
+    name: str
+    type: str
+    default: Any = REQUIRED
+    use: Literal["call", "refused", "before", "added"] = "call"
+    keyword: bool = False
+
+
 class Operation(ABC):
     """One operation: its arguments, and how it computes them."""
 
     name: str
-    parameters: tuple[str, ...]
-    """Arguments of the public function, in order."""
+    parameters: tuple[Parameter, ...]
+    """Arguments of the public function, in order, and those that it adds."""
     operands: Mapping[str, str]
     """Tensors by the names that kernels and messages use. A tensor is an argument, or ``"a[0]"`` for a part of a
     pair."""
@@ -63,8 +85,8 @@ class Operation(ABC):
     """Whether the output must share no memory with the other operands."""
     in_place: str = ""
     """The operand that may be the output itself: the same address, shape and strides."""
-    unused: tuple[str, ...] = ()
-    """Arguments that are None in this operation. If one is a tensor, the call belongs to another operation."""
+    absent: tuple[str, ...] = ()
+    """Optional tensors that are None in this operation. With them another one is called: see `calls.entry`."""
     weights: tuple[str, ...] = ()
     """Operands that callers may promise to be constant (`declare_constant`)."""
     floats: tuple[str, ...] = ()
@@ -77,8 +99,21 @@ class Operation(ABC):
     fallbacks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """Fallbacks, by their names in DG_FALLBACK; "torch" is `reference`."""
 
+    @functools.cached_property
+    def arguments(self) -> tuple[Parameter, ...]:
+        """The parameters of `check`."""
+        return tuple(parameter for parameter in self.parameters if parameter.use != "before")
+
+    @functools.cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return {parameter.name: parameter.default for parameter in self.arguments}
+
+    def given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `check` by name. Those that are left out have their defaults."""
+        return self._defaults | dict(zip(self._defaults, arguments, strict=False)) | dict(named)
+
     @abstractmethod
-    def check(self, *arguments: Any) -> Any:
+    def check(self, *arguments: Any, **named: Any) -> Any:
         """The checked operands; None if there is nothing to do. Raises InvalidInputError and UnsupportedError."""
 
     @abstractmethod

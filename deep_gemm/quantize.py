@@ -61,14 +61,7 @@ def rows(
     """One scale for each row per 128 columns: values (M, K), scales (M, ceil(K / 128)). Operand A of `fp8_gemm_nt`.
     With ``rows``, M is its length."""
     out = out if out is not None else _empty(x, "row", gated, row_major=row_major, index=rows)
-    if rows is None and factors is None:
-        ops.plain(x, out, "row", "none", use_ue8m0, epsilon, gated)
-    elif factors is None:
-        ops.gathered(x, rows, out, "row", "none", use_ue8m0, epsilon, gated)
-    elif rows is None:
-        ops.factored(x, factors, out, "row", "none", use_ue8m0, epsilon, gated)
-    else:
-        ops.gathered_factored(x, rows, factors, out, "row", "none", use_ue8m0, epsilon, gated)
+    ops.plain(x, rows, factors, out, "row", use_ue8m0, epsilon, gated)
     return out
 
 
@@ -84,7 +77,7 @@ def columns(
     """`rows` of the transpose of x: values (K, M), scales (K, ceil(M / 128)). An operand of a weight gradient, whose K
     is the number of tokens."""
     out = out if out is not None else _empty(x, "column", gated, transposed=True, row_major=row_major)
-    ops.transposed(x, out, "none", "column", use_ue8m0, epsilon, gated)
+    ops.transposed(x, out, "column", use_ue8m0, epsilon, gated)
     return out
 
 
@@ -119,7 +112,7 @@ def blocks(
 ) -> Quantized:
     """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`."""
     out = out if out is not None else _empty(x, "tile")
-    ops.plain(x, out, "tile", "none", use_ue8m0, epsilon, False)
+    ops.plain(x, None, None, out, "tile", use_ue8m0, epsilon, False)
     return out
 
 
@@ -133,7 +126,7 @@ def blocks_transposed(
     """`blocks` of the transpose of x: values (K, M), scales (ceil(K / 128), ceil(M / 128)). Weights for the gradient of
     a layer's input."""
     out = out if out is not None else _empty(x, "tile", transposed=True)
-    ops.transposed(x, out, "none", "tile", use_ue8m0, epsilon, False)
+    ops.transposed(x, out, "tile", use_ue8m0, epsilon, False)
     return out
 
 
@@ -159,7 +152,7 @@ def per_token_cast_to_fp8(
     """
     if use_packed_ue8m0 is False and _has_kernel(x, gran_k):
         out = _dense(x, "row")
-        ops.plain(x, out, "row", "none", use_ue8m0, AMAX_MIN, False)
+        ops.plain(x, None, None, out, "row", use_ue8m0, AMAX_MIN, False)
         return out
     return quantisation.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
 
@@ -168,7 +161,7 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOC
     """Cast x (k, n) with one scale per column per ``gran_k`` rows: (k, n) E4M3, (ceil(k / gran_k), n) float32."""
     if _has_kernel(x, gran_k):
         out = _dense(x, "column")
-        ops.plain(x, out, "column", "none", use_ue8m0, AMAX_MIN, False)
+        ops.plain(x, None, None, out, "column", use_ue8m0, AMAX_MIN, False)
         return out
     return quantisation.per_channel_cast_to_fp8(x, use_ue8m0, gran_k)
 
@@ -180,7 +173,7 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
     """
     if _has_kernel(x, gran_k):
         out = _dense(x, "tile")
-        ops.plain(x, out, "tile", "none", use_ue8m0, AMAX_MIN, False)
+        ops.plain(x, None, None, out, "tile", use_ue8m0, AMAX_MIN, False)
         return out
     return quantisation.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
 
@@ -220,7 +213,7 @@ def _has_kernel(x: object, gran_k: object) -> bool:
         isinstance(x, Tensor)
         and x.is_cuda
         and x.dim() == 2
-        and x.dtype in ops.DTYPES
+        and x.dtype in ops.INPUTS
         and gran_k == SCALE_BLOCK
         and arch.has_kernels(x.get_device())
         and (x.shape[1] <= 1 or x.stride(1) == 1)

@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from deep_gemm import engine, kernels, quantisation
+from deep_gemm import engine, kernels, ops, quantisation
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
 from deep_gemm.kernels.gemm import SCALINGS
-from deep_gemm.ops import fp8_dense, half_dense
 from deep_gemm.params import KernelParams
 from deep_gemm.reference import Scalings
 from deep_gemm.settings import settings
@@ -56,10 +55,10 @@ def spec_of(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> GemmS
         "accumulate": {"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],
     }
     if params.dtype == "e4m3":
-        return fp8_dense.spec(m, n, k, num_sms, scaling=scaling_of(params), output=params.output, **more)  # type: ignore[arg-type]
-    op = half_dense.BF16 if params.dtype == "bf16" else half_dense.FP16
+        return ops.spec(m, n, k, num_sms, scaling=scaling_of(params), output=params.output, **more)  # type: ignore[arg-type]
+    op = "bf16_gemm_nt" if params.dtype == "bf16" else "fp16_gemm_nt"
     majors = tuple("k" if major == "k" else "mn" for major in params.majors)
-    return half_dense.spec(op, m, n, k, num_sms, majors=majors, wide=params.output == "f32", **more)  # type: ignore[arg-type]
+    return ops.spec(m, n, k, num_sms, op, majors=majors, output=params.output, **more)  # type: ignore[arg-type]
 
 
 def fits(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> bool:

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from deep_gemm import UnsupportedError, arch, calls, constant, engine, options
-from deep_gemm.ops import fp8_dense, half_dense, quantize
+from deep_gemm.ops import dense
+from deep_gemm.ops.dense import Dense
+from deep_gemm.ops.k_grouped import KGrouped
+from deep_gemm.ops.m_grouped import MGrouped
+from deep_gemm.ops.quantize import Quantize
 from deep_gemm.spec import CopySpec, GemmSpec, KGroupMapsSpec, QuantizeSpec, TransposeBytesSpec, TransposeSpec
 
 EMPTY = torch.empty
@@ -41,9 +45,9 @@ class Launched(NamedTuple):
     strides: Any
 
 
-def calls_behind(entry: Any) -> calls.Calls:
-    """The remembered calls behind a function that `calls.entry` returned."""
-    found: calls.Calls = entry.__globals__["calls"]
+def calls_behind(entry: Any, variant: int = 0) -> calls.Calls:
+    """The remembered calls behind a function that `calls.entry` returned, of one of its operations."""
+    found: calls.Calls = entry.__globals__[f"calls{variant}"]
     return found
 
 
@@ -71,11 +75,11 @@ class FakeGpu:
         """Launch records that were made."""
         self.unsupported = ""
         """Why no kernel can do anything, if it is set."""
-        self.calls: calls.Calls = calls_behind(fp8_dense.without_c)
+        self.calls: calls.Calls = calls_behind(dense.fp8)
         calls.forget_all()
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
-        for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm, quantize.Quantize):
+        for operation in (Dense, MGrouped, KGrouped, Quantize):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(constant, "_callbacks_work", lambda: True)
@@ -92,8 +96,8 @@ class FakeGpu:
     def checked(self, operation: type) -> Any:
         """The operation's check, whose result claims to be on a GPU."""
 
-        def checked(*args: Any) -> Any:
-            x = self.checks[operation](*args)
+        def checked(*args: Any, **named: Any) -> Any:
+            x = self.checks[operation](*args, **named)
             return None if x is None else replace(x, device=torch.device("cuda", 0))
 
         return checked

@@ -11,7 +11,9 @@ from k_grouped_cases import DEVICE, exact, operands, sizes
 from deep_gemm import engine, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
-from deep_gemm.ops import k_grouped, m_grouped
+from deep_gemm.ops import table
+from deep_gemm.ops.k_grouped import KGrouped
+from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.params import Config, KernelParams
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import guarded, guarded_copy
@@ -23,10 +25,10 @@ ROUTING = Routing(COUNTS, Routing(COUNTS).end + 200)
 KS = [128, 0, 384, 16, 240, 0, 48]
 
 
-def launch(operation: Any, arguments: tuple[Any, ...], config: Config, builder: Builder) -> None:
+def launch(operation: Any, arguments: dict[str, Any], config: Config, builder: Builder) -> None:
     """Make the launches of a call with this config and this builder's device code."""
     device = torch.cuda.current_device()
-    x = operation.check(*arguments)
+    x = operation.check(**arguments)
     work = operation.work(x, device)
     scratch = {name: torch.empty(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in work.scratch.items()}
     places = {name: tensor.data_ptr() for name, tensor in {**x.tensors, **scratch}.items()}
@@ -64,10 +66,11 @@ def along_m(params: KernelParams, builder: Builder) -> None:
         layout[0:128:32] = -1
     rows = (a[0] if kind == "fp8" else a).shape[:-1]
     d = guarded((*rows, N), BF16, DEVICE, strides(rows, N))
-    make: Any = m_grouped.MGroupedFP8 if kind == "fp8" else m_grouped.MGroupedBF16
-    options = (None, None, None, "", False) if kind == "fp8" else ("",)
-    size = ROUTING.alignment if form != "masked" else 64
-    launch(make(form), (a, b, d.tensor, layout, *options, size, "nt"), params.config, builder)
+    operation = MGrouped(f"m_grouped_{kind}_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}")
+    size = {"expected_m": 64} if form == "masked" else {"alignment": ROUTING.alignment}
+    size |= {"use_psum_layout": True} if form == "psum" else {}
+    given = {"a": a, "b": b, "d": d.tensor, operation.layout: layout, **size}
+    launch(operation, given, params.config, builder)
     d.check("d")
     assert torch.equal(case.gathered(d.tensor), case.gathered(case.exact()).to(BF16))
     bits = d.tensor.view(torch.int16)
@@ -89,7 +92,8 @@ def along_k(params: KernelParams, builder: Builder) -> None:
     a, b = operands(kind, m, n, KS)
     before = torch.randint(-9, 10, (len(KS), m, n), device=DEVICE).float()
     d = guarded_copy(before)
-    make: Any = k_grouped.KGroupedFP8 if kind == "fp8" else k_grouped.KGroupedBF16
-    launch(make(accumulates=True), (a, b, d.tensor, d.tensor, sizes(KS), ""), params.config, builder)
+    operation = KGrouped(table.K_FP8 if kind == "fp8" else table.K_BF16, accumulates=True)
+    given = {"a": a, "b": b, "d": d.tensor, "grouped_layout": sizes(KS), "c": d.tensor}
+    launch(operation, given, params.config, builder)
     d.check("d")
     assert torch.equal(d.tensor, exact(kind, a, b, KS, m, n, before).float())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..layout import get_mn_major_tma_aligned_tensor
-from ..ops import fp8_checks, fp8_dense, half_dense
+from ..ops import table
 from ..quantisation import per_token_cast_to_fp8
 from ..reference import Scalings, exact_product
 from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tolerance
@@ -113,7 +113,7 @@ class Gemm(Operation):
 class FP8Gemm(Gemm):
     """``fp8_gemm_nt((a, scales of a), (b, scales of b), d)``: 1 x 128 and 128 x 128 scales, d bfloat16."""
 
-    name = fp8_dense.NAME
+    name = table.FP8
     rate = "fp8"
 
     def refuses(self, dims: Dims) -> str:
@@ -177,7 +177,7 @@ class WeightGradient(ScaledGemm):
 
     name = ops.WGRAD
     recipe = (1, 1, 128)
-    scaling = fp8_checks.ROWS_ON_BOTH_SIDES
+    scaling = table.ROWS_ON_BOTH_SIDES
     out = torch.float32
     examples = ((4096, 7168, 4096), (7168, 2048, 4096))
 
@@ -192,7 +192,7 @@ class RowwiseGemm(ScaledGemm):
     """``fp8_gemm_nt(a, b, d)`` with one scale for each row of a and of b, d bfloat16."""
 
     name = ops.ROWWISE
-    scaling = fp8_checks.WHOLE_ROWS
+    scaling = table.WHOLE_ROWS
     out = torch.bfloat16
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ class HalfGemm(Gemm):
 
     def __init__(self, name: str) -> None:
         self.name, self.form = name, name[-2:]
-        self.dtype = half_dense.HalfGemm(f"{name[:-2]}nt", accumulates=False).dtype
+        self.dtype = table.TORCH[ops.PRODUCTS[f"{name[:-2]}nt"].dtype]
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Operands in the layouts of the form."""
@@ -238,6 +238,6 @@ class HalfGemm(Gemm):
         return 2 * (m * k + n * k + m * n)
 
 
-HALF_GEMMS = tuple(f"{op[:-2]}{form}" for op in (half_dense.BF16, half_dense.FP16) for form in FORMS)
+HALF_GEMMS = tuple(f"{op[:-2]}{form}" for op in (table.BF16, table.FP16) for form in FORMS)
 for _name in HALF_GEMMS:
     operation(HalfGemm(_name))

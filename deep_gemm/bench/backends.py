@@ -23,8 +23,9 @@ from deep_gemm.bench.shapes import Problem
 from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.kernels.base import Strides
-from deep_gemm.ops import fp8_dense, half_dense
-from deep_gemm.ops.checks import TMA_BYTES
+from deep_gemm.ops.dense import Dense
+from deep_gemm.ops.layouts import TMA_BYTES
+from deep_gemm.ops.table import FP8
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import calc_diff, random_operands, timing
 
@@ -74,7 +75,7 @@ class FP8Operands:
 
     def checked(self) -> tuple[Operation, Any]:
         """The operation, and its checked operands."""
-        return (operation := fp8_dense.FP8GemmNT()), operation.check(*self.arguments)
+        return (operation := Dense(FP8)), operation.check(*self.arguments)
 
 
 @dataclass
@@ -95,9 +96,8 @@ class GradientOperands(FP8Operands):
         return (self.a, self.sfa), (self.b, self.sfb), self.d, self.d
 
     def checked(self) -> tuple[Operation, Any]:
-        a, b, d, c = self.arguments
-        operation = fp8_dense.FP8GemmNT(accumulates=True)
-        return operation, operation.check(a, b, c, d, WeightGradient.recipe)
+        operation = Dense(FP8, accumulates=True)
+        return operation, operation.check(*self.arguments, WeightGradient.recipe)
 
 
 @dataclass
@@ -142,14 +142,14 @@ class HalfOperands:
     @staticmethod
     def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
         one, form = Problem.of(shape), shape.op[-2:]
-        return half_dense.spec(
-            _nt(shape.op),
+        return ops.spec(
             shape.m,
             shape.n,
             shape.k,
             num_sms,
+            _nt(shape.op),
             majors=("mn" if form[0] == "t" else "k", "mn" if form[1] == "n" else "k"),
-            wide=one.output == "f32",
+            output="f32" if one.output == "f32" else None,
             accumulate="in place" if one.accumulate else "none",
         )
 
@@ -157,7 +157,7 @@ class HalfOperands:
     def make(cls, shape: GemmShape, sets: int, device: str) -> list[HalfOperands]:
         """Normal data; with `accumulate`, `d` begins as zeros."""
         one, op = Problem.of(shape), shape.op
-        dtype = half_dense.HalfGemm(_nt(op), one.accumulate).dtype
+        dtype = Dense(_nt(op)).dtype
         wide = torch.float32 if one.output == "f32" else dtype
         generator = torch.Generator(device).manual_seed(0)
 
@@ -181,8 +181,8 @@ class HalfOperands:
         return (self.a, self.b, self.d, self.d) if self.accumulate else (self.a, self.b, self.d)
 
     def checked(self) -> tuple[Operation, Any]:
-        operation = half_dense.HalfGemm(_nt(self.op), self.accumulate)
-        return operation, operation.check(*self.arguments, "", self.op[-2:])
+        operation = Dense(_nt(self.op), self.accumulate)
+        return operation, operation.check(*self.arguments, form=self.op[-2:])
 
 
 Operands = FP8Operands | HalfOperands
@@ -191,7 +191,7 @@ that ours is compared with, besides DeepGEMM."""
 
 
 def _nt(op: str) -> str:
-    """The operation's name in `half_dense`, the same for every form."""
+    """The operation's name in `ops.PRODUCTS`, the same for every form."""
     return f"{op[:-2]}nt"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import arch, engine, record
-from ..calls import Operation, Step, Work
+from ..calls import Operation, Parameter, Step, Work
 from ..errors import InvalidInputError, UnsupportedError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
@@ -111,7 +111,10 @@ class CustomOperation(Operation):
         strided: Sequence[str],
         needs: tuple[int, int] | None,
     ) -> None:
-        self.name, self.parameters, self.floats = declared.kernel, declared.arguments, declared.floats
+        self.name, self.floats = declared.kernel, declared.floats
+        self.parameters = tuple(
+            Parameter(name, "Tensor" if name in declared.tensors else "Any") for name in declared.arguments
+        )
         self.operands = {name: name for name in declared.tensors}
         self.output, self.outputs = declared.written[0], declared.written
         self.declared, self.source, self.function, self.needs = declared, source, function, needs
@@ -119,9 +122,10 @@ class CustomOperation(Operation):
         self.in_torch: Callable[..., object] | None = None
         self._requests: dict[tuple[KernelParams, str], BuildRequest] = {}
 
-    def check(self, *arguments: Any) -> CustomOperands | None:
+    def check(self, *arguments: Any, **named: Any) -> CustomOperands | None:
         """None for fake tensors, and if the function returns None because there is nothing to do."""
-        given = dict(zip(self.parameters, arguments, strict=True))
+        given = self.given(arguments, named)
+        arguments = tuple(given.values())
         tensors = {name: given[name] for name in self.operands}
         for name, tensor in tensors.items():
             checks.check_plain(name, tensor, (tensor.dim() if isinstance(tensor, Tensor) else 0,))

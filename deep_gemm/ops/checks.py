@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,30 +17,15 @@ from torch import Tensor
 
 from ..calls import byte_range
 from ..errors import InvalidInputError, UnsupportedError
-from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
-from ..spec import Accumulate, align
-
-TMA_BYTES = ADDRESS_ALIGNMENT
-"""The Tensor Memory Accelerator needs base addresses and row strides that are multiples of this many bytes."""
+from ..spec import Accumulate
 
 MAX_SIZE = 2**31 - 1
 """Kernels count rows and columns in 32-bit signed integers (offsets are 64 bits wide)."""
 
 
-def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
-    """A recipe as a tuple of ``length`` positive integers, or an error that names the argument."""
-    if (
-        not isinstance(recipe, Sequence)
-        or len(recipe) != length
-        or any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in recipe)
-    ):
-        meaning = "(gran_m, gran_n, gran_k)" if length == 3 else "(gran_mn, gran_k)"
-        raise InvalidInputError(f"{name} must be {length} positive integers {meaning}, but it is {recipe!r}.")
-    return tuple(recipe)
-
-
 def check_compiled_dims(compiled_dims: Any) -> str:
     """The dimensions to bake into the kernel, in the order m, n, k."""
+    compiled_dims = compiled_dims or ""
     if not isinstance(compiled_dims, str) or set(compiled_dims) - set("mnk"):
         raise InvalidInputError(
             f"compiled_dims must be a string of the letters m, n and k, such as 'nk' or '', but it is "
@@ -49,35 +34,16 @@ def check_compiled_dims(compiled_dims: Any) -> str:
     return "".join(letter for letter in "mnk" if letter in compiled_dims)
 
 
-def tma_readable(x: Tensor) -> bool:
-    """Whether TMA can read x (mn, columns) without a copy: mn contiguous, aligned base, aligned column stride."""
-    rows, columns = x.shape
-    if x.numel() == 0:
-        return True
-    if x.data_ptr() % TMA_BYTES or (rows > 1 and x.stride(0) != 1):
-        return False
-    return columns <= 1 or (x.stride(1) >= rows and x.stride(1) * x.element_size() % TMA_BYTES == 0)
+def check_bool(name: str, value: Any) -> None:
+    """Refuse everything except True and False."""
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be True or False, but it is {value!r}.")
 
 
-def tma_writable(d: Tensor) -> bool:
-    """Whether TMA can write d without writing past its rows. It needs an aligned base, aligned rows, and rows of whole
-    16-byte units, because it writes whole units (H200: with N = 2436 it overwrote eight bytes past the end of each
-    row)."""
-    rows, columns = d.shape
-    size = d.element_size()
-    aligned = d.data_ptr() % TMA_BYTES == 0 and (rows <= 1 or d.stride(0) * size % TMA_BYTES == 0)
-    return aligned and columns * size % TMA_BYTES == 0
-
-
-def row_stride(x: Tensor, multiple: int) -> int:
-    """Elements from row to row. A single row may have any stride, but TMA needs a multiple of 16 bytes."""
-    return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], multiple)
-
-
-def refuse_unbuilt(epilogue: Any, alpha: Any) -> None:
+def refuse_unbuilt(given: Mapping[str, Any]) -> None:
     """Refuse keywords of later versions of the interface if they are not None."""
-    for name, value in (("epilogue", epilogue), ("alpha", alpha)):
-        if value is not None:
+    for name in ("epilogue", "alpha"):
+        if given[name] is not None:
             raise UnsupportedError(f"{name} must be None: this version has no {name}. Apply it to d after the call.")
 
 
@@ -96,6 +62,18 @@ def is_fake(tensors: Iterable[Any]) -> bool:
     """Whether one of them is a fake tensor, with which `torch.compile` traces: it has a shape, but no data."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and any(isinstance(tensor, module.FakeTensor) for tensor in tensors)
+
+
+def check_tensors(
+    named: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]], others: tuple[int, ...]
+) -> torch.device:
+    """Check that these are ordinary tensors with ``dims`` dimensions, or ``others``, all on one device, and that
+    nothing would have to be recorded for d. Returns the device."""
+    for name, tensor in named.items():
+        check_plain(name, tensor, dims.get(name, others))
+    device = check_devices(named)
+    check_output_gradient("d", named["d"])
+    return device
 
 
 def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
@@ -170,6 +148,14 @@ def check_sizes(name: str, x: Tensor) -> None:
         raise UnsupportedError(
             f"{name} is {shape_of(x)}: a dimension above {MAX_SIZE} is not supported. Split the call."
         )
+
+
+def check_int32(name: str, x: Tensor) -> None:
+    """Refuse a list of groups that is not contiguous int32."""
+    if x.dtype != torch.int32:
+        raise InvalidInputError(f"{name} must be torch.int32, but it is {x.dtype}. Pass .to(torch.int32).")
+    if x.shape[0] > 1 and x.stride(0) != 1:
+        raise InvalidInputError(f"{name} must be contiguous, but its stride is {x.stride(0)}. Pass .contiguous().")
 
 
 def check_row_major(name: str, d: Tensor) -> None:

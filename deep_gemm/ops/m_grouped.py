@@ -1,269 +1,253 @@
-"""GEMMs grouped by M, of FP8 with scales and of BF16: each row of A is multiplied by the matrix B of its group."""
+"""Products grouped by M, of FP8 with scales and of BF16: each row of A is multiplied by the matrix B of its group.
+
+Kernels see the matrices of all groups as one matrix, one below the other. A tensor with a group in front therefore has
+its groups right after one another.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import options
-from ..calls import Operation, Step, Work, entry
-from ..errors import InvalidInputError
+from ..calls import Parameter, entry
+from ..errors import InvalidInputError, UnsupportedError
 from ..reference import m_grouped_reference
-from ..spec import Dtype, GemmSpec, Major, Operand
-from . import checks, grouped_checks
-from .fp8_checks import BLOCKS
-from .fp8_dense import Preparation
+from ..spec import SCALE_BLOCK, Major, align, ceil_div
+from . import checks, layouts, scales
+from .checks import MAX_SIZE, shape_of
+from .gemm import TENSOR, Gemm, GemmOperands
+from .layouts import Preparation, flat_stride
+from .table import M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
 
-Form: TypeAlias = Literal["contiguous", "psum", "masked"]
-"""How rows are assigned to groups; see `GemmSpec`."""
+MAJOR_K_MULTIPLE = 64
+"""If N of a 16-bit B is contiguous, K is a multiple of the kernels' steps, so that none reads rows of two groups."""
 
-FP8, FP8_MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
-BF16, BF16_MASKED = "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_masked"
-"""Names of the operations. The index form and the psum form share one."""
-
-
-def spec(
-    dtype: Dtype,
-    grouping: Form,
-    m: int,
-    n: int,
-    k: int,
-    groups: int,
-    num_sms: int,
-    whole_gpu: bool = True,
-    alignment: int = 1,
-    expected_m: int = 0,
-    major_b: Major = "k",
-    aligned: bool | None = None,
-    compiled_dims: str = "",
-) -> GemmSpec:
-    """The spec of a call, under the options of this process. ``dtype`` is that of A and B, "e4m3" or "bf16". ``m`` are
-    all rows of A, or in the masked form those of one group. ``aligned`` says whether TMA can write D; None means that
-    it is freshly allocated."""
-    scaling = BLOCKS if dtype == "e4m3" else ("none", "none")
-    return GemmSpec(
-        m=m,
-        n=n,
-        k=k,
-        a=Operand(dtype, scaling=scaling[0]),
-        b=Operand(dtype, major_b, scaling=scaling[1]),
-        d=Operand("bf16", major="mn", aligned=n % 8 == 0 if aligned is None else aligned),
-        num_sms=num_sms,
-        whole_gpu=whole_gpu,
-        block_multiple=options.get_block_size_multiple_of(),
-        compiled_dims="" if options.ignore_compile_dims() else compiled_dims,
-        groups=groups,
-        grouping=grouping,
-        alignment=1 if grouping == "masked" else alignment,
-        expected_m=min(expected_m, m) if grouping == "masked" else 0,
-        batch_invariant=options.get_batch_invariant(),
-    )
+_OVERLAP = (
+    Parameter("enable_overlap", "bool", False, "before", keyword=True),
+    Parameter("max_block_n", "int | None", None, "before", keyword=True),
+    Parameter("signal", "Any", None, "before", keyword=True),
+)
 
 
-@dataclass(frozen=True, eq=False)
-class MGroupedOperands:
-    """Checked operands. a and d are (m, k) and (m, n), in the masked form with the group in front. b is a view
-    (groups, n, k). ``size`` is the alignment of groups, or in the masked form the expected rows of a group."""
+class MGrouped(Gemm):
+    """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous` and `deep_gemm.m_grouped_fp8_gemm_nt_masked`."""
 
-    tensors: Mapping[str, Tensor]
-    m: int
-    n: int
-    k: int
-    groups: int
-    size: int
-    device: torch.device
-    compiled_dims: str
-
-
-class _MGrouped(Operation):
-    """What FP8 and BF16 share. Arguments after the options are ``size`` (see `MGroupedOperands`) and ``form``: "nn" for
-    b given as (G, K, N)."""
-
-    output = "d"
-    dtype: Dtype
-
-    def __init__(self, name: str, grouping: Form) -> None:
-        self.name, self.grouping = name, grouping
-        self.layout = "masked_m" if grouping == "masked" else "grouped_layout"
-
-    @property
-    def is_masked(self) -> bool:
+    def __init__(self, name: str) -> None:
+        self.is_masked = PRODUCTS[name].grouping == "masked"
         """Whether a and d have the group in front."""
-        return self.grouping == "masked"
+        self.layout = "masked_m" if self.is_masked else "grouped_layout"
+        super().__init__(name)
+        tensors = *self.first, Parameter(self.layout, TENSOR)
+        if self.is_masked:
+            overlap = _OVERLAP if self.is_scaled else ()
+            self.parameters = (*tensors, Parameter("expected_m", "int"), *self.options, *overlap)
+            return
+        self.parameters = (
+            *(*tensors, *self.options, Parameter("use_psum_layout", "bool", False)),
+            Parameter("ensure_zero_padding", "bool", True, "before"),
+            Parameter("expected_m_for_psum_layout", "int | None", None, "before"),
+            Parameter("alignment", "int", 1, "added"),
+            Parameter("form", "str", "nt", "added"),
+        )
 
-    def checked(self, named: dict[str, Any], compiled_dims: str, size: int, form: str) -> MGroupedOperands | None:
-        """The operands, once all but their values' and scales' dtypes and scales' shapes are checked. ``named`` are the
-        tensors in the order of `operands`, under the names that messages use."""
-        dims = 3 if self.is_masked else 2
-        of_layout = {self.layout: 1, "b": 3, "the scales of b": 3}
-        for name, tensor in named.items():
-            checks.check_plain(name, tensor, dims=(of_layout.get(name, dims),))
-        device = checks.check_devices(named)
-        checks.check_output_gradient("d", named["d"])
+    def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
+        """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute.
+
+        ``form`` is "nn" for b given as (G, K, N).
+        """
+        given = self.given(arguments, named_arguments)
+        asked, dims = self.check_options(given)
+        if asked not in (None, self.product.scaling):
+            name = "recipe" if given["recipe"] is not None else "recipe_b"
+            raise UnsupportedError(
+                f"{name} {tuple(given[name])} is not supported by GEMMs grouped by M: only (1, {SCALE_BLOCK}, "
+                f"{SCALE_BLOCK}) is, one scale for each row and {SCALE_BLOCK} of K of a, and for each {SCALE_BLOCK} x "
+                f"{SCALE_BLOCK} block of b."
+            )
+        named, form = self.named(given), given.get("form", "nt")
+        ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
+        device = checks.check_tensors(named, ranks, (3 if self.is_masked else 2,))
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}
         a, b, layout, d = (named[name] for name in ("a", "b", self.layout, "d"))
-        self.check_dtypes(named)
-        grouped_checks.check_layout(self.layout, layout)
-        grouped_checks.check_output_dtype(d)
-        grouped_checks.check_shapes(a, b, d, self.layout, layout, form, self.grouping == "psum")
-        self.check_scales(named)
+        self._check_dtypes(named)
+        checks.check_int32(self.layout, layout)
+        if d.dtype != torch.bfloat16:
+            raise InvalidInputError(
+                f"d of a GEMM grouped by M must be torch.bfloat16, but it is {d.dtype}. Pass a bfloat16 d, and cast it "
+                "after the call."
+            )
+        is_psum = bool(given.get("use_psum_layout"))
+        check_shapes(a, b, d, self.layout, layout, form, is_psum)
+        if self.is_scaled:
+            _check_scales(a, named["the scales of a"], b, named["the scales of b"])
         if checks.is_fake(named.values()):
             return None
         checks.check_memory(named)
         (groups, n, k), m = b.shape, a.shape[-2]
         if 0 in (m, n, groups):
             return None
-        grouped_checks.check_k_major("a", a)
-        self.weights_layout(b)
-        grouped_checks.check_places(named)
+        layouts.check_k_major("a", a)
+        self._weights(b)
+        _check_places(named)
         tensors = dict(zip(self.operands, named.values(), strict=True))
-        return MGroupedOperands(tensors, m, n, k, groups, size, device, compiled_dims)
+        op, size = self.name + PSUM * is_psum, given["expected_m" if self.is_masked else "alignment"]
+        return GemmOperands(op, tensors, device, m, n, k, dims, self.product.scaling, groups=groups, size=size)
 
-    @abstractmethod
-    def check_dtypes(self, named: Mapping[str, Tensor]) -> None:
-        """Check the dtypes of a, b and their scales."""
+    def _check_dtypes(self, named: Mapping[str, Tensor]) -> None:
+        for name in ("a", "b"):
+            if self.is_scaled:
+                scales.check_e4m3(name, named[name])
+                scales.check_scales_dtype(name, named[f"the scales of {name}"])
+                scales.check_k(k := named[name].shape[-1], f"it is {k}")
+            else:
+                self.check_dtype(name, named[name], f" Pass {name}.to({self.dtype}).")
 
-    def check_scales(self, named: Mapping[str, Tensor]) -> None:
-        """Check the shapes of the scales, if there are any."""
+    def _weights(self, b: Tensor) -> tuple[Major, tuple[int, int]]:
+        """The contiguous dimension of the view b (G, N, K), which must be K for FP8, and its strides as one matrix of
+        all groups' rows. Refuses what TMA cannot read."""
+        other = flat_stride(b.transpose(1, 2))
+        if flat_stride(b) is not None or other is None:
+            return "k", (layouts.check_k_major("b", b), 1)
+        if self.is_scaled:
+            raise UnsupportedError(
+                f"N of b is contiguous, and Hopper multiplies FP8 only where K is: b as (G, N, K) is {shape_of(b)} "
+                f"with strides {b.stride()}. Store b K-major, as (G, N, K) contiguous; for the form nn pass "
+                ".transpose(1, 2) of that."
+            )
+        layouts.check_stride("b", b, other, "K")
+        if b.shape[2] % MAJOR_K_MULTIPLE:
+            raise UnsupportedError(
+                f"K must be a multiple of {MAJOR_K_MULTIPLE} if N of b is contiguous, but it is {b.shape[2]}. Pad a "
+                f"and b with zeros up to K = {align(b.shape[2], MAJOR_K_MULTIPLE)}, or store b K-major, as (G, N, K) "
+                "contiguous."
+            )
+        return "mn", (1, other)
 
-    @abstractmethod
-    def weights_layout(self, b: Tensor) -> tuple[Major, tuple[int, int]]:
-        """The contiguous dimension of the view b (G, N, K), and its strides as one matrix of all groups' rows. Refuses
-        what TMA cannot read."""
-
-    def work(self, x: MGroupedOperands, device: int) -> Work:
-        """The GEMM, after a transpose of the scales of a if TMA cannot read them as they are."""
-        a, d = x.tensors["a"], x.tensors["d"]
-        found = Preparation({name: name for name in x.tensors})
-        found.strides["a"] = (grouped_checks.check_k_major("a", a), 1)
-        major_b, found.strides["b"] = self.weights_layout(x.tensors["b"])
-        if "sfa" in x.tensors:
-            scales = x.tensors["sfa"]
-            (found.grouped_row_scales if self.is_masked else found.row_scales)("sfa", scales)
+    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+        """Scales of a are transposed first if TMA cannot read them as they are."""
+        found.strides["a"] = (layouts.check_k_major("a", x.tensors["a"]), 1)
+        major, found.strides["b"] = self._weights(x.tensors["b"])
+        if self.is_scaled:
+            found.row_scales("sfa", x.tensors["sfa"])
             found.strides["sfb"] = x.tensors["sfb"].stride()
-        flat = grouped_checks.flat(d)
-        found.strides["d"] = (flat.stride(0), 1)
-        asked = spec(
-            self.dtype,
-            self.grouping,
-            x.m,
-            x.n,
-            x.k,
-            x.groups,
-            num_sms=options.num_sms_for(device),
-            whole_gpu=options.whole_gpu(device),
-            alignment=x.size,
-            expected_m=x.size,
-            major_b=major_b,
-            aligned=checks.tma_writable(flat),
-            compiled_dims=x.compiled_dims,
-        )
-        return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)
+        return "k", major
 
-    def reference(self, x: MGroupedOperands) -> None:
+    def reference(self, x: GemmOperands) -> None:
         """See `m_grouped_reference`."""
-        m_grouped_reference(**x.tensors, grouping=self.grouping, alignment=x.size)
+        grouping = "psum" if x.op.endswith(PSUM) else self.product.grouping
+        m_grouped_reference(**x.tensors, grouping=grouping, alignment=x.size)
 
-    def shape(self, x: MGroupedOperands) -> str:
+    def shape(self, x: GemmOperands) -> str:
         """The sizes of a call, for reports."""
         return f"{x.m}x{x.n}x{x.k} in {x.groups} groups"
 
-    def flops(self, x: MGroupedOperands) -> int:
+    def flops(self, x: GemmOperands) -> int:
         """Floating-point operations, for reports: of all rows, or in the masked form of those that are expected."""
         rows = x.groups * min(x.size, x.m) if self.is_masked else x.m
         return 2 * rows * x.n * x.k
 
 
-class MGroupedFP8(_MGrouped):
-    """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous`."""
-
-    weights = ("b", "sfb")
-    unsigned = ("a", "b", "layout")
-    dtype = "e4m3"
-
-    def __init__(self, grouping: Form) -> None:
-        super().__init__(FP8_MASKED if grouping == "masked" else FP8, grouping)
-        tensors = ("a", "b", "d", self.layout)
-        self.parameters = (
-            *(*tensors, "recipe", "recipe_a", "recipe_b", "compiled_dims", "disable_ue8m0_cast"),
-            *("size", "form"),
+def check_expected_m(name: str, expected_m: Any) -> int:
+    """An estimate of the rows of a group, rounded up to a power of two, so that few kernels are chosen for the many
+    estimates of a server."""
+    if isinstance(expected_m, (bool, Tensor)):
+        value = 0
+    else:
+        try:
+            value = operator.index(expected_m)
+        except TypeError:
+            value = 0
+    if value < 1:
+        raise InvalidInputError(
+            f"{name} must be a positive integer, an estimate of the rows of a group, but it is {expected_m!r}."
         )
-        self.operands = {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]", "layout": self.layout, "d": "d"}
-
-    def check(self, *arguments: Any) -> MGroupedOperands | None:
-        """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
-        a, b, d, layout, recipe, recipe_a, recipe_b, compiled_dims, disabled, size, form = arguments
-        grouped_checks.check_1d2d(recipe, recipe_a, recipe_b)
-        dims = checks.check_compiled_dims(compiled_dims or "")
-        if not isinstance(disabled, bool):
-            raise InvalidInputError(f"disable_ue8m0_cast must be True or False, but it is {disabled!r}.")
-        (a, sfa), (b, sfb) = checks.pair("a", a), checks.pair("b", b)
-        named = {"a": a, "the scales of a": sfa, "b": b, "the scales of b": sfb, self.layout: layout, "d": d}
-        return self.checked(named, dims, size, form)
-
-    def check_dtypes(self, named: Mapping[str, Tensor]) -> None:
-        """E4M3 with float32 scales."""
-        for name in ("a", "b"):
-            grouped_checks.check_e4m3(name, named[name], named[f"the scales of {name}"])
-
-    def check_scales(self, named: Mapping[str, Tensor]) -> None:
-        """Scales of 1 x 128 for a and of 128 x 128 for b."""
-        grouped_checks.check_scale_shapes(*(named[x] for x in ("a", "the scales of a", "b", "the scales of b")))
-
-    def weights_layout(self, b: Tensor) -> tuple[Major, tuple[int, int]]:
-        """K must be contiguous."""
-        return grouped_checks.check_fp8_weights(b)
+    return 1 << (value - 1).bit_length()
 
 
-class MGroupedBF16(_MGrouped):
-    """See `deep_gemm.m_grouped_bf16_gemm_nt_contiguous`."""
-
-    weights = ("b",)
-    unsigned = ("layout",)
-    dtype = "bf16"
-
-    def __init__(self, grouping: Form) -> None:
-        super().__init__(BF16_MASKED if grouping == "masked" else BF16, grouping)
-        self.parameters = ("a", "b", "d", self.layout, "compiled_dims", "size", "form")
-        self.operands = {"a": "a", "b": "b", "layout": self.layout, "d": "d"}
-
-    def check(self, *arguments: Any) -> MGroupedOperands | None:
-        """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
-        a, b, d, layout, compiled_dims, size, form = arguments
-        dims = checks.check_compiled_dims(compiled_dims or "")
-        return self.checked({"a": a, "b": b, self.layout: layout, "d": d}, dims, size, form)
-
-    def check_dtypes(self, named: Mapping[str, Tensor]) -> None:
-        """bfloat16."""
-        for name in ("a", "b"):
-            if (dtype := named[name].dtype) != torch.bfloat16:
-                raise InvalidInputError(
-                    f"{name} of {self.name} must be torch.bfloat16, but it is {dtype}. Pass {name}.to(torch.bfloat16)."
-                )
-
-    def weights_layout(self, b: Tensor) -> tuple[Major, tuple[int, int]]:
-        """K or N must be contiguous."""
-        return grouped_checks.check_half_weights(b)
+def check_psum_estimate(expected_m: Any, use_psum_layout: Any) -> None:
+    """Check expected_m_for_psum_layout, which has no effect yet."""
+    if expected_m is None:
+        return
+    if not use_psum_layout:
+        raise InvalidInputError(
+            f"expected_m_for_psum_layout is {expected_m!r}, but use_psum_layout is not set. Leave it out, or pass "
+            "use_psum_layout=True and the end row of each group."
+        )
+    check_expected_m("expected_m_for_psum_layout", expected_m)
 
 
-@dataclass(frozen=True)
-class Entries:
-    """The functions behind the public ones, with all arguments by position."""
-
-    index: Callable[..., None]
-    psum: Callable[..., None]
-    masked: Callable[..., None]
-
-    @classmethod
-    def of(cls, operation: type[MGroupedFP8] | type[MGroupedBF16]) -> Entries:
-        """The entries of an operation in its three forms."""
-        return cls(entry(operation("contiguous")), entry(operation("psum")), entry(operation("masked")))
+def refuse_overlap() -> None:
+    """Refuse enable_overlap, max_block_n and signal."""
+    raise UnsupportedError(
+        "enable_overlap, max_block_n and signal are not supported by this version: a masked GEMM does not signal the "
+        "tiles that it has finished. Leave them out, and combine after the call."
+    )
 
 
-fp8, bf16 = Entries.of(MGroupedFP8), Entries.of(MGroupedBF16)
+def check_shapes(a: Tensor, b: Tensor, d: Tensor, layout_name: str, layout: Tensor, form: str, psum: bool) -> None:
+    """Check the shapes of a (M, K) or (G, max_m, K), of the view b (G, N, K), of d, and of the layout."""
+    *leading, rows, k = a.shape
+    groups, n, k_of_b = b.shape
+    if k != k_of_b:
+        given = f"{shape_of(b)} (G, N, K)" if form == "nt" else f"{(groups, k_of_b, n)} (G, K, N)"
+        raise InvalidInputError(
+            f"a and b must agree in K, but a is {shape_of(a)}, with K as its last dimension, and b is {given}."
+        )
+    if leading and leading[0] != groups:
+        raise InvalidInputError(
+            f"a and b must agree in the number of groups, their first dimension, but a is {shape_of(a)} and b has "
+            f"{groups} groups."
+        )
+    if k == 0:
+        raise InvalidInputError(f"K must be positive, but a is {shape_of(a)}.")
+    wanted = (*leading, rows, n)
+    if tuple(d.shape) != wanted:
+        raise InvalidInputError(
+            f"d must have the shape {wanted}, rows of a by rows of a group of b, but it has {shape_of(d)}."
+        )
+    per_group = bool(leading) or psum
+    length, meaning = (groups, "one number for each group of b") if per_group else (rows, "one label for each row of a")
+    if tuple(layout.shape) != (length,):
+        hint = ""
+        if not leading and layout.shape[0] == (rows if psum else groups):
+            hint = f" Layouts of that length are for use_psum_layout={not psum}."
+        raise InvalidInputError(
+            f"{layout_name} must have the shape {(length,)}, {meaning}, but it has {shape_of(layout)}.{hint}"
+        )
+    for name, x in (("a", a), ("b", b), ("d", d)):
+        total = x.numel() // max(1, x.shape[-1])
+        if max(total, groups * k, *x.shape) > MAX_SIZE:
+            raise UnsupportedError(
+                f"{name} is {shape_of(x)}: more than {MAX_SIZE} rows in all, or a dimension above that, is not "
+                "supported. Split the call."
+            )
+
+
+def _check_scales(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
+    """Check the shapes of the scales of a (.., rows, K) and of the view b (G, N, K)."""
+    blocks = ceil_div(a.shape[-1], SCALE_BLOCK)
+    of_b = (b.shape[0], ceil_div(b.shape[1], SCALE_BLOCK), blocks)
+    scales.check_scales_shape("a", sfa, (*a.shape[:-1], blocks), f"one per row per {SCALE_BLOCK} of K of a")
+    scales.check_scales_shape("b", sfb, of_b, f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block of each group of b")
+
+
+def _check_places(named: Mapping[str, Tensor]) -> None:
+    """Check the memory of d: row-major, groups right after one another, none of it shared with another operand."""
+    d = named["d"]
+    if d.dim() == 2:
+        checks.check_row_major("d", d)
+    elif flat_stride(d) is None:
+        raise InvalidInputError(
+            "d must be row-major, with rows of their own and each group right after the one before, but it is "
+            f"{shape_of(d)} with strides {d.stride()}. Pass a contiguous tensor and copy afterwards."
+        )
+    checks.check_no_overlap("d", layouts.flat(d), {name: x for name, x in named.items() if name != "d"})
+
+
+fp8, fp8_masked, bf16, bf16_masked = (entry(MGrouped(x)) for x in (M_FP8, M_FP8_MASKED, M_BF16, M_BF16_MASKED))
+"""The functions behind the public ones; in the contiguous form, ``alignment`` and ``form`` are their last arguments."""

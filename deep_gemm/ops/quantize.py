@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..calls import Operation, Step, Work, entry
+from ..calls import Operation, Parameter, Step, Work, entry
 from ..errors import InvalidInputError
-from ..quantisation import cast_blocks
-from ..spec import SCALE_BLOCK, Blocks, Dtype, QuantizeSpec, align, ceil_div
+from ..quantisation import AMAX_MIN, cast_blocks
+from ..spec import SCALE_BLOCK, Blocks, QuantizeSpec, align, ceil_div
 from . import checks
 from .checks import shape_of
+from .layouts import TMA_BYTES
+from .table import DTYPES
 
-DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes of x."""
+
+_PREFIX = {"plain": "", "transposed": "t_"}
+"""What names of an output's values and scales begin with."""
 
 MAX_EPSILON = torch.finfo(torch.float32).max
 
@@ -40,32 +46,37 @@ class QuantizeOperands:
 
 
 class Quantize(Operation):
-    """See ``deep_gemm.quantize``. ``plain`` and ``transposed`` say which outputs there are. ``gathered``: an index says
-    which rows of x are cast. ``factored``: the scales of each row are multiplied by a factor."""
+    """See ``deep_gemm.quantize``. ``written``: "plain", "transposed" or both. ``chosen``: "rows", an index of the rows
+    of x that are cast, and "factors" of the scales of each row, or none of them."""
 
-    def __init__(self, plain: bool, transposed: bool, gathered: bool = False, factored: bool = False) -> None:
-        self.written = (*(["plain"] if plain else []), *(["transposed"] if transposed else []))
-        self.read = ("x", *(["rows"] if gathered else []), *(["factors"] if factored else []))
-        prefixes = {"plain": "", "transposed": "t_"}
-        kinds = [*(["gathered"] if gathered else []), *(["factored"] if factored else [])]
-        self.name = " ".join(["quantize", *kinds, " and ".join(self.written)])
-        options = "plain_blocks", "transposed_blocks", "use_ue8m0", "epsilon", "gated"
-        self.parameters = (*self.read, *self.written, *options)
+    def __init__(self, written: Sequence[str], chosen: Sequence[str] = ()) -> None:
+        self.written, self.read = tuple(written), ("x", *chosen)
+        optional = ("rows", "factors") if self.written == ("plain",) else ()
+        self.absent = tuple(name for name in optional if name not in chosen)
+        kinds = {"rows": "gathered", "factors": "factored"}
+        self.name = " ".join(["quantize", *(kinds[name] for name in chosen), " and ".join(written)])
+        self.parameters = (
+            Parameter("x", "Tensor"),
+            *(Parameter(name, "Tensor | None", None) for name in optional),
+            *(Parameter(name, "tuple[Tensor, Tensor]") for name in written),
+            *(Parameter(f"{name}_blocks", "Blocks") for name in written),
+            Parameter("use_ue8m0", "bool", False),
+            Parameter("epsilon", "float", AMAX_MIN),
+            Parameter("gated", "bool", False),
+        )
         self.operands = {name: name for name in self.read}
         for output in self.written:
-            prefix = prefixes[output]
-            self.operands |= {f"{prefix}values": f"{output}[0]", f"{prefix}scales": f"{output}[1]"}
+            self.operands |= {f"{_PREFIX[output]}values": f"{output}[0]", f"{_PREFIX[output]}scales": f"{output}[1]"}
         self.outputs = tuple(name for name in self.operands if name not in self.read)
         self.output = self.outputs[0]
         self.unsigned = ("rows", *(name for name in self.outputs if name.endswith("values")))
 
-    def check(self, *arguments: Any) -> QuantizeOperands | None:
+    def check(self, *arguments: Any, **named_arguments: Any) -> QuantizeOperands | None:
         """None for fake tensors and where there is nothing to cast."""
-        given = dict(zip(self.parameters, arguments, strict=True))
+        given = self.given(arguments, named_arguments)
         use_ue8m0, epsilon, gated = given["use_ue8m0"], given["epsilon"], given["gated"]
-        for name in ("use_ue8m0", "gated"):
-            if not isinstance(given[name], bool):
-                raise InvalidInputError(f"{name} must be True or False, but it is {given[name]!r}.")
+        checks.check_bool("use_ue8m0", use_ue8m0)
+        checks.check_bool("gated", gated)
         if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon <= MAX_EPSILON:
             raise InvalidInputError(f"epsilon must be a number from 0 that float32 can hold, but it is {epsilon!r}.")
         named: dict[str, Any] = {name: given[name] for name in self.read}
@@ -76,8 +87,8 @@ class Quantize(Operation):
             checks.check_plain(name, tensor, (1,) if name in ("rows", "factors") else (2,))
         device = checks.check_devices(named)
         x = named["x"]
-        if x.dtype not in DTYPES:
-            known = ", ".join(map(str, DTYPES))
+        if x.dtype not in INPUTS:
+            known = ", ".join(map(str, INPUTS))
             raise InvalidInputError(f"x must be one of {known}, but it is {x.dtype}.")
         source_rows, columns = x.shape
         index = named.get("rows")
@@ -92,7 +103,7 @@ class Quantize(Operation):
                 f"x must have an even number of columns if gated: two halves, but it is {shape_of(x)}."
             )
         columns = columns // 2 if gated else columns
-        blocks = {"plain": given["plain_blocks"], "transposed": given["transposed_blocks"]}
+        blocks = {output: given[f"{output}_blocks"] for output in self.written}
         for output in self.written:
             _check_output(output, named, rows, columns, blocks[output])
         if checks.is_fake(named.values()):
@@ -109,8 +120,8 @@ class Quantize(Operation):
             rows=rows,
             columns=columns,
             dtype=DTYPES[x.dtype],
-            plain=blocks["plain"] if "plain" in self.written else "none",
-            transposed=blocks["transposed"] if "transposed" in self.written else "none",
+            plain=blocks.get("plain", "none"),
+            transposed=blocks.get("transposed", "none"),
             gated=gated,
             epsilon=struct.unpack("<I", struct.pack("<f", abs(epsilon)))[0],  # -0.0 has a sign
             power_of_two=use_ue8m0,
@@ -227,7 +238,7 @@ def empty_output(
     """Fresh values, whose rows begin at multiples of 16 bytes, and fresh scales. Scales of 1 x 128 have the layout that
     TMA reads, unless ``row_major``."""
     size = (columns, rows) if transposed else (rows, columns)
-    values = torch.empty((size[0], align(size[1], checks.TMA_BYTES)), dtype=torch.float8_e4m3fn, device=device)
+    values = torch.empty((size[0], align(size[1], TMA_BYTES)), dtype=torch.float8_e4m3fn, device=device)
     lines, steps = scales_shape(rows, columns, blocks, transposed)
     if row_major or blocks == "tile":
         scales = torch.empty((lines, steps), dtype=torch.float32, device=device)
@@ -236,8 +247,8 @@ def empty_output(
     return values[:, : size[1]], scales
 
 
-plain, transposed, both = (entry(Quantize(*outputs)) for outputs in ((True, False), (False, True), (True, True)))
-gathered, factored = entry(Quantize(True, False, gathered=True)), entry(Quantize(True, False, factored=True))
-gathered_factored = entry(Quantize(True, False, gathered=True, factored=True))
-"""Arguments: x, one or two outputs, the blocks of both ("none" for one that is absent), use_ue8m0, epsilon, gated.
-After x, those that gather have the index of rows, and then those with factors have the factors."""
+_CHOSEN: tuple[tuple[str, ...], ...] = ((), ("rows",), ("factors",), ("rows", "factors"))
+plain = entry(*(Quantize(["plain"], chosen) for chosen in _CHOSEN))
+transposed, both = entry(Quantize(["transposed"])), entry(Quantize(["plain", "transposed"]))
+"""Arguments: x, the index of rows and the factors or None (plain only), one or two outputs, the blocks of each,
+use_ue8m0, epsilon, gated."""

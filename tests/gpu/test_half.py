@@ -11,10 +11,9 @@ import torch
 from gpu_cases import DEVICE, busy
 
 import deep_gemm
-from deep_gemm import arch, engine, select
+from deep_gemm import arch, engine, ops, select
 from deep_gemm.aot import build
 from deep_gemm.kernels.families import COPY_ROWS
-from deep_gemm.ops import fp8_dense, half_dense
 from deep_gemm.select import calibration
 from deep_gemm.spec import CopySpec, GemmSpec
 from deep_gemm.testing import (
@@ -99,9 +98,9 @@ def test_products(kind: str, wide: bool, accumulate: Any) -> None:
     out = torch.float32 if wide else dtype
     rng = random.Random(f"{kind} {wide} {accumulate}")
     shapes = [random_shape(rng) for _ in range(3)] + [(rng.randint(1, 300), 8 * rng.randint(1, 200), 16 * 37)]
-    op = f"{kind}_gemm_nt"
+    op, output = f"{kind}_gemm_nt", "f32" if wide else None
     prepare(
-        half_dense.spec(op, m, n, k, num_sms(), majors=majors(form), wide=wide, accumulate=accumulate, aligned=aligned)
+        ops.spec(m, n, k, num_sms(), op, majors=majors(form), output=output, accumulate=accumulate, aligned=aligned)
         for m, n, k in shapes
         for form in FORMS
         for aligned in ({False, n % (4 if wide else 8) == 0})
@@ -198,8 +197,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(kind: str, n: int, k: int
     parts = splits(total, n)
     deep_gemm.set_batch_invariant(True)
     sizes = {part.stop - part.start for part in parts} | {total}
-    spec: Any = fp8_dense.spec if kind == "fp8" else lambda *x, **y: half_dense.spec("bf16_gemm_nt", *x, **y)
-    prepare(spec(m, n, k, num_sms=num_sms()) for m in sizes)
+    prepare(ops.spec(m, n, k, num_sms(), f"{kind}_gemm_nt") for m in sizes)
     deep_gemm.set_batch_invariant(False)
     (a, sfa), b, x, y = random_operands(total, n, k, DEVICE)
 

@@ -11,7 +11,7 @@ from gpu_cases import DEVICE
 from k_grouped_cases import exact, in_one_matrix, operands, sizes
 
 import deep_gemm
-from deep_gemm.ops.k_grouped import BF16, FP8
+from deep_gemm.ops.table import K_BF16, K_FP8
 from deep_gemm.testing import guarded, guarded_copy
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -21,7 +21,7 @@ MIXED = [128, 0, 384, 16, 240, 0]
 
 
 def call(kind: str, a: Any, b: Any, d: torch.Tensor, layout: torch.Tensor, c: torch.Tensor | None = None) -> None:
-    getattr(deep_gemm, FP8 if kind == "fp8" else BF16)(a, b, d, None, layout, c)
+    getattr(deep_gemm, K_FP8 if kind == "fp8" else K_BF16)(a, b, d, None, layout, c)
 
 
 @pytest.mark.parametrize("adds", ["nothing", "in place", "c"])

@@ -15,7 +15,7 @@ import deep_gemm
 from deep_gemm import calls, engine, quantisation, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import QUANTIZE, Quantize
-from deep_gemm.ops.quantize import DTYPES
+from deep_gemm.ops.table import DTYPES
 from deep_gemm.params import TileConfig
 from deep_gemm.spec import QuantizeSpec
 from deep_gemm.testing import guarded, guarded_copy

@@ -15,7 +15,7 @@ from deep_gemm import calls, engine
 from deep_gemm.jit.driver.launch import Map
 from deep_gemm.jit.driver.module import primary_context
 from deep_gemm.jit.driver.tensor_map import SIZE
-from deep_gemm.ops.fp8_dense import FP8GemmNT
+from deep_gemm.ops.dense import Dense
 from deep_gemm.reference import exact_product
 from deep_gemm.testing import Operand, integer_operands
 
@@ -98,7 +98,7 @@ def test_threads_with_operands_of_their_own(ready: bool) -> None:
 @cuda_only
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_a_patched_map_is_what_the_driver_would_encode(m: int, n: int, k: int) -> None:
-    operation = FP8GemmNT()
+    operation = Dense("fp8_gemm_nt")
     first, second = (operation.check(a, b, nan_output(m, n)) for a, b, _ in cases(m, n, k, True, 2))
     assert first is not None
     assert second is not None

@@ -12,7 +12,7 @@ from gpu_fakes import FakeGpu
 import deep_gemm
 from deep_gemm import InvalidInputError, engine, ops, select
 from deep_gemm.arch import SM90
-from deep_gemm.ops.fp8_dense import FP8GemmNT
+from deep_gemm.ops.dense import Dense
 from deep_gemm.testing import random_operands
 
 PAIRS = [
@@ -92,7 +92,7 @@ def test_a_flip_during_a_first_call_is_not_remembered_for_the_wrong_position(
 ) -> None:
     """Another thread may flip it after the operands were looked up and before the kernel is chosen."""
     call = Calls(gpu)
-    check = gpu.checks[FP8GemmNT]
+    check = gpu.checks[Dense]
     deep_gemm.set_batch_invariant(True)
     plan = engine.plan
 
@@ -105,7 +105,7 @@ def test_a_flip_during_a_first_call_is_not_remembered_for_the_wrong_position(
         return check(*args)
 
     with monkeypatch.context() as patch:
-        patch.setitem(gpu.checks, FP8GemmNT, interrupted)
+        patch.setitem(gpu.checks, Dense, interrupted)
         patch.setattr(engine, "plan", flipped)
         call()
     assert gpu.launched[-1].spec.batch_invariant is False

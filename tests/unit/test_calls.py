@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import deep_gemm
 from deep_gemm import InvalidInputError, calls, constant, engine
-from deep_gemm.ops import checks
-from deep_gemm.ops.fp8_dense import FP8GemmNT
+from deep_gemm.ops import layouts
+from deep_gemm.ops.dense import Dense
 from deep_gemm.testing import Operand, random_operands
 
 M, N, K = 24, 136, 272
@@ -200,8 +200,8 @@ def test_what_a_replay_takes_is_what_the_check_takes(starts: tuple[int, ...], al
     fits = calls._fits(5, (4,))
     places = tuple(x.data_ptr() for x in (a, sfa, b, sfb, d))
     try:
-        FP8GemmNT().check((a, sfa), (b, sfb), d)
-        accepted = checks.tma_readable(sfa) and checks.tma_writable(d) and places[3] % 16 == 0
+        Dense("fp8_gemm_nt").check((a, sfa), (b, sfb), d)
+        accepted = layouts.scales_stride(sfa) is not None and layouts.tma_writable(d) and places[3] % 16 == 0
     except InvalidInputError:
         accepted = False
     assert fits(tuple(start for start, _ in ranges), sizes, places) == accepted

@@ -20,28 +20,26 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.ops import m_grouped
-from deep_gemm.ops.grouped_checks import check_expected_m
+from deep_gemm.ops.m_grouped import check_expected_m
 from deep_gemm.params import KernelParams
 from deep_gemm.select import calibration
 
 
 def test_operations_are_those_that_exist() -> None:
     assert set(GROUPED_OPS) == set(ops.M_GROUPED)
-    for op, (dtype, form) in ops.M_GROUPED.items():
-        operation = {"e4m3": m_grouped.MGroupedFP8, "bf16": m_grouped.MGroupedBF16}[dtype](form)
-        assert op == operation.name + ("_psum" if form == "psum" else "")
-        assert is_masked(op) == (form == "masked")
-        assert ops.helpers(op) == (("transpose_scales",) if dtype == "e4m3" else ())
+    for op in ops.M_GROUPED:
+        assert hasattr(deep_gemm, op.removesuffix("_psum"))
+        assert is_masked(op) == (ops.PRODUCTS[op].grouping == "masked")
+        assert ops.helpers(op) == (("transpose_scales",) if op in FP8 else ())
     assert [is_masked(op) for op in ("fp8_gemm_nt", "masked")] == [False, False]
 
 
 def test_what_is_asked_of_the_selector() -> None:
-    for op, (dtype, form) in ops.M_GROUPED.items():
+    for op in ops.M_GROUPED:
         asked = build.spec_of(GemmShape(640, 512, 256, op=op, groups=4, expected_m=33), SM90)
-        wanted = m_grouped.spec(dtype, form, 640, 512, 256, 4, num_sms=132, alignment=128, expected_m=64)
+        wanted = ops.spec(640, 512, 256, 132, op, groups=4, alignment=128, expected_m=64)
         assert asked == wanted
-        assert asked.expected_m == (64 if form == "masked" else 0)
+        assert asked.expected_m == (64 if is_masked(op) else 0)
 
 
 def test_the_alignment_of_this_process_counts() -> None:
@@ -102,13 +100,10 @@ def test_every_routing_finds_its_kernel(
     layer, kernels = prepared[op]
     m = data.draw(st.integers(1, layer.most_rows(300)))
     expected = check_expected_m("expected_m", data.draw(st.integers(1, 5000)))
-    dtype, form = ops.M_GROUPED[op]
     known = data.draw(st.sampled_from(calibration.every()))
     deep_gemm.set_batch_invariant(data.draw(st.booleans()))
     try:
-        asked = m_grouped.spec(
-            dtype, form, m, layer.n, layer.k, layer.groups, num_sms=132, alignment=128, expected_m=expected
-        )
+        asked = ops.spec(m, layer.n, layer.k, 132, op, groups=layer.groups, expected_m=expected)
     finally:
         deep_gemm.set_batch_invariant(False)
     config = select.rank(asked, SM90, known)[0].config

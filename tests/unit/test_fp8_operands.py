@@ -10,7 +10,7 @@ import torch
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
-from deep_gemm.ops.fp8_dense import FP8GemmNT
+from deep_gemm.ops.dense import Dense
 from deep_gemm.spec import align, ceil_div
 from deep_gemm.testing import guarded
 
@@ -20,9 +20,7 @@ M, N, K = 20, 200, 272
 
 def check(a: Any, b: Any, d: Any, c: Any = None, **options: Any) -> Any:
     """As a call of the public function is checked."""
-    operation = FP8GemmNT(accumulates=c is not None)
-    given = {"a": a, "b": b, "c": c, "d": d, "disable_ue8m0_cast": False, **options}
-    return operation.check(*(given.get(name) for name in operation.parameters))
+    return Dense("fp8_gemm_nt", accumulates=c is not None).check(a, b, d, c, **options)
 
 
 def arguments(m: int = M, n: int = N, k: int = K) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rasters import located, quotient
 
+from deep_gemm import ops
 from deep_gemm.arch import SM90
 from deep_gemm.kernels import groups
 from deep_gemm.kernels.families import HALF_K_GROUPED
-from deep_gemm.ops import k_grouped, m_grouped
-from deep_gemm.spec import ceil_div
+from deep_gemm.spec import GemmSpec, ceil_div
 
 STRIP, CHUNK = 16, 256
 BLOCKS_M, BLOCKS_N = st.sampled_from([64, 128, 256]), st.sampled_from([64, 128, 192, 256])
@@ -272,7 +272,7 @@ def test_along_k_each_matrix_has_each_tile_once(m: int, n: int, count: int, num_
     """From the numbers of a launch. The matrices follow one another, all with the same order of tiles."""
     kernel, config = HALF_K_GROUPED, HALF_K_GROUPED.config(128, 128)
     m, n = m, 8 * n
-    spec = k_grouped.spec("bf16", m, n, 4096, count, num_sms)
+    spec = ops.spec(m, n, 4096, num_sms, "k_grouped_bf16_gemm_tn_contiguous", groups=count)
     strides = {"a": (1, 2048), "b": (1, 8 * 1500), "d": (m * n, n, 1), "c": (m * n, n, 1)}
     launch, values = kernel.values(kernel.params(spec, config, SM90), spec, strides, pdl=False, constant=False)
     numbers = values["raster"]
@@ -286,6 +286,11 @@ def test_along_k_each_matrix_has_each_tile_once(m: int, n: int, count: int, num_
         assert quotient(index, tuple(numbers[:3])) == index // tiles
 
 
+def grouped_spec(form: str, m: int, k: int, count: int, expected_m: int = 0) -> GemmSpec:
+    """The spec of an FP8 call with groups along M."""
+    return ops.spec(m, 6144, k, 132, f"m_grouped_fp8_gemm_nt_{form}", groups=count, expected_m=expected_m)
+
+
 @pytest.mark.parametrize(
     ("groups_and_rows", "k", "skips"),
     [((64, 306), 7168, False), ((64, 306), 3072, True), ((32, 192), 7168, True), ((8, 4096), 2048, False)],
@@ -293,9 +298,9 @@ def test_along_k_each_matrix_has_each_tile_once(m: int, n: int, count: int, num_
 def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k: int, skips: bool) -> None:
     """Few tiles for each CTA; or low groups, and columns of B that stay in L2. Otherwise CTAs only drift apart."""
     count, rows = groups_and_rows
-    spec = m_grouped.spec("e4m3", "masked", 4096, 6144, k, count, 132, alignment=128, expected_m=rows)
+    spec = grouped_spec("masked", 4096, k, count, rows)
     assert groups.skips_padding(spec, HALF_K_GROUPED.config(128, 256)) is skips
-    contiguous = m_grouped.spec("e4m3", "contiguous", count * rows, 6144, k, count, 132, alignment=128)
+    contiguous = grouped_spec("contiguous", count * rows, k, count)
     assert groups.skips_padding(contiguous, HALF_K_GROUPED.config(128, 256)) is skips
 
 
@@ -310,6 +315,5 @@ def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k:
     ],
 )
 def test_weights_that_are_read_once_leave_l2_first(form: str, count: int, rows: int, k: int, evicted: int) -> None:
-    expected = {"expected_m": rows} if form == "masked" else {}
-    spec = m_grouped.spec("e4m3", form, 4096, 6144, k, count, 132, alignment=128, **expected)
+    spec = grouped_spec(form, 4096, k, count, rows)
     assert groups.evict_first(spec, HALF_K_GROUPED.config(64, 128)) == evicted

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import deep_gemm
 from deep_gemm import InvalidInputError, calls, ops
-from deep_gemm.ops import half_dense
-from deep_gemm.ops.half_dense import HalfGemm, addressed
+from deep_gemm.ops import dense
+from deep_gemm.ops.dense import Dense
+from deep_gemm.ops.layouts import addressed
 from deep_gemm.spec import CopySpec, GemmSpec, Operand
 from deep_gemm.testing import guarded
 
@@ -152,13 +153,13 @@ def test_what_tma_cannot_address_is_copied_first(gpu: FakeGpu, form: str, which:
 
 def test_copies_are_padded_to_16_bytes() -> None:
     a, b = at(3, 13, (13, 1)), at(5, 13, (13, 1))
-    x = HalfGemm("bf16_gemm_nt", accumulates=False).check(a, b, torch.empty(3, 5, dtype=BF16), None, "nt")
+    x = Dense("bf16_gemm_nt").check(a, b, torch.empty(3, 5, dtype=BF16))
     assert x is not None
     options = pytest.MonkeyPatch()
     with options.context() as patch:
         patch.setattr("deep_gemm.options.num_sms_for", lambda device: 132)
         patch.setattr("deep_gemm.options.whole_gpu", lambda device: True)
-        work = HalfGemm("bf16_gemm_nt", accumulates=False).work(x, 0)
+        work = Dense("bf16_gemm_nt").work(x, 0)
     assert work.scratch == {"a copied": ((3, 16), BF16), "b copied": ((5, 16), BF16)}
     assert work.steps[-1].strides == {"d": (5, 1), "a": (16, 1), "b": (16, 1)}
 
@@ -249,7 +250,7 @@ def test_what_a_replay_takes_is_what_the_check_takes(starts: tuple[int, int, int
         tuple(x.data_ptr() for x in (a, b, c, d)),
     )
     try:
-        x = HalfGemm("bf16_gemm_nt", accumulates=True).check(a, b, c, d, None, "nt")
+        x = Dense("bf16_gemm_nt", accumulates=True).check(a, b, d, c)
         accepted = x is not None and (x.accumulate == "in place") is in_place
     except InvalidInputError:
         accepted = False
@@ -299,8 +300,8 @@ def test_constant_weights_are_told_to_the_kernel_unless_they_are_copied(gpu: Fak
 
 
 def test_each_operation_remembers_its_own() -> None:
-    entries = (half_dense.bf16, half_dense.fp16)
-    assert len({id(calls_behind(f)) for x in entries for f in (x.without_c, x.with_c)}) == 4
+    entries = (dense.fp8, dense.bf16, dense.fp16)
+    assert len({id(calls_behind(entry, variant)) for entry in entries for variant in range(2)}) == 6
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

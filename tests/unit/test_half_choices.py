@@ -8,7 +8,6 @@ from deep_gemm import ops
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.families import HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
 from deep_gemm.kernels.features import Features
-from deep_gemm.ops import half_dense
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration, candidates, select
 from deep_gemm.select.model import estimate, features
@@ -17,9 +16,9 @@ from deep_gemm.spec import GemmSpec, Major
 TILE, PAIR = HALF_GEMM.config(128, 256), HALF_GEMM.config(128, 256, (2, 1, 1))
 
 
-def asked(m: int, n: int, k: int, majors: tuple[Major, Major] = ("k", "k"), **options: bool) -> GemmSpec:
+def asked(m: int, n: int, k: int, majors: tuple[Major, Major] = ("k", "k")) -> GemmSpec:
     """The spec of a BF16 call."""
-    return half_dense.spec("bf16_gemm_nt", m, n, k, 132, majors=majors, **options)
+    return ops.spec(m, n, k, 132, "bf16_gemm_nt", majors=majors)
 
 
 def counted(spec: GemmSpec, config: GemmConfig = TILE) -> Features:

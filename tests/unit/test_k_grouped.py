@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import deep_gemm
 from deep_gemm import options
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.ops import k_grouped
+from deep_gemm.ops import table
+from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.quantisation import per_token_cast_to_fp8
 from deep_gemm.spec import GemmSpec, KGroupMapsSpec, TransposeSpec
 
@@ -198,8 +199,8 @@ def test_fp8_makes_maps_first() -> None:
     """And transposes scales that TMA cannot read."""
     ks = [128, 256]
     a, b, _ = fp8(ks)
-    operation = k_grouped.KGroupedFP8(accumulates=False)
-    work = operation.work(operation.check(a, b, torch.zeros(2, M, N), layout(ks), ""), 0)
+    operation = KGrouped(table.K_FP8)
+    work = operation.work(operation.check(a, b, torch.zeros(2, M, N), layout(ks)), 0)
     *transposes, maps, gemm = work.steps
     assert [step.spec for step in transposes] == [TransposeSpec(M, 3), TransposeSpec(N, 3)]
     assert maps.spec == KGroupMapsSpec(groups=2, m=M, n=N)
@@ -217,8 +218,8 @@ def test_half_operands_are_read_as_they_are() -> None:
     ks = [64, 64]
     a, b, _ = half(ks)
     d = torch.zeros(2, M, N + 8)[:, :, :N]  # rows of another stride
-    operation = k_grouped.KGroupedBF16(accumulates=True)
-    work = operation.work(operation.check(a, b, d, d, layout(ks), ""), 0)
+    operation = KGrouped(table.K_BF16, accumulates=True)
+    work = operation.work(operation.check(a, b, d, layout(ks), d), 0)
     (step,) = work.steps
     assert isinstance(step.spec, GemmSpec)
     assert (step.spec.accumulate, step.spec.grouping, step.spec.d.dtype) == ("in place", "k", "f32")

@@ -11,10 +11,10 @@ from gpu_fakes import FakeGpu, calls_behind
 from grouped_cases import BF16, E4M3, FORMS, KINDS, call
 
 import deep_gemm
-from deep_gemm import InvalidInputError
+from deep_gemm import InvalidInputError, ops
 from deep_gemm.ops import m_grouped
-from deep_gemm.ops.fp8_dense import block_stride
-from deep_gemm.ops.m_grouped import MGroupedBF16, MGroupedFP8
+from deep_gemm.ops.layouts import scales_stride
+from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.spec import GemmSpec, Operand, TransposeSpec
 from deep_gemm.testing import guarded
 
@@ -23,11 +23,8 @@ LAYOUTS = {"contiguous": "grouped_layout", "psum": "grouped_layout", "masked": "
 
 
 @pytest.fixture
-def gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Grouped operations on the fake GPU, too."""
-    for operation in (MGroupedFP8, MGroupedBF16):
-        gpu.checks[operation] = operation.check
-        monkeypatch.setattr(operation, "check", gpu.checked(operation))
+def gpu(gpu: FakeGpu) -> Iterator[FakeGpu]:
+    """With the default alignment afterwards."""
     yield gpu
     deep_gemm.set_mk_alignment_for_contiguous_layout(128)
 
@@ -74,12 +71,13 @@ def test_the_spec_the_strides_and_the_operands(gpu: FakeGpu, kind: str, form: st
 
 
 def test_the_spec_of_a_layer_is_that_of_its_call(gpu: FakeGpu) -> None:
-    for kind, dtype in (("fp8", "e4m3"), ("bf16", "bf16")):
+    for kind in KINDS:
         for form in FORMS:
+            op = f"m_grouped_{kind}_gemm_nt_" + {"psum": "contiguous_psum"}.get(form, form)
             a, b, layout, d = tensors(kind, form)
             call(kind, form, a, b, d, layout)
             size = 64 if form == "masked" else 128
-            asked = m_grouped.spec(dtype, form, M, N, K, G, num_sms=132, alignment=size, expected_m=size)  # type: ignore[arg-type]
+            asked = ops.spec(M, N, K, 132, op, groups=G, alignment=size, expected_m=size)
             assert gpu.launched[-1].spec == asked
 
 
@@ -131,9 +129,9 @@ def test_scratch_of_masked_scales_is_padded_to_16_bytes(monkeypatch: pytest.Monk
     monkeypatch.setattr("deep_gemm.options.num_sms_for", lambda device: 132)
     monkeypatch.setattr("deep_gemm.options.whole_gpu", lambda device: True)
     (a, sfa), b, layout, d = tensors("fp8", "masked", ready=False)
-    operation = MGroupedFP8("masked")
+    operation = MGrouped("m_grouped_fp8_gemm_nt_masked")
     bits = a.view(torch.uint8)[:, :7].contiguous().view(E4M3)
-    x = operation.check((bits, sfa[:, :7]), b, d[:, :7].contiguous(), layout, *(None,) * 4, False, 4, "nt")
+    x = operation.check((bits, sfa[:, :7]), b, d[:, :7].contiguous(), layout, 4)
     assert x is not None
     work = operation.work(x, 0)
     assert work.scratch == {"sfa transposed": ((G, 3, 8), torch.float32)}
@@ -168,7 +166,7 @@ def at(shape: tuple[int, int, int], strides: tuple[int, int, int], offset: int =
     ],
 )
 def test_which_scales_of_groups_are_read_as_they_are(sf: torch.Tensor, step: int | None) -> None:
-    assert block_stride(sf) == step
+    assert scales_stride(sf) == step
 
 
 def test_strides_of_the_caller(gpu: FakeGpu) -> None:
@@ -247,8 +245,8 @@ def test_batch_invariance_is_in_the_spec(gpu: FakeGpu) -> None:
 
 
 def test_each_form_remembers_its_own() -> None:
-    entries = [x for kind in (m_grouped.fp8, m_grouped.bf16) for x in (kind.index, kind.psum, kind.masked)]
-    assert len({id(calls_behind(x)) for x in entries}) == 6
+    entries = (m_grouped.fp8, m_grouped.fp8_masked, m_grouped.bf16, m_grouped.bf16_masked)
+    assert len({id(calls_behind(x)) for x in entries}) == 4
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

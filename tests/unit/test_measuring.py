@@ -12,10 +12,10 @@ import torch
 from gpu_fakes import FakeGpu, FakeLaunch, calls_behind
 
 import deep_gemm
-from deep_gemm import arch, calls, engine, measuring, options, select, settings
+from deep_gemm import arch, calls, engine, measuring, ops, options, select, settings
 from deep_gemm.arch import SM90
 from deep_gemm.errors import CompileError, DriverError, UnsupportedError
-from deep_gemm.ops import half_dense
+from deep_gemm.ops import dense
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import tuner
 from deep_gemm.select.calibration import default
@@ -186,7 +186,7 @@ def test_a_block_measures_what_is_called_in_it_even_if_it_was_called_before(time
 
 
 def test_the_warm_path_is_what_it_was(timers: Timers) -> None:
-    mine, remembered = operands(), calls_behind(half_dense.bf16.without_c)
+    mine, remembered = operands(), calls_behind(dense.bf16)
     with deep_gemm.tuning():
         deep_gemm.bf16_gemm_nt(*mine)
     assert [type(call) for _, call in remembered.warm.values()] == [FakeLaunch]
@@ -303,7 +303,7 @@ def test_a_launch_that_is_planned_is_not_measured(timers: Timers, monkeypatch: p
 
 
 def half_spec(m: int) -> GemmSpec:
-    return half_dense.spec(half_dense.BF16, m, N, K, num_sms=132)
+    return ops.spec(m, N, K, 132, "bf16_gemm_nt")
 
 
 def test_the_debug_record_says_what_was_measured(

@@ -18,7 +18,7 @@ from gpu_fakes import FakeGpu, calls_behind
 import deep_gemm
 from deep_gemm import InvalidInputError, monitoring, reports, settings
 from deep_gemm.errors import SettingError
-from deep_gemm.ops import half_dense
+from deep_gemm.ops import dense
 from deep_gemm.settings import child_environment
 
 M, N, K = 24, 136, 272
@@ -115,7 +115,7 @@ def test_a_launch_before_the_gemm_is_part_of_the_call(gpu: FakeGpu, clock: Clock
 
 def test_without_a_monitor_the_warm_path_is_what_it_was(gpu: FakeGpu, clock: Clock) -> None:
     """The very same launch record is called, with nothing around it."""
-    calls, case = calls_behind(half_dense.bf16.without_c), operands()
+    calls, case = calls_behind(dense.bf16), operands()
 
     def remembered() -> list[str]:
         deep_gemm.bf16_gemm_nt(*case)

@@ -19,7 +19,6 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import fit, survey
 from deep_gemm.cli.calibrate import command
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.ops import half_dense
 from deep_gemm.select import legal, rank
 from deep_gemm.select.calibration import Calibration, default
 from deep_gemm.select.heuristic import sustains
@@ -54,7 +53,7 @@ def test_twice_the_work_draws_twice_as_much(rows: int, n: int, blocks: int) -> N
 
 def test_16_bit_elements_draw_as_two_of_eight_bits() -> None:
     """Power is counted by bytes. But how much 16-bit operands draw was not measured, so it does not decide for them."""
-    half = half_dense.spec("bf16_gemm_nt", 4096, 7168, 2048, 132)
+    half = ops.spec(4096, 7168, 2048, 132, "bf16_gemm_nt")
     fp8 = ops.spec(4096, 7168, 2 * 2048, 132)
     config = next(c for c in legal(half, SM90) if (c.block_m, c.block_n, c.cluster_size) == (128, 128, 1))
     x, power = features(half, config), default().power

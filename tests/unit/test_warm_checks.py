@@ -18,7 +18,6 @@ from gpu_fakes import FakeGpu
 
 import deep_gemm
 from deep_gemm import DeepGemmError, LaunchConfig, calls, options, settings
-from deep_gemm.ops import k_grouped, m_grouped
 
 __all__ = ["own"]
 
@@ -26,9 +25,6 @@ __all__ = ["own"]
 @pytest.fixture
 def gpu(own: CustomGpu, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """All operations on the fake GPU; `options` reach the specs."""
-    for operation in (m_grouped.MGroupedFP8, m_grouped.MGroupedBF16, k_grouped._KGrouped):
-        gpu.checks[operation] = operation.check
-        monkeypatch.setattr(operation, "check", gpu.checked(operation))
     real, fake = calls.engine.launch, gpu.launch
     monkeypatch.setattr(
         calls.engine,

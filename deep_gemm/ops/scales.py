@@ -1,25 +1,21 @@
-"""Checks of the arguments of FP8 GEMMs: recipes, values and scales."""
+"""FP8 operands: recipes, values and scales."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import BLOCKS as BLOCKS
-from ..reference import Scalings as Scalings
+from ..reference import BLOCKS, Scalings
 from ..settings import settings
 from ..spec import SCALE_BLOCK, align, ceil_div
 from . import checks
-from .checks import TMA_BYTES, shape_of
-
-ROWS_ON_BOTH_SIDES: Scalings = ("1x128", "1x128")
-"""1D1D."""
-WHOLE_ROWS: Scalings = ("row", "row")
-"""One scale for each row of A and of B; one scale may also apply to all rows of an operand."""
+from .checks import shape_of
+from .layouts import TMA_BYTES, is_k_major
+from .table import ROWS_ON_BOTH_SIDES, WHOLE_ROWS
 
 _RECIPES: dict[tuple[int, int, int], Scalings] = {
     (1, SCALE_BLOCK, SCALE_BLOCK): BLOCKS,
@@ -31,7 +27,6 @@ FP4_CARRIERS = frozenset(
 _PACKED_SCALES = frozenset(
     dtype for name in ("int32", "uint8", "float8_e8m0fnu") if (dtype := getattr(torch, name, None)) is not None
 )
-_OUTPUTS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Scalings | None:
@@ -45,11 +40,11 @@ def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Sca
         return None
     known: dict[tuple[int, ...], Scalings] = {}
     if recipe is not None:
-        name, values = "recipe", checks.check_granularities("recipe", recipe, 3)
+        name, values = "recipe", check_granularities("recipe", recipe, 3)
         known.update((granularity, x) for granularity, x in _RECIPES.items())
     else:
         name = "recipe_a and recipe_b"
-        of_a, of_b = (checks.check_granularities(f"recipe_{x}", y, 2) for x, y in (("a", recipe_a), ("b", recipe_b)))
+        of_a, of_b = (check_granularities(f"recipe_{x}", y, 2) for x, y in (("a", recipe_a), ("b", recipe_b)))
         values = of_a + of_b
         known.update({(gran_m, gran_k, gran_n, gran_k): x for (gran_m, gran_n, gran_k), x in _RECIPES.items()})
     if values not in known:
@@ -61,52 +56,19 @@ def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Sca
     return known[values]
 
 
-def check_shapes(named: Mapping[str, Any], asked: Scalings | None) -> tuple[int, int, int, Scalings]:
-    """Check types and shapes of all operands, values and scales separately. Returns M, N, K and the scaling."""
-    a, sfa, b, sfb, d = (named[name] for name in ("a", "the scales of a", "b", "the scales of b", "d"))
-    (m, k), (n, k_of_b) = _check_values("a", a), _check_values("b", b)
-    if k != k_of_b:
-        raise InvalidInputError(
-            f"a and b must agree in K, their last dimension, but a is {shape_of(a)} and b is {shape_of(b)}. "
-            "b is N x K, the transpose of the usual weight-times-input order."
-        )
-    for name, sf in (("a", sfa), ("b", sfb)):
-        check_scales_dtype(name, sf)
-    scaling = _check_scales(sfa, sfb, m, n, ceil_div(k, SCALE_BLOCK), asked)
-    if d.dtype not in _OUTPUTS:
-        raise InvalidInputError(f"d must be torch.bfloat16, torch.float32 or torch.float16, but it is {d.dtype}.")
-    for name in ("c", "d"):
-        if name in named and tuple(named[name].shape) != (m, n):
-            raise InvalidInputError(
-                f"{name} must have the shape {(m, n)}, rows of a by rows of b, but it has {shape_of(named[name])}."
-            )
-    checks.check_sizes("d", d)
-    if "c" in named and named["c"].dtype != d.dtype:
-        raise InvalidInputError(f"c must have d's dtype, {d.dtype}, but it is {named['c'].dtype}.")
-    return m, n, k, scaling
+def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
+    """A recipe as a tuple of ``length`` positive integers, or an error that names the argument."""
+    right = isinstance(recipe, (tuple, list, Sequence)) and len(recipe) == length
+    for x in recipe if right else ():
+        right = right and isinstance(x, int) and not isinstance(x, bool) and x > 0
+    if not right:
+        meaning = "(gran_m, gran_n, gran_k)" if length == 3 else "(gran_mn, gran_k)"
+        raise InvalidInputError(f"{name} must be {length} positive integers {meaning}, but it is {recipe!r}.")
+    return tuple(recipe)
 
 
-def is_k_major(x: Tensor) -> bool:
-    """Whether K is contiguous in x (rows, K), as the tensor cores need it."""
-    rows, k = x.shape
-    return x.numel() == 0 or ((k == 1 or x.stride(1) == 1) and (rows == 1 or x.stride(0) >= k))
-
-
-def check_alignment(name: str, x: Tensor) -> None:
-    """Refuse K-major values whose address is not a multiple of 16 bytes."""
-    if x.numel() == 0 or not is_k_major(x):
-        return
-    if past := x.data_ptr() % TMA_BYTES:
-        raise InvalidInputError(
-            f"{name} must start at a multiple of {TMA_BYTES} bytes, but its address is {past} past one. "
-            "It is probably a view into a larger tensor: pass a copy (.clone())."
-        )
-
-
-def _check_values(name: str, x: Tensor) -> tuple[int, int]:
-    """Check A or B: E4M3, and K-major with strides that TMA allows, or MN-major and transposed later. Returns its
-    sizes."""
-    rows, k = x.shape
+def check_e4m3(name: str, x: Tensor) -> None:
+    """Refuse values that are not E4M3."""
     if x.dtype in FP4_CARRIERS:
         raise UnsupportedError(
             f"{name} is {x.dtype}, as packed FP4 operands are: FP4 is not supported by this version or on Hopper. "
@@ -114,19 +76,57 @@ def _check_values(name: str, x: Tensor) -> tuple[int, int]:
         )
     if x.dtype != torch.float8_e4m3fn:
         raise InvalidInputError(f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}.")
-    checks.check_sizes(name, x)
+
+
+def check_k(k: int, found: str) -> None:
+    """Refuse a K that is not whole pieces of 16 bytes; ``found`` says so."""
     if k % TMA_BYTES:
         raise InvalidInputError(
             f"K must be a multiple of {TMA_BYTES}, because rows of FP8 are read in pieces of {TMA_BYTES} bytes, but "
-            f"{name} is {shape_of(x)}. Pad a and b with zero columns up to K = {align(k, TMA_BYTES)}."
+            f"{found}. Pad a and b with zero columns up to K = {align(k, TMA_BYTES)}."
         )
+
+
+def check_scales_dtype(name: str, sf: Tensor) -> None:
+    if sf.dtype in _PACKED_SCALES:
+        raise UnsupportedError(
+            f"the scales of {name} are {sf.dtype}, as packed UE8M0 scales are, which Hopper cannot use. "
+            "Pass them as torch.float32; their values may be powers of two."
+        )
+    if sf.dtype != torch.float32:
+        raise InvalidInputError(
+            f"the scales of {name} must be torch.float32, but they are {sf.dtype}. Call .float() on them."
+        )
+
+
+def check_dense(named: Mapping[str, Tensor], asked: Scalings | None) -> Scalings:
+    """Check a (M, K) and b (N, K), and their scales. Returns the scalings."""
+    a, sfa, b, sfb = (named[name] for name in ("a", "the scales of a", "b", "the scales of b"))
+    for name in ("a", "b"):
+        _check_values(name, named[name])
+    if a.shape[1] != b.shape[1]:
+        raise InvalidInputError(
+            f"a and b must agree in K, their last dimension, but a is {shape_of(a)} and b is {shape_of(b)}. "
+            "b is N x K, the transpose of the usual weight-times-input order."
+        )
+    check_scales_dtype("a", sfa)
+    check_scales_dtype("b", sfb)
+    return _check_scales(sfa, sfb, a.shape[0], b.shape[0], ceil_div(a.shape[1], SCALE_BLOCK), asked)
+
+
+def _check_values(name: str, x: Tensor) -> None:
+    """Check A or B: E4M3, and K-major with strides that TMA allows, or MN-major and transposed later."""
+    rows, k = x.shape
+    check_e4m3(name, x)
+    checks.check_sizes(name, x)
+    check_k(k, f"{name} is {shape_of(x)}")
     if rows == 0 or k == 0 or is_k_major(x):
         if x.numel() and rows > 1 and x.stride(0) % TMA_BYTES:
             raise InvalidInputError(
                 f"the row stride of {name} must be a multiple of {TMA_BYTES} bytes, but it is {x.stride(0)}. "
                 "Pass .contiguous(), or allocate its rows with padding."
             )
-        return rows, k
+        return
     if x.stride(1) == 1 and x.stride(0) < k:
         raise InvalidInputError(
             f"the rows of {name} overlap: it is {shape_of(x)} with strides {x.stride()}. Pass .contiguous()."
@@ -142,19 +142,6 @@ def _check_values(name: str, x: Tensor) -> tuple[int, int]:
             "it is, so that each call would transpose it first, which DG_FORBID_TRANSPOSE=1 forbids. Store it K-major: "
             f"pass {name}.contiguous()."
         )
-    return rows, k
-
-
-def check_scales_dtype(name: str, sf: Tensor) -> None:
-    if sf.dtype in _PACKED_SCALES:
-        raise UnsupportedError(
-            f"the scales of {name} are {sf.dtype}, as packed UE8M0 scales are, which Hopper cannot use. "
-            "Pass them as torch.float32; their values may be powers of two."
-        )
-    if sf.dtype != torch.float32:
-        raise InvalidInputError(
-            f"the scales of {name} must be torch.float32, but they are {sf.dtype}. Call .float() on them."
-        )
 
 
 def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: Scalings | None) -> Scalings:
@@ -162,23 +149,23 @@ def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: 
     if asked is None and whole_rows(sfa, m) and whole_rows(sfb, n) and not _are_blocks(sfa, sfb, m, n, blocks):
         return WHOLE_ROWS
     scaling = asked or BLOCKS
-    wanted = {
-        "1x128": (lambda rows: (rows, blocks), f"one per row per {SCALE_BLOCK} of K"),
-        "128x128": (lambda rows: (ceil_div(rows, SCALE_BLOCK), blocks), f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block"),
-    }
+    more = (
+        "" if asked else " Or give one scale, or one for each row, for a and for b; or the recipe that they belong to."
+    )
     for name, sf, rows, kind in (("a", sfa, m, scaling[0]), ("b", sfb, n, scaling[1])):
-        shape, meaning = wanted[kind][0](rows), wanted[kind][1]
-        if tuple(sf.shape) != shape:
-            others = (
-                ""
-                if asked
-                else (" Or give one scale, or one for each row, for a and for b; or the recipe that they belong to.")
-            )
-            raise InvalidInputError(
-                f"the scales of {name} must have the shape {shape}, {meaning} of {name}, but they have {shape_of(sf)}."
-                f"{others}"
-            )
+        each = kind == "1x128"
+        meaning = f"one per row per {SCALE_BLOCK} of K" if each else f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block"
+        wanted = (rows if each else ceil_div(rows, SCALE_BLOCK), blocks)
+        check_scales_shape(name, sf, wanted, f"{meaning} of {name}", more)
     return scaling
+
+
+def check_scales_shape(name: str, sf: Tensor, wanted: tuple[int, ...], meaning: str, more: str = "") -> None:
+    """Refuse scales of another shape."""
+    if tuple(sf.shape) != wanted:
+        raise InvalidInputError(
+            f"the scales of {name} must have the shape {wanted}, {meaning}, but they have {shape_of(sf)}.{more}"
+        )
 
 
 def whole_rows(sf: Tensor, rows: int) -> bool:

@@ -1,0 +1,164 @@
+"""Dense products of FP8, BF16 and FP16, in every form: ``d = (c +) a @ b^T``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import Parameter, entry
+from ..errors import InvalidInputError
+from ..reference import BLOCKS, Scalings, fp8_gemm_reference, half_gemm_reference
+from ..spec import Major
+from . import checks, layouts, scales
+from .checks import shape_of
+from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
+from .gemm import C, Gemm, GemmOperands
+from .layouts import Preparation, is_k_major
+from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
+
+_TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
+"""The operations of 16-bit values."""
+
+
+class Dense(Gemm):
+    """See `deep_gemm.fp8_gemm_nt` and `deep_gemm.bf16_gemm_nt`."""
+
+    def __init__(self, name: str, accumulates: bool = False) -> None:
+        super().__init__(name, accumulates)
+        self.parameters = (
+            *(*self.first, C, *self.options),
+            Parameter("epilogue", "Any", None, "refused", keyword=True),
+            Parameter("alpha", "Any", None, "refused", keyword=True),
+            Parameter("form", "str", "nt", "added"),
+        )
+        self.absent = () if accumulates else ("c",)
+        self.settings = ("forbid_transpose",) if self.is_scaled else ()
+        self.fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt if self.is_scaled else half_by_cublaslt})
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
+        """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.
+
+        ``form`` says how a and b are given: "tn" for a (K, M) and b (K, N).
+        """
+        given = self.given(arguments, named_arguments)
+        checks.refuse_unbuilt(given)
+        asked, dims = self.check_options(given)
+        named, form = self.named(given), given["form"]
+        device = checks.check_tensors(named, dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2)), (2,))
+        named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
+        scaling = scales.check_dense(named, asked) if self.is_scaled else self._check_plain(named, form)
+        self._check_outputs(named)
+        if checks.is_fake(named.values()):
+            return None
+        checks.check_memory(named)
+        if self.is_scaled:
+            for name in ("a", "b"):
+                if named[name].numel() and is_k_major(named[name]):
+                    layouts.check_start(name, named[name])
+        accumulate = checks.check_places(named)
+        (m, k), n = named["a"].shape, named["b"].shape[0]
+        if m == 0 or n == 0:
+            return None
+        if k == 0:
+            checks.write_empty_sum(named["d"], named.get("c"), accumulate)
+            return None
+        tensors = dict(zip(self.operands, named.values(), strict=True))
+        return GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate)
+
+    def _check_plain(self, named: Mapping[str, Tensor], form: str) -> Scalings:
+        """Check a (M, K) and b (N, K) of 16 bits."""
+        for name in ("a", "b"):
+            other = _TAKES.get(dtype := named[name].dtype)
+            instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({self.dtype})."
+            self.check_dtype(name, named[name], instead)
+        self._check_output_dtypes(named)
+        a, b = named["a"], named["b"]
+        if a.shape[1] != b.shape[1]:
+            a_given = f"{shape_of(a)} (M, K)" if form[0] == "n" else f"{shape_of(a.t())} (K, M)"
+            b_given = f"{shape_of(b)} (N, K)" if form[1] == "t" else f"{shape_of(b.t())} (K, N)"
+            raise InvalidInputError(
+                f"a and b must agree in K, but in the form {form}, a is {a_given} and b is {b_given}."
+                f"{self._other_form(a, b, named['d'], form)}"
+            )
+        return PLAIN
+
+    def _other_form(self, a: Tensor, b: Tensor, d: Tensor, form: str) -> str:
+        """The form in which these tensors agree, as a sentence; "" if there is none."""
+        for other in self.product.forms:
+            x = a if other[0] == form[0] else a.t()
+            y = b if other[1] == form[1] else b.t()
+            if x.shape[1] == y.shape[1] and d.shape == (x.shape[0], y.shape[0]):
+                return f" They agree in the form {other}: call {self.name[:-2]}{other}."
+        return ""
+
+    def _check_output_dtypes(self, named: Mapping[str, Tensor]) -> None:
+        d, outputs = named["d"], [TORCH[dtype] for dtype in self.product.outputs]
+        if d.dtype not in outputs:
+            *most, last = map(str, outputs)
+            of = "" if self.is_scaled else f" of {self.name}"
+            raise InvalidInputError(f"d{of} must be {', '.join(most)} or {last}, but it is {d.dtype}.")
+
+    def _check_outputs(self, named: Mapping[str, Tensor]) -> None:
+        shape = (named["a"].shape[0], named["b"].shape[0])
+        rows = "rows of a by rows of b" if self.is_scaled else "M x N of a and b"
+        if self.is_scaled:
+            self._check_output_dtypes(named)
+        for name in ("c", "d"):
+            if name in named and tuple(named[name].shape) != shape:
+                raise InvalidInputError(
+                    f"{name} must have the shape {shape}, {rows}, but it has {shape_of(named[name])}."
+                )
+        for name in ("a", "b", "d"):
+            checks.check_sizes(name, named[name])
+        if "c" in named and named["c"].dtype != named["d"].dtype:
+            raise InvalidInputError(f"c must have d's dtype, {named['d'].dtype}, but it is {named['c'].dtype}.")
+
+    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+        """FP8 that is not K-major, and scales that TMA cannot read, are transposed first; 16-bit values are copied."""
+        majors = []
+        for name, scaling in zip("ab", x.scaling, strict=True):
+            majors.append(found.values(name, x.tensors[name]))
+            if scaling == "1x128":
+                found.row_scales(f"sf{name}", x.tensors[f"sf{name}"])
+            elif scaling == "row":
+                found.strides[f"sf{name}"] = (_stride_of_rows(x.tensors[f"sf{name}"]),)
+            elif scaling != "none":
+                found.strides[f"sf{name}"] = x.tensors[f"sf{name}"].stride()
+        return majors[0], majors[1]
+
+    def special(self, x: GemmOperands) -> str:
+        """Other libraries take FP8 with scales of blocks and K-major values, and write bfloat16."""
+        if not self.is_scaled:
+            return ""
+        if x.scaling != BLOCKS:
+            return f"scales of {x.scaling[0]} and {x.scaling[1]}"
+        if x.tensors["d"].dtype != torch.bfloat16:
+            return f"a d of {x.tensors['d'].dtype}"
+        return "" if all(is_k_major(x.tensors[name]) for name in "ab") else "values whose K is not contiguous"
+
+    def reference(self, x: GemmOperands) -> None:
+        """See `fp8_gemm_reference` and `half_gemm_reference`."""
+        if self.is_scaled:
+            fp8_gemm_reference(**x.tensors, scaling=x.scaling)
+        else:
+            half_gemm_reference(**x.tensors)
+
+
+def _is_flipped(name: str, form: str) -> bool:
+    """Whether an operand, or its scales, are given with K first."""
+    return (name.endswith("a") and form[0] == "t") or (name.endswith("b") and form[1] == "n")
+
+
+def _stride_of_rows(sf: Tensor) -> int:
+    """The stride from one row's scale to the next: zero if all rows share one scale."""
+    if sf.numel() == 1:
+        return 0
+    return next(stride for size, stride in zip(sf.shape, sf.stride(), strict=True) if size > 1)
+
+
+fp8, bf16, fp16 = (entry(Dense(name), Dense(name, accumulates=True)) for name in (FP8, BF16, FP16))
+"""The functions behind the public ones; ``form`` is their last argument."""

@@ -1,0 +1,136 @@
+"""What all products share: their operands, the order of their arguments, and the launch after the operands are in a
+layout that kernels read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import options
+from ..calls import Operation, Parameter, Step, Work
+from ..errors import InvalidInputError
+from ..reference import Scalings
+from ..spec import Accumulate, Major
+from . import checks, layouts, scales
+from .layouts import Preparation
+from .table import DTYPES, PRODUCTS, TORCH, spec
+
+TENSOR, PAIR = "Tensor", "tuple[Tensor, Tensor]"
+C = Parameter("c", "Tensor | None", None)
+COMPILED_DIMS = Parameter("compiled_dims", "str | None", None)
+RECIPES = (
+    Parameter("recipe", "tuple[int, int, int] | None", None),
+    Parameter("recipe_a", "tuple[int, int] | None", None),
+    Parameter("recipe_b", "tuple[int, int] | None", None),
+)
+SCALED = (*RECIPES, COMPILED_DIMS, Parameter("disable_ue8m0_cast", "bool", False))
+"""The options of FP8 products."""
+
+
+@dataclass(frozen=True, eq=False)
+class GemmOperands:
+    """Checked operands of a product ``op``, a name of `PRODUCTS`, by the names in `Gemm.operands`.
+
+    a and b are views with the rows of A and of B, and d, and c if there is one, have one dtype. With groups, b (by M)
+    or d (by K) has the group in front; so have a and d of the masked form. ``k`` is the sum over all groups along K.
+    ``size`` is the alignment of groups along M, or in the masked form the expected rows of a group.
+    """
+
+    op: str
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    m: int
+    n: int
+    k: int
+    compiled_dims: str
+    scaling: Scalings
+    accumulate: Accumulate = "none"
+    groups: int = 1
+    size: int = 1
+    epilogue: str = "none"
+
+
+class Gemm(Operation):
+    """One product, for all dtypes. ``accumulates``: there is a c."""
+
+    output = "d"
+    layout = ""
+    """The argument with the groups."""
+    has_weights = True
+
+    def __init__(self, name: str, accumulates: bool = False) -> None:
+        self.name, self.product = name, PRODUCTS[name]
+        self.is_scaled = self.product.is_scaled
+        self.dtype = TORCH[self.product.dtype]
+        kind = PAIR if self.is_scaled else TENSOR
+        self.options = SCALED if self.is_scaled else (COMPILED_DIMS,)
+        self.first = Parameter("a", kind), Parameter("b", kind), Parameter("d", TENSOR)
+        names = ("a", "sfa", "b", "sfb") if self.is_scaled else ("a", "b")
+        parts = {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]"} if self.is_scaled else {}
+        self.operands = {name: parts.get(name, name) for name in names}
+        self.operands |= {"layout": self.layout} if self.layout else {}
+        self.operands |= {"c": "c", "d": "d"} if accumulates else {"d": "d"}
+        self.in_place = "c" if accumulates else ""
+        self.weights = tuple(name for name in names if "b" in name) if self.has_weights else ()
+        self.unsigned = (*(("a", "b") if self.is_scaled else ()), *(("layout",) if self.layout else ()))
+
+    def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors by the names that messages use, in the order of `operands`."""
+        found: dict[str, Any] = {}
+        for name in ("a", "b"):
+            if self.is_scaled:
+                found[name], found[f"the scales of {name}"] = checks.pair(name, given[name])
+            else:
+                found[name] = given[name]
+        return found | {name: given[name] for name in (self.layout, "c", "d") if name in self.operands.values()}
+
+    def check_options(self, given: Mapping[str, Any]) -> tuple[Scalings | None, str]:
+        """The scalings that a recipe asks for, if one is given, and the dimensions to compile into the kernel."""
+        if not self.is_scaled:
+            return None, checks.check_compiled_dims(given["compiled_dims"])
+        asked = scales.check_recipe(given["recipe"], given["recipe_a"], given["recipe_b"])
+        dims = checks.check_compiled_dims(given["compiled_dims"])
+        checks.check_bool("disable_ue8m0_cast", given["disable_ue8m0_cast"])
+        return asked, dims
+
+    def check_dtype(self, name: str, x: Tensor, instead: str = "") -> None:
+        """Refuse 16-bit values of another dtype."""
+        if x.dtype != self.dtype:
+            raise InvalidInputError(f"{name} of {self.name} must be {self.dtype}, but it is {x.dtype}.{instead}")
+
+    @abstractmethod
+    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+        """Add a and b, and their scales. Returns the dimensions that are contiguous in a and b."""
+
+    def work(self, x: GemmOperands, device: int) -> Work:
+        """The GEMM, after the launches that prepare its operands."""
+        found = Preparation({name: name for name in x.tensors})
+        majors = self.place(found, x)
+        outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", "d") if name in x.tensors}
+        for name, tensor in outputs.items():
+            row = layouts.row_stride(tensor)
+            found.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
+        asked = spec(
+            x.m,
+            x.n,
+            x.k,
+            options.num_sms_for(device),
+            x.op,
+            options.whole_gpu(device),
+            groups=x.groups,
+            alignment=x.size,
+            expected_m=x.size,
+            scaling=x.scaling,
+            majors=majors,
+            output=DTYPES[outputs["d"].dtype],
+            accumulate=x.accumulate,
+            epilogue=x.epilogue,
+            aligned=all(map(layouts.tma_writable, outputs.values())),
+            compiled_dims=x.compiled_dims,
+        )
+        return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)

@@ -1,0 +1,156 @@
+"""What entries and public functions are made of: declared parameters, few Python calls, and lines in tracebacks."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from call_kinds import KINDS, G, K, k_tensors
+from gpu_fakes import FakeGpu
+
+import deep_gemm
+from deep_gemm import calls
+from deep_gemm.operation import REQUIRED, Operation
+from deep_gemm.ops import PRODUCTS, table
+from deep_gemm.ops.dense import Dense, fp8
+from deep_gemm.ops.k_grouped import KGrouped
+from deep_gemm.ops.m_grouped import MGrouped
+
+# fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function.
+CLASSES = {"none": Dense, "contiguous": MGrouped, "masked": MGrouped, "k": KGrouped}
+FUNCTIONS: dict[str, Operation] = {
+    name.replace("_nt", f"_{form}"): CLASSES[product.grouping](name)
+    for name, product in PRODUCTS.items()
+    if name not in (table.WGRAD, table.ROWWISE) and product.grouping != "psum"
+    for form in product.forms
+}
+
+
+def test_each_product_has_its_functions() -> None:
+    found = {name for name in deep_gemm.__all__ if "_gemm_" in name and "fp4" not in name and "cublas" not in name}
+    assert found == {*FUNCTIONS, "fp8_m_grouped_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_have_the_parameters_that_are_declared(name: str) -> None:
+    declared = [
+        inspect.Parameter(
+            parameter.name,
+            inspect.Parameter.KEYWORD_ONLY if parameter.keyword else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=parameter.default,
+            annotation=parameter.type,
+        )
+        for parameter in FUNCTIONS[name].parameters
+        if parameter.use != "added"
+        and not (parameter.name == "expected_m_for_psum_layout" and "_nn_" in name)  # DeepGEMM's has none
+    ]
+    assert list(inspect.signature(getattr(deep_gemm, name)).parameters.values()) == declared
+
+
+TYPES = {
+    "Tensor": "Tensor {0}",
+    "Tensor | None": "Tensor? {0}",
+    "tuple[Tensor, Tensor]": "Tensor {0}, Tensor {0}_scales",
+    "tuple[int, int] | None": "int[2]? {0}",
+    "tuple[int, int, int] | None": "int[3]? {0}",
+    "str | None": "str? {0}",
+    "bool": "bool {0}",
+    "int": "int {0}",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_schema_for_torch_follows_from_the_parameters(name: str) -> None:
+    """A pair is two tensors."""
+    declared = [parameter for parameter in FUNCTIONS[name].parameters if parameter.use == "call"]
+    texts = [
+        TYPES[each.type].format(each.name) + ("" if each.default is REQUIRED else f"={each.default}")
+        for each in declared
+    ]
+    schema = torch._C.parse_schema(f"deep_gemm::{name}({', '.join(texts)}) -> ()")
+    tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
+    assert {each.partition("_scales")[0] for each in tensors} == {
+        each.name for each in declared if "Tensor" in each.type
+    }
+
+
+def ours(call: Callable[[], object]) -> list[str]:
+    """The functions of the package that a call enters; each launch is one more."""
+    found, package = [], str(Path(deep_gemm.__file__).parent)
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and (file.startswith((package, "<deep_gemm"))):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+MOST = {"index": 3, "psum": 3, "masked": 3, "k fp8": 3, "k padded": 3}
+"""Most calls enter the public function and its entry; with groups along M also the alignment or the estimate, and with
+two launches the function that makes both."""
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "own"])
+def test_a_warm_call_enters_few_functions(gpu: FakeGpu, name: str) -> None:
+    kind = KINDS[name]
+    tensors = kind.tensors()
+    for _ in range(3):
+        kind(tensors)
+    before = gpu.prepared
+    assert len(ours(lambda: kind(tensors))) <= MOST.get(name if name in MOST else name.split()[0], 2)
+    assert gpu.prepared == before
+
+
+@pytest.mark.parametrize(("recipe", "more"), [({}, 1), ({"recipe": (1, 1, 128)}, 2)])
+def test_sizes_on_the_host_take_one_function_more(gpu: FakeGpu, recipe: dict[str, Any], more: int) -> None:
+    """However many groups there are; and so does a recipe."""
+    x = k_tensors("fp8")
+
+    def call() -> None:
+        pairs = (x["a"], x["sfa"]), (x["b"], x["sfb"])
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*pairs, x["d"], [K // G] * G, x["layout"], x["d"], **recipe)
+
+    for _ in range(3):
+        call()
+    assert len(ours(call)) == MOST["k fp8"] + more
+
+
+def test_an_entry_appears_in_tracebacks_with_its_lines(gpu: FakeGpu) -> None:
+    linecache.checkcache()  # as debuggers and tracebacks do: what has no file must stay
+    with pytest.raises(deep_gemm.InvalidInputError) as caught:
+        deep_gemm.fp8_gemm_nt(1, 2, 3)  # type: ignore[arg-type]
+    text = "".join(traceback.format_exception(caught.value))
+    assert "<deep_gemm entry of fp8_gemm_nt" in text
+    assert "calls0.first(None, None, (a_, b_, d_, c_," in text
+    assert "def entry(a_, b_, d_, c_, recipe_" in inspect.getsource(fp8)
+
+
+def test_two_entries_of_one_name_have_their_own_lines() -> None:
+    first, second = (calls.entry(Dense("bf16_gemm_nt", accumulates)) for accumulates in (False, True))
+    assert inspect.getsource(first) != inspect.getsource(second)
+
+
+def test_forms_of_fp8_are_remembered_apart(gpu: FakeGpu) -> None:
+    """The same tensors are other operands in another form. Only K-major values are read as they are."""
+    x, rows, d = torch.zeros(K, K).to(torch.float8_e4m3fn), torch.ones(()), torch.zeros(K, K, dtype=torch.bfloat16)
+    before = {"nt": [], "nn": ["b"], "tn": ["a", "b"], "tt": ["a"]}
+    for form in (*before, *before):
+        for _ in range(3):
+            gpu.launched.clear()
+            getattr(deep_gemm, f"fp8_gemm_{form}")((x, rows), (x, rows), d)
+            *transposes, product = gpu.launched
+            assert [launched.kernel for launched in transposes] == ["transpose bytes"] * len(before[form])
+            assert [name for name in "ab" if product.at[name] != x.data_ptr()] == before[form]
