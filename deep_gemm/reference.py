@@ -24,16 +24,30 @@ Scalings: TypeAlias = tuple[Scaling, Scaling]
 
 BLOCKS: Scalings = ("1x128", "128x128")
 
+EPILOGUES: dict[str, Callable[[Tensor], Tensor]] = {}
+"""What can be applied to sums before they are rounded, by the names that callers give."""
+
 
 def fp8_gemm_reference(
-    a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor, d: Tensor, c: Tensor | None = None, scaling: Scalings = BLOCKS
+    a: Tensor,
+    sfa: Tensor,
+    b: Tensor,
+    sfb: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    scaling: Scalings = BLOCKS,
+    epilogue: str = "none",
 ) -> None:
-    """Write ``(c +) (a * sfa) @ (b * sfb)^T`` into ``d``, rounded once to d's dtype. Shapes are those of `fp8_gemm_nt`;
-    c (M, N) may be d."""
+    """Write ``(c +) (a * sfa) @ (b * sfb)^T``, with an epilogue of `EPILOGUES` applied, into ``d``, rounded once to d's
+    dtype. Shapes are those of `fp8_gemm_nt`; c (M, N) may be d."""
     with plain_arithmetic(a.device):
         for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, scaling):
-            where = rows, columns
-            d[where].copy_(block if c is None else block + c[where])
+            _write(d, (rows, columns), block, c, epilogue)
+
+
+def _write(d: Tensor, where: tuple[slice, slice], block: Tensor, c: Tensor | None, epilogue: str) -> None:
+    finished = block if c is None else block + c[where]
+    d[where].copy_(finished if epilogue == "none" else EPILOGUES[epilogue](finished))
 
 
 def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
@@ -49,10 +63,10 @@ def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: 
     return dequantise(x[rows], sf[rows], (1, SCALE_BLOCK), dtype)
 
 
-def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """Write ``(c +) a @ b^T`` into ``d``, rounded once to d's dtype. a (M, K) and b (N, K) have any floating-point
-    dtype and any strides; c (M, N) may be d. Sums are float64, in which products of two 16-bit elements are exact.
-    Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
+def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, epilogue: str = "none") -> None:
+    """Write ``(c +) a @ b^T``, with an epilogue of `EPILOGUES` applied, into ``d``, rounded once to d's dtype. a (M, K)
+    and b (N, K) have any floating-point dtype and any strides; c (M, N) may be d. Sums are float64, in which products
+    of two 16-bit elements are exact. Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
     (m, k), n = a.shape, b.shape[0]
     with plain_arithmetic(a.device):
         step_n = max(1, CHUNK_ELEMENTS // max(k, 1))
@@ -61,8 +75,7 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
             b_t = b[n0 : n0 + step_n].double().t()
             for m0 in range(0, m, step_m):
                 block = a[m0 : m0 + step_m].double() @ b_t
-                where = slice(m0, m0 + step_m), slice(n0, n0 + step_n)
-                d[where].copy_(block if c is None else block + c[where])
+                _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, epilogue)
 
 
 @contextlib.contextmanager

@@ -107,8 +107,8 @@ class GemmFamily(Kernel):
             return "it computes no batch of products"
         if spec.grouping not in self.groupings:
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
-        if spec.epilogue not in EPILOGUES or (spec.epilogue != "none" and self.adds(spec) == "reduces"):
-            return f"it applies no {spec.epilogue} to sums" + (" that TMA adds" if spec.epilogue in EPILOGUES else "")
+        if spec.epilogue not in EPILOGUES:
+            return f"it applies no {spec.epilogue} to sums"
         if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
@@ -153,10 +153,11 @@ class GemmFamily(Kernel):
         ]
 
     def adds(self, spec: GemmSpec) -> str:
-        """How C is added, as `KernelParams.accumulate` says it. TMA adds to a float32 D."""
+        """How C is added, as `KernelParams.accumulate` says it. TMA adds to a float32 D, after any epilogue."""
         if spec.accumulate == "none":
             return "none"
-        reduces = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned and self.rules.tma_adds
+        in_place = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned
+        reduces = in_place and self.rules.tma_adds and spec.epilogue == "none"
         return "reduces" if reduces else "reads"
 
     def describe(self, config: Any) -> str:
@@ -210,7 +211,8 @@ class GemmFamily(Kernel):
     def cases(self) -> list[KernelParams]:
         """The serving set, and `varied`."""
         serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
-        return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied]
+        finished = [self.case(self.configs(SM90)[0], epilogue=name) for name in EPILOGUES if name != "none"]
+        return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
 
     def post_pass(self, params: KernelParams) -> PostPass | None:
         """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off. 1D1D has no runs of one factor, and the template for

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..arch import ArchSpec
+from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, TileConfig
@@ -31,6 +31,7 @@ class Helper(Kernel):
     """The grid, and the values of the arguments, for a config, a spec and strides."""
     constant_names: tuple[str, ...] = ()
     """The fields of the config that its template has."""
+    archs: tuple[str, ...] = (SM90.name,)
 
     @property
     def template(self) -> str:  # type: ignore[override]
@@ -66,7 +67,7 @@ class Helper(Kernel):
         return self.name
 
     def cases(self) -> list[KernelParams]:
-        return [KernelParams(kernel=self.name, arch=self.archs[0], config=self.config)]
+        return [KernelParams(kernel=self.name, arch=arch, config=self.config) for arch in self.archs]
 
 
 def _looped(most: int, rows: int, columns: int, config: TileConfig) -> Grid:

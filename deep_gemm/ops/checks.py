@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..calls import byte_range
 from ..errors import InvalidInputError, UnsupportedError
+from ..reference import EPILOGUES
 from ..spec import Accumulate
 
 MAX_SIZE = 2**31 - 1
@@ -40,11 +41,20 @@ def check_bool(name: str, value: Any) -> None:
         raise InvalidInputError(f"{name} must be True or False, but it is {value!r}.")
 
 
-def refuse_unbuilt(given: Mapping[str, Any]) -> None:
-    """Refuse keywords of later versions of the interface if they are not None."""
-    for name in ("epilogue", "alpha"):
-        if given[name] is not None:
-            raise UnsupportedError(f"{name} must be None: this version has no {name}. Apply it to d after the call.")
+def check_epilogue(epilogue: Any) -> str:
+    """The name of an epilogue, "none" for None. Refuses what is not in `reference.EPILOGUES`."""
+    if epilogue is None:
+        return "none"
+    if isinstance(epilogue, str) and epilogue in EPILOGUES:
+        return epilogue
+    known = f"None or one of {', '.join(EPILOGUES)}" if EPILOGUES else "None: this version has no epilogue"
+    raise UnsupportedError(f"epilogue must be {known}. Apply it to d after the call.")
+
+
+def refuse_alpha(alpha: Any) -> None:
+    """Refuse a keyword of later versions of the interface if it is not None."""
+    if alpha is not None:
+        raise UnsupportedError("alpha must be None: this version has no alpha. Apply it to d after the call.")
 
 
 def pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:
@@ -234,13 +244,15 @@ def _same(c: Tensor, d: Tensor) -> bool:
     return c.data_ptr() == d.data_ptr() and all(size <= 1 or one == other for size, one, other in strides)
 
 
-def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate) -> None:
-    """Write the result for K = 0: zeros, or c."""
+def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate, epilogue: str = "none") -> None:
+    """Write the result for K = 0: zeros, or c, with the epilogue applied."""
     with torch.inference_mode():  # d may be an inference tensor
         if accumulate == "none":
             d.zero_()
         elif c is not None and accumulate == "from c":
             d.copy_(c)
+        if epilogue != "none":
+            d.copy_(EPILOGUES[epilogue](d))
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ def _multiply(a: Tensor, b_t: Tensor, d: Tensor, c: Tensor | None) -> None:
 
 def half_by_cublaslt(x: Any) -> None:
     """A 16-bit product: d = (c +) a @ b^T. Raises UnsupportedError where torch cannot do it."""
+    _refuse_epilogue(x.epilogue)
     gemm(x.tensors["a"], x.tensors["b"], x.tensors["d"], x.tensors.get("c"), "nt")
 
 
@@ -84,6 +85,7 @@ def fp8_by_cublaslt(x: Any) -> None:
     a relative error of at most 2^-8. The dequantised operands need up to six bytes per element while it runs. Raises
     UnsupportedError where torch cannot do it."""
     tensors = x.tensors
+    _refuse_epilogue(x.epilogue)
     if tensors["d"].dtype == torch.float16:
         raise UnsupportedError("d is torch.float16, and torch multiplies bfloat16 into bfloat16 or float32.")
     with torch.inference_mode():
@@ -92,3 +94,8 @@ def fp8_by_cublaslt(x: Any) -> None:
             for name, kind in zip("ab", x.scaling, strict=True)
         )
         gemm(left, right, tensors["d"], tensors.get("c"), "nt")
+
+
+def _refuse_epilogue(epilogue: str) -> None:
+    if epilogue != "none":
+        raise UnsupportedError(f"cuBLAS through torch has no epilogue {epilogue}.")

@@ -31,7 +31,7 @@ class Dense(Gemm):
         super().__init__(name, accumulates)
         self.parameters = (
             *(*self.first, C, *self.options),
-            Parameter("epilogue", "Any", None, "refused", keyword=True),
+            Parameter("epilogue", "Any", None, keyword=True),
             Parameter("alpha", "Any", None, "refused", keyword=True),
             Parameter("form", "str", "nt", "added"),
         )
@@ -45,7 +45,8 @@ class Dense(Gemm):
         ``form`` says how a and b are given: "tn" for a (K, M) and b (K, N).
         """
         given = self.given(arguments, named_arguments)
-        checks.refuse_unbuilt(given)
+        epilogue = checks.check_epilogue(given["epilogue"])
+        checks.refuse_alpha(given["alpha"])
         asked, dims = self.check_options(given)
         named, form = self.named(given), given["form"]
         device = checks.check_tensors(named, dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2)), (2,))
@@ -64,10 +65,10 @@ class Dense(Gemm):
         if m == 0 or n == 0:
             return None
         if k == 0:
-            checks.write_empty_sum(named["d"], named.get("c"), accumulate)
+            checks.write_empty_sum(named["d"], named.get("c"), accumulate, epilogue)
             return None
         tensors = dict(zip(self.operands, named.values(), strict=True))
-        return GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate)
+        return GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate, epilogue=epilogue)
 
     def _check_plain(self, named: Mapping[str, Tensor], form: str) -> Scalings:
         """Check a (M, K) and b (N, K) of 16 bits."""
@@ -132,6 +133,8 @@ class Dense(Gemm):
 
     def special(self, x: GemmOperands) -> str:
         """Other libraries take FP8 with scales of blocks and K-major values, and write bfloat16."""
+        if x.epilogue != "none":
+            return f"the epilogue {x.epilogue}"
         if not self.is_scaled:
             return ""
         if x.scaling != BLOCKS:
@@ -143,9 +146,9 @@ class Dense(Gemm):
     def reference(self, x: GemmOperands) -> None:
         """See `fp8_gemm_reference` and `half_gemm_reference`."""
         if self.is_scaled:
-            fp8_gemm_reference(**x.tensors, scaling=x.scaling)
+            fp8_gemm_reference(**x.tensors, scaling=x.scaling, epilogue=x.epilogue)
         else:
-            half_gemm_reference(**x.tensors)
+            half_gemm_reference(**x.tensors, epilogue=x.epilogue)
 
 
 def _is_flipped(name: str, form: str) -> bool:

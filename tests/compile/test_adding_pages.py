@@ -1,4 +1,4 @@
-"""The pages on adding a kernel, an epilogue and an architecture: what they add works, in a copy of the sources."""
+"""The page on adding to the package: what each part adds works, in a copy of the sources, and changes few files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 from deep_gemm.settings import child_environment
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("adding", "adding_epilogue", "adding_architecture")
+PARTS = re.split(r"^## ", (ROOT / "docs" / "adding.md").read_text(), flags=re.M)[1:]
+MOST = {"An activation": 3, "A kernel and its operation": 3, "A GEMM family": 1, "An architecture": 2}
+"""How many existing files each part may change."""
 
 _BLOCK = re.compile(r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 
@@ -22,15 +24,18 @@ _BLOCK = re.compile(r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<language>\w+)\n
 def copy(tree: Path) -> None:
     """The sources in the layout of the installed package, which hides the package that is installed here."""
     out = shutil.ignore_patterns("__pycache__", "results", "last_run.json")
-    for name in ("deep_gemm", "tests", "jit", "templates", "benchmarks"):
+    for name in ("deep_gemm", "tests", "jit", "templates"):
         shutil.copytree(ROOT / name, tree / name, ignore=out)
     for name in ("jit", "templates"):
         (tree / "deep_gemm" / name).symlink_to(tree / name)
     shutil.copy(ROOT / "pyproject.toml", tree)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_adds_compiles_and_passes_its_tests(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", PARTS, ids=[part.partition("\n")[0] for part in PARTS])
+def test_a_part_changes_few_files_compiles_and_passes_its_tests(part: str, tmp_path: Path) -> None:
+    changed = set(re.findall(r"^--- a/(\S+)$", part, re.M))
+    assert len(changed) <= MOST[part.partition("\n")[0]]
+
     if shutil.which("git") is None:
         pytest.skip("diffs are applied by git")
     tree = tmp_path / "tree"
@@ -50,7 +55,7 @@ def test_what_a_page_adds_compiles_and_passes_its_tests(page: str, tmp_path: Pat
         )
 
     run("git", "init", "--quiet")
-    blocks = list(_BLOCK.finditer((ROOT / "docs" / f"{page}.md").read_text()))
+    blocks = list(_BLOCK.finditer(part))
     for block in blocks:
         if block["file"]:
             path = tree / block["file"]

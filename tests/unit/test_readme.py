@@ -52,7 +52,7 @@ def examples(page: Path) -> str:
     return "\n".join(found["code"] for found in _BLOCK.finditer(page.read_text()) if not found["skip"])
 
 
-OWN = ("compare", "own_kernels", "monitor", "fallback", "debugging", "adding", "adding_epilogue", "adding_architecture")
+OWN = ("compare", "own_kernels", "monitor", "fallback", "debugging", "adding")
 """Pages with tests of their own: their examples compile, register, change settings, or change the sources."""
 
 
