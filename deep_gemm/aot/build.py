@@ -248,16 +248,12 @@ def run(
 
 
 def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
-    """The layers of a workload as `workload.plan` finds them; those that every call refuses are added to the
-    problems."""
+    """The layers of a workload as `workload.plan` finds them, with the reasons why every call with some is refused."""
     found = workload.plan(what, tp, ep, op)
-    layers, problems = [], list(found.problems)
-    for layer in found.layers:
-        why_not = layer.why_not or refusal(layer.n, layer.k, layer.op, layer.groups)
-        if why_not != layer.why_not:
-            problems.append(f"{f'{layer.name}: ' if layer.name else ''}{layer.n} x {layer.k}: {why_not}")
-        layers.append(replace(layer, why_not=why_not))
-    return Plan(tuple(layers), tuple(problems))
+    whys = (layer.why_not or refusal(layer.n, layer.k, layer.op, layer.groups) for layer in found.layers)
+    return replace(
+        found, layers=tuple(replace(layer, why_not=why) for layer, why in zip(found.layers, whys, strict=True))
+    )
 
 
 def shapes_for(
@@ -272,10 +268,9 @@ def shapes_for(
     """The shapes of a workload. If it does not give M, there is one shape for each bucket of M up to `max_m`. Raises as
     `precompile` does."""
     found = plan(what, tp, ep, op)
-    if found.problems and not allow_partial:
-        raise UnsupportedError(
-            f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."
-        )
+    if (problems := found.problems) and not allow_partial:
+        told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
+        raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
     return workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
 
 

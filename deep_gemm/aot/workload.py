@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.aot import checkpoint, inputs, model
+from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
 from deep_gemm.aot.inputs import parse_sizes, shown
 from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, Plan, check_op, is_masked
@@ -185,7 +185,7 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
 
 
 def _file(path: Path, tp: int, ep: int, op: str) -> Plan:
-    if checkpoint.is_checkpoint(path):
+    if headers.is_checkpoint(path):
         return checkpoint.plan(path, tp, ep, op)
     if path.is_dir():
         config = path / "config.json"

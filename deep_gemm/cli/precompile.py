@@ -95,8 +95,9 @@ def command(
     Each layer is listed with its N x K on one GPU, and with the reason if it has no kernel. Later processes find the
     kernels on disk. Machines without a compiler find them in a pack that DG_JIT_PRECOMPILED names.
 
-    Exits with 3 and compiles nothing if a layer is not understood or has no kernel; --allow-partial goes on with the
-    rest. Exits with 1 and writes no pack if a kernel failed or could not be stored.
+    Exits with 3 and compiles nothing if a layer is not understood or has no kernel ("no"), also with --dry-run;
+    --allow-partial goes on with the rest, if there is any. Layers that engines multiply by other libraries
+    ("elsewhere") need no kernel. Exits with 1 and writes no pack if a kernel failed or could not be stored.
     """
     from deep_gemm.aot import build, shard
 
@@ -119,22 +120,24 @@ def command(
             for layer in found.layers
         ],
         "problems": list(found.problems),
+        "unknown": list(found.unknown),
         "kernels": len(work.kernels),
     }
-    stops = bool(found.problems) and not allow_partial
+    lacking, nothing = bool(found.problems or work.impossible), not work.kernels
+    stops = nothing or (lacking and not allow_partial)
     if not as_json:
         _print_plan(report)
     if stops or dry_run:
         report["compiled"] = None
         if as_json:
             click.echo(json.dumps(report, indent=2))
+        elif nothing:
+            click.echo("No layer has a kernel, so there is nothing to compile.")
         elif stops:
             click.echo("Nothing was compiled. --allow-partial compiles the layers that have kernels.")
         else:
             click.echo(f"{counted(len(work.kernels), 'kernel')} would be compiled, or found ready, for {arch}.")
         raise SystemExit(PARTIAL if stops else 0)
-    if not work.kernels and not work.impossible:
-        raise click.ClickException("no layer has a kernel, so there is nothing to compile.")
     if pack is None and (why := _nowhere(work)):
         raise click.ClickException(
             f"kernels would be compiled and stored nowhere: {why}. Set DG_JIT_CACHE_DIR, or give --pack."
@@ -219,12 +222,13 @@ def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
         "kernels": 0 if layer.why_not else kernels,
         "served": not why_not,
         "why_not": why_not,
+        "elsewhere": layer.elsewhere,
     }
 
 
 def _served(one: dict[str, Any]) -> str:
     if one["why_not"]:
-        return f"no: {one['why_not']}"
+        return f"{'elsewhere' if one['elsewhere'] else 'no'}: {one['why_not']}"
     return "yes" if one["op"] == layers.FP8 else f"yes, by {one['op']}"
 
 
@@ -242,10 +246,8 @@ def _print_plan(report: dict[str, Any]) -> None:
     out = console()
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
-    told = tuple(one["why_not"] for one in report["layers"] if one["why_not"])
-    for problem in report["problems"]:
-        if not problem.endswith(told):  # the table says so already
-            fact(out, "problem", problem)
+    for problem in report["unknown"]:  # the table has the others
+        fact(out, "problem", problem)
 
 
 def _print_kernels(summary: Summary) -> None:
