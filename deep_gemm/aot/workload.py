@@ -148,7 +148,8 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The layers of a workload, and what of it was not understood.
 
     `what` is one of these, or a list of them:
-    - a shape: a `GemmShape`, a `Layer`, "64x7168x2048" (M x N x K), "7168x2048" (N x K), (n, k), or (n, k, groups);
+    - a shape: a `GemmShape`, a `Layer`, "64x7168x2048" (M x N x K), "7168x2048" (N x K), (n, k), or an entry as below.
+      Three numbers without names are refused: they could be M, N, K or N, K, groups;
     - a model's Hugging Face configuration, or the path of its `config.json`;
     - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
       formats and scales are then those of its tensors; only headers are read;
@@ -161,6 +162,8 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     InvalidInputError for anything else, and UnsupportedError for groups of an operation that has none.
     """
     check_op(op, grouped=True)
+    if isinstance(what, Mapping) and {"n", "k"} <= set(what):
+        return Plan(_entry(what, shown(what), (), op))
     if isinstance(what, Mapping):
         return _described(what, "the description", tp, ep, op)
     if isinstance(what, str) and inputs.is_shape(what):
@@ -175,8 +178,13 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
         return Plan((what,) if what.why_not else _checked(what))
     if isinstance(what, Iterable) and not isinstance(what, bytes | bytearray):
         items = list(what)
-        if isinstance(what, tuple) and 2 <= len(items) <= 3 and all(isinstance(item, int) for item in items):
-            return Plan(_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), (), op))
+        if isinstance(what, tuple) and len(items) >= 2 and all(isinstance(item, int) for item in items):
+            if len(items) > 2:
+                raise InvalidInputError(
+                    f'{shown(what)} may be M, N, K or N, K, groups. Write "64x7168x2048" for M x N x K, (7168, 2048) '
+                    'for N x K at every M, or {"n": 7168, "k": 2048, "groups": 8} for a weight of each group.'
+                )
+            return Plan(_entry({"n": items[0], "k": items[1]}, shown(what), (), op))
         return Plan.join([plan(item, tp, ep, op) for item in items])
     raise InvalidInputError(
         "what must be a file, a checkpoint's directory, a model's description, or shapes such as (n, k) or 7168x2048, "

@@ -17,7 +17,7 @@ from deep_gemm.cli.shape_options import model_option, shape_option, tp_option
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
-    from deep_gemm.aot.build import Outcome, Summary, Work
+    from deep_gemm.aot.outcomes import Outcome, Summary, Work
     from deep_gemm.aot.workload import GemmShape
 
 FAILED, PARTIAL = 1, 3
@@ -51,6 +51,13 @@ FAILED, PARTIAL = 1, 3
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
 @click.option(
+    "--card",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="GPU model to serve on, such as H20, or all; repeatable. [H100, H200, those here]",
+)
+@click.option(
     "--shard",
     "shard_text",
     metavar="I/N",
@@ -75,6 +82,7 @@ def command(
     training: bool,
     arch: str,
     num_sms: int | None,
+    models: tuple[str, ...],
     shard_text: str | None,
     jobs: int | None,
     pack: Path | None,
@@ -99,12 +107,13 @@ def command(
     --allow-partial goes on with the rest, if there is any. Layers that engines multiply by other libraries
     ("elsewhere") need no kernel. Exits with 1 and writes no pack if a kernel failed or could not be stored.
     """
-    from deep_gemm.aot import build, shard
+    from deep_gemm.aot import build, cards, shard
 
     if not texts and path is None:
         raise click.UsageError("nothing to compile: give --shape or --model")
     ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else None
     part = shard.parse(shard_text) if shard_text is not None else None
+    on = cards.parse(models) if models else cards.default(num_sms)
     # --shape takes shapes only, even if a file of that name exists.
     layers.check_op(op, grouped=True)
     asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8, groups=groups) for text in texts]
@@ -112,9 +121,10 @@ def command(
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op)
         every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
-        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms)
+        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms, on)
     report: dict[str, Any] = {
         "arch": arch,
+        "cards": [card.name for card in on],
         "layers": [
             _described(layer, work, _span(ms) if ms is not None else f"every M to {layer.most_rows(max_m)}")
             for layer in found.layers
@@ -123,6 +133,7 @@ def command(
         "unknown": list(found.unknown),
         "kernels": len(work.kernels),
     }
+    where = f"{arch} ({', '.join(report['cards'])})"
     lacking, nothing = bool(found.problems or work.impossible), not work.kernels
     stops = nothing or (lacking and not allow_partial)
     if not as_json:
@@ -136,14 +147,14 @@ def command(
         elif stops:
             click.echo("Nothing was compiled. --allow-partial compiles the layers that have kernels.")
         else:
-            click.echo(f"{counted(len(work.kernels), 'kernel')} would be compiled, or found ready, for {arch}.")
+            click.echo(f"{counted(len(work.kernels), 'kernel')} would be compiled, or found ready, for {where}.")
         raise SystemExit(PARTIAL if stops else 0)
     if pack is None and (why := _nowhere(work)):
         raise click.ClickException(
             f"kernels would be compiled and stored nowhere: {why}. Set DG_JIT_CACHE_DIR, or give --pack."
         )
     summary = _build(work, part, jobs, as_json)
-    _finish(report, summary, f"{arch}, shard {shard_text}" if part else arch, pack, as_json)
+    _finish(report, summary, f"{where}, shard {shard_text}" if part else where, pack, as_json)
 
 
 def _build(work: Work, part: tuple[int, int] | None, jobs: int | None, quiet: bool) -> Summary:

@@ -40,6 +40,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.aot.experts", "deep_gemm.aot.model"),
     ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
+    ("deep_gemm.aot.cards", "deep_gemm.aot.outcomes"),
     ("deep_gemm.aot.build",),
     # For `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
