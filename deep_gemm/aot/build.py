@@ -254,7 +254,7 @@ def build(params: KernelParams) -> Outcome:
     except SettingError:
         raise
     except DeepGemmError as error:
-        return Outcome(params.kernel, (), params, error=error)
+        return Outcome(kernels.get(params.kernel).entry(params), (), params, error=error)
     return Outcome(binary.name, (), params, binary)
 
 

@@ -193,6 +193,11 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
 
 
 def _file(path: Path, tp: int, ep: int, op: str) -> Plan:
+    if not path.exists():
+        raise InvalidInputError(
+            f"{path} cannot be read: there is no such file or directory here. Nothing is downloaded: give a model's "
+            "local directory, in which its config.json is enough."
+        )
     if headers.is_checkpoint(path):
         return checkpoint.plan(path, tp, ep, op)
     if path.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from deep_gemm.aot.outcomes import Outcome, Summary, Work
     from deep_gemm.aot.workload import GemmShape
 
+MAX_REASONS = 3
+"""How many kinds of failures are printed."""
 FAILED, PARTIAL = 1, 3
 """Exit statuses. Click's own, for a wrong use, is 2."""
 
@@ -255,6 +258,8 @@ def _span(ms: Sequence[int]) -> str:
 def _print_plan(report: dict[str, Any]) -> None:
     rows = [[one["name"] or "-", _size(one), one["m"], one["kernels"], _served(one)] for one in report["layers"]]
     out = console()
+    if len(rows) > 1:  # layers share kernels, so the column does not add up
+        rows.append(["all together", "", "", report["kernels"], ""])
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
     for problem in report["unknown"]:  # the table has the others
@@ -271,9 +276,24 @@ def _print_kernels(summary: Summary) -> None:
             cells = [outcome.name, len(outcome.shapes), outcome.binary.layer, resources.registers, spills, took]
             rows.append(cells)
     out.print(table("", ["kernel", "shapes", "from", "registers", "spills", "compile"], rows))
+    kinds: dict[str, list[Outcome]] = {}
     for outcome in summary.failed:
+        kinds.setdefault(_reason(outcome), []).append(outcome)
+    for outcome, *others in list(kinds.values())[:MAX_REASONS]:
         asked = ", ".join(map(str, outcome.shapes[:4])) + (", ..." if len(outcome.shapes) > 4 else "")
         out.print(f"failed: {outcome.name}{f' (for {asked})' if asked else ''}\n{outcome.error}")
+        if others:
+            names = ", ".join(other.name for other in others[:8]) + (", ..." if len(others) > 8 else "")
+            out.print(f"failed for the same reason: {counted(len(others), 'kernel')}: {names}")
+    if left := sum(map(len, list(kinds.values())[MAX_REASONS:])):
+        reasons = counted(len(kinds) - MAX_REASONS, "other reason")
+        out.print(f"failed for {reasons}: {counted(left, 'kernel')}; --json has them all")
+
+
+def _reason(outcome: Outcome) -> str:
+    """What failures of the same kind have in common: the error without names of kernels, keys and numbers."""
+    text = getattr(outcome.error, "summary", str(outcome.error)).replace(outcome.name, "*")
+    return f"{type(outcome.error).__name__} {re.sub(r'[0-9a-f]{8,}|[0-9]+', '*', text)}"
 
 
 def _nowhere(work: Work) -> str:

@@ -283,7 +283,7 @@ def test_shapes_that_no_call_can_use_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="multiple of 16"):
         deep_gemm.precompile([(128, 2047)])
     result = CliRunner().invoke(app, ["precompile", "--shape", "0x2048"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "N of the shape '0x2048' must be a whole number from 1" in result.output
 
 
