@@ -152,7 +152,16 @@ def body_of(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "body",
     [
-        *([], "text", None, {}, body_of(format=tuner.FORMAT + 1), body_of(times={}), body_of(times=[1.0]), body_of(spec=[])),
+        *(
+            [],
+            "text",
+            None,
+            {},
+            body_of(format=tuner.FORMAT + 1),
+            body_of(times={}),
+            body_of(times=[1.0]),
+            body_of(spec=[]),
+        ),
         *(body_of(times={tuner.label(modelled()[1]): us}) for us in (0.0, -1.0, float("nan"), float("inf"), "x", None)),
         body_of(spec=asdict(SPEC) | {"colour": "blue"}),
         body_of(spec={name: value for name, value in asdict(SPEC).items() if name != "m"}),
