@@ -6,6 +6,7 @@ is cheap enough for everything but the warm path, and the warm path reads no set
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import re
@@ -345,6 +346,16 @@ class Settings:
             variable = " or ".join(setting.variables)
             lines.append(SettingInfo(name, variable, setting.type_name, setting.default, setting.doc, value, source))
         return lines
+
+    def misspelt(self) -> list[str]:
+        """A sentence for each DG_ variable of the environment that is no setting, and so has no effect."""
+        known = [variable for setting in self._known().values() for variable in setting.variables]
+        found = []
+        for name in sorted(name for name in os.environ if name.startswith("DG_") and name not in known):
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            hint = f"Did you mean {near[0]}?" if near else "`deep-gemm doctor` and the docs list the settings."
+            found.append(f"{name} is no setting of deep_gemm, and has no effect. {hint}")
+        return found
 
     @classmethod
     def _known(cls) -> dict[str, Setting[Any]]:

@@ -55,13 +55,16 @@ def _render(
     except jinja2.TemplateNotFound as error:
         raise _no_template(template, directory, error) from error
     except jinja2.TemplateSyntaxError as error:
-        where = f"{error.name or template}:{error.lineno}"
-        raise InvalidInputError(f"Template {where} is not valid Jinja: {error.message}") from error
+        raise _no_jinja(template, error) from error
     except jinja2.UndefinedError as error:
         missing = ", ".join(sorted(variables(template, directory, text) - fields.keys())) or "an attribute"
         raise InvalidInputError(
             f"Template {template!r} uses {missing}, which its fields lack: {error.message}."
         ) from error
+
+
+def _no_jinja(template: str, error: jinja2.TemplateSyntaxError) -> InvalidInputError:
+    return InvalidInputError(f"Template {error.name or template}:{error.lineno} is not valid Jinja: {error.message}")
 
 
 def variables(template: str, directory: Path | None = None, text: str | None = None) -> frozenset[str]:
@@ -85,7 +88,10 @@ def variables(template: str, directory: Path | None = None, text: str | None = N
             source = environment.loader.get_source(environment, current)[0] if source is None else source
         except jinja2.TemplateNotFound as error:
             raise _no_template(current, directory, error) from error
-        tree = environment.parse(source)
+        try:
+            tree = environment.parse(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise _no_jinja(current, error) from error
         names |= meta.find_undeclared_variables(tree)
         pending += [name for name in meta.find_referenced_templates(tree) if name is not None]
     return frozenset(names)

@@ -11,114 +11,36 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, ops, options, select
+from deep_gemm.aot import cards, workload
 from deep_gemm.aot import shard as shards
-from deep_gemm.aot import workload
+from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
 from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Plan
+from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary, Work
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
-from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
+from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
-from deep_gemm.log import counted, log, say
+from deep_gemm.log import counted, log
 from deep_gemm.params import KernelParams
-from deep_gemm.select import calibration, tuner
+from deep_gemm.select import tuner
 from deep_gemm.spec import GemmSpec, align
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result for one kernel: a binary, or the error that stopped it. `shapes` are those that need it.
-
-    If a worker of an executor built the binary, its layer is the one that the worker reported.
-    """
-
-    name: str
-    shapes: tuple[GemmShape, ...]
-    params: KernelParams | None = None
-    binary: Binary | None = None
-    error: DeepGemmError | None = None
-
-
-LAYERS = ("compiled", "disk", "pack", "memory", "adopted")
-
-
-@dataclass(frozen=True, repr=False)
-class Summary:
-    """All outcomes and how long it took, in seconds."""
-
-    outcomes: tuple[Outcome, ...]
-    seconds: float
-
-    def __repr__(self) -> str:
-        # One line: a model has hundreds of outcomes, and each holds a kernel's parameters and resources.
-        counts = [f"{count} from {name}" for name in LAYERS[1:] if (count := self.count(name))]
-        told = ", ".join([f"{self.count('compiled')} compiled", *counts, f"{len(self.failed)} failed"])
-        return f"<Summary: {counted(len(self.outcomes), 'kernel')}, {told}, {self.seconds:.1f} s>"
-
-    @property
-    def failed(self) -> list[Outcome]:
-        """The outcomes without a binary."""
-        return [outcome for outcome in self.outcomes if outcome.binary is None]
-
-    def count(self, layer: str) -> int:
-        """How many binaries have this layer: "compiled", "disk", "pack", "memory", or "adopted" (from another rank)."""
-        return sum(outcome.binary is not None and outcome.binary.layer == layer for outcome in self.outcomes)
-
-
-Progress = Callable[[Outcome, int, int], None]
-
-
-@dataclass(frozen=True)
-class Work:
-    """Kernels to build, each with the shapes that need it, and the shapes without a kernel."""
-
-    kernels: dict[KernelParams, tuple[GemmShape, ...]]
-    impossible: tuple[Outcome, ...] = ()
-
-
-class Report:
-    """Collects outcomes: adds the shapes that need the kernel, and calls `progress`; True prints lines."""
-
-    def __init__(self, work: Work, progress: Progress | bool | None = None) -> None:
-        self._work = work
-        self._progress = printed() if progress is True else progress or None
-        self._outcomes: list[Outcome] = []
-        for outcome in work.impossible:
-            self.add(outcome)
-
-    def add(self, outcome: Outcome) -> None:
-        """Add the outcome of one kernel."""
-        if outcome.params is not None:
-            outcome = replace(outcome, shapes=self._work.kernels[outcome.params])
-        self._outcomes.append(outcome)
-        if self._progress is not None:
-            total = len(self._work.impossible) + len(self._work.kernels)
-            self._progress(outcome, len(self._outcomes), total)
-
-    def missing(self) -> list[KernelParams]:
-        """The kernels without an outcome."""
-        heard = {outcome.params for outcome in self._outcomes}
-        return [params for params in self._work.kernels if params not in heard]
-
-    def summary(self, start: float) -> Summary:
-        """The outcomes so far; the work began at `start` by `time.perf_counter`."""
-        return Summary(tuple(self._outcomes), time.perf_counter() - start)
-
-
-def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None) -> GemmSpec:
+def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, whole_gpu: bool = True) -> GemmSpec:
     """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
     sizes, sms = (shape.m, shape.n, shape.k), num_sms or arch.num_sms
-    alignment = get_mk_alignment_for_contiguous_layout()
-    return ops.spec(*sizes, sms, shape.op, groups=shape.groups, alignment=alignment, expected_m=shape.expected)
+    rows = {"alignment": get_mk_alignment_for_contiguous_layout(), "expected_m": shape.expected}
+    return ops.spec(*sizes, sms, shape.op, whole_gpu, groups=shape.groups, **rows)
 
 
 def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
@@ -132,38 +54,50 @@ def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
     return f"{largest} is not supported." if groups * max(n, k) > MAX_SIZE else ""
 
 
-def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None) -> list[KernelParams]:
-    """The kernels that such a call can run, chosen as a call does: spec, ranking, parameters. The GPU model is not
-    known here, nor the switch for batch invariance, so the choices of every calibration and of both positions are
+def kernels_of(
+    shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = None, on: Iterable[Card] | None = None
+) -> list[KernelParams]:
+    """The kernels that such a call can run on the GPU models `on` (`cards.default` if None), chosen as a call does:
+    spec, ranking, parameters. The switch for batch invariance is not known here, so the choices of both positions are
     included; with DG_TUNE, also those of each GPU model that times are kept of. Raises UnsupportedError, and
     InvalidInputError for a shape that every call refuses."""
     if why := refusal(shape.n, shape.k, shape.op, shape.groups):
         raise InvalidInputError(f"{shape} cannot be served: {why}")
-    asked = replace(spec_of(shape, spec, num_sms), batch_invariant=False)
-    invariant = replace(asked, batch_invariant=True)
-    chosen = []
-    for known in calibration.every():
-        chosen.append(select.rank(asked, spec, known)[0].config)
+    found: dict[KernelParams, None] = {}
+    for card in cards.default(num_sms) if on is None else on:
+        sms = num_sms or card.sms
+        asked = replace(spec_of(shape, spec, sms, sms >= card.sms), batch_invariant=False)
+        best = select.rank(asked, spec, card.calibration)[0].config
+        found[engine.kernel_params(asked, best, spec)] = None
         # If the best config of all is batch invariant, it is also the best of those.
-        if not kernels.gemm_family(chosen[-1].family).fits(invariant, chosen[-1]):
-            chosen.append(select.rank(invariant, spec, known)[0].config)
+        invariant = replace(asked, batch_invariant=True)
+        if not kernels.gemm_family(best.family).fits(invariant, best):
+            best = select.rank(invariant, spec, card.calibration)[0].config
+            found[engine.kernel_params(asked, best, spec)] = None
     for device in tuner.devices() if options.measured_times() else ():
-        for each in (asked, invariant):
-            chosen.append(tuner.rank(each, spec, calibration.of(device), device)[0].config)
-    return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]
+        card = cards.named(device)
+        sms = num_sms or card.sms
+        asked = replace(spec_of(shape, spec, sms, sms >= card.sms), batch_invariant=False)
+        for each in (asked, replace(asked, batch_invariant=True)):
+            best = tuner.rank(each, spec, card.calibration, device)[0].config
+            found[engine.kernel_params(asked, best, spec)] = None
+    return list(found)
 
 
-def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
-    """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
+def choose(
+    shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None, on: Iterable[Card] | None = None
+) -> Work:
+    """The kernels that calls of these shapes would use on the GPU models `on` (`cards.default` if None), with `num_sms`
+    SMs (all of the GPU if None).
 
     Helpers that any call may need, such as the transpose of scales, are included.
     """
-    spec = archs.get(arch)
+    spec, models = archs.get(arch), tuple(cards.default(num_sms) if on is None else on)
     wanted: dict[KernelParams, list[GemmShape]] = {}
     impossible = []
     for shape in dict.fromkeys(shapes):
         try:
-            found = kernels_of(shape, spec, num_sms)
+            found = kernels_of(shape, spec, num_sms, models)
         except DeepGemmError as error:
             impossible.append(Outcome(f"no kernel for {shape}", (shape,), error=error))
         else:
@@ -193,12 +127,13 @@ def precompile(
 ) -> Summary:
     """Build every kernel that `what` can need into the cache: calls of these products compile nothing afterwards.
 
-    That holds for calls with the options of this process (`set_num_sms` and the like) whose D has rows that start at
-    multiples of 16 bytes wherever N allows it. A kernel that fails is reported as an outcome, and the others are built.
+    That holds on an H100 or H200 and on the GPUs that are here, for calls with the options of this process
+    (`set_num_sms` and the like) whose D has rows that start at multiples of 16 bytes wherever N allows it. A kernel
+    that fails is reported as an outcome and in a warning, and the others are built.
 
     Args:
         what: a model's checkpoint or Hugging Face configuration, a file of it, or shapes in any form that
-            `deep_gemm.aot.workload.plan` takes: (n, k), "7168x2048", GemmShape(m, n, k), a list of these.
+            `deep_gemm.aot.workload.plan` takes: (n, k), "7168x2048", "64x7168x2048" (M x N x K), a list of these.
         tp: tensor-parallel GPUs of a model.
         ep: expert-parallel GPUs of a model, among which its routed experts are shared.
         max_m: where `what` does not say M, every M from 1 to this. For a model it is the number of tokens of each GPU,
@@ -207,7 +142,8 @@ def precompile(
             when it is loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", shapes run in FP8 and a model's dtype
             decides.
         arch: the target, such as "sm_90a". No GPU need be present.
-        num_sms: how many SMs the calls may use, which guides the choice; the architecture's usual count if None.
+        num_sms: how many SMs the calls may use, which guides the choice; all of each GPU model if None. Models that
+            have just so many are prepared for too: 78 adds the H20.
         shard: (i, n) builds part i, counted from 0, of n parts that are the same in every process; everything if None.
         executor: runs the builds: a pool of processes, or one on other machines. What its workers built is adopted into
             this process's cache. Workers need the same version of deep_gemm, compiler and DG_* settings; kernels that
@@ -222,10 +158,13 @@ def precompile(
             `deep_gemm.quantize`.
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
-    UnsupportedError for a workload with a part that is not understood.
+    UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.
     """
     work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op, training), arch, num_sms)
-    return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
+    summary = run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
+    if summary.failed:
+        log.warning(summary.failures)
+    return summary
 
 
 def run(
@@ -248,16 +187,12 @@ def run(
 
 
 def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
-    """The layers of a workload as `workload.plan` finds them; those that every call refuses are added to the
-    problems."""
+    """The layers of a workload as `workload.plan` finds them, with the reasons why every call with some is refused."""
     found = workload.plan(what, tp, ep, op)
-    layers, problems = [], list(found.problems)
-    for layer in found.layers:
-        why_not = layer.why_not or refusal(layer.n, layer.k, layer.op, layer.groups)
-        if why_not != layer.why_not:
-            problems.append(f"{f'{layer.name}: ' if layer.name else ''}{layer.n} x {layer.k}: {why_not}")
-        layers.append(replace(layer, why_not=why_not))
-    return Plan(tuple(layers), tuple(problems))
+    whys = (layer.why_not or refusal(layer.n, layer.k, layer.op, layer.groups) for layer in found.layers)
+    return replace(
+        found, layers=tuple(replace(layer, why_not=why) for layer, why in zip(found.layers, whys, strict=True))
+    )
 
 
 def shapes_for(
@@ -272,25 +207,10 @@ def shapes_for(
     """The shapes of a workload. If it does not give M, there is one shape for each bucket of M up to `max_m`. Raises as
     `precompile` does."""
     found = plan(what, tp, ep, op)
-    if found.problems and not allow_partial:
-        raise UnsupportedError(
-            f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."
-        )
+    if (problems := found.problems) and not allow_partial:
+        told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
+        raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
     return workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
-
-
-def printed(every: float = 2.0) -> Progress:
-    """A progress callback that prints a line every `every` seconds at most, and the last one always."""
-    last = 0.0
-
-    def progress(outcome: Outcome, done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done == total or now - last >= every:
-            last = now
-            say(f"compiling ahead: {done} of {total} kernels, {outcome.name}")
-
-    return progress
 
 
 def pack(summary: Summary, path: Path) -> list[Kernel]:
@@ -327,11 +247,14 @@ def _is_stored(binary: Binary) -> bool:
 
 
 def build(params: KernelParams) -> Outcome:
-    """Build one kernel, in a worker or here; needs no GPU. The outcome can be pickled; its `shapes` are empty."""
+    """Build one kernel, in a worker or here; needs no GPU. The outcome can be pickled; its `shapes` are empty. Raises
+    SettingError, which no kernel survives."""
     try:
         binary = engine.build(params)
+    except SettingError:
+        raise
     except DeepGemmError as error:
-        return Outcome(params.kernel, (), params, error=error)
+        return Outcome(kernels.get(params.kernel).entry(params), (), params, error=error)
     return Outcome(binary.name, (), params, binary)
 
 

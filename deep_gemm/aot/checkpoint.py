@@ -1,64 +1,34 @@
-"""The linear layers of a model from the headers of its safetensors: names, sizes, formats and scales. No data is read.
-
-A safetensors file begins with eight bytes, the length of a JSON object that describes each tensor by dtype, shape and
-place. An index, `*.safetensors.index.json`, says which file of several holds a tensor.
-"""
+"""The linear layers of a model from the headers of its safetensors: names, sizes, formats and scales."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.aot import experts, inputs, model
+from deep_gemm.aot import experts, headers, inputs, model, scales, stacks
+from deep_gemm.aot.headers import WIDE, Stored
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import (
-    ALSO_ALONE,
-    COLUMN,
-    FP8,
-    JOINED,
-    KNOWN,
-    OPS,
-    Plan,
-    Weight,
-    check_op,
-    layers_of,
-)
-from deep_gemm.aot.quantization import blocks_not
+from deep_gemm.aot.layers import ALSO_ALONE, COLUMN, FP8, JOINED, KNOWN, OPS, STAYS, Plan, Weight, check_op, layers_of
 from deep_gemm.errors import InvalidInputError
-
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors format."""
 
 MAX_EXPERTS = 1 << 16
 """Far above the number of experts that any model has."""
 
-INDEX = ".safetensors.index.json"
-WIDE = frozenset(("F16", "BF16", "F32", "F64"))
-SCALES = ("weight_scale_inv", "weight_scale")
-SIDE = frozenset((*SCALES, "input_scale", "weight_scale_2", "weight_zero_point", "weight_g_idx", "weight_shape"))
 OTHER_LAYERS = re.compile(
     r"(^|\.)(lm_head|embed_tokens|embeddings?|\w*_embeddings?|wte|wpe|\w*norm\w*|conv1d|gate|"
-    r"shared_expert_gate|in_proj_(ba|b|a)|weights_proj|eh_proj)$"
+    r"shared_expert_gate|weights_proj)$"
 )
-"""Weights of two dimensions that stay as they are when a model is cast to FP8: embeddings, heads, routers, gates."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor as a header describes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a safetensors file, an index of some, or a directory that holds either."""
-    if path.is_dir():
-        return any(path.glob("*.safetensors")) or any(path.glob("*" + INDEX))
-    return path.name.endswith((".safetensors", INDEX))
+"""Weights of two dimensions that engines multiply by other libraries: embeddings, heads, routers, gates."""
+BESIDE = re.compile(r"(^|[._])(scale\w*|bias|qzeros|g_idx|zero_point|shape|absmax|quant_map)$")
+"""Names of tensors that belong to a weight."""
+NO_GEMM = re.compile(r"conv|embed|norm|pos_emb")
+"""Parts of names of weights that are no matrix, though they may have three dimensions or more."""
+SHARED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_routed_experts", "num_experts",
+          "num_local_experts", "num_experts_per_tok")  # fmt: skip
+"""Fields that mean the same in the configs of all model families."""
 
 
 def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
@@ -72,43 +42,17 @@ def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     check_op(op)
     directory = path if path.is_dir() else path.parent
     config = _config(directory / "config.json")
-    names, files = _listed(path)
+    names, files = headers.listed(path)
     if not any((directory / file).exists() for file in files):
         if config is None:
             raise InvalidInputError(f"{path} names files that are not there, and there is no config.json beside it.")
         return _from_names(names, config, tp, ep, op)
     found: dict[str, Stored] = {}
     for file in files:
-        found |= header(directory / file)
+        found |= headers.header(directory / file)
     if absent := [name for name in names if name not in found]:
         raise InvalidInputError(f"{path} lists {len(absent)} tensors that no file has, such as {shown(absent[0])}.")
     return _from_tensors(found, config, tp, ep, op)
-
-
-def header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file. Raises InvalidInputError if its header is damaged."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if 2 <= length <= MAX_HEADER_BYTES else b""
-    except (OSError, ValueError) as error:  # a path with a zero byte raises ValueError
-        raise InvalidInputError(f"{path} cannot be read: {error}.") from error
-    if len(text) < 2 or len(text) != length:
-        raise InvalidInputError(f"{path} is no safetensors file, or is cut: its header should have {length} bytes.")
-    entries = inputs.parse_json(text, f"The header of {path}")
-    if not isinstance(entries, Mapping):
-        raise InvalidInputError(f"The header of {path} must be an object, but it is {shown(entries)}.")
-    return {
-        name: _stored(entry, f"{shown(name)} of {path}") for name, entry in entries.items() if name != "__metadata__"
-    }
-
-
-def _stored(entry: Any, where: str) -> Stored:
-    dtype = entry.get("dtype") if isinstance(entry, Mapping) else None
-    shape = entry.get("shape") if isinstance(entry, Mapping) else None
-    if not isinstance(dtype, str) or not isinstance(shape, list):
-        raise InvalidInputError(f"{where} must have a dtype and a shape, but it is {shown(entry)}.")
-    return Stored(dtype, tuple(inputs.whole(size, f"the shape of {where}", 0, 2**62) for size in shape))
 
 
 def _config(path: Path) -> Mapping[str, Any] | None:
@@ -120,31 +64,15 @@ def _config(path: Path) -> Mapping[str, Any] | None:
     return found
 
 
-def _listed(path: Path) -> tuple[list[str], list[str]]:
-    """The names of the tensors, if there is an index, and of the files."""
-    indices = sorted(path.glob("*" + INDEX)) if path.is_dir() else [path] if path.name.endswith(INDEX) else []
-    if not indices:
-        return [], sorted(found.name for found in path.glob("*.safetensors")) if path.is_dir() else [path.name]
-    if len(indices) > 1:
-        raise InvalidInputError(f"{path} holds {len(indices)} indices: give the path of one.")
-    data = inputs.read_file(indices[0])
-    places = data.get("weight_map") if isinstance(data, Mapping) else None
-    if not isinstance(places, Mapping) or not places:
-        raise InvalidInputError(f"{indices[0]} must have a weight_map of names and files, but it has {shown(places)}.")
-    for file in places.values():
-        if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
-            raise InvalidInputError(f"weight_map of {indices[0]} must name *.safetensors, but it has {shown(file)}.")
-    return list(places), sorted(set(places.values()))
-
-
 def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, op: str) -> Plan:
     """The layers of the config. Quantised weights of the index that it does not explain are problems."""
-    found = model.plan(config, tp, ep, op)
-    quantised = {name.removesuffix("." + scale) for name in names for scale in SCALES if name.endswith("." + scale)}
+    found, listed = model.plan(config, tp, ep, op), set(names)
+    weights = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    quantised = {base for base in weights if any(f"{base}.{scale}" in listed for scale in scales.NAMES)}
     has = {part for layer in found.layers for part in _parts_of(layer.name)}
     strange = {_general(name) for name in quantised if name.rpartition(".")[2] not in has and not _is_expert(name)}
     problems = [f"{name} is in the index, and the config does not say how large it is." for name in sorted(strange)]
-    return Plan(found.layers, (*found.problems, *problems))
+    return Plan(found.layers, (*found.unknown, *problems))
 
 
 def _parts_of(layer: str) -> tuple[str, ...]:
@@ -155,79 +83,126 @@ def _parts_of(layer: str) -> tuple[str, ...]:
 
 def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None, tp: int, ep: int, op: str) -> Plan:
     known = _read_config(config)
-    if known is not None:
-        experts.shares(known.experts, tp, ep)
-    quantised = any(
-        stored.dtype not in WIDE for name, stored in tensors.items() if name.endswith(("weight", "weight_packed"))
-    )
+    kept = {stored.dtype for name, stored in tensors.items() if _is_weight(name, stored)} - WIDE
     modules: dict[str, dict[str, Weight]] = {}
     routed: dict[str, dict[str, Weight]] = {}
+    stacked: dict[str, dict[str, Stored]] = {}
     numbers: set[int] = set()
-    strange: dict[str, None] = {}
+    unknown: dict[str, None] = {}
     for name, stored in sorted(tensors.items()):
         base, _, last = name.rpartition(".")
-        expert = _is_expert(name)
-        if expert and len(stored.shape) == 3 and 0 not in stored.shape:
-            base = name.removesuffix(".weight")
-            weight = _of_all_experts(base.rpartition(".")[2], stored, known)
-            numbers |= set(range(min(stored.shape[0], MAX_EXPERTS)))
-        else:
-            weight = _weight(base, last, stored, tensors)
-        if weight is None:
+        module, _, own = name.removesuffix(".weight").rpartition(".")
+        if stacks.is_stack(own, stored):
+            stacked.setdefault(module, {})[own] = stored
             continue
+        weight, number = _weight(base, last, stored, tensors), _expert_number(name)
+        if weight is None or (_is_expert(name) and number is None):
+            if _is_lost(name, base, stored):
+                unknown[f"{_general(name)}, {stored.dtype} {shown(list(stored.shape))},"] = None
+            continue
+        if number is not None:
+            numbers.add(number)
         module, _, own = base.rpartition(".")
-        other = OTHER_LAYERS.search(base) is not None
-        runs = FP8 if quantised else op or OPS.get(stored.dtype, FP8)
-        if stored.dtype in WIDE and (quantised or other):
-            why_not = f"it is {stored.dtype}, not FP8." if runs == FP8 else "engines multiply it by other libraries."
-            weight = replace(weight, why_not=why_not)
-        elif stored.dtype in WIDE and own not in KNOWN:
-            strange[_general(base)] = None
-            weight = replace(weight, why_not="its name is not known as that of a linear layer.")
-        if expert and (number := re.search(r"(^|\.)experts\.([0-9]{1,9})(\.|$)", module)):
-            numbers.add(int(number[2]))
-        into = routed if expert else modules
-        into.setdefault(module, {})[own] = _with_heads(own, replace(weight, op=runs), known)
-    found = layers_of(_named(modules), tp, quantised)
+        into = modules if number is None else routed
+        into.setdefault(module, {})[own] = _with_heads(own, _to_run(base, weight, stored.dtype, kept, op), known)
+    for module, found in stacked.items():
+        for own, weight in stacks.weights(module, found, tensors, _hidden_size(known, tensors)).items():
+            dtype = found[own].dtype if own in found else ""
+            routed.setdefault(module, {})[own] = _to_run(f"{module}.{own}", weight, dtype, kept, op)
+    problems = [f"{text} is not known: no kernel is prepared for it." for text in list(unknown)[:8]]
+    if len(unknown) > 8:
+        problems.append(f"{len(unknown) - 8} more tensors are not known either.")
+    layers = layers_of(_named(modules), tp, bool(kept))
     if routed:
-        count, chosen = (known.experts, known.num_experts_per_tok) if known is not None else (0, None)
-        of_experts = experts.plan(_named(routed), count or len(numbers), chosen, tp, ep, quantised)
-        found = Plan.join([found, of_experts])
-    problems = [f"{name} is {_UNKNOWN}" for name in list(strange)[:8]]
-    if len(strange) > 8:
-        problems.append(f"{len(strange) - 8} more weights are not known either.")
-    if not found.served and not problems and not found.problems:
-        problems.append("The checkpoint has no weight that can be served.")
-    return Plan(found.layers, (*problems, *found.problems))
+        count, wrong = _count_experts(numbers, {x.shape[0] for each in stacked.values() for x in each.values()}, known)
+        chosen = known.num_experts_per_tok if known is not None else None
+        layers = Plan.join([layers, experts.plan(_named(routed), count, chosen, tp, ep, bool(kept))])
+        problems += wrong
+    elif known is not None:
+        experts.shares(known.experts, tp, ep)
+    plan = Plan(layers.layers, (*problems, *layers.unknown))
+    if not plan.served and not plan.problems:
+        return replace(plan, unknown=("The checkpoint has no weight that can be served.",))
+    return plan
+
+
+def _is_weight(name: str, stored: Stored) -> bool:
+    return name.endswith(("weight", "weight_packed")) or stacks.is_stack(name.rpartition(".")[2], stored)
+
+
+def _to_run(base: str, weight: Weight, dtype: str, kept: set[str], op: str) -> Weight:
+    """The weight with its operation: that of its format, or of its `dtype` if it is not quantised. `kept` are the
+    dtypes of quantised weights of the checkpoint."""
+    if dtype not in WIDE or weight.why_not:
+        return weight
+    own, runs = base.rpartition(".")[2], FP8 if kept else op or OPS.get(dtype, FP8)
+    weight = replace(weight, op=runs)
+    if kept:
+        fp8 = any(each.startswith("F8") for each in kept)
+        return replace(weight, why_not=f"it is {dtype}, not FP8." if fp8 else f"it stays in {dtype}.", elsewhere=True)
+    if OTHER_LAYERS.search(base):
+        return replace(weight, why_not="engines multiply it by other libraries.", elsewhere=True)
+    if own in STAYS and runs not in OPS.values():
+        return replace(weight, why_not=f"it stays in {dtype}.", elsewhere=True)
+    if own not in KNOWN:
+        return replace(weight, why_not="its name is not known as that of a linear layer.")
+    return weight
+
+
+def _is_lost(name: str, base: str, stored: Stored) -> bool:
+    """Whether a tensor that was not read may be a weight that needs a kernel."""
+    if len(stored.shape) < 2 or 0 in stored.shape or BESIDE.search(name):
+        return False
+    return _is_expert(name) or (name.endswith(".weight") and not NO_GEMM.search(base))
+
+
+def _expert_number(name: str) -> int | None:
+    """The number of the expert that a tensor belongs to, if it is one of many. Raises InvalidInputError for a number
+    that no model has."""
+    match = re.search(r"(^|\.)experts\.([0-9]+)\.", name)
+    if match is None:
+        return None
+    if len(match[2]) > 9 or int(match[2]) >= MAX_EXPERTS:
+        raise InvalidInputError(
+            f"{shown(name)} is of expert {shown(match[2])}, but experts are numbered from 0 to {MAX_EXPERTS - 1}."
+        )
+    return int(match[2])
+
+
+def _count_experts(numbers: set[int], stacked: set[int], known: model.ModelConfig | None) -> tuple[int, list[str]]:
+    """How many experts there are, and what contradicts that. The config knows best: a file may hold some of them."""
+    held = max([*numbers, -1]) + 1 or max(stacked)
+    if max(stacked, default=0) > MAX_EXPERTS:
+        raise InvalidInputError(f"A tensor holds {max(stacked)} experts, but {MAX_EXPERTS} are the most.")
+    count = (known.experts if known is not None else 0) or held
+    if stacked - {count} or held > count:
+        told = ", ".join(map(str, sorted(stacked | {held})))
+        return count, [f"Tensors hold {told} experts, but the model has {count}: no kernel is prepared for others."]
+    if count == held and not stacked and len(numbers) < count and (known is None or not known.experts):
+        return count, [
+            f"{len(numbers)} of the experts from 0 to {count - 1} are here: a config.json would say how many."
+        ]
+    return count, []
+
+
+def _hidden_size(known: model.ModelConfig | None, tensors: Mapping[str, Stored]) -> int:
+    """The model's hidden size by its config, else by its embedding; 0 if neither is there."""
+    if known is not None:
+        return known.hidden_size
+    tables = (x.shape for name, x in tensors.items() if name.endswith("embed_tokens.weight") and len(x.shape) == 2)
+    return next((shape[1] for shape in tables), 0)
 
 
 def _named(modules: Mapping[str, dict[str, Weight]]) -> Iterator[tuple[str, dict[str, Weight]]]:
     return ((_short(module), weights) for module, weights in modules.items())
 
 
-def _of_all_experts(own: str, stored: Stored, config: model.ModelConfig | None) -> Weight | None:
-    """A weight of all experts in one tensor (experts, n, k); some checkpoints have (experts, k, n) instead."""
-    if own in SIDE or own.startswith(("scale", "qzero")) or own.endswith(("_scale_inv", "_scale", "_scales", "_bias")):
-        return None
-    n, k = stored.shape[1:]
-    hidden = config.hidden_size if config is not None else 0
-    if hidden and (n if own in COLUMN else k) == hidden != (k if own in COLUMN else n):
-        n, k = k, n
-    if own not in KNOWN or stored.dtype not in WIDE:
-        return Weight((n,), k, "all its experts are one tensor, which is read in bfloat16 only.")
-    halves = own in JOINED and n % 2 == 0
-    return Weight((n // 2, n // 2) if halves else (n,), k)
-
-
-_UNKNOWN = "not FP8, and not known as a linear layer that engines cast when they load it."
-
-
 def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored]) -> Weight | None:
     """A tensor as a linear layer's weight, or None if it is none."""
     if last in ("qweight", "weight_packed") and len(stored.shape) == 2:
         rows, columns = stored.shape
-        scales = tensors.get(f"{base}.scales")
-        n = scales.shape[-1] if scales is not None and scales.shape else rows
+        groups = tensors.get(f"{base}.scales")
+        n = groups.shape[-1] if groups is not None and groups.shape else rows
         k = (rows if n != columns else 8 * rows) if last == "qweight" else 8 * columns
         return Weight((n,), k, "its weights are 4-bit integers.") if n and k else None
     if last != "weight" or len(stored.shape) != 2 or 0 in stored.shape:
@@ -235,34 +210,8 @@ def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored])
     n, k = stored.shape
     if stored.dtype in WIDE:
         return Weight((n,), k)
-    return Weight((n,), k, _why_not(base, stored, tensors))
-
-
-def _why_not(base: str, stored: Stored, tensors: Mapping[str, Stored]) -> str:
-    """Why no kernel serves a weight with these scales; "" if one does."""
-    if stored.dtype != "F8_E4M3":
-        return f"its weights are {stored.dtype}, not E4M3."
-    scale = next((tensors[f"{base}.{name}"] for name in SCALES if f"{base}.{name}" in tensors), None)
-    if scale is None:
-        return "it has no scales."
-    n, k = stored.shape
-    if scale.shape == (-(-n // 128), -(-k // 128)) and scale.shape != (1, 1):
-        return "its activations have one scale per tensor." if f"{base}.input_scale" in tensors else ""
-    count = 1
-    for size in scale.shape:
-        count *= size
-    if count == 1:
-        # For a weight of one 128 x 128 block, a scale per block and a scale per tensor are the same.
-        return "" if len(scale.shape) == 2 and max(n, k) <= 128 else "it has one scale per tensor."
-    if count == n:
-        return "it has one scale per row, not per 128 x 128 block."
-    if len(scale.shape) != 2:
-        return f"its scales are {shown(list(scale.shape))}, not one per 128 x 128 block."
-    side = [
-        next((size for size in (16, 32, 64, 128, 256, 512) if -(-all_ // size) == part), 0)
-        for all_, part in zip((n, k), scale.shape, strict=True)
-    ]
-    return blocks_not(*side) if all(side) else f"its scales are {shown(list(scale.shape))}, not per 128 x 128 block."
+    op, why_not = scales.operation(base, stored, tensors)
+    return Weight((n,), k, why_not, op=op)
 
 
 def _read_config(config: Mapping[str, Any] | None) -> model.ModelConfig | None:
@@ -270,7 +219,12 @@ def _read_config(config: Mapping[str, Any] | None) -> model.ModelConfig | None:
         return None
     text, _ = model.text_part(config)
     kind = text.get("model_type", config.get("model_type"))
-    return model.ModelConfig.read(text) if kind is None or kind in model.FAMILIES else None
+    if kind is None or kind in model.FAMILIES:
+        return model.ModelConfig.read(text)
+    try:
+        return model.ModelConfig.read({name: text[name] for name in SHARED if name in text})
+    except InvalidInputError:
+        return None  # a config of another kind: the tensors say enough
 
 
 def _with_heads(name: str, weight: Weight, config: model.ModelConfig | None) -> Weight:

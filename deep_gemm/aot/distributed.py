@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from deep_gemm import engine
 from deep_gemm.aot import build, shard
-from deep_gemm.aot.build import Outcome, Progress, Report, Summary
 from deep_gemm.aot.exchange import Exchange, StoreError
+from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary
 from deep_gemm.aot.workload import MAX_M
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.builder import BuildRequest, default_builder
@@ -104,7 +104,10 @@ def precompile(
         # Such as no compiler: building will fail for each kernel, and say so.
         log.debug("nothing is shared: %s", error)
     build.build_all(report.missing(), report.add, jobs=jobs)
-    return report.summary(start)
+    summary = report.summary(start)
+    if summary.failed:
+        log.warning(summary.failures)
+    return summary
 
 
 def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report: Report) -> set[int]:

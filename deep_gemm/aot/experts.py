@@ -58,7 +58,7 @@ def plan(
         for x in in_groups(layer, groups):
             # A token goes to an expert once, and masked groups have no padding between them.
             found.append(replace(x, copies=ep) if is_masked(x.op) else replace(x, copies=copies, padding=padding))
-    return Plan(tuple(found), one.problems)
+    return Plan(tuple(found), one.unknown)
 
 
 def in_groups(layer: Layer, groups: int) -> list[Layer]:

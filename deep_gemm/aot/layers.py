@@ -17,7 +17,8 @@ BLOCK = 128
 
 FP8 = "fp8_gemm_nt"
 WGRAD = "fp8_gemm_nt_1d1d"
-FP8_OPS = (FP8, WGRAD, "fp8_gemm_nt_rowwise")
+ROWWISE = "fp8_gemm_nt_rowwise"
+FP8_OPS = (FP8, WGRAD, ROWWISE)
 """With scales of blocks; with those of weight gradients, added to float32; with one scale for each row."""
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
 """The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""
@@ -46,7 +47,8 @@ def check_op(op: str, grouped: bool = False) -> None:
 @dataclass(frozen=True)
 class Layer:
     """A linear layer's weight, n x k, on one GPU, or as many as there are `groups`. `why_not` says why no kernel serves
-    it, "" if one does. `ms` are its sizes of M; if empty, those that the caller names. `op` is its operation.
+    it, "" if one does; if it is `elsewhere`, none is needed, because engines multiply it by other libraries. `ms` are
+    its sizes of M; if empty, those that the caller names. `op` is its operation.
 
     Where each GPU has t tokens, M is at most `copies` * t + `padding`: several GPUs may send their tokens to an expert,
     a token may go to several experts, and rows of padding may lie between groups."""
@@ -60,6 +62,7 @@ class Layer:
     groups: int = 1
     copies: int = 1
     padding: int = 0
+    elsewhere: bool = False
 
     def most_rows(self, tokens: int) -> int:
         """The largest M of a call where each GPU has `tokens` tokens."""
@@ -68,18 +71,28 @@ class Layer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The layers of a workload, each once. `problems` are sentences: what was not understood, or has no kernel. Layers
-    that other libraries compute, such as an embedding, are no problem."""
+    """The layers of a workload, each once. `unknown` are sentences about what was not understood."""
 
     layers: tuple[Layer, ...]
-    problems: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     @classmethod
     def join(cls, plans: Iterable[Plan]) -> Plan:
         """All plans as one."""
         found = list(plans)
         layers = dict.fromkeys(layer for one in found for layer in one.layers)
-        return cls(tuple(layers), tuple(dict.fromkeys(text for one in found for text in one.problems)))
+        return cls(tuple(layers), tuple(dict.fromkeys(text for one in found for text in one.unknown)))
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was not understood, and each layer that needs a kernel and has none, in a sentence. Layers that other
+        libraries multiply, such as an embedding, are no problem."""
+        lacking = (
+            f"{f'{x.name} ({x.n} x {x.k})' if x.name else f'{x.n} x {x.k}'} cannot be served: {x.why_not}"
+            for x in self.layers
+            if x.why_not and not x.elsewhere
+        )
+        return (*self.unknown, *dict.fromkeys(lacking))
 
     @property
     def served(self) -> tuple[Layer, ...]:
@@ -91,7 +104,8 @@ class Plan:
 class Weight:
     """One weight of a checkpoint, whole: `rows` are the parts of its n that are split one by one (three for q, k and v
     in one matrix). `heads` is the number by which a part is split, if it is not split by rows; a part that `repeats` is
-    copied once there are more GPUs than heads. `why_not` says why its format has no kernel; `op` is its operation."""
+    copied once there are more GPUs than heads. `why_not` says why its format has no kernel, and `elsewhere` that it
+    needs none, as of a `Layer`; `op` is its operation."""
 
     rows: tuple[int, ...]
     k: int
@@ -99,6 +113,7 @@ class Weight:
     heads: int = 0
     repeats: bool = False
     op: str = FP8
+    elsewhere: bool = False
 
     @property
     def n(self) -> int:
@@ -154,6 +169,7 @@ WHOLE = frozenset(
         "wk",
         "weights_proj",
         "eh_proj",
+        "fc",
         "shared_expert_gate",
         "gate",
     ]
@@ -161,6 +177,10 @@ WHOLE = frozenset(
 """Layers that every GPU holds whole."""
 
 KNOWN = COLUMN | ROW | WHOLE
+
+STAYS = frozenset(["eh_proj", "fc", "in_proj_ba", "in_proj_b", "in_proj_a"])
+"""Layers that keep 16 bits when a model is cast to FP8: what joins the next token to the hidden state (eh_proj, fc),
+and those with two rows for each head. In a model of 16 bits they are layers like others."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +190,13 @@ class _Piece:
     rows: tuple[int, ...]
     k: int
     why_not: str
-    broken: str
     op: str
+    elsewhere: bool
+    broken: str = ""
 
     def layer(self, name: str) -> Layer:
-        return Layer(name, sum(self.rows), self.k, self.why_not or self.broken, op=self.op)
+        why_not = self.why_not or self.broken
+        return Layer(name, sum(self.rows), self.k, why_not, op=self.op, elsewhere=self.elsewhere)
 
 
 def layers_of(
@@ -186,16 +208,12 @@ def layers_of(
     where a block of 128 ends. Raises InvalidInputError where `tp`, called `degree`, does not divide heads or sizes.
     """
     layers: dict[Layer, None] = {}
-    problems: dict[str, None] = {}
     for module, weights in modules:
         inside = f"{module}." if module else ""
         pieces = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
         for found in _joined(pieces, blocks_fixed):
-            layer = found[1].layer(inside + found[0])
-            layers[layer] = None
-            if found[1].broken and not found[1].why_not:
-                problems[f"{layer.name} ({layer.n} x {layer.k}) cannot be served: {found[1].broken}"] = None
-    return Plan(tuple(layers), tuple(problems))
+            layers[found[1].layer(inside + found[0])] = None
+    return Plan(tuple(layers))
 
 
 def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str, _Piece]]:
@@ -206,12 +224,13 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
         if len(members) < len(parts):
             continue
         rows = tuple(row for member in members for row in member.rows)
-        fits = not blocks_fixed or all(row % BLOCK == 0 for row in rows[:-1]) or any(m.broken for m in members)
+        blocks = blocks_fixed and members[0].op == FP8
+        fits = not blocks or all(row % BLOCK == 0 for row in rows[:-1]) or any(m.broken for m in members)
         # Weights of two formats, or with a block across two parts, cannot become one matrix.
         if len({(member.k, member.why_not, member.op) for member in members}) > 1 or not fits:
             continue
         broken = next((member.broken for member in members if member.broken), "")
-        found.append((name, _Piece(rows, members[0].k, members[0].why_not, broken, members[0].op)))
+        found.append((name, replace(members[0], rows=rows, broken=broken)))
         for part in parts:
             if part in ALSO_ALONE:
                 found.append((ALSO_ALONE[part], left[part]))
@@ -220,7 +239,7 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
 
 
 def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> _Piece:
-    plain = _Piece(weight.rows, weight.k, weight.why_not, "", weight.op)
+    plain = _Piece(weight.rows, weight.k, weight.why_not, weight.op, weight.elsewhere)
     if tp == 1 or name in WHOLE or weight.why_not:
         return plain
     if name in ROW:

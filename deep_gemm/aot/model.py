@@ -12,7 +12,7 @@ from typing import Any
 
 from deep_gemm.aot import experts, inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, OPS, Plan, Weight, check_op, layers_of
+from deep_gemm.aot.layers import FP8, OPS, STAYS, Plan, Weight, check_op, layers_of
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
@@ -31,6 +31,7 @@ FAMILIES = frozenset(
         "glm4",
         "glm4_moe",
         "glm_moe_dsa",
+        "gpt_oss",
         "granite",
         "kimi_k2",
         "llama",
@@ -266,7 +267,7 @@ def _modules(text: Mapping[str, Any], x: ModelConfig, kinds: dict[str, list[int]
         rest = [index for index in everywhere if index not in set(first)]
         found.append(("shared_expert", name, _mlp(x.hidden_size, shared), rest))
     if x.num_nextn_predict_layers:
-        head = Weight((x.hidden_size,), 2 * x.hidden_size, "it stays in bfloat16.")
+        head = Weight((x.hidden_size,), 2 * x.hidden_size, "it stays in bfloat16.", elsewhere=True)
         found.append(("mtp", "", {"eh_proj": head}, []))
     return found
 
@@ -304,7 +305,7 @@ def _indexer(x: ModelConfig) -> dict[str, Weight]:
     return {
         "wq_b": Weight((heads * size,), x.q_lora_rank or x.hidden_size),
         "wk": Weight((size,), x.hidden_size),
-        "weights_proj": Weight((heads,), x.hidden_size, "it stays in bfloat16 or float32."),
+        "weights_proj": Weight((heads,), x.hidden_size, "it stays in bfloat16 or float32.", elsewhere=True),
     }
 
 
@@ -315,14 +316,14 @@ def _delta_net(x: ModelConfig, kind: str) -> dict[str, Weight]:
     if kind == "qwen3_next":
         inside = {
             "in_proj_qkvz": Weight((keys, keys, values, values), x.hidden_size, heads=key_heads),
-            "in_proj_ba": Weight((heads, heads), x.hidden_size, _FEW_ROWS, heads=heads),
+            "in_proj_ba": Weight((heads, heads), x.hidden_size, _FEW_ROWS, heads=heads, elsewhere=True),
         }
     else:
         inside = {
             "in_proj_qkv": Weight((keys, keys, values), x.hidden_size, heads=key_heads),
             "in_proj_z": Weight((values,), x.hidden_size, heads=heads),
-            "in_proj_b": Weight((heads,), x.hidden_size, _FEW_ROWS, heads=heads),
-            "in_proj_a": Weight((heads,), x.hidden_size, _FEW_ROWS, heads=heads),
+            "in_proj_b": Weight((heads,), x.hidden_size, _FEW_ROWS, heads=heads, elsewhere=True),
+            "in_proj_a": Weight((heads,), x.hidden_size, _FEW_ROWS, heads=heads, elsewhere=True),
         }
     return inside | {"out_proj": Weight((x.hidden_size,), values, heads=heads)}
 
@@ -355,11 +356,19 @@ def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: li
     """The weights with their format; they run ``op`` if there is none. A weight counts as left out of quantisation if
     all of its layers are."""
     if not form.given:
-        return {name: replace(weight, op=op) for name, weight in weights.items()}
+        return {name: unquantised(name, weight, op) for name, weight in weights.items()}
     found = {}
     for name, weight in weights.items():
         names = [f"model.layers.{index}.{module}.{name}" for index in layers] or [f"model.layers.0.{module}.{name}"]
         left_out = all(form.leaves_out(full) for full in names)
-        why_not = weight.why_not or ("quantization_config leaves it as it is." if left_out else form.why_not)
-        found[name] = Weight(weight.rows, weight.k, why_not, weight.heads, weight.repeats)
+        if left_out and not weight.why_not:
+            weight = replace(weight, why_not="quantization_config leaves it as it is.", elsewhere=True)
+        found[name] = replace(weight, why_not=weight.why_not or form.why_not, op=form.op)
     return found
+
+
+def unquantised(name: str, weight: Weight, op: str) -> Weight:
+    """The weight called `name` of a model without a quantization_config, whose layers run `op`."""
+    served = name in STAYS and op in OPS.values()
+    left = weight.elsewhere and not served
+    return replace(weight, op=op, why_not="" if served else weight.why_not, elsewhere=left)

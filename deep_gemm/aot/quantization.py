@@ -1,4 +1,5 @@
-"""The quantization_config of a model: whether its weights are FP8 in blocks of 128 x 128, and which are left out."""
+"""The quantization_config of a model: whether its weights are FP8 with scales that a kernel serves, and which weights
+are left out."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deep_gemm.aot.inputs import shown
+from deep_gemm.aot.layers import FP8, ROWWISE
 from deep_gemm.errors import InvalidInputError
 
 OTHERS = {
@@ -16,13 +18,14 @@ OTHERS = {
     "auto-round": "4-bit integers (AutoRound)",
     "bitsandbytes": "bitsandbytes' own format",
     "mxfp4": "4-bit floats (MXFP4)",
-    "fbgemm_fp8": "FP8 with one scale per row",
-    "ptpc_fp8": "FP8 with one scale per row",
     "hqq": "HQQ's own format",
     "gguf": "GGUF's own format",
     "compressed_int8": "8-bit integers",
 }
 """The known methods, and the weights that each means."""
+
+PER_ROW = frozenset(["fbgemm_fp8", "ptpc_fp8"])
+"""Methods of FP8 with one scale per row of the weight and per token."""
 
 MAX_NAMES = 1 << 17
 MAX_PATTERNS = 64
@@ -31,12 +34,13 @@ MAX_PATTERNS = 64
 @dataclass(frozen=True)
 class Format:
     """`why_not` says why no kernel serves the weights; "" if one does, or if there is no quantization_config (`given`).
-    `names` and `patterns` are those of modules that are not quantised. `fixed` says that weights come with scales of
-    blocks."""
+    `op` is the operation of quantised weights. `names` and `patterns` are those of modules that are not quantised.
+    `fixed` says that weights come with their scales."""
 
     given: bool = False
     why_not: str = ""
     problems: tuple[str, ...] = ()
+    op: str = FP8
     names: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
 
@@ -63,19 +67,24 @@ def format_of(config: Any) -> Format:
         raise InvalidInputError(f"quantization_config must be an object, but it is {shown(config)}.")
     method = config.get("quant_method")
     problems: tuple[str, ...] = ()
+    op, why_not = FP8, ""
     if method == "fp8":
-        why_not = _fp8(config)
+        op, why_not = _fp8(config)
     elif method == "compressed-tensors":
-        why_not = _compressed(config)
+        op, why_not = _compressed(config)
+    elif isinstance(method, str) and method in PER_ROW:
+        op = ROWWISE
     elif isinstance(method, str) and method in OTHERS:
         why_not = f"its weights are {OTHERS[method]}."
+    elif method == "modelopt" and config.get("quant_algo") in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        op = ROWWISE
     elif method == "modelopt":
         why_not = f"its weights are ModelOpt's {shown(config.get('quant_algo'))}."
     else:
         why_not = f"the quant_method {shown(method)} is not known."
         problems = (f"The quant_method {shown(method)} of quantization_config is not known.",)
     names, patterns = _left_out(config)
-    return Format(True, why_not, problems, names, patterns)
+    return Format(True, why_not, problems, op, names, patterns)
 
 
 def blocks_not(rows: Any, columns: Any) -> str:
@@ -85,39 +94,51 @@ def blocks_not(rows: Any, columns: Any) -> str:
     return f"its scales are of {shown(rows)} x {shown(columns)} blocks, not of 128 x 128."
 
 
-def _fp8(config: Mapping[str, Any]) -> str:
+def _fp8(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The operation of weights of the method "fp8", and why no kernel serves them. Without blocks there is one scale
+    per tensor, which rowwise operations take as that of every row."""
     block = config.get("weight_block_size")
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        return f"its weights are {shown(config['fmt'])}, not E4M3."
-    if config.get("activation_scheme", "dynamic") != "dynamic":
-        return "its activations have one scale per tensor (activation_scheme is not dynamic)."
+        return FP8, f"its weights are {shown(config['fmt'])}, not E4M3."
     if block is None:
-        return "its weights have one scale per tensor, not per 128 x 128 block."
+        return ROWWISE, ""
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        return FP8, "its activations have one scale per tensor (activation_scheme is not dynamic)."
     if not isinstance(block, list) or len(block) != 2:
         raise InvalidInputError(f"weight_block_size must be two numbers, but it is {shown(block)}.")
-    return blocks_not(*block)
+    return FP8, blocks_not(*block)
 
 
-def _compressed(config: Mapping[str, Any]) -> str:
-    """The format of compressed-tensors: all groups must be FP8 in blocks."""
+def _compressed(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The operation of weights of compressed-tensors, and why no kernel serves them: all groups must be FP8 with the
+    same kind of scales."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise InvalidInputError(f"config_groups of quantization_config must be an object, but it is {shown(groups)}.")
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise InvalidInputError(f"a group of quantization_config must have weights, but it is {shown(group)}.")
-        bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
-        if (bits, kind) != (8, "float"):
-            return f"its weights are {shown(kind)} of {shown(bits)} bits, not FP8."
-        if strategy != "block":
-            return f"its weights have one scale per {shown(strategy)}, not per 128 x 128 block."
-        block = weights.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2:
-            raise InvalidInputError(f"block_structure must be two numbers, but it is {shown(block)}.")
-        if why := blocks_not(*block):
-            return why
-    return ""
+    found = [_compressed_group(group) for group in groups.values()]
+    if why_not := next((why for _, why in found if why), ""):
+        return FP8, why_not
+    ops = {op for op, _ in found}
+    return (ops.pop(), "") if len(ops) == 1 else (FP8, "its weights have scales of several kinds.")
+
+
+def _compressed_group(group: Any) -> tuple[str, str]:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise InvalidInputError(f"a group of quantization_config must have weights, but it is {shown(group)}.")
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    if (bits, kind) != (8, "float"):
+        return FP8, f"its weights are {shown(kind)} of {shown(bits)} bits, not FP8."
+    if strategy in ("channel", "tensor"):
+        if not isinstance(group.get("input_activations"), Mapping):
+            return FP8, f"its weights are FP8 with one scale per {shown(strategy)}, but its activations are not FP8."
+        return ROWWISE, ""
+    if strategy != "block":
+        return FP8, f"its weights have one scale per {shown(strategy)}, not per row or per 128 x 128 block."
+    block = weights.get("block_structure")
+    if not isinstance(block, list) or len(block) != 2:
+        raise InvalidInputError(f"block_structure must be two numbers, but it is {shown(block)}.")
+    return FP8, blocks_not(*block)
 
 
 def _left_out(config: Mapping[str, Any]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:

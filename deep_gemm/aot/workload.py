@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.aot import checkpoint, inputs, model
+from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
 from deep_gemm.aot.inputs import parse_sizes, shown
 from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, Plan, check_op, is_masked
@@ -148,7 +148,8 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """The layers of a workload, and what of it was not understood.
 
     `what` is one of these, or a list of them:
-    - a shape: a `GemmShape`, a `Layer`, "64x7168x2048" (M x N x K), "7168x2048" (N x K), (n, k), or (n, k, groups);
+    - a shape: a `GemmShape`, a `Layer`, "64x7168x2048" (M x N x K), "7168x2048" (N x K), (n, k), or an entry as below.
+      Three numbers without names are refused: they could be M, N, K or N, K, groups;
     - a model's Hugging Face configuration, or the path of its `config.json`;
     - the path of a checkpoint: its directory, its `*.safetensors` or its `*.safetensors.index.json`. Names, sizes,
       formats and scales are then those of its tensors; only headers are read;
@@ -161,6 +162,8 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     InvalidInputError for anything else, and UnsupportedError for groups of an operation that has none.
     """
     check_op(op, grouped=True)
+    if isinstance(what, Mapping) and {"n", "k"} <= set(what):
+        return Plan(_entry(what, shown(what), (), op))
     if isinstance(what, Mapping):
         return _described(what, "the description", tp, ep, op)
     if isinstance(what, str) and inputs.is_shape(what):
@@ -175,8 +178,13 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
         return Plan((what,) if what.why_not else _checked(what))
     if isinstance(what, Iterable) and not isinstance(what, bytes | bytearray):
         items = list(what)
-        if isinstance(what, tuple) and 2 <= len(items) <= 3 and all(isinstance(item, int) for item in items):
-            return Plan(_entry(dict(zip(("n", "k", "groups"), items, strict=False)), shown(what), (), op))
+        if isinstance(what, tuple) and len(items) >= 2 and all(isinstance(item, int) for item in items):
+            if len(items) > 2:
+                raise InvalidInputError(
+                    f'{shown(what)} may be M, N, K or N, K, groups. Write "64x7168x2048" for M x N x K, (7168, 2048) '
+                    'for N x K at every M, or {"n": 7168, "k": 2048, "groups": 8} for a weight of each group.'
+                )
+            return Plan(_entry({"n": items[0], "k": items[1]}, shown(what), (), op))
         return Plan.join([plan(item, tp, ep, op) for item in items])
     raise InvalidInputError(
         "what must be a file, a checkpoint's directory, a model's description, or shapes such as (n, k) or 7168x2048, "
@@ -185,7 +193,12 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
 
 
 def _file(path: Path, tp: int, ep: int, op: str) -> Plan:
-    if checkpoint.is_checkpoint(path):
+    if not path.exists():
+        raise InvalidInputError(
+            f"{path} cannot be read: there is no such file or directory here. Nothing is downloaded: give a model's "
+            "local directory, in which its config.json is enough."
+        )
+    if headers.is_checkpoint(path):
         return checkpoint.plan(path, tp, ep, op)
     if path.is_dir():
         config = path / "config.json"

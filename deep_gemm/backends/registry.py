@@ -115,8 +115,8 @@ OperationOrClass = TypeVar("OperationOrClass", bound="Operation | type[Operation
 
 def backend(cls: BackendClass) -> BackendClass:
     """Register a subclass of `Backend`. A later one of the same name replaces it."""
-    if not cls.name or ":" in cls.name:
-        raise InvalidInputError(f"{cls.__name__}.name must be a name without ':', but it is {cls.name!r}.")
+    if not isinstance(cls.name, str) or not cls.name.strip() or set(":,") & set(cls.name):
+        raise InvalidInputError(f"{cls.__name__}.name must be a name without ':' and ',', but it is {cls.name!r}.")
     _backends[cls.name] = cls()
     return cls
 
@@ -128,7 +128,15 @@ def kernel(name: str, op: str, *, prepares: bool = False, easier: bool = False) 
     result. With ``prepares`` it returns a call that does this, see `Kernel.prepares`.
     """
 
+    parts = name.split(":") if isinstance(name, str) else []
+    if not 1 <= len(parts) <= 2 or not all(part.strip() for part in parts) or "," in name:
+        raise InvalidInputError(f"name must be that of a backend, or like 'triton:split', but it is {name!r}.")
+    if not isinstance(op, str) or not op.strip():
+        raise InvalidInputError(f"op must be the name of an operation, but it is {op!r}.")
+
     def register(function: Function) -> Function:
+        if not callable(function):
+            raise InvalidInputError(f"{name} must be a function of {op}'s operands, but it is {function!r}.")
         _kernels[name, op] = Kernel(name, op, function, prepares, easier)
         return function
 

@@ -117,12 +117,17 @@ class Runner:
         row = Result(op.name, dims, kernel.name, "ok")
         output = op.output(operands)
         output.fill_(float("nan"))
+        inputs = Inputs(operands, output)
         try:
             kernel(*operands)
             self._wait()
         except Exception as error:  # other libraries may raise anything
             self._lose_context(kernel.name)
+            if not self.lost:
+                inputs.restore()
             return replace(row, status="failed", why=_said(error))
+        if inputs.restore():
+            return replace(row, status="wrong", why="it changes its operands, which others read after it")
         result = op.result(operands)
         if kernel.easier:
             bad = int((~result.isfinite()).sum())
@@ -188,6 +193,32 @@ class Runner:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class Inputs:
+    """The operands of a call but for its output, with a copy of each."""
+
+    def __init__(self, operands: tuple[Any, ...], output: Tensor) -> None:
+        self._held = [(x, x.clone()) for x in _tensors(operands) if x.data_ptr() != output.data_ptr()]
+
+    def restore(self) -> bool:
+        """Give changed operands their values again. Whether there were any."""
+        changed = [(x, copy) for x, copy in self._held if not _same_bits(x, copy)]
+        for x, copy in changed:
+            x.copy_(copy)
+        return bool(changed)
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def _tensors(operands: Any) -> Iterable[Tensor]:
+    if isinstance(operands, Tensor):
+        yield operands
+    elif isinstance(operands, (tuple, list)):
+        for each in operands:
+            yield from _tensors(each)
 
 
 def _said(error: Exception) -> str:

@@ -190,14 +190,15 @@ def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:
     """The median time in which fresh processes with a CUDA context find, verify and load fifty kernels: from disk
     (including the search for a compiler), and from a pack."""
     from deep_gemm.aot import build
+    from deep_gemm.aot.outcomes import Outcome, Summary
     from deep_gemm.settings import child_environment, settings
 
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as nowhere:
         pack = Path(root, "kernels.dgpack")
         with settings.override(cache_dir=Path(root, "cache"), use_nvrtc=True):
-            outcomes: list[build.Outcome] = []
+            outcomes: list[Outcome] = []
             build.build_all(warm_start_kernels(), outcomes.append)
-            build.pack(build.Summary(tuple(outcomes), 0.0), pack)
+            build.pack(Summary(tuple(outcomes), 0.0), pack)
         common = {**child_environment("DG_JIT_PRECOMPILED"), "DG_JIT_USE_NVRTC": "1", "DG_JIT_FORBID_COMPILE": "1"}
         layers = {
             "disk": {"DG_JIT_CACHE_DIR": str(Path(root, "cache"))},

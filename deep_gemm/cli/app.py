@@ -9,7 +9,8 @@ import sys
 
 import click
 
-from deep_gemm.errors import DeepGemmError
+from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError
+from deep_gemm.settings import settings
 
 COMMANDS = {
     "bench": "Time kernels beside cuBLASLt; also host time and compiling.",
@@ -49,6 +50,12 @@ def groups() -> dict[str, list[tuple[str, str]]]:
     return {title: [(name.ljust(width), COMMANDS[name]) for name in names] for title, names in every.items() if names}
 
 
+class Refused(click.ClickException):
+    """Arguments, files or settings that cannot be used."""
+
+    exit_code = 2
+
+
 class LazyGroup(click.Group):
     """A group whose help needs no command's module, so that `--help` starts at once."""
 
@@ -70,6 +77,8 @@ class LazyGroup(click.Group):
         # An error of this package, or one about a file, is a sentence for the user; a traceback would hide it.
         try:
             return super().invoke(ctx)
+        except (InvalidInputError, SettingError) as error:
+            raise Refused(str(error)) from error
         except DeepGemmError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
@@ -82,11 +91,18 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="deep-gemm-jit", prog_name="deep-gemm")
 @click.pass_context
 def app(ctx: click.Context) -> None:
-    """FP8, BF16 and FP16 GEMM kernels for NVIDIA GPUs, compiled when first called."""
+    """FP8, BF16 and FP16 GEMM kernels for NVIDIA GPUs, compiled when first called.
+
+    Exits with 0 if all was done, with 1 if something failed or there was nothing to do, and with 2 for arguments, files
+    or settings that cannot be used.
+    """
     for stream in (sys.stdout, sys.stderr):
         # A file's name may hold bytes that the terminal cannot show.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if ctx.invoked_subcommand != "doctor":  # which says so among its findings
+        for text in settings.misspelt():
+            click.echo(f"Warning: {text}", err=True)
     if ctx.invoked_subcommand is None:
         click.echo(overview(), nl=False)
 
@@ -94,7 +110,7 @@ def app(ctx: click.Context) -> None:
 def overview() -> str:
     """What `deep-gemm` shows without arguments."""
     formatter = click.HelpFormatter(width=80)
-    formatter.write(f"{(app.help or '').strip()}\n\nStart here:\n")
+    formatter.write(f"{(app.help or '').strip().partition(chr(10))[0]}\n\nStart here:\n")
     with formatter.indentation():
         formatter.write_dl([(f"deep-gemm {arguments}", text) for arguments, text in FIRST], col_max=50)
     for title, commands in groups().items():

@@ -109,6 +109,8 @@ def command(
     modes = modes or ("flush",)
     out = console()
     rows = run.load(source) if source is not None else []
+    if source is not None and not rows:
+        raise click.ClickException(f"{source} has no rows, so there is nothing to show.")
     left_out: list[str] = []
     if source is None:
         gemm_modes = [mode for mode in modes if mode in GEMM_MODES]
@@ -145,6 +147,8 @@ def command(
             out.print(f"chart: {path}")
     if left_out:
         out.print(f"The time ran out before {len(left_out)} measurements: {'; '.join(left_out)}")
+    if not rows:
+        raise click.ClickException("nothing was measured.")
 
 
 def _shapes(

@@ -33,12 +33,17 @@ def command() -> None:
 
 
 @command.command("info")
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[PACK]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(as_json: bool) -> None:
-    """Where the cache is, whether it can be used, and what is in it and in the packs in use.
+def info(paths: tuple[Path, ...], as_json: bool) -> None:
+    """Where the cache is, whether it can be used, and what is in it and in the packs in use; or the kernels of each
+    PACK.
 
     The JSON is what deep_gemm.cache_info() returns; its statistics are of this process, which has built nothing.
     """
+    if paths:
+        _show_packs(paths, as_json)
+        return
     found = cache_info()
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -54,6 +59,25 @@ def info(as_json: bool) -> None:
     for one in found["packs"]:
         state = one["problem"] or f"{counted(one['kernels'], 'kernel')}, {size(one['bytes'])}"
         out.print(f"pack {one['path']} (named by {one['by']}): {state}")
+
+
+def _show_packs(paths: tuple[Path, ...], as_json: bool) -> None:
+    report, out = [], console()
+    for path in paths:
+        try:
+            found = packs.read(path, trust=True)
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"{path} is no pack that can be read: {error}") from error
+        kernels = sorted(found.kernels.values(), key=lambda one: (one.name, one.cuda))
+        one = {"path": str(path), "version": found.version, "bytes": found.cubin_bytes}
+        report.append(one | {"kernels": [kernel.to_json() for kernel in kernels]})
+        if not as_json:
+            written = f"written by deep_gemm {found.version}"
+            out.print(f"{path}: {counted(len(kernels), 'kernel')}, {size(found.cubin_bytes)}, {written}")
+            rows = [[x.name, x.arch, x.compiler, size(x.cubin_bytes), x.resources.registers] for x in kernels]
+            out.print(table("", ["kernel", "arch", "compiler", "size", "registers"], rows))
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
 
 
 @command.command("clear")

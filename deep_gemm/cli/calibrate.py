@@ -252,6 +252,8 @@ def _report(rows: list[dict[str, Any]]) -> None:
     from deep_gemm.bench import survey
 
     out = console()
+    if not any(row["mode"] in SURVEY_MODES for row in rows):
+        raise click.ClickException("there are no rows of surveys, so there is nothing to show.")
     for mode in SURVEY_MODES:
         found = {str(lines.shape_of(r)): survey.quality(r) for r in rows if r["mode"] == mode}
         if found:

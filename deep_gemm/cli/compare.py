@@ -74,7 +74,7 @@ def command(
 
     Without a GPU, torch's reference runs on the host, and Triton in its interpreter; the times are the host's.
 
-    Ends with status 1 if a result is wrong.
+    Ends with status 1 if a result is wrong, or nothing was compared.
     """
     from deep_gemm import backends as registry
     from deep_gemm.backends.results import Comparison
@@ -88,8 +88,11 @@ def command(
     if op is None:
         overview(out)
         return
-    ops = registry.operation_names() if op == "all" else op.split(",")
+    ops = list(registry.operation_names()) if op == "all" else [name for name in op.split(",") if name]
     names = [name for name in backends.split(",") if name]
+    for what, given in (("OP", ops), ("--backends", names)):
+        if not given:
+            raise click.UsageError(f"{what} has only commas: there is nothing to compare")
     sizes = {name: len(registry.get_operation(name).dims) for name in ops}
     for dims in shapes if len(ops) > 1 else ():
         if len(dims) not in sizes.values():
@@ -123,6 +126,8 @@ def command(
             out.print(f"written: {path}")
     if any(row.status == "wrong" for row in report.results):
         raise SystemExit(1)
+    if not any(row.status in ("ok", "easier") for row in report.results):
+        raise click.ClickException("nothing was compared.")
 
 
 def progress() -> Console:

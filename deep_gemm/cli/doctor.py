@@ -65,6 +65,7 @@ def examine() -> dict[str, Any]:
         "packs": _packs(),
         "other_packages": _others(),
         "settings": _settings(),
+        "misspelt": settings.misspelt(),
         "absent_backends": backends.absent(),
     }
     findings = judge(report)
@@ -183,9 +184,13 @@ def _print(report: dict[str, Any]) -> None:
         if gpu["calibration"]:
             fact(out, "", f"configs are chosen by {gpu['calibration']}")
     fact(out, "headers", f"{report['headers']['path']} ({report['headers']['files']} files)")
+    by_edit: dict[str | None, list[str]] = {}
     for name, edit in report["post_passes"].items():
+        by_edit.setdefault(edit, []).append(name)
+    for edit, names in by_edit.items():
         how = f"edited after compiling by {edit}" if edit else "as the compiler made them"
-        fact(out, "kernel", f"{name}: cubins {how}")
+        some = f" ({', '.join(names)})" if edit else ""
+        fact(out, "cubins", f"of {counted(len(names), 'kind')} of kernels {how}{some}")
     cache = report["cache"]
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"

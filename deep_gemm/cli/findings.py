@@ -87,6 +87,9 @@ def _of_install(report: dict[str, Any]) -> list[Finding]:
     if others := "; ".join(report["other_packages"]):
         action = f"Keep one deep_gemm: uninstall the other, or take it off PYTHONPATH ({others})."
         found.append(Finding(f"Another deep_gemm is on the path: {others}.", action, problem=True))
+    for text in report.get("misspelt", ()):
+        name = text.partition(" ")[0]
+        found.append(Finding(text, f"Correct the name of {name}, or unset it."))
     for entry in report["settings"]:
         if "invalid" in entry["source"]:
             action = f"Correct {entry['variable']}, or unset it."
@@ -110,7 +113,8 @@ def _of_gpus(report: dict[str, Any]) -> list[Finding]:
     for gpu in report["gpus"]:
         if gpu["why"]:
             action = (
-                f"Use another GPU than GPU {gpu['index']}, or set DG_FALLBACK=torch to run the slow reference on it."
+                f"Use another GPU than GPU {gpu['index']}, or set DG_FALLBACK=cublaslt,triton,torch to run calls on it "
+                "by cuBLAS, else by Triton, else by the slow reference."
             )
             found.append(Finding(f"GPU {gpu['index']}: {gpu['why']}", action))
     return found

@@ -42,6 +42,7 @@ def command(
     found = parse_shape(shape)
     if len(found) != 1:
         raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
+    op = op or layers.FP8
     layers.check_op(op, grouped=True)
     if groups > 1 and op not in layers.GROUPED_OPS:
         raise click.UsageError(f"--groups is for {', '.join(layers.GROUPED_OPS)}: name one of them with --op, not {op}")

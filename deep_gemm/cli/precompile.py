@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,11 @@ from deep_gemm.cli.shape_options import model_option, shape_option, tp_option
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
-    from deep_gemm.aot.build import Outcome, Summary, Work
+    from deep_gemm.aot.outcomes import Outcome, Summary, Work
     from deep_gemm.aot.workload import GemmShape
 
+MAX_REASONS = 3
+"""How many kinds of failures are printed."""
 FAILED, PARTIAL = 1, 3
 """Exit statuses. Click's own, for a wrong use, is 2."""
 
@@ -51,6 +54,13 @@ FAILED, PARTIAL = 1, 3
 @click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
 @click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
 @click.option(
+    "--card",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="GPU model to serve on, such as H20, or all; repeatable. [H100, H200, those here]",
+)
+@click.option(
     "--shard",
     "shard_text",
     metavar="I/N",
@@ -75,6 +85,7 @@ def command(
     training: bool,
     arch: str,
     num_sms: int | None,
+    models: tuple[str, ...],
     shard_text: str | None,
     jobs: int | None,
     pack: Path | None,
@@ -95,15 +106,17 @@ def command(
     Each layer is listed with its N x K on one GPU, and with the reason if it has no kernel. Later processes find the
     kernels on disk. Machines without a compiler find them in a pack that DG_JIT_PRECOMPILED names.
 
-    Exits with 3 and compiles nothing if a layer is not understood or has no kernel; --allow-partial goes on with the
-    rest. Exits with 1 and writes no pack if a kernel failed or could not be stored.
+    Exits with 3 and compiles nothing if a layer is not understood or has no kernel ("no"), also with --dry-run;
+    --allow-partial goes on with the rest, if there is any. Layers that engines multiply by other libraries
+    ("elsewhere") need no kernel. Exits with 1 and writes no pack if a kernel failed or could not be stored.
     """
-    from deep_gemm.aot import build, shard
+    from deep_gemm.aot import build, cards, shard
 
     if not texts and path is None:
         raise click.UsageError("nothing to compile: give --shape or --model")
     ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else None
     part = shard.parse(shard_text) if shard_text is not None else None
+    on = cards.parse(models) if models else cards.default(num_sms)
     # --shape takes shapes only, even if a file of that name exists.
     layers.check_op(op, grouped=True)
     asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8, groups=groups) for text in texts]
@@ -111,36 +124,40 @@ def command(
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op)
         every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
-        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms)
+        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms, on)
     report: dict[str, Any] = {
         "arch": arch,
+        "cards": [card.name for card in on],
         "layers": [
             _described(layer, work, _span(ms) if ms is not None else f"every M to {layer.most_rows(max_m)}")
             for layer in found.layers
         ],
         "problems": list(found.problems),
+        "unknown": list(found.unknown),
         "kernels": len(work.kernels),
     }
-    stops = bool(found.problems) and not allow_partial
+    where = f"{arch} ({', '.join(report['cards'])})"
+    lacking, nothing = bool(found.problems or work.impossible), not work.kernels
+    stops = nothing or (lacking and not allow_partial)
     if not as_json:
         _print_plan(report)
     if stops or dry_run:
         report["compiled"] = None
         if as_json:
             click.echo(json.dumps(report, indent=2))
+        elif nothing:
+            click.echo("No layer has a kernel, so there is nothing to compile.")
         elif stops:
             click.echo("Nothing was compiled. --allow-partial compiles the layers that have kernels.")
         else:
-            click.echo(f"{counted(len(work.kernels), 'kernel')} would be compiled, or found ready, for {arch}.")
+            click.echo(f"{counted(len(work.kernels), 'kernel')} would be compiled, or found ready, for {where}.")
         raise SystemExit(PARTIAL if stops else 0)
-    if not work.kernels and not work.impossible:
-        raise click.ClickException("no layer has a kernel, so there is nothing to compile.")
     if pack is None and (why := _nowhere(work)):
         raise click.ClickException(
             f"kernels would be compiled and stored nowhere: {why}. Set DG_JIT_CACHE_DIR, or give --pack."
         )
     summary = _build(work, part, jobs, as_json)
-    _finish(report, summary, f"{arch}, shard {shard_text}" if part else arch, pack, as_json)
+    _finish(report, summary, f"{where}, shard {shard_text}" if part else where, pack, as_json)
 
 
 def _build(work: Work, part: tuple[int, int] | None, jobs: int | None, quiet: bool) -> Summary:
@@ -219,12 +236,13 @@ def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
         "kernels": 0 if layer.why_not else kernels,
         "served": not why_not,
         "why_not": why_not,
+        "elsewhere": layer.elsewhere,
     }
 
 
 def _served(one: dict[str, Any]) -> str:
     if one["why_not"]:
-        return f"no: {one['why_not']}"
+        return f"{'elsewhere' if one['elsewhere'] else 'no'}: {one['why_not']}"
     return "yes" if one["op"] == layers.FP8 else f"yes, by {one['op']}"
 
 
@@ -240,12 +258,12 @@ def _span(ms: Sequence[int]) -> str:
 def _print_plan(report: dict[str, Any]) -> None:
     rows = [[one["name"] or "-", _size(one), one["m"], one["kernels"], _served(one)] for one in report["layers"]]
     out = console()
+    if len(rows) > 1:  # layers share kernels, so the column does not add up
+        rows.append(["all together", "", "", report["kernels"], ""])
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
-    told = tuple(one["why_not"] for one in report["layers"] if one["why_not"])
-    for problem in report["problems"]:
-        if not problem.endswith(told):  # the table says so already
-            fact(out, "problem", problem)
+    for problem in report["unknown"]:  # the table has the others
+        fact(out, "problem", problem)
 
 
 def _print_kernels(summary: Summary) -> None:
@@ -258,9 +276,24 @@ def _print_kernels(summary: Summary) -> None:
             cells = [outcome.name, len(outcome.shapes), outcome.binary.layer, resources.registers, spills, took]
             rows.append(cells)
     out.print(table("", ["kernel", "shapes", "from", "registers", "spills", "compile"], rows))
+    kinds: dict[str, list[Outcome]] = {}
     for outcome in summary.failed:
+        kinds.setdefault(_reason(outcome), []).append(outcome)
+    for outcome, *others in list(kinds.values())[:MAX_REASONS]:
         asked = ", ".join(map(str, outcome.shapes[:4])) + (", ..." if len(outcome.shapes) > 4 else "")
         out.print(f"failed: {outcome.name}{f' (for {asked})' if asked else ''}\n{outcome.error}")
+        if others:
+            names = ", ".join(other.name for other in others[:8]) + (", ..." if len(others) > 8 else "")
+            out.print(f"failed for the same reason: {counted(len(others), 'kernel')}: {names}")
+    if left := sum(map(len, list(kinds.values())[MAX_REASONS:])):
+        reasons = counted(len(kinds) - MAX_REASONS, "other reason")
+        out.print(f"failed for {reasons}: {counted(left, 'kernel')}; --json has them all")
+
+
+def _reason(outcome: Outcome) -> str:
+    """What failures of the same kind have in common: the error without names of kernels, keys and numbers."""
+    text = getattr(outcome.error, "summary", str(outcome.error)).replace(outcome.name, "*")
+    return f"{type(outcome.error).__name__} {re.sub(r'[0-9a-f]{8,}|[0-9]+', '*', text)}"
 
 
 def _nowhere(work: Work) -> str:

@@ -76,13 +76,20 @@ def command(
     if as_json:
         report = {"learned": learned, "shapes": rows, "left_out": left_out, "problems": list(found.problems)}
         click.echo(json.dumps(report, indent=2))
+        _check_done(chosen, learned)
         return
     for name, counts in learned.items():
         click.echo(f"{name}: {', '.join(f'{count} rows {what}' for what, count in counts.items()) or 'no rows'}")
-    for text in (*left_out, *found.problems):
+    for text in (*left_out, *found.unknown):
         click.echo(f"left out: {text}")
     if chosen:
         click.echo(f"{counted(len(rows), 'shape')} of {len(chosen)} measured; the others were known, or are left out.")
+    _check_done(chosen, learned)
+
+
+def _check_done(chosen: list[GemmShape], learned: dict[str, dict[str, int]]) -> None:
+    if not chosen and not any(sum(counts.values()) for counts in learned.values()):
+        raise click.ClickException("there was nothing to measure and nothing to learn.")
 
 
 def _is_tuned(layer: layers.Layer) -> bool:

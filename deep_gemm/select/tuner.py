@@ -111,9 +111,9 @@ class Store:
             spec |= {name: Operand(**spec[name]) for name in ("a", "b", "d")}
             spec["block_multiple"] = tuple(spec["block_multiple"])
             record = Record(GemmSpec(**spec), {str(name): float(us) for name, us in times.items()})
-            sound = record.times and all(0 < us < math.inf for us in record.times.values())
+            sound = record.times and all(0 < us < math.inf for us in record.times.values()) and _has_sizes(record.spec)
             return record if sound and body["format"] == FORMAT and self._key(record.spec) == key else None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return None
 
 
@@ -170,6 +170,12 @@ def label(config: GemmConfig) -> str:
 
 def _folder(device: str) -> str:
     return device.replace("/", "_")
+
+
+def _has_sizes(spec: GemmSpec) -> bool:
+    """Whether the sizes of a spec, by which records are compared, are numbers that calls can have."""
+    sizes = (spec.m, spec.n, spec.k, spec.expected_m)
+    return all(type(size) is int and 0 <= size < 1 << 31 for size in sizes) and 0 not in sizes[:2]
 
 
 def _kind(spec: GemmSpec) -> GemmSpec:

@@ -86,6 +86,27 @@ def test_what_there_is_not_is_said_in_words(name: str, op: str, error: type[Exce
         backends.get_kernel(name, op)
 
 
+@pytest.mark.parametrize(
+    ("name", "op", "function", "says"),
+    [
+        *((name, "fp8_gemm_nt", len, "name must be that of a backend") for name in ("", " ", ":", "a:", ":b", "a:b:c")),
+        *((name, "fp8_gemm_nt", len, "name must be that of a backend") for name in ("a,b", None, 3)),
+        *(("mine", op, len, "op must be the name of an operation") for op in ("", None)),
+        ("mine", "fp8_gemm_nt", None, "mine must be a function of fp8_gemm_nt's operands"),
+    ],
+)
+def test_a_kernel_that_no_compare_could_run_is_refused(name: Any, op: Any, function: Any, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        backends.kernel(name, op)(function)
+    assert backends.compare("fp8_gemm_nt", [(16, 16, 128)], ["torch"], device="cpu").results[0].status == "ok"
+
+
+@pytest.mark.parametrize("name", ["", " ", "a:b", "a,b", None])
+def test_a_backend_without_a_usable_name_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidInputError, match="must be a name without"):
+        backends.backend(type("Mine", (backends.Backend,), {"name": name}))
+
+
 def test_an_absent_backend_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     @backends.backend
     class Far(backends.Backend):

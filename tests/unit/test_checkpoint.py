@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deep_gemm.aot import checkpoint, workload
-from deep_gemm.aot.layers import Plan
+from deep_gemm.aot import headers, workload
+from deep_gemm.aot.layers import FP8, ROWWISE, Plan
 from deep_gemm.errors import InvalidInputError
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -153,12 +153,8 @@ def test_linear_attention_of_qwen3_5(tmp_path: Path) -> None:
     ("tensors", "words"),
     [
         (fp8("a.o_proj", 512, 512, 64), "64 x 64 blocks"),
-        ({"a.o_proj.weight": ("F8_E4M3", (512, 512)), "a.o_proj.weight_scale": ("F32", ())}, "one scale per tensor"),
-        (
-            {"a.o_proj.weight": ("F8_E4M3", (512, 512)), "a.o_proj.weight_scale": ("F32", (1, 1))},
-            "one scale per tensor",
-        ),
-        ({"a.o_proj.weight": ("F8_E4M3", (512, 256)), "a.o_proj.weight_scale": ("F32", (512, 1))}, "one scale per row"),
+        ({"a.o_proj.weight": ("F8_E4M3", (512, 256)), "a.o_proj.weight_scale": ("U8", (512, 8))}, "scales are U8"),
+        ({"a.o_proj.weight": ("F8_E4M3", (512, 256)), "a.o_proj.weight_scale": ("F32", (512, 8))}, "not per 128 x 128"),
         ({"a.o_proj.weight": ("F8_E4M3", (512, 256))}, "no scales"),
         ({"a.o_proj.weight": ("F8_E5M2", (512, 256))}, "F8_E5M2"),
         (fp8("a.o_proj", 512, 512) | {"a.o_proj.input_scale": ("F32", ())}, "activations"),
@@ -171,7 +167,67 @@ def test_other_formats_are_not_served(tmp_path: Path, tensors: Tensors, words: s
     found = plan(tmp_path, tensors)
     assert served(found) == {}
     assert words in why_not(found)["a.o_proj"]
-    assert found.problems
+    assert any(words in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("scale", "op"),
+    [
+        ({"weight_scale": ("F32", ())}, ROWWISE),
+        ({"weight_scale": ("F32", (1, 1)), "input_scale": ("F32", (1,))}, ROWWISE),
+        ({"weight_scale": ("BF16", (512, 1))}, ROWWISE),
+        ({"weight_scale": ("F32", (512,))}, ROWWISE),
+        ({"weight_scale": ("F32", (4, 2))}, FP8),
+        ({"scale": ("F8_E8M0", (4, 2))}, FP8),
+    ],
+)
+def test_scales_of_rows_tensors_and_blocks_are_served(
+    tmp_path: Path, scale: dict[str, tuple[str, tuple[int, ...]]], op: str
+) -> None:
+    """The names and dtypes are those of compressed-tensors, ModelOpt and DeepSeek-V4."""
+    tensors: Tensors = {"a.o_proj.weight": ("F8_E4M3", (512, 256))}
+    tensors |= {f"a.o_proj.{name}": stored for name, stored in scale.items()}
+    found = plan(tmp_path, tensors)
+    assert found.problems == ()
+    assert [(layer.n, layer.k, layer.op) for layer in found.served] == [(512, 256, op)]
+
+
+def test_a_part_of_a_matrix_with_scales_of_rows_need_not_end_with_a_block(tmp_path: Path) -> None:
+    """Two GPUs share a matrix of 192 rows; q, k and v are joined though 96 rows are no whole block."""
+    tensors: Tensors = {}
+    for name, n in (("q_proj", 192), ("k_proj", 64), ("v_proj", 64)):
+        tensors[f"a.{name}.weight"] = ("F8_E4M3", (n, 256))
+        tensors[f"a.{name}.weight_scale"] = ("F32", (n, 1))
+    found = plan(tmp_path, tensors, None, 2)
+    assert found.problems == ()
+    assert served(found) == {"a.qkv_proj": (160, 256)}
+
+
+def wide(shapes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> Tensors:
+    return {f"{name}.weight": (dtype, shape) for name, shape in shapes.items()}
+
+
+def test_a_model_of_16_bits_has_no_layer_that_stays_in_16_bits(tmp_path: Path) -> None:
+    """What engines leave in BF16 when they cast a model to FP8 is a layer like others in a model of BF16."""
+    tensors = wide(
+        {
+            "mtp.fc": (2048, 4096),
+            "model.layers.92.eh_proj": (2048, 4096),
+            "model.layers.0.linear_attn.in_proj_ba": (64, 2048),
+            "model.layers.0.self_attn.o_proj": (2048, 4096),
+            "model.layers.0.mlp.gate": (512, 2048),
+            "lm_head": (32000, 2048),
+        }
+    )
+    found = plan(tmp_path, tensors)
+    assert found.problems == ()
+    assert set(served(found)) == {"mtp.fc", "model.layers.*.eh_proj", "linear_attn.in_proj_ba", "o_proj"}
+    assert {layer.op for layer in found.served} == {"bf16_gemm_nt"}
+    assert not [why for why in why_not(found).values() if "FP8" in why]
+    cast = workload.plan(tmp_path, op="fp8_gemm_nt")
+    assert cast.problems == ()
+    assert set(served(cast)) == {"o_proj"}
+    assert why_not(cast)["mtp.fc"] == "it stays in BF16."
 
 
 def test_a_model_of_bfloat16_is_taken_as_cast_when_loaded(tmp_path: Path) -> None:
@@ -187,6 +243,7 @@ def test_bert_has_weights_that_nobody_casts(tmp_path: Path) -> None:
     assert served(found) == {}
     assert len(found.problems) == 2
     assert "bert.encoder.layer.*.attention.self.query" in " ".join(found.problems)
+    assert "FP8" not in " ".join(found.problems), "there is none in this model"
 
 
 def test_how_gpus_share_a_weight_with_an_unknown_name_is_not_guessed(tmp_path: Path) -> None:
@@ -263,7 +320,7 @@ def test_a_damaged_header_is_refused_in_one_sentence(tmp_path: Path, data: bytes
     path = tmp_path / "a.safetensors"
     path.write_bytes(data)
     with pytest.raises(InvalidInputError) as refused:
-        checkpoint.header(path)
+        headers.header(path)
     assert len(str(refused.value)) < 700
 
 

@@ -39,6 +39,23 @@ def add() -> Add:
     return compare
 
 
+def test_what_changes_its_operands_is_wrong_and_harms_no_other(add: Add) -> None:
+    def greedy(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * y + z)
+        y.zero_()
+
+    def careless(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, out: torch.Tensor) -> None:
+        x.fill_(float("nan"))
+        raise RuntimeError("too late")
+
+    for function, status, why in ((greedy, "wrong", "it changes its operands"), (careless, "failed", "too late")):
+        rows = add(function)
+        assert rows["mine"].status == status
+        assert why in rows["mine"].why
+        assert rows["mine"].timing is None
+        assert rows["torch"].status == "ok", rows["torch"]
+
+
 def put(x: Any, y: Any, z: Any, out: torch.Tensor) -> None:
     out.copy_(x * y + z)
 

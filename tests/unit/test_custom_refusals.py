@@ -11,6 +11,7 @@ from custom_gpu import BODY, PARAMETERS, CustomGpu, made, own, scale_add, vector
 
 import deep_gemm
 from deep_gemm import InvalidInputError, LaunchConfig, tensor_map
+from deep_gemm.jit.generator import include_dir
 
 __all__ = ["own"]
 
@@ -143,3 +144,38 @@ def test_a_wrong_launch_is_named(own: CustomGpu, config: Any, says: str) -> None
 def test_what_tma_cannot_address_is_refused(x: torch.Tensor, box: Any, says: str) -> None:
     with pytest.raises(InvalidInputError, match=says):
         tensor_map(x, box)
+
+
+@pytest.mark.parametrize("text", ["/*{{1}}*/ out[0] = 1;", "/*% if %*/", "/*{ x }*/ /*{ }*/"])
+def test_a_body_that_is_no_jinja_is_refused(text: str) -> None:
+    kernel = deep_gemm.kernel(PARAMETERS, body=text)(scale_add)
+    with pytest.raises(InvalidInputError, match=r"Template scale_add:[0-9]+ is not valid Jinja"):
+        kernel.source(*vectors(), 2.0)
+
+
+def test_a_reference_makes_no_gradients() -> None:
+    """As the kernel does on a GPU: its output is no part of a graph."""
+    kernel = deep_gemm.kernel(PARAMETERS, body=BODY)(scale_add)
+
+    @kernel.reference
+    def in_torch(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+        out.copy_(scale * x + y)
+
+    out, x, y = vectors()
+    x.requires_grad_()
+    kernel(out, x, y, 2.0)
+    assert not out.requires_grad
+    assert torch.equal(out, 2.0 * x.detach() + y)
+
+
+@pytest.mark.parametrize(
+    "text", ['#include "/dev/zero"', "  # include </dev/zero>", '#include "../../../../../../../dev/zero"']
+)
+def test_a_body_that_includes_no_regular_file_is_refused(text: str) -> None:
+    """NVRTC has no time limit, and reads until memory is full."""
+    kernel = deep_gemm.kernel(PARAMETERS, source=f"{text}\n/*{{ signature }}*/")(scale_add)
+    path = text.rpartition("include")[2].strip(' "<>')
+    if not (include_dir() / path).exists():
+        pytest.skip(f"{path} does not lead there from here")
+    with pytest.raises(InvalidInputError, match=r"zero, which is no regular file"):
+        kernel.source(*vectors(), 2.0)

@@ -63,9 +63,10 @@ def actions(**changes: Any) -> list[str]:
         ({"other_packages": ["/y/deep_gemm"]}, ["/y/deep_gemm"], True),
         ({"gpus": [], "package": report()["package"] | {"torch_cuda": None}}, ["CUDA build of torch"], False),
         ({"gpus": []}, ["CUDA_VISIBLE_DEVICES"], False),
-        ({"gpus": [GPU | {"arch": None, "why": "it has no kernels"}]}, ["DG_FALLBACK=torch"], False),
+        ({"gpus": [GPU | {"arch": None, "why": "it has no kernels"}]}, ["DG_FALLBACK=cublaslt,triton,torch"], False),
         ({"cache": report()["cache"] | {"writable": False}}, ["DG_JIT_CACHE_DIR"], False),
         ({"cache": report()["cache"] | {"problem": "others can write to it"}}, ["DG_JIT_CACHE_DIR"], False),
+        ({"misspelt": ["DG_JIT_CACHE is no setting"]}, ["Correct the name of DG_JIT_CACHE"], False),
         ({"gpus": [], "driver_cuda": None}, [], False),
         ({}, [], False),
     ],
@@ -112,6 +113,30 @@ def test_doctor_says_that_compiling_is_forbidden(monkeypatch: pytest.MonkeyPatch
         "Kernels can be taken from packs and the cache and run here. "
         "DG_JIT_FORBID_COMPILE forbids compiling. Nothing to do."
     )
+
+
+def test_the_edit_of_cubins_takes_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = {f"kernel {index}": "FFMA edit 3" if index < 2 else None for index in range(17)}
+    found = [line for line in shown(monkeypatch, post_passes=passes) if "cubins" in line]
+    assert found == [
+        "cubins     of 2 kinds of kernels edited after compiling by FFMA edit 3 (kernel 0, kernel 1)",
+        "cubins     of 15 kinds of kernels as the compiler made them",
+    ]
+
+
+def test_a_misspelt_setting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_CACHEDIR", "/x")
+    monkeypatch.setenv("DG_OTHER", "1")
+    assert settings.misspelt() == [
+        "DG_JIT_CACHEDIR is no setting of deep_gemm, and has no effect. Did you mean DG_JIT_CACHE_DIR?",
+        "DG_OTHER is no setting of deep_gemm, and has no effect. `deep-gemm doctor` and the docs list the settings.",
+    ]
+    for command in (["doctor"], ["cache", "info"], []):
+        output = CliRunner().invoke(app, command).output
+        assert "Did you mean DG_JIT_CACHE_DIR?" in " ".join(output.split())
+    monkeypatch.delenv("DG_JIT_CACHEDIR")
+    monkeypatch.delenv("DG_OTHER")
+    assert not settings.misspelt()
 
 
 def test_settings_are_shown_as_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

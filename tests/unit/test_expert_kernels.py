@@ -117,10 +117,14 @@ def test_helpers_come_along(prepared: dict[str, tuple[Layer, set[KernelParams]]]
 
 
 def test_shapes_with_groups() -> None:
-    for what in ((512, 256, 8), {"shapes": [{"n": 512, "k": 256, "groups": 8}]}, Layer("", 512, 256, groups=8)):
+    for what in (
+        {"n": 512, "k": 256, "groups": 8},
+        {"shapes": [{"n": 512, "k": 256, "groups": 8}]},
+        Layer("", 512, 256, groups=8),
+    ):
         layers = workload.plan(what).layers
         assert [(x.op, x.groups, x.n, x.k) for x in layers] == [(op, 8, 512, 256) for op in FP8]
-    assert [x.op for x in workload.plan((512, 256, 8), op="bf16_gemm_nt").layers] == list(BF16)
+    assert [x.op for x in workload.plan({"n": 512, "k": 256, "groups": 8}, op="bf16_gemm_nt").layers] == list(BF16)
     (one,) = workload.plan({"shapes": [{"n": 512, "k": 256, "op": FP8[2], "groups": 8, "m": [3, 5]}]}).layers
     assert workload.shapes([one], [1]) == [GemmShape(m, 512, 256, op=FP8[2], groups=8) for m in (3, 5)]
     # Of masked groups the rows that are expected count.
@@ -162,12 +166,12 @@ def test_wrong_groups_are_refused_in_words(what: Any, error: type[Exception], wo
 
 def test_groups_that_no_call_can_have() -> None:
     assert (
-        build.plan((2048, 2048, 1 << 20))
+        build.plan({"n": 2048, "k": 2048, "groups": 1 << 20})
         .problems[0]
         .endswith("more than 2147483647 rows or columns of all groups is not supported.")
     )
-    assert "K must be a multiple of 16" in build.plan((512, 250, 8)).problems[0]
-    assert build.plan((512, 250, 8), op="bf16_gemm_nt").problems == ()
+    assert "K must be a multiple of 16" in build.plan({"n": 512, "k": 250, "groups": 8}).problems[0]
+    assert build.plan({"n": 512, "k": 250, "groups": 8}, op="bf16_gemm_nt").problems == ()
     work = build.choose([GemmShape(64, 512, 256, op=FP8[0], groups=1025)])
     assert "1025 groups are more than 1024" in str(work.impossible[0].error)
 
@@ -227,7 +231,7 @@ def test_after_compiling_ahead_no_routing_compiles(cache_dir: Path, monkeypatch:
     from deep_gemm.jit import builder
 
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    summary = deep_gemm.precompile((512, 256, 4), max_m=300, jobs=2)
+    summary = deep_gemm.precompile({"n": 512, "k": 256, "groups": 4}, max_m=300, jobs=2)
     assert summary.failed == []
     # As in another process: a builder without this one's memory.
     monkeypatch.setattr(engine, "default_builder", builder.Builder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,13 @@ def test_experts_of_another_format_have_no_kernel(op: str) -> None:
     assert {layer.why_not for layer in of_experts(found)} == {
         f"experts run in FP8 or bfloat16, and {op} has no form with groups."
     }
-    assert found.problems == ()
+    assert [problem.split(" ")[0] for problem in found.problems] == ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def test_experts_that_are_left_out_of_quantisation_or_in_another_format() -> None:
     left_out = QWEN3_MOE | {"quantization_config": BLOCKS | {"modules_to_not_convert": ["experts"]}}
     assert {layer.why_not for layer in of_experts(model.plan(left_out))} == {"quantization_config leaves it as it is."}
+    assert model.plan(left_out).problems == ()
     awq = QWEN3_MOE | {"quantization_config": {"quant_method": "awq"}}
     found = of_experts(model.plan(awq))
     assert [layer.why_not for layer in found] == ["its weights are 4-bit integers (AWQ)."] * 2, "each once"
@@ -249,7 +251,136 @@ def test_experts_that_are_one_tensor(tmp_path: Path, transposed: bool) -> None:
     packed = {name: ("F8_E4M3", shape) for name, (_, shape) in tensors.items()}
     (tmp_path / "other").mkdir()
     words = {layer.why_not for layer in of_experts(checkpoint(tmp_path / "other", packed, QWEN3_MOE))}
-    assert words == {"all its experts are one tensor, which is read in bfloat16 only."}
+    assert words == {"it has no scales."}
+    (tmp_path / "blocks").mkdir()
+    packed |= {f"{at}.gate_up_proj_scale_inv": ("F32", (128, -(-up[0] // 128), -(-up[1] // 128)))}
+    packed |= {f"{at}.down_proj.weight_scale_inv": ("F32", (128, -(-down[0] // 128), -(-down[1] // 128)))}
+    found = checkpoint(tmp_path / "blocks", packed, QWEN3_MOE)
+    if transposed:
+        assert all("must be N x K" in problem for problem in found.problems)
+        assert len(found.problems) == 2
+    else:
+        assert sizes(found) == in_each(FP8, (128, 1536, 2048), (128, 2048, 768))
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("config", [GPT_OSS, GPT_OSS | {"model_type": "new"}, None])
+def test_which_way_stacked_experts_lie(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    """gpt-oss keeps K x N, with K = N of the other; its weights tell so, whether its config is known or not."""
+    at = "model.layers.0.mlp.experts"
+    tensors: Tensors = {
+        f"{at}.gate_up_proj": ("BF16", (32, 2880, 5760)),
+        f"{at}.gate_up_proj_bias": ("BF16", (32, 5760)),
+        f"{at}.down_proj": ("BF16", (32, 2880, 2880)),
+        f"{at}.down_proj_bias": ("BF16", (32, 2880)),
+    }
+    found = checkpoint(tmp_path, tensors, config)
+    assert found.problems == ()
+    assert sizes(found) == in_each(BF16, (32, 5760, 2880), (32, 2880, 2880))
+
+
+def test_which_way_stacked_experts_lie_is_not_guessed(tmp_path: Path) -> None:
+    at = "model.layers.4.moe"
+    tensors: Tensors = {
+        f"{at}.gate_proj.weight": ("BF16", (48, 5120, 7168)),
+        f"{at}.up_proj.weight": ("BF16", (48, 5120, 7168)),
+        f"{at}.down_proj.weight": ("BF16", (48, 7168, 5120)),
+    }
+    found = checkpoint(tmp_path, tensors, None)
+    assert found.served == ()
+    assert all("may be N x K or K x N" in problem for problem in found.problems)
+    assert len(found.problems) == 2
+    table: Tensors = {"model.embed_tokens.weight": ("BF16", (1000, 7168))}
+    step3 = {"model_type": "step3v", "text_config": {"hidden_size": 7168, "num_attention_heads": 64, "head_dim": 256}}
+    for more, config in ((table, None), ({}, step3)):
+        (tmp_path / "config.json").unlink(missing_ok=True)
+        found = checkpoint(tmp_path, tensors | more, config)
+        assert found.problems == ()
+        want = {("moe.gate_up_proj", 48, 10240, 7168), ("moe.down_proj", 48, 7168, 5120)}
+        assert {(layer.name, layer.groups, layer.n, layer.k) for layer in found.served} == want
+        assert {layer.op for layer in found.served} == set(BF16)
+
+
+def test_experts_in_mxfp4_are_told(tmp_path: Path) -> None:
+    at = "model.layers.0.mlp.experts"
+    tensors: Tensors = {
+        f"{at}.gate_up_proj_blocks": ("U8", (32, 5760, 90, 16)),
+        f"{at}.gate_up_proj_scales": ("U8", (32, 5760, 90)),
+        f"{at}.down_proj_blocks": ("U8", (32, 2880, 90, 16)),
+        f"{at}.down_proj_scales": ("U8", (32, 2880, 90)),
+        "model.layers.0.self_attn.o_proj.weight": ("BF16", (2880, 4096)),
+    }
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    found = checkpoint(tmp_path, tensors, GPT_OSS | {"quantization_config": mxfp4})
+    words = {layer.name: (layer.n, layer.k, layer.why_not) for layer in found.layers}
+    assert words == {
+        "experts.gate_up_proj": (5760, 2880, "its weights are 4-bit floats (MXFP4)."),
+        "experts.down_proj": (2880, 2880, "its weights are 4-bit floats (MXFP4)."),
+        "o_proj": (2880, 4096, "it stays in BF16."),
+    }
+    assert len(found.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.block_sparse_moe.input_linear.weight", (32, 1024, 1536)),
+        ("model.layers.0.ffn.experts.mlp.w1", (1024, 512)),
+        ("model.layers.0.ffn.experts.mlp.w1.weight", (1024, 512)),
+        ("model.layers.0.mlp.experts.wi_0", (8, 1024, 512)),
+        ("model.layers.0.mlp.experts.3.wi", (1024, 512)),
+    ],
+)
+def test_no_weight_of_experts_vanishes(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    o_proj: Tensors = {"model.layers.0.self_attn.o_proj.weight": ("BF16", (512, 512))}
+    found = checkpoint(tmp_path, o_proj | {name: ("BF16", shape)}, None)
+    assert {layer.name for layer in found.served} == {"o_proj"}
+    (problem,) = found.problems
+    assert problem.startswith(re.sub(r"(?<=[.])[0-9]+(?=[.])", "*", name))
+    assert "no kernel is prepared for it" in problem
+
+
+def test_tensors_that_no_gemm_multiplies_are_no_problem(tmp_path: Path) -> None:
+    tensors: Tensors = {
+        "model.layers.0.self_attn.o_proj.weight": ("BF16", (512, 512)),
+        "model.layers.0.linear_attn.conv1d.weight": ("BF16", (8192, 1, 4)),
+        "model.visual.patch_embed.proj.weight": ("BF16", (1152, 3, 2, 16, 16)),
+        "model.visual.pos_embed.weight": ("BF16", (1, 2304, 1152)),
+        "model.layers.0.mlp.experts.e_score_correction_bias": ("F32", (8, 64)),
+    }
+    assert checkpoint(tmp_path, tensors, None).problems == ()
+
+
+@pytest.mark.parametrize("number", ["65536", "1000000000", "10000000000", "9" * 5000])
+def test_an_expert_with_a_number_that_no_model_has(tmp_path: Path, number: str) -> None:
+    tensors = fp8(f"model.layers.0.mlp.experts.{number}.down_proj", 256, 256)
+    with pytest.raises(InvalidInputError, match="experts are numbered from 0 to 65535") as refused:
+        checkpoint(tmp_path, tensors, None)
+    assert len(str(refused.value)) < 300
+    stack: Tensors = {"model.layers.0.mlp.experts.down_proj": ("BF16", (int(number[:10]) + 1, 256, 256))}
+    with pytest.raises(InvalidInputError, match="65536 are the most"):
+        checkpoint(tmp_path, stack | {"model.embed_tokens.weight": ("BF16", (8, 256))}, None)
+
+
+def test_how_many_experts_there_are_is_not_guessed(tmp_path: Path) -> None:
+    some = {name: stored for name, stored in deepseek(16).items() if ".experts.7." not in name}
+    found = checkpoint(tmp_path, some, None)
+    assert found.problems == ("15 of the experts from 0 to 15 are here: a config.json would say how many.",)
+    assert checkpoint(tmp_path, some, DEEPSEEK_V3).problems == ()
+    more = checkpoint(tmp_path, some, DEEPSEEK_V3 | {"n_routed_experts": 8})
+    assert "Tensors hold 16 experts, but the model has 8" in more.problems[0]
 
 
 def test_experts_of_a_checkpoint_in_other_formats(tmp_path: Path) -> None:

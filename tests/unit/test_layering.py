@@ -35,10 +35,12 @@ LAYERS: list[tuple[str, ...]] = [
         "deep_gemm.unsupported",
     ),
     ("deep_gemm.utils",),
-    ("deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
+    ("deep_gemm.aot.headers", "deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
+    ("deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
     ("deep_gemm.aot.experts", "deep_gemm.aot.model"),
     ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
+    ("deep_gemm.aot.cards", "deep_gemm.aot.outcomes"),
     ("deep_gemm.aot.build",),
     # For `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),

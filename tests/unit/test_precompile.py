@@ -12,7 +12,7 @@ import pytest
 from deep_gemm import engine
 from deep_gemm.aot import build, workload
 from deep_gemm.aot.workload import GemmShape, Layer
-from deep_gemm.errors import CompileError, InvalidInputError
+from deep_gemm.errors import CompileError, InvalidInputError, SettingError
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,
@@ -192,6 +192,29 @@ def test_failures_are_collected_and_the_rest_is_built(monkeypatch: pytest.Monkey
     assert summary.count("compiled") == len(built) == total - 1
 
 
+def test_failures_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(params: Any) -> Any:
+        raise CompileError("no good", log="line 1\nline 2")
+
+    monkeypatch.setattr(engine, "build", fail)
+    summary = build.precompile(SHAPES, jobs=2)
+    count = len(summary.failed)
+    assert count == len(summary.outcomes) > 3
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told == summary.failures
+    assert told.startswith(f"{count} of {count} kernels failed")
+    assert summary.failed[0].name in told
+    assert "no good" in told
+    assert "line" not in told
+    assert not build.precompile([]).failures
+
+
+def test_a_wrong_setting_stops_everything(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "maybe")
+    with pytest.raises(SettingError, match="DG_JIT_USE_NVRTC"):
+        build.precompile(SHAPES, jobs=2)
+
+
 def test_nothing_to_do() -> None:
     summary = build.precompile([])
     assert summary.outcomes == ()
@@ -205,7 +228,8 @@ def test_a_workload_in_any_form() -> None:
         [(512, 256)],
         "512x256",
         ["512x256"],
-        (512, 256, 1),
+        {"n": 512, "k": 256},
+        [{"n": 512, "k": 256, "groups": 1}],
         [Layer("", 512, 256)],
         [[(512, 256)]],
     ):
@@ -222,6 +246,17 @@ def test_a_workload_may_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "shapes.json"
     path.write_text('[{"n": 512, "k": 256, "m": 5}]')
     assert workload.shapes_of(path) == workload.shapes_of(str(path)) == [GemmShape(5, 512, 256)]
+
+
+@pytest.mark.parametrize("what", [(64, 7168, 2048), [(64, 7168, 2048)], (512, 256, 1), (1, 2, 3, 4)])
+def test_numbers_without_names_are_not_guessed(what: Any) -> None:
+    """(n, k, groups) once, while "64x7168x2048" is M x N x K."""
+    with pytest.raises(
+        InvalidInputError, match=r"may be M, N, K or N, K, groups\. Write \"64x7168x2048\" for M x N x K"
+    ):
+        workload.shapes_of(what)
+    assert workload.shapes_of("64x7168x2048") == [GemmShape(64, 7168, 2048)]
+    assert {shape.groups for shape in workload.shapes_of({"n": 7168, "k": 2048, "groups": 8}, [1])} == {8}
 
 
 @pytest.mark.parametrize("what", [None, 5, [3.5], [(0, 5)], {"n": 1}])

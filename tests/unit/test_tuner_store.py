@@ -168,6 +168,12 @@ def body_of(**changes: Any) -> dict[str, Any]:
         body_of(spec=asdict(SPEC) | {"a": "e4m3"}),
         body_of(spec=asdict(replace(SPEC, n=64))),
         body_of(spec=asdict(SPEC) | {"block_multiple": 1}),
+        body_of(times={tuner.label(modelled()[1]): 10**400}),
+        *(
+            body_of(spec=asdict(SPEC) | {size: x})
+            for size in ("m", "expected_m")
+            for x in ("x", 10**400, 1.5, -1, None)
+        ),
     ],
 )
 def test_a_text_that_is_no_record_is_passed_by_though_its_checksum_holds(cache_dir: Path, body: Any) -> None:

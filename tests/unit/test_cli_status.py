@@ -1,0 +1,154 @@
+"""How commands end: with 0 only if something was done, with 2 for what cannot be used, in few words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from deep_gemm import engine
+from deep_gemm.aot import build, workload
+from deep_gemm.cli.app import app
+from deep_gemm.errors import CompileError, InvalidInputError
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "--from", "EMPTY"], "has no rows"),
+        (["tune", "--learn", "EMPTY"], "nothing to learn"),
+        (["tune", "--learn", "EMPTY", "--json"], "nothing to learn"),
+        (["calibrate", "check", "EMPTY"], "no rows of surveys"),
+        (["calibrate", "fit", "EMPTY", "--output", "OUT"], "too few rows"),
+        (["cache", "merge", "FOLDER"], "nothing was written"),
+        (["compare", "fp8_gemm_nt", "--backends", "tilelang", "--device", "cpu"], "nothing was compared"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_nothing_done_is_no_success(arguments: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder").mkdir(0o700)
+    places = {"EMPTY": tmp_path / "empty.jsonl", "FOLDER": tmp_path / "folder", "OUT": tmp_path / "out.json"}
+    result = run(*(places.get(word, word) for word in arguments))
+    assert result.exit_code == 1, result.output
+    assert words in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dance"],
+        ["precompile"],
+        ["precompile", "--shape", "7x"],
+        ["precompile", "--shape", "0x2048"],
+        ["precompile", "--shape", "8x128x128", "--arch", "sm_12"],
+        ["precompile", "--shape", "8x128x128", "--op", "gemm"],
+        ["precompile", "--shape", "8x128x128", "--shard", "8/8"],
+        ["precompile", "--shape", "8x128x128", "--card", "V100"],
+        ["precompile", "--shape", "8x128", "--m", "0"],
+        ["precompile", "--tp", "0"],
+        ["precompile", "--model", "deepseek-ai/DeepSeek-V3"],
+        ["inspect", "576x7168"],
+        ["inspect", "7"],
+        ["inspect", "8x512x7000"],
+        ["inspect", "8x512x512", "--op", "gemm"],
+        ["bench", "--from", "/none"],
+        ["compare", "fp8_gemm_nt", "--backends", ","],
+        ["compare", ","],
+        ["compare", "gemm"],
+        ["compare", "fp8_gemm_nt", "--backends", "nobody"],
+        ["tune", "--shape", "x"],
+        ["tune"],
+        ["cache", "prune"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_used_ends_with_two(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Error: " in result.output
+
+
+def test_a_setting_that_cannot_be_used_ends_with_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "maybe")
+    result = run("precompile", "--shape", "8x128x256")
+    assert result.exit_code == 2
+    assert "DG_JIT_USE_NVRTC" in result.output
+    assert len(result.output) < 1000
+
+
+@pytest.mark.parametrize("command", ["precompile", "tune"])
+def test_models_are_local(command: str) -> None:
+    result = run(command, "--model", "deepseek-ai/DeepSeek-V3")
+    assert "give a model's local directory, in which its config.json is enough" in result.output
+    with pytest.raises(InvalidInputError, match="Nothing is downloaded"):
+        workload.plan("deepseek-ai/DeepSeek-V3")
+
+
+@pytest.mark.compile
+def test_an_empty_operation_is_the_default(cache_dir: Path) -> None:
+    result = run("inspect", "64x512x512", "--op=", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["kernel"].startswith("fp8_gemm")
+
+
+def test_many_failures_take_few_words(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+    """73 missing kernels took 53,000 characters under DG_JIT_FORBID_COMPILE."""
+    monkeypatch.setenv("DG_JIT_FORBID_COMPILE", "1")
+    arguments = ["precompile", "--shape", "2112x7168", "--shape", "4096x7168", "--m", "1-4096:64"]
+    result = run(*arguments)
+    assert result.exit_code == 1
+    (count,) = re.findall(r"([0-9]+) failed", result.output)
+    assert int(count) > 20
+    assert len(result.output) < 6000, len(result.output)
+    assert f"failed for the same reason: {int(count) - 1} kernels: " in result.output
+    report = json.loads(run(*arguments, "--json").output)
+    assert len(report["failed"]) == int(count)
+
+
+def test_each_kind_of_failure_is_printed(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+    causes = ["no room", "no time", "no luck", "no wit", "no will"]
+
+    turn = itertools.count()
+
+    def fail(params: Any) -> Any:
+        raise CompileError(causes[next(turn) % 5])
+
+    monkeypatch.setattr(engine, "build", fail)
+    output = run("precompile", "--shape", "2112x7168", "--m", "1-4096:64", "--jobs", "1").output
+    told = [cause for cause in causes if cause in output]
+    assert len(told) == 3
+    assert "failed for 2 other reasons" in output
+
+
+def test_kernels_that_layers_share_are_counted_once() -> None:
+    arguments = ["precompile", "--shape", "2112x7168", "--shape", "576x7168", "--m", "1-4096:64", "--dry-run"]
+    report = json.loads(run(*arguments, "--json").output)
+    assert sum(layer["kernels"] for layer in report["layers"]) > report["kernels"]
+    (line,) = [line for line in run(*arguments).output.splitlines() if line.startswith("all together")]
+    assert line.split()[-1] == str(report["kernels"])
+
+
+@pytest.mark.compile
+def test_a_pack_can_be_looked_at(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    path = tmp_path / "a.dgpack"
+    kernels = build.pack(build.precompile("8x128x256", jobs=2), path)
+    output = run("cache", "info", path).output
+    assert f"{len(kernels)} kernels" in output
+    assert all(kernel.name in output for kernel in kernels)
+    (report,) = json.loads(run("cache", "info", path, "--json").output)
+    assert {kernel["name"] for kernel in report["kernels"]} == {kernel.name for kernel in kernels}
+    path.write_bytes(b"no pack")
+    result = run("cache", "info", path)
+    assert result.exit_code == 1
+    assert "is no pack that can be read" in result.output
