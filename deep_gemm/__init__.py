@@ -24,6 +24,13 @@ from deep_gemm.settings import settings
 if TYPE_CHECKING:
     from deep_gemm import backends, quantize, testing, utils
     from deep_gemm.aot.build import precompile
+    from deep_gemm.attention import (
+        fp8_fp4_mqa_logits,
+        fp8_fp4_paged_mqa_logits,
+        fp8_mqa_logits,
+        fp8_paged_mqa_logits,
+        get_paged_mqa_logits_metadata,
+    )
     from deep_gemm.constant import declare_constant, retract_constant
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
@@ -134,11 +141,15 @@ __all__ = [
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
     "fp8_fp4_gemm_tt",
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
     "fp16_gemm_nn",
     "fp16_gemm_nt",
     "fp16_gemm_tn",
@@ -153,6 +164,7 @@ __all__ = [
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
+    "get_paged_mqa_logits_metadata",
     "get_pdl",
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
@@ -196,6 +208,13 @@ __all__ = [
 
 _LATE = {
     "deep_gemm.aot.build": ("precompile",),
+    "deep_gemm.attention": (
+        "fp8_fp4_mqa_logits",
+        "fp8_fp4_paged_mqa_logits",
+        "fp8_mqa_logits",
+        "fp8_paged_mqa_logits",
+        "get_paged_mqa_logits_metadata",
+    ),
     "deep_gemm.constant": (
         "declare_constant",
         "retract_constant",

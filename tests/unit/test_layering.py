@@ -31,7 +31,14 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.ops",),
     ("deep_gemm.custom",),
     (
-        *("deep_gemm.dense", "deep_gemm.grouped", "deep_gemm.layout", "deep_gemm.quantize", "deep_gemm.testing"),
+        *(
+            "deep_gemm.attention",
+            "deep_gemm.dense",
+            "deep_gemm.grouped",
+            "deep_gemm.layout",
+            "deep_gemm.quantize",
+            "deep_gemm.testing",
+        ),
         "deep_gemm.unsupported",
     ),
     ("deep_gemm.utils",),
