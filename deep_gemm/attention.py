@@ -2,13 +2,13 @@
 
 ``logits[i, j] = k_scale[j] * sum over heads h of relu(q[i, h] . k[j]) * weights[i, h]``
 
-Queries and keys are E4M3. Queries have no scales: their caller multiplies weights by them. There are 32 or 64 heads of 32, 64
-or 128 elements. Scores are rounded to bf16 before the sum over heads, which the tensor cores make in float32.
-A logit has the same bits in every call with its query, weights, key and scale.
+Queries and keys are E4M3. Queries have no scales: their caller multiplies weights by them. There are 32 or 64 heads of
+32, 64 or 128 elements. Scores are rounded to bf16 before the sum over heads, which the tensor cores make in float32. A
+logit has the same bits in every call with its query, weights, key and scale.
 
-Results are allocated here. Their rows begin at multiples of 1024 bytes, so a result is a view of a wider tensor. All runs
-on the current stream, without synchronising. Inside CUDA-graph capture the kernel must have been loaded by an earlier
-call; ranges, lengths and pages may differ when the graph is replayed.
+Results are allocated here. Their rows begin at multiples of 1024 bytes, so a result is a view of a wider tensor. All
+runs on the current stream, without synchronising. Inside CUDA-graph capture the kernel must have been loaded by an
+earlier call; ranges, lengths and pages may differ when the graph is replayed.
 
 Raises InvalidInputError, which names the argument, and UnsupportedError for what Hopper cannot do: FP4, or other sizes
 of heads. On the CPU torch computes the same, with sums in float64.
@@ -71,8 +71,8 @@ def fp8_fp4_mqa_logits(
     if isinstance(clean_logits, int) and not isinstance(clean_logits, bool):
         if max_seqlen_k:
             raise InvalidInputError(
-                f"the sixth argument is {clean_logits}, which is max_seqlen_k, so the seventh is schedule_meta and must be "
-                f"None, but it is {max_seqlen_k!r}."
+                f"the sixth argument is {clean_logits}, so the seventh is schedule_meta and must "
+                f"be None, but it is {max_seqlen_k!r}."
             )
         clean_logits, max_seqlen_k = None, clean_logits
     if schedule_meta is not None:
@@ -118,13 +118,13 @@ def fp8_paged_mqa_logits(
 
     Args:
         q: E4M3 (B, next_n, H, D), contiguous: any number of tokens of each request.
-        kv_cache: uint8 (blocks, block_kv, 1, D + 4). A block has the values of 16, 32 or 64 keys, then their float32
+        kv_cache: uint8 (blocks, block_kv, 1, D + 4). A block has the values of 32 or 64 keys, then their float32
             scales. Blocks are contiguous, and begin at multiples of 16 bytes.
         weights: float32 (B * next_n, H), contiguous along heads.
         context_lens: int32 (B, next_n), the length of each token, or (B).
-        block_table: int32 (B, max_blocks), contiguous along blocks. Entries past a length are not looked at; a number
-            that is no block stands for keys of zeros.
-        schedule_meta: of `get_paged_mqa_logits_metadata` for these lengths. The launch has as many CTAs as it has slots.
+        block_table: int32 (B, max_blocks), contiguous along blocks. Entries past a length do not matter; a number that
+            is no block stands for keys of zeros.
+        schedule_meta: of `get_paged_mqa_logits_metadata` for these lengths. The launch has a CTA for each of its slots.
         max_context_len: the width of the result.
         clean_logits: must be False: columns at and past a row's length are undefined.
         indices: must be None on Hopper.
@@ -213,7 +213,7 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
 
     Args:
         context_lens: int32 (B, next_n) or (B), contiguous.
-        block_kv: keys of a page: 16, 32 or 64. It does not change the result.
+        block_kv: keys of a page: 32 or 64. It does not change the result.
         indices: must be None on Hopper.
 
     Returns:

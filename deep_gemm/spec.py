@@ -233,8 +233,8 @@ class PagedLogitsSpec:
 
 @dataclass(frozen=True)
 class LogitsScheduleSpec:
-    """The schedule of paged logits: which part of the work of ``batch`` requests each of ``slots`` CTAs does. A request's
-    last length is at ``offset`` from its first."""
+    """The schedule of paged logits: which part of the work of ``batch`` requests each of ``slots`` CTAs does. The last
+    length of a request is at ``offset`` from its first."""
 
     batch: int
     slots: int

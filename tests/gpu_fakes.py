@@ -12,8 +12,18 @@ import pytest
 import torch
 
 from deep_gemm import UnsupportedError, arch, calls, constant, engine, options
-from deep_gemm.ops import fp8_dense, half_dense, quantize
-from deep_gemm.spec import CopySpec, GemmSpec, KGroupMapsSpec, QuantizeSpec, TransposeBytesSpec, TransposeSpec
+from deep_gemm.ops import fp8_dense, half_dense, logits, paged_logits, quantize
+from deep_gemm.spec import (
+    CopySpec,
+    GemmSpec,
+    KGroupMapsSpec,
+    LogitsScheduleSpec,
+    LogitsSpec,
+    PagedLogitsSpec,
+    QuantizeSpec,
+    TransposeBytesSpec,
+    TransposeSpec,
+)
 
 EMPTY = torch.empty
 CPU = -1
@@ -27,6 +37,9 @@ KERNELS = {
     CopySpec: "copy",
     QuantizeSpec: "quantize",
     KGroupMapsSpec: "maps",
+    LogitsSpec: "logits",
+    PagedLogitsSpec: "paged logits",
+    LogitsScheduleSpec: "schedule",
 }
 
 
@@ -75,7 +88,8 @@ class FakeGpu:
         calls.forget_all()
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
-        for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm, quantize.Quantize):
+        of_logits = (logits.MqaLogits, paged_logits.PagedMqaLogits, paged_logits.PagedMqaLogitsMetadata)
+        for operation in (fp8_dense.FP8GemmNT, half_dense.HalfGemm, quantize.Quantize, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(constant, "_callbacks_work", lambda: True)

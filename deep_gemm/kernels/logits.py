@@ -28,8 +28,8 @@ MOST_STAGES = 24
 
 @dataclass(frozen=True)
 class LogitsConfig(KernelConfig):
-    """Products of 64 keys by ``tokens`` queries with all their heads. ``num_consumers`` warpgroups multiply; one more is
-    the producer. With ``turns`` they start their products in turn, and ``passes`` says when the next one may."""
+    """Products of 64 keys by ``tokens`` queries with all their heads. ``num_consumers`` warpgroups multiply; one more
+    is the producer. With ``turns`` they start their products in turn, and ``passes`` says when the next one may."""
 
     tokens: int
     num_consumers: int
@@ -127,7 +127,6 @@ class LogitsKernel(Kernel[ConfigT]):
         """Constants of the template."""
         p, config = self.of(params)
         producer, consumer = config.registers
-        names = [(argument.declaration.split()[-1], argument) for argument in self.arguments(params)]
         return {
             "source": self.source,
             "kernel": self.kernel_class,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,15 +44,17 @@ class MqaLogits(Operation):
 
     name = "fp8_mqa_logits"
     parameters = ("q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "out", "clean_logits", "columns")
-    operands = {
-        "q": "q",
-        "keys": "kv[0]",
-        "scales": "kv[1]",
-        "weights": "weights",
-        "starts": "cu_seq_len_k_start",
-        "ends": "cu_seq_len_k_end",
-        "out": "out",
-    }
+    operands: Mapping[str, str] = MappingProxyType(
+        {
+            "q": "q",
+            "keys": "kv[0]",
+            "scales": "kv[1]",
+            "weights": "weights",
+            "starts": "cu_seq_len_k_start",
+            "ends": "cu_seq_len_k_end",
+            "out": "out",
+        }
+    )
     output = "out"
 
     def check(self, *arguments: Any) -> LogitsOperands | None:
@@ -138,8 +141,8 @@ def check_queries(q: Tensor) -> tuple[int, int, int]:
         raise kind(f"q must be torch.float8_e4m3fn, but it is {q.dtype}.{packed}")
     if heads not in HEADS or dim not in DIMS:
         raise UnsupportedError(
-            f"q must have {' or '.join(map(str, HEADS))} heads of {', '.join(map(str, DIMS))} elements on Hopper, but it "
-            f"is {shape_of(q)}. With fewer heads, append heads whose weights are 0."
+            f"q must have {' or '.join(map(str, HEADS))} heads of {', '.join(map(str, DIMS))} elements on Hopper, but "
+            f"it is {shape_of(q)}. With fewer heads, append heads whose weights are 0."
         )
     if not q.is_contiguous():
         raise InvalidInputError(f"q must be contiguous, but it has the strides {q.stride()}. Pass q.contiguous().")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .checks import shape_of
 from .logits import OUTPUTS, check_aligned, check_dense, check_queries, check_weights, chunks
 
 SCALE_BYTES = 4
-PAGE_KEYS = (16, 32, 64)
+PAGE_KEYS = (32, 64)
 SPLIT_KEYS = 256
 """Keys of a request that one CTA computes at least."""
 
@@ -36,15 +37,17 @@ class PagedMqaLogits(Operation):
 
     name = "fp8_paged_mqa_logits"
     parameters = ("q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta", "out")
-    operands = {
-        "q": "q",
-        "cache": "kv_cache",
-        "weights": "weights",
-        "lengths": "context_lens",
-        "table": "block_table",
-        "schedule": "schedule_meta",
-        "out": "out",
-    }
+    operands: Mapping[str, str] = MappingProxyType(
+        {
+            "q": "q",
+            "cache": "kv_cache",
+            "weights": "weights",
+            "lengths": "context_lens",
+            "table": "block_table",
+            "schedule": "schedule_meta",
+            "out": "out",
+        }
+    )
     output = "out"
 
     def check(self, *arguments: Any) -> PagedLogitsOperands | None:
@@ -64,8 +67,8 @@ class PagedMqaLogits(Operation):
             check_dense("context_lens", lengths, torch.int32, (batch,), "the length of each request")
         if table.dtype != torch.int32 or table.shape[0] != batch or (table.shape[1] > 1 and table.stride(1) != 1):
             raise InvalidInputError(
-                f"block_table must be torch.int32 ({batch}, blocks), contiguous along blocks: the pages of each request, "
-                f"but it is {table.dtype} {shape_of(table)} with strides {table.stride()}."
+                f"block_table must be torch.int32 ({batch}, blocks), contiguous along blocks: the pages of each "
+                f"request, but it is {table.dtype} {shape_of(table)} with strides {table.stride()}."
             )
         if schedule.shape[0] < 2:
             raise InvalidInputError(
@@ -161,7 +164,7 @@ class PagedMqaLogitsMetadata(Operation):
 
     name = "get_paged_mqa_logits_metadata"
     parameters = ("context_lens", "out")
-    operands = {"lengths": "context_lens", "schedule": "out"}
+    operands: Mapping[str, str] = MappingProxyType({"lengths": "context_lens", "schedule": "out"})
     output = "schedule"
 
     def check(self, *arguments: Any) -> ScheduleOperands | None:

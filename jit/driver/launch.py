@@ -166,7 +166,8 @@ class Launch:
         self._at[index] = address
 
     def _find_places(self) -> list[_Places]:
-        """For each operand, the pointers and the tensor maps, with their offsets, in the record that hold its address."""
+        """For each operand, the pointers and the tensor maps in the record that hold its address; maps with their
+        offsets from it."""
         found: list[_Places] = [([], []) for _ in self.operands]
         for parameter, place in zip(self._parameters, self._pointers, strict=False):
             if isinstance(parameter, Pointer):
