@@ -29,12 +29,13 @@ MOST_STAGES = 24
 @dataclass(frozen=True)
 class LogitsConfig(KernelConfig):
     """Products of 64 keys by ``tokens`` queries with all their heads. ``num_consumers`` warpgroups multiply; one more
-    is the producer. With ``turns`` they start their products in turn, and ``passes`` says when the next one may."""
+    is the producer. ``parts``: the product is done in two parts, of which one runs while heads of the other are summed.
+    With ``turns`` consumers multiply one after the other."""
 
     tokens: int
     num_consumers: int
+    parts: int = 1
     turns: bool = False
-    passes: int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -142,8 +143,8 @@ class LogitsKernel(Kernel[ConfigT]):
             "paged": "true" if self.paged else "false",
             "bf16": "true" if p.output == "bf16" else "false",
             "turns": "true" if config.turns else "false",
-            "passes": config.passes,
-            "mma_n": config.tokens * p.heads,
+            "parts": config.parts,
+            "mma_n": config.tokens * p.heads // config.parts,
             "mma_steps": p.dim // 32,
             "argument_fields": self.struct_fields(params),
             "arguments": self.struct(params),
@@ -159,7 +160,7 @@ class LogitsKernel(Kernel[ConfigT]):
         """Queries of a product, and consumers if there are not two."""
         text = f"q{config.tokens}"
         text += f"_w{config.num_consumers}" if config.num_consumers != 2 else ""
-        return text + (f"_t{config.passes}" if config.turns and config.passes else "")
+        return text + ("_p2" if config.parts == 2 else "") + ("_t" if config.turns else "")
 
     def query_map(self, params: KernelParams, rows: int) -> Map:
         """The tensor map of ``rows`` queries, in boxes of one product's."""

@@ -27,11 +27,12 @@ DG_DEVICE u64 row_descriptor(u32 address) {
   return kSwizzle << 62 | kStrideOffset << 32 | 1u << 16 | ((address & 0x3FFFF) >> 4);
 }
 
-// max(low, 0) and max(high, 0) as bf16, in one instruction.
-DG_DEVICE u32 clipped_pair(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
+template <u32 kCount, u32 kDone = 0, class Body>
+DG_DEVICE void for_each(const Body& body) {
+  if constexpr (kDone < kCount) {
+    body(Index<kDone>());
+    for_each<kCount, kDone + 1>(body);
+  }
 }
 
 // sum += a * b: 16 keys by 16 heads times 16 heads by 8 columns.
@@ -182,7 +183,8 @@ struct LogitConsumer {
   using Weights = LogitWeights<C>;
   enum : u32 { kSets = Weights::kSets, kChunks = Weights::kChunks };
   enum : u32 { kOutputs = ceil_div(C::kTokens * kUnitKeys, 128) };  // of a thread in one unit
-  static_assert(Mma::kN == Places::kRows);
+  enum : u32 { kParts = C::kParts, kPartTokens = C::kTokens / kParts };
+  static_assert(Mma::kN * kParts == Places::kRows && kPartTokens * kParts == C::kTokens && kParts <= 2);
 
   const Arguments& arg;
   const Places& places;
@@ -190,44 +192,39 @@ struct LogitConsumer {
 
   DG_DEVICE u32 lane() const { return thread % 32; }
 
-  // The sums over heads of a set of queries, of this thread's two keys and its own query of the set.
-  template <u32 kSet>
-  static DG_DEVICE void sum_heads(const float (&score)[Mma::kN / 2], const u32 (&weights)[Weights::kWords], u32 lane,
-                                  float (&logit)[2]) {
-    constexpr u32 kQueries = Weights::queries(kSet);
-    float part[kQueries][4];
+  // The sums over heads of the queries of a part, of this thread's two keys. A lane keeps those of its own query of each set.
+  template <u32 kPart>
+  static DG_DEVICE void sum_heads(const u32 (&weights)[Weights::kWords], u32 lane, float (&logit)[kSets][2]) {
+    // Even and odd chunks have sums of their own: a product waits for the one before it in its chain.
+    float sum[kPartTokens][2][4] = {};
+    for_each<kChunks * kPartTokens>([&](auto step) {
+      constexpr u32 kChunk = decltype(step)::kValue / kPartTokens, kToken = decltype(step)::kValue % kPartTokens;
+      constexpr u32 kWord = ((kPart * kPartTokens + kToken) / 4 * kChunks + kChunk) * 2;
+      constexpr u32 kFirst = (kToken * kChunks + kChunk) * 4;
+      const u32 a[4] = {Mma::template clipped<kPart, kFirst>(), Mma::template clipped<kPart, kFirst + 1>(),
+                        Mma::template clipped<kPart, kFirst + 2>(), Mma::template clipped<kPart, kFirst + 3>()};
+      multiply_16x8(sum[kToken][kChunk % 2], a, weights[kWord], weights[kWord + 1]);
+    });
 #pragma unroll
-    for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+    for (u32 i = 0; i < kPartTokens; ++i) {
+      const u32 token = kPart * kPartTokens + i, set = token / 4, query = token % 4;
+      if (query == 0 || lane % 4 == query) {
 #pragma unroll
-      for (u32 query = 0; query < kQueries; ++query) {
-        const u32 first = ((4 * kSet + query) * kChunks + chunk) * 8;
-        u32 a[4];
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) a[i] = clipped_pair(score[first + 2 * i], score[first + 2 * i + 1]);
-        if (chunk == 0) part[query][0] = part[query][1] = part[query][2] = part[query][3] = 0.0f;
-        multiply_16x8(part[query], a, weights[(kSet * kChunks + chunk) * 2], weights[(kSet * kChunks + chunk) * 2 + 1]);
-      }
-    }
-    const u32 own = lane % 4;
-    logit[0] = part[0][0] + part[0][1];
-    logit[1] = part[0][2] + part[0][3];
-#pragma unroll
-    for (u32 query = 1; query < kQueries; ++query) {
-      if (own == query) {
-        logit[0] = part[query][0] + part[query][1];
-        logit[1] = part[query][2] + part[query][3];
+        for (u32 j = 0; j < 2; ++j) {
+          logit[set][j] = (sum[i][0][2 * j] + sum[i][1][2 * j]) + (sum[i][0][2 * j + 1] + sum[i][1][2 * j + 1]);
+        }
       }
     }
   }
 
-  template <u32 kSet>
-  DG_DEVICE void stage_set(const float (&score)[Mma::kN / 2], const u32 (&weights)[Weights::kWords], u32 to) const {
-    float logit[2];
-    sum_heads<kSet>(score, weights, lane(), logit);
+  DG_DEVICE void stage_logits(const float (&logit)[kSets][2], u32 to) const {
     const u32 own = lane() % 4, key = thread / 32 * 16 + lane() / 4;
-    if (own < Weights::queries(kSet)) {
-      const u32 address = to + ((4 * kSet + own) * Places::kStagingRow + key) * 4;
-      asm volatile("st.shared.f32 [%0], %1;\n st.shared.f32 [%0+32], %2;" ::"r"(address), "f"(logit[0]), "f"(logit[1]) : "memory");
+#pragma unroll
+    for (u32 set = 0; set < kSets; ++set) {
+      if (own < Weights::queries(set)) {
+        const u32 at = to + ((4 * set + own) * Places::kStagingRow + key) * 4;
+        asm volatile("st.shared.f32 [%0], %1;\n st.shared.f32 [%0+32], %2;" ::"r"(at), "f"(logit[set][0]), "f"(logit[set][1]) : "memory");
+      }
     }
   }
 
@@ -263,6 +260,7 @@ struct LogitConsumer {
     cursor.stage = consumer;
     u32 slot = 0, round = 0, unit = consumer, buffer = 0;
     const u32 staging = places.base + Places::kOffsetStaging + consumer * 2 * Places::kStagingBytes;
+    Mma::declare();
     turns.begin();
     while (true) {
       barrier_wait(places.visit_full(slot), round);
@@ -286,36 +284,32 @@ struct LogitConsumer {
         rows[i].at = arg.out + ((visit.row + token) * arg.out_stride - shift) * (C::kBf16 ? 2 : 4);
       }
       const u64 b = row_descriptor<C::kDim>(places.queries(slot));
+      u32 key = first_key + unit * kUnitKeys + thread % kUnitKeys;
       for (; unit < units; unit += C::kConsumers) {
-        const u32 key = first_key + unit * kUnitKeys + thread % kUnitKeys;
-        float score[Mma::kN / 2];
-        float scale = 0.0f;
+        float logit[kSets][2], scale = 0.0f;
         if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);
         barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
         if constexpr (C::kPaged) scale = scale_of(key, cursor.stage);
         turns.wait();
         const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
         wgmma_fence();
-        Mma::begin(score, a, b);
+        Mma::template multiply<0>(a, b);
         wgmma_commit();
-        if constexpr (C::kTurns && C::kPass == 0) turns.pass();
-        Mma::finish(score, a, b);
-        wgmma_commit();
-        if constexpr (C::kTurns && C::kPass == 1) turns.pass();
-        if constexpr (C::kTurns && C::kPass == 2) {
+        if constexpr (kParts == 2) {
+          // Heads of one part are summed while the other part is multiplied.
+          Mma::template multiply<kParts - 1>(a, b + Places::kQueryBytes / 2 / 16);
+          wgmma_commit();
           wgmma_wait<1>();
-          turns.pass();
+          sum_heads<0>(weights, lane(), logit);
         }
         wgmma_wait<0>();
-        if constexpr (C::kTurns && C::kPass == 3) turns.pass();
-        Mma::settle(score);
+        turns.pass();
         places.barriers.release(cursor.stage, lane());
         cursor.template advance<C::kConsumers>();
-
+        sum_heads<kParts - 1>(weights, lane(), logit);
         const u32 to = staging + buffer * Places::kStagingBytes;
         buffer ^= 1;
-        stage_set<0>(score, weights, to);
-        if constexpr (kSets == 2) stage_set<kSets - 1>(score, weights, to);
+        stage_logits(logit, to);
         // Two buffers: a thread that writes this one again has met all others at the barrier of the unit between.
         named_barrier_sync(kConsumerBarrier + consumer, 128);
 #pragma unroll
@@ -327,6 +321,7 @@ struct LogitConsumer {
             if (attended || key < rows[i].filled) put(rows[i].at, key, attended ? sum * scale : minus_infinity);
           }
         }
+        key += C::kConsumers * kUnitKeys;
       }
       unit -= units;
       __syncwarp();

@@ -2,11 +2,12 @@
 #pragma once
 #include "logits.cuh"
 
-enum : u32 { kTileKeys = 2 * kUnitKeys, kFillColumns = 8192 };
+enum : u32 { kFillColumns = 8192 };
 
 // The ranges of a block of queries. Queries that attend nothing have start = end = 0.
 template <class C>
 struct KeyRanges {
+  enum : u32 { kTileKeys = C::kConsumers * kUnitKeys };
   u32 start[C::kTokens], end[C::kTokens];
 
   template <class Arguments>
@@ -37,7 +38,7 @@ struct KeyRanges {
   }
 };
 
-// Each CTA does as many tiles of 128 keys as the others, one after the other in the order of queries.
+// Each CTA does as many tiles as the others, of a unit for each consumer, one after the other in the order of queries.
 struct LogitShare {
   u32 block, skipped, tiles;  // the first block of queries, its tiles that others do, and the tiles of this CTA
 };
@@ -47,7 +48,7 @@ struct PrefillLogits {
   using Places = LogitPlaces<C>;
   using Ranges = KeyRanges<C>;
   using Weights = LogitWeights<C>;
-  enum : u32 { kThreads = 128 * (C::kConsumers + 1), kWarps = kThreads / 32 };
+  enum : u32 { kThreads = 128 * (C::kConsumers + 1), kWarps = kThreads / 32, kTileKeys = Ranges::kTileKeys };
 
   const Arguments& arg;
   Places places;
@@ -112,7 +113,7 @@ struct PrefillLogits {
         producer.visit(arg.map_q, block * Places::kRows, false, [&](LogitVisit<C>& visit) {
           weights.store(visit.weights[lane], lane);
           if (lane == 0) {
-            visit.units = 2 * tiles;
+            visit.units = C::kConsumers * tiles;
             visit.first_key = first;
             visit.row = block * C::kTokens;
             visit.shifts = arg.compressed;
@@ -131,7 +132,7 @@ struct PrefillLogits {
       // The next block's, long before they are needed.
       ranges.load(arg, block);
       weights.load(arg.weights, arg.weights_stride, block * C::kTokens, arg.rows, lane);
-      for (u32 unit = 0; unit < 2 * tiles; ++unit) {
+      for (u32 unit = 0; unit < C::kConsumers * tiles; ++unit) {
         const u32 stage = producer.next_stage();
         if (lane == 0) tma_load(places.keys(stage), arg.map_k, places.barriers.full(stage), 0, first + unit * kUnitKeys);
       }
