@@ -54,35 +54,25 @@ DG_DEVICE u32 part_of_pair(float first, float second, bool low) {
   return rest;
 }
 
-// The second product's operand of weights: kChunks chunks of 16 heads, in kSets sets of up to four queries. Lane 4 g + t has column
-// g, which is the high (g even) or low part of the weights of the set's query g / 2, or of another one if there is no such query.
+// Weights of a block of queries: how the producer brings them to shared memory.
 template <class C>
 struct LogitWeights {
-  enum : u32 { kChunks = C::kHeads / 16, kSets = ceil_div(C::kTokens, 4), kWords = kSets * kChunks * 2 };
-  static_assert(C::kHeads % 16 == 0);
+  enum : u32 { kAll = C::kTokens * C::kHeads, kEach = kAll / 32 };
+  static_assert(kAll % 32 == 0);
 
-  // Queries of a set.
-  static DG_DEVICE constexpr u32 queries(u32 set) { return min_of(4u, C::kTokens - 4 * set); }
-
-  float loaded[2 * kWords];
+  float loaded[kEach];
 
   // `row` is the first query's row of weights. Rows from `rows` on count as zeros.
   DG_DEVICE void load(const float* weights, i64 stride, u32 row, u32 rows, u32 lane) {
-    const u32 pair = lane / 8, head = 2 * (lane % 4);
 #pragma unroll
-    for (u32 set = 0; set < kSets; ++set) {
-      const u32 own = row + 4 * set + pair % queries(set);
-      const float* from = weights + own * stride + head;
-#pragma unroll
-      for (u32 i = 0; i < kChunks * 4; ++i) {
-        loaded[set * kChunks * 4 + i] = own < rows ? from[i / 2 * 8 + i % 2] : 0.0f;
-      }
+    for (u32 i = 0; i < kEach; ++i) {
+      const u32 own = row + (32 * i) / C::kHeads;
+      loaded[i] = own < rows ? weights[own * stride + 32 * i % C::kHeads + lane] : 0.0f;
     }
   }
-  DG_DEVICE void store(u32 (&to)[kWords], u32 lane) const {
-    const bool low = lane / 4 % 2 != 0;
+  DG_DEVICE void store(float (&to)[C::kTokens][C::kHeads], u32 lane) const {
 #pragma unroll
-    for (u32 i = 0; i < kWords; ++i) to[i] = part_of_pair(loaded[2 * i], loaded[2 * i + 1], low);
+    for (u32 i = 0; i < kEach; ++i) to[32 * i / C::kHeads][32 * i % C::kHeads + lane] = loaded[i];
   }
 };
 
@@ -94,7 +84,7 @@ struct LogitVisit {
   u32 row;        // of the result, for the first query
   u32 shifts;     // whether a query's columns begin at its `start`
   u32 start[C::kTokens], end[C::kTokens];  // keys that each query attends
-  alignas(16) u32 weights[32][LogitWeights<C>::kWords];
+  alignas(16) float weights[C::kTokens][C::kHeads];
 };
 
 // Shared memory, and what all roles know of it.
@@ -180,8 +170,10 @@ struct LogitProducer {
 template <class C, class Mma, class Arguments>
 struct LogitConsumer {
   using Places = LogitPlaces<C>;
-  using Weights = LogitWeights<C>;
-  enum : u32 { kSets = Weights::kSets, kChunks = Weights::kChunks };
+  // Sets of up to four queries, chunks of 16 heads. The tensor cores sum up the heads of the first kTensor chunks.
+  enum : u32 { kSets = ceil_div(C::kTokens, 4), kChunks = C::kHeads / 16, kTensor = C::kTensorChunks };
+  enum : u32 { kWords = kSets * kTensor * 2, kFloats = C::kTokens * (kChunks - kTensor) * 4 };
+  static_assert(kTensor == kChunks || C::kTokens % 4 == 0);
   enum : u32 { kOutputs = ceil_div(C::kTokens * kUnitKeys, 128) };  // of a thread in one unit
   enum : u32 { kParts = C::kParts, kPartTokens = C::kTokens / kParts };
   static_assert(Mma::kN * kParts == Places::kRows && kPartTokens * kParts == C::kTokens && kParts <= 2);
@@ -192,36 +184,101 @@ struct LogitConsumer {
 
   DG_DEVICE u32 lane() const { return thread % 32; }
 
-  // The sums over heads of the queries of a part, of this thread's two keys. A lane keeps those of its own query of each set.
-  template <u32 kPart>
-  static DG_DEVICE void sum_heads(const u32 (&weights)[Weights::kWords], u32 lane, float (&logit)[kSets][2]) {
-    // Even and odd chunks have sums of their own: a product waits for the one before it in its chain.
-    float sum[kPartTokens][2][4] = {};
-    for_each<kChunks * kPartTokens>([&](auto step) {
-      constexpr u32 kChunk = decltype(step)::kValue / kPartTokens, kToken = decltype(step)::kValue % kPartTokens;
-      constexpr u32 kWord = ((kPart * kPartTokens + kToken) / 4 * kChunks + kChunk) * 2;
-      constexpr u32 kFirst = (kToken * kChunks + kChunk) * 4;
-      const u32 a[4] = {Mma::template clipped<kPart, kFirst>(), Mma::template clipped<kPart, kFirst + 1>(),
-                        Mma::template clipped<kPart, kFirst + 2>(), Mma::template clipped<kPart, kFirst + 3>()};
-      multiply_16x8(sum[kToken][kChunk % 2], a, weights[kWord], weights[kWord + 1]);
-    });
+  // Queries of a set.
+  static DG_DEVICE constexpr u32 queries(u32 set) { return min_of(4u, C::kTokens - 4 * set); }
+
+  // A thread has two heads of each eight, 2 t and 2 t + 1 (t is its lane's number modulo 4), for two keys.
+  struct Weights {
+    // The operand of the tensor cores. Lane 4 g + t has column g, which is the high (g even) or the low part of the weights of the
+    // set's query g / 2, or of another one if there is no such query.
+    u32 words[kWords > 0 ? kWords : 1];
+    float halves[kFloats > 0 ? kFloats : 1];  // of weights
+
+    DG_DEVICE void load(const float (&from)[C::kTokens][C::kHeads], u32 lane) {
+      const u32 head = 2 * (lane % 4);
+      const bool low = lane / 4 % 2 != 0;
+      for_each<kWords>([&](auto word) {
+        constexpr u32 kWord = decltype(word)::kValue, kSet = kWord / (2 * kTensor), kGroup = kWord % (2 * kTensor);
+        const float* own = from[4 * kSet + lane / 8 % queries(kSet)];
+        words[kWord] = part_of_pair(own[8 * kGroup + head], own[8 * kGroup + head + 1], low);
+      });
+      for_each<kFloats>([&](auto half) {
+        constexpr u32 kOwn = (kChunks - kTensor) * 4, kQuery = decltype(half)::kValue / kOwn, kHead = decltype(half)::kValue % kOwn;
+        halves[decltype(half)::kValue] = 0.5f * from[kQuery][kTensor * 16 + kHead / 2 * 8 + kHead % 2 + head];
+      });
+    }
+  };
+
+  // Sums over heads of this thread's two keys.
+  struct Sums {
+    float tensor[kSets][2];      // of the lane's own query of each set, over all lanes
+    float own[C::kTokens][2];  // of each query, over this lane's heads
+
+    // Adds the scores of a part of the queries.
+    template <u32 kPart>
+    DG_DEVICE void add(const Weights& weights, u32 lane) {
+      float sum[kPartTokens][4] = {};
+      for_each<kTensor * kPartTokens>([&](auto step) {
+        constexpr u32 kChunk = decltype(step)::kValue / kPartTokens, kToken = decltype(step)::kValue % kPartTokens;
+        constexpr u32 kWord = ((kPart * kPartTokens + kToken) / 4 * kTensor + kChunk) * 2;
+        constexpr u32 kFirst = (kToken * kChunks + kChunk) * 4;
+        const u32 a[4] = {Mma::template clipped<kPart, kFirst>(), Mma::template clipped<kPart, kFirst + 1>(),
+                          Mma::template clipped<kPart, kFirst + 2>(), Mma::template clipped<kPart, kFirst + 3>()};
+        multiply_16x8(sum[kToken], a, weights.words[kWord], weights.words[kWord + 1]);
+      });
+      constexpr u32 kOwn = (kChunks - kTensor) * 2;  // groups of eight heads
+      for_each<kOwn * kPartTokens>([&](auto step) {
+        constexpr u32 kGroup = decltype(step)::kValue / kPartTokens, kToken = decltype(step)::kValue % kPartTokens;
+        constexpr u32 kQuery = kPart * kPartTokens + kToken, kWeight = (kQuery * kOwn + kGroup) * 2;
+        constexpr u32 kFirst = ((kToken * kChunks + kTensor) * 2 + kGroup) * 4;
+        // Half of a weight by x + |x|, which reads one register and is faster than a maximum.
 #pragma unroll
-    for (u32 i = 0; i < kPartTokens; ++i) {
-      const u32 token = kPart * kPartTokens + i, set = token / 4, query = token % 4;
-      if (query == 0 || lane % 4 == query) {
+        for (u32 row = 0; row < 2; ++row) {
+          const float low = row ? Mma::template twice<kPart, kFirst + 2>() : Mma::template twice<kPart, kFirst>();
+          const float high = row ? Mma::template twice<kPart, kFirst + 3>() : Mma::template twice<kPart, kFirst + 1>();
+          float& to = own[kQuery][row];
+          to = kGroup == 0 ? low * weights.halves[kWeight] : fmaf(low, weights.halves[kWeight], to);
+          to = fmaf(high, weights.halves[kWeight + 1], to);
+        }
+      });
+      if constexpr (kTensor > 0) {
 #pragma unroll
-        for (u32 j = 0; j < 2; ++j) {
-          logit[set][j] = (sum[i][0][2 * j] + sum[i][1][2 * j]) + (sum[i][0][2 * j + 1] + sum[i][1][2 * j + 1]);
+        for (u32 i = 0; i < kPartTokens; ++i) {
+          const u32 token = kPart * kPartTokens + i, set = token / 4, query = token % 4;
+          if (query == 0 || lane % 4 == query) {
+            tensor[set][0] = sum[i][0] + sum[i][1];
+            tensor[set][1] = sum[i][2] + sum[i][3];
+          }
         }
       }
     }
-  }
+
+    // Logits without scales of the lane's own query of each set.
+    DG_DEVICE void finish(float (&logit)[kSets][2], u32 lane) const {
+#pragma unroll
+      for (u32 set = 0; set < kSets; ++set) {
+#pragma unroll
+        for (u32 row = 0; row < 2; ++row) {
+          logit[set][row] = kTensor > 0 ? tensor[set][row] : 0.0f;
+          if constexpr (kFloats > 0) {
+            // Lanes exchange the sums of each other's queries: first of odd and even ones, then of the last two and the first two.
+            const bool odd = lane & 1, last = lane & 2;
+            const float a = own[4 * set][row], b = own[4 * set + 1][row], c = own[4 * set + 2][row], d = own[4 * set + 3][row];
+            const float first = (odd ? b : a) + __shfl_xor_sync(0xFFFFFFFF, odd ? a : b, 1);
+            const float second = (odd ? d : c) + __shfl_xor_sync(0xFFFFFFFF, odd ? c : d, 1);
+            const float found = (last ? second : first) + __shfl_xor_sync(0xFFFFFFFF, last ? first : second, 2);
+            logit[set][row] = kTensor > 0 ? logit[set][row] + found : found;
+          }
+        }
+      }
+    }
+  };
 
   DG_DEVICE void stage_logits(const float (&logit)[kSets][2], u32 to) const {
     const u32 own = lane() % 4, key = thread / 32 * 16 + lane() / 4;
 #pragma unroll
     for (u32 set = 0; set < kSets; ++set) {
-      if (own < Weights::queries(set)) {
+      if (own < queries(set)) {
         const u32 at = to + ((4 * set + own) * Places::kStagingRow + key) * 4;
         asm volatile("st.shared.f32 [%0], %1;\n st.shared.f32 [%0+32], %2;" ::"r"(at), "f"(logit[set][0]), "f"(logit[set][1]) : "memory");
       }
@@ -267,9 +324,8 @@ struct LogitConsumer {
       const LogitVisit<C>& visit = places.visit(slot);
       const u32 units = uniform(visit.units), first_key = visit.first_key;
       if (units == 0) break;
-      u32 weights[Weights::kWords];
-#pragma unroll
-      for (u32 i = 0; i < Weights::kWords; ++i) weights[i] = visit.weights[lane()][i];
+      Weights weights;
+      weights.load(visit.weights, lane());
       Row rows[kOutputs];
 #pragma unroll
       for (u32 i = 0; i < kOutputs; ++i) {
@@ -286,6 +342,7 @@ struct LogitConsumer {
       const u64 b = row_descriptor<C::kDim>(places.queries(slot));
       u32 key = first_key + unit * kUnitKeys + thread % kUnitKeys;
       for (; unit < units; unit += C::kConsumers) {
+        Sums sums;
         float logit[kSets][2], scale = 0.0f;
         if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);
         barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
@@ -300,13 +357,14 @@ struct LogitConsumer {
           Mma::template multiply<kParts - 1>(a, b + Places::kQueryBytes / 2 / 16);
           wgmma_commit();
           wgmma_wait<1>();
-          sum_heads<0>(weights, lane(), logit);
+          sums.template add<0>(weights, lane());
         }
         wgmma_wait<0>();
         turns.pass();
         places.barriers.release(cursor.stage, lane());
         cursor.template advance<C::kConsumers>();
-        sum_heads<kParts - 1>(weights, lane(), logit);
+        sums.template add<kParts - 1>(weights, lane());
+        sums.finish(logit, lane());
         const u32 to = staging + buffer * Places::kStagingBytes;
         buffer ^= 1;
         stage_logits(logit, to);

@@ -72,7 +72,7 @@ struct PagedLogits {
         producer.visit(arg.map_q, (row + token) * C::kHeads, false, [&](LogitVisit<C>& visit) {
           Weights weights;
           weights.load(arg.weights, arg.weights_stride, row + token, row + arg.next_n, lane);
-          weights.store(visit.weights[lane], lane);
+          weights.store(visit.weights, lane);
           if (lane < C::kTokens) {
             visit.start[lane] = 0;
             visit.end[lane] = min_of(length(now, token + lane), arg.columns);

@@ -111,7 +111,7 @@ struct PrefillLogits {
       const u32 tiles = min_of(left, ranges.tiles() - skipped), first = ranges.first() + skipped * kTileKeys;
       if (tiles > 0) {
         producer.visit(arg.map_q, block * Places::kRows, false, [&](LogitVisit<C>& visit) {
-          weights.store(visit.weights[lane], lane);
+          weights.store(visit.weights, lane);
           if (lane == 0) {
             visit.units = C::kConsumers * tiles;
             visit.first_key = first;
