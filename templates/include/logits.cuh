@@ -12,10 +12,11 @@
 
 enum : u32 { kUnitKeys = 64, kScratchBytes = 128 };
 
-DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z) {
+DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
 }
 
 // The descriptor of K-major rows of kRowBytes, which are also the width of the swizzle, in atoms of 8 rows.
@@ -36,7 +37,7 @@ DG_DEVICE void for_each(const Body& body) {
 }
 
 // sum += a * b: 16 keys by 16 heads times 16 heads by 8 columns.
-DG_DEVICE void multiply_16x8(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DG_DEVICE void multiply_16x8(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -214,18 +215,46 @@ struct LogitConsumer {
     float tensor[kSets][2];      // of the lane's own query of each set, over all lanes
     float own[C::kTokens][2];  // of each query, over this lane's heads
 
+    // Scores for the tensor cores, as pairs of bf16 of a thread.
+    enum : u32 { kPairs = kPartTokens * kTensor * 4 };
+
+    template <u32 kPart>
+    static DG_DEVICE void clip(u32 (&pairs)[kPairs > 0 ? kPairs : 1]) {
+      for_each<kPairs>([&](auto pair) {
+        constexpr u32 kPair = decltype(pair)::kValue, kToken = kPair / (kTensor * 4), kWithin = kPair % (kTensor * 4);
+        pairs[kPair] = Mma::template clipped<kPart, kToken * kChunks * 4 + kWithin>();
+      });
+    }
+
+    template <u32 kPart>
+    DG_DEVICE void multiply(const u32 (&pairs)[kPairs > 0 ? kPairs : 1], const Weights& weights, u32 lane) {
+      float sum[kPartTokens][4] = {};
+#pragma unroll
+      for (u32 chunk = 0; chunk < kTensor; ++chunk) {
+#pragma unroll
+        for (u32 i = 0; i < kPartTokens; ++i) {
+          const u32 word = ((kPart * kPartTokens + i) / 4 * kTensor + chunk) * 2;
+          multiply_16x8(sum[i], pairs + (i * kTensor + chunk) * 4, weights.words[word], weights.words[word + 1]);
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < kPartTokens; ++i) {
+        const u32 token = kPart * kPartTokens + i, set = token / 4, query = token % 4;
+        if (query == 0 || lane % 4 == query) {
+          tensor[set][0] = sum[i][0] + sum[i][1];
+          tensor[set][1] = sum[i][2] + sum[i][3];
+        }
+      }
+    }
+
     // Adds the scores of a part of the queries.
     template <u32 kPart>
     DG_DEVICE void add(const Weights& weights, u32 lane) {
-      float sum[kPartTokens][4] = {};
-      for_each<kTensor * kPartTokens>([&](auto step) {
-        constexpr u32 kChunk = decltype(step)::kValue / kPartTokens, kToken = decltype(step)::kValue % kPartTokens;
-        constexpr u32 kWord = ((kPart * kPartTokens + kToken) / 4 * kTensor + kChunk) * 2;
-        constexpr u32 kFirst = (kToken * kChunks + kChunk) * 4;
-        const u32 a[4] = {Mma::template clipped<kPart, kFirst>(), Mma::template clipped<kPart, kFirst + 1>(),
-                          Mma::template clipped<kPart, kFirst + 2>(), Mma::template clipped<kPart, kFirst + 3>()};
-        multiply_16x8(sum[kToken], a, weights.words[kWord], weights.words[kWord + 1]);
-      });
+      if constexpr (kTensor > 0) {
+        u32 pairs[kPairs];
+        clip<kPart>(pairs);
+        multiply<kPart>(pairs, weights, lane);
+      }
       constexpr u32 kOwn = (kChunks - kTensor) * 2;  // groups of eight heads
       for_each<kOwn * kPartTokens>([&](auto step) {
         constexpr u32 kGroup = decltype(step)::kValue / kPartTokens, kToken = decltype(step)::kValue % kPartTokens;
@@ -241,16 +270,6 @@ struct LogitConsumer {
           to = fmaf(high, weights.halves[kWeight + 1], to);
         }
       });
-      if constexpr (kTensor > 0) {
-#pragma unroll
-        for (u32 i = 0; i < kPartTokens; ++i) {
-          const u32 token = kPart * kPartTokens + i, set = token / 4, query = token % 4;
-          if (query == 0 || lane % 4 == query) {
-            tensor[set][0] = sum[i][0] + sum[i][1];
-            tensor[set][1] = sum[i][2] + sum[i][3];
-          }
-        }
-      }
     }
 
     // Logits without scales of the lane's own query of each set.
@@ -341,29 +360,8 @@ struct LogitConsumer {
       }
       const u64 b = row_descriptor<C::kDim>(places.queries(slot));
       u32 key = first_key + unit * kUnitKeys + thread % kUnitKeys;
-      for (; unit < units; unit += C::kConsumers) {
-        Sums sums;
-        float logit[kSets][2], scale = 0.0f;
-        if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);
-        barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
-        if constexpr (C::kPaged) scale = scale_of(key, cursor.stage);
-        turns.wait();
-        const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
-        wgmma_fence();
-        Mma::template multiply<0>(a, b);
-        wgmma_commit();
-        if constexpr (kParts == 2) {
-          // Heads of one part are summed while the other part is multiplied.
-          Mma::template multiply<kParts - 1>(a, b + Places::kQueryBytes / 2 / 16);
-          wgmma_commit();
-          wgmma_wait<1>();
-          sums.template add<0>(weights, lane());
-        }
-        wgmma_wait<0>();
-        turns.pass();
-        places.barriers.release(cursor.stage, lane());
-        cursor.template advance<C::kConsumers>();
-        sums.template add<kParts - 1>(weights, lane());
+      const auto write = [&](const Sums& sums, u32 key, float scale) {
+        float logit[kSets][2];
         sums.finish(logit, lane());
         const u32 to = staging + buffer * Places::kStagingBytes;
         buffer ^= 1;
@@ -379,7 +377,66 @@ struct LogitConsumer {
             if (attended || key < rows[i].filled) put(rows[i].at, key, attended ? sum * scale : minus_infinity);
           }
         }
-        key += C::kConsumers * kUnitKeys;
+      };
+      if constexpr (C::kTurns) {
+        // The tensor cores are slow if products of scores and weights interleave with another consumer's products. So a turn is both:
+        // the sums of the unit before, and the product of the next one. Logits are written while that product runs.
+        static_assert(kParts == 1 && kTensor == kChunks);
+        u32 pairs[Sums::kPairs] = {};
+        float last_scale = 0.0f;
+        for (bool first = true; unit < units; unit += C::kConsumers, first = false) {
+          const float scale = scale_of(key, cursor.stage);
+          barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
+          const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
+          Sums sums;
+          turns.wait();
+          sums.template multiply<0>(pairs, weights, lane());
+          wgmma_fence();
+          Mma::template multiply<0>(a, b);
+          wgmma_commit();
+          if (!first) write(sums, key - C::kConsumers * kUnitKeys, last_scale);
+          if constexpr (C::kEarly) {
+            wgmma_wait<1>();
+            turns.pass();
+            wgmma_wait<0>();
+          } else {
+            wgmma_wait<0>();
+            turns.pass();
+          }
+          places.barriers.release(cursor.stage, lane());
+          cursor.template advance<C::kConsumers>();
+          Sums::template clip<0>(pairs);
+          last_scale = scale;
+          key += C::kConsumers * kUnitKeys;
+        }
+        Sums sums;
+        sums.template multiply<0>(pairs, weights, lane());
+        write(sums, key - C::kConsumers * kUnitKeys, last_scale);
+      } else {
+        for (; unit < units; unit += C::kConsumers) {
+          Sums sums;
+          float scale = 0.0f;
+          if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);
+          barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
+          if constexpr (C::kPaged) scale = scale_of(key, cursor.stage);
+          const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
+          wgmma_fence();
+          Mma::template multiply<0>(a, b);
+          wgmma_commit();
+          if constexpr (kParts == 2) {
+            // Heads of one part are summed while the other part is multiplied.
+            Mma::template multiply<kParts - 1>(a, b + Places::kQueryBytes / 2 / 16);
+            wgmma_commit();
+            wgmma_wait<1>();
+            sums.template add<0>(weights, lane());
+          }
+          wgmma_wait<0>();
+          places.barriers.release(cursor.stage, lane());
+          cursor.template advance<C::kConsumers>();
+          sums.template add<kParts - 1>(weights, lane());
+          write(sums, key, scale);
+          key += C::kConsumers * kUnitKeys;
+        }
       }
       unit -= units;
       __syncwarp();

@@ -28,21 +28,27 @@ struct PagedLogits {
     return index < arg.table_width ? arg.table[request * arg.table_stride + index] : 0xFFFFFFFF;
   }
 
-  // Copies the keys and scales of units of 64 keys, each of one or more pages, from key `first` on. `next` is entry number `lane` of
-  // the block table from there on.
-  DG_DEVICE void load_units(LogitProducer<C>& producer, u32 request, u32 first, u32 units, u32 next, u32 lane) const {
-    const u32 pages = kUnitKeys / arg.page_keys, first_page = first / arg.page_keys, all = units * pages;
-    for (u32 done = 0; done < all; done += 32) {
-      const u32 entries = next;
-      if (done + 32 < all) next = page(request, first_page + done + 32 + lane);
-      const u32 count = min_of(32, all - done);
-      for (u32 index = 0; index < count; index += pages) {
+  // Copies of a request's keys and scales in units of 64 keys, each of one or more pages.
+  struct Units {
+    u32 request, first_page, pages, done, next;  // `pages`: all that are copied; `next`: an entry of the block table for each lane
+  };
+
+  // Starts copies until `pages` of the request are done.
+  DG_DEVICE void load(LogitProducer<C>& producer, Units& units, u32 pages, u32 lane) const {
+    const u32 each = kUnitKeys / arg.page_keys;
+    while (units.done < pages) {
+      // Entries are loaded 32 at a time, and long before they are needed.
+      const u32 entries = units.next, batch = units.done & ~31u;
+      if (batch + 32 < units.pages) units.next = page(units.request, units.first_page + batch + 32 + lane);
+      const u32 end = min_of(pages, batch + 32);
+      for (; units.done < end; units.done += each) {
         const u32 stage = producer.next_stage(), full = places.barriers.full(stage);
-        for (u32 i = 0; i < pages; ++i) {
-          const u32 block = __shfl_sync(0xFFFFFFFF, entries, index + i);
+        for (u32 i = 0; i < each; ++i) {
+          const u32 block = __shfl_sync(0xFFFFFFFF, entries, units.done - batch + i);
           if (lane == 0) {
-            tma_load_3d(places.keys(stage) + i * arg.page_keys * C::kDim, arg.map_k, full, 0, 0, block);
-            tma_load(places.scales(stage) + i * arg.page_keys * 4, arg.map_s, full, 0, block);
+            // Pages are read once: they would evict what other kernels need again (2% faster on an H100).
+            tma_load_3d(places.keys(stage) + i * arg.page_keys * C::kDim, arg.map_k, full, 0, 0, block, evict_first());
+            tma_load(places.scales(stage) + i * arg.page_keys * 4, arg.map_s, full, 0, block, evict_first());
           }
         }
       }
@@ -55,6 +61,7 @@ struct PagedLogits {
     u32 request = bounds[0], split = bounds[1];
     const u32 last_request = bounds[2], last_split = bounds[3], last_token = arg.next_n - 1;
     const u32 groups = ceil_div(arg.next_n, C::kTokens);
+    bool cold = true;
     u32 keys = length(request, last_token);
     u32 entry = request < arg.batch ? page(request, split * (kSplitKeys / arg.page_keys) + lane) : 0;
     while (request < arg.batch && (request < last_request || (request == last_request && split < last_split))) {
@@ -66,12 +73,16 @@ struct PagedLogits {
       keys = length(request, last_token);
       if (request < arg.batch) entry = page(request, lane);
       if (first >= end) continue;
-      const u32 units = ceil_div(end - first, kUnitKeys * C::kConsumersInTurn) * C::kConsumersInTurn;
+      const u32 units = ceil_div(end - first, kUnitKeys), each = kUnitKeys / arg.page_keys;
       for (u32 group = 0; group < groups; ++group) {
         const u32 row = now * arg.next_n, token = group * C::kTokens;
+        Weights weights;
+        weights.load(arg.weights, arg.weights_stride, row + token, row + arg.next_n, lane);
+        Units copies{now, first / arg.page_keys, units * each, 0, entry_now};
+        // The first pages of all do not wait for weights.
+        if (cold) load(producer, copies, min_of(units, C::kStages) * each, lane);
+        cold = false;
         producer.visit(arg.map_q, (row + token) * C::kHeads, false, [&](LogitVisit<C>& visit) {
-          Weights weights;
-          weights.load(arg.weights, arg.weights_stride, row + token, row + arg.next_n, lane);
           weights.store(visit.weights, lane);
           if (lane < C::kTokens) {
             visit.start[lane] = 0;
@@ -84,7 +95,7 @@ struct PagedLogits {
             visit.shifts = 0;
           }
         });
-        load_units(producer, now, first, units, entry_now, lane);
+        load(producer, copies, units * each, lane);
       }
     }
     producer.visit(arg.map_q, 0, true, [&](LogitVisit<C>& visit) {

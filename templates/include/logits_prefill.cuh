@@ -107,13 +107,25 @@ struct PrefillLogits {
     u32 block = share.block, skipped = share.skipped, left = share.tiles;
     ranges.load(arg, block);
     weights.load(arg.weights, arg.weights_stride, block * C::kTokens, arg.rows, lane);
+    bool cold = true;
     while (left > 0) {
       const u32 tiles = min_of(left, ranges.tiles() - skipped), first = ranges.first() + skipped * kTileKeys;
+      const u32 units = C::kConsumers * tiles;
+      u32 done = 0;
+      const auto load = [&](u32 end) {
+        for (; done < end; ++done) {
+          const u32 stage = producer.next_stage();
+          if (lane == 0) tma_load(places.keys(stage), arg.map_k, places.barriers.full(stage), 0, first + done * kUnitKeys);
+        }
+      };
+      // The first keys of all do not wait for weights.
+      if (cold) load(min_of(units, C::kStages));
       if (tiles > 0) {
+        cold = false;
         producer.visit(arg.map_q, block * Places::kRows, false, [&](LogitVisit<C>& visit) {
           weights.store(visit.weights, lane);
           if (lane == 0) {
-            visit.units = C::kConsumers * tiles;
+            visit.units = units;
             visit.first_key = first;
             visit.row = block * C::kTokens;
             visit.shifts = arg.compressed;
@@ -132,10 +144,7 @@ struct PrefillLogits {
       // The next block's, long before they are needed.
       ranges.load(arg, block);
       weights.load(arg.weights, arg.weights_stride, block * C::kTokens, arg.rows, lane);
-      for (u32 unit = 0; unit < C::kConsumers * tiles; ++unit) {
-        const u32 stage = producer.next_stage();
-        if (lane == 0) tma_load(places.keys(stage), arg.map_k, places.barriers.full(stage), 0, first + unit * kUnitKeys);
-      }
+      load(units);
     }
     producer.visit(arg.map_q, 0, true, [&](LogitVisit<C>& visit) {
       if (lane == 0) visit.units = 0;
