@@ -30,14 +30,11 @@ MOST_STAGES = 12
 @dataclass(frozen=True)
 class LogitsConfig(KernelConfig):
     """Products of 64 keys by ``tokens`` queries with all their heads. ``num_consumers`` warpgroups multiply; one more
-    is the producer. ``parts``: the product is done in two parts, of which one runs while heads of the other are summed.
-    With ``turns`` consumers multiply one after the other."""
+    is the producer. With ``turns`` they multiply one after the other."""
 
     tokens: int
     num_consumers: int
-    parts: int = 1
     turns: bool = False
-    tensor_chunks: int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -52,7 +49,7 @@ class LogitsConfig(KernelConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        return {1: (40, 232), 2: (40, 232), 3: (80, 144), 4: (64, 104)}[self.num_consumers]
+        return {1: (56, 224), 2: (56, 224), 3: (80, 144), 4: (64, 104)}[self.num_consumers]
 
 
 ConfigT = TypeVar("ConfigT", bound=LogitsConfig)
@@ -106,10 +103,6 @@ class LogitsKernel(Kernel[ConfigT]):
             raise TypeError(f"{self.name} takes LogitsParams, not {type(params).__name__}")
         return params, params.config
 
-    def tensor_chunks(self, p: LogitsParams, config: LogitsConfig) -> int:
-        """Chunks of 16 heads whose scores the tensor cores sum up."""
-        return p.heads // 16 if self.paged else config.tensor_chunks
-
     def stages(self, params: KernelParams) -> int:
         """As many stages as fit, the same number for each consumer."""
         p, config = self.of(params)
@@ -124,7 +117,7 @@ class LogitsKernel(Kernel[ConfigT]):
 
     def _shared(self, p: LogitsParams, config: LogitsConfig, stages: int) -> int:
         tokens, consumers = config.tokens, config.num_consumers
-        visit = align(16 + 8 * tokens, 16) + 4 * tokens * p.heads
+        visit = align(20 + 8 * tokens, 16) + 4 * tokens * p.heads
         stage = UNIT_KEYS * p.dim + (UNIT_KEYS * 4 if self.paged else 0)
         staging = 2 * consumers * tokens * (UNIT_KEYS + 8) * 4
         return 2 * tokens * p.heads * p.dim + stages * (stage + 16) + staging + 2 * visit + 4 * 8 + 128
@@ -148,9 +141,7 @@ class LogitsKernel(Kernel[ConfigT]):
             "paged": "true" if self.paged else "false",
             "bf16": "true" if p.output == "bf16" else "false",
             "turns": "true" if config.turns else "false",
-            "parts": config.parts,
-            "tensor_chunks": self.tensor_chunks(p, config),
-            "mma_n": config.tokens * p.heads // config.parts,
+            "mma_n": config.tokens * p.heads,
             "mma_steps": p.dim // 32,
             "argument_fields": self.struct_fields(params),
             "arguments": self.struct(params),
@@ -165,8 +156,7 @@ class LogitsKernel(Kernel[ConfigT]):
     def describe(self, config: LogitsConfig) -> str:
         """Queries of a product, and consumers if there are not two."""
         text = f"q{config.tokens}"
-        text += f"_w{config.num_consumers}" if config.num_consumers != 2 else ""
-        return text + ("_p2" if config.parts == 2 else "") + ("_t" if config.turns else "") + f"_c{config.tensor_chunks}"
+        return text + (f"_w{config.num_consumers}" if config.num_consumers != 2 else "")
 
     def query_map(self, params: KernelParams, rows: int) -> Map:
         """The tensor map of ``rows`` queries, in boxes of one product's."""

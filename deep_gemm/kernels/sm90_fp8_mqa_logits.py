@@ -34,7 +34,7 @@ class Sm90Fp8MqaLogits(LogitsKernel[PrefillLogitsConfig]):
     def configs(self, arch: ArchSpec) -> Iterator[PrefillLogitsConfig]:
         """One config for each number of heads."""
         for heads in HEADS:
-            yield PrefillLogitsConfig(MAX_ROWS // heads, 2, turns=True, tensor_chunks=heads // 16)
+            yield PrefillLogitsConfig(MAX_ROWS // heads, 2, turns=True)
 
     def runs(self, spec: Spec, config: PrefillLogitsConfig) -> bool:
         """Whether the product has as many rows as it may."""

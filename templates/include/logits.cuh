@@ -83,6 +83,7 @@ struct LogitVisit {
   u32 units;      // of 64 keys; 0: there is no more work
   u32 first_key;  // of the run
   u32 row;        // of the result, for the first query
+  u32 rows;       // how many of the queries exist
   u32 shifts;     // whether a query's columns begin at its `start`
   u32 start[C::kTokens], end[C::kTokens];  // keys that each query attends
   alignas(16) float weights[C::kTokens][C::kHeads];
@@ -171,13 +172,11 @@ struct LogitProducer {
 template <class C, class Mma, class Arguments>
 struct LogitConsumer {
   using Places = LogitPlaces<C>;
-  // Sets of up to four queries, chunks of 16 heads. The tensor cores sum up the heads of the first kTensor chunks.
-  enum : u32 { kSets = ceil_div(C::kTokens, 4), kChunks = C::kHeads / 16, kTensor = C::kTensorChunks };
-  enum : u32 { kWords = kSets * kTensor * 2, kFloats = C::kTokens * (kChunks - kTensor) * 4 };
-  static_assert(kTensor == kChunks || C::kTokens % 4 == 0);
+  // Sets of up to four queries, and chunks of 16 heads. Each query has one operand of weights for each chunk.
+  enum : u32 { kSets = ceil_div(C::kTokens, 4), kChunks = C::kHeads / 16 };
+  enum : u32 { kWords = kSets * kChunks * 2, kPairs = C::kTokens * kChunks * 4 };
   enum : u32 { kOutputs = ceil_div(C::kTokens * kUnitKeys, 128) };  // of a thread in one unit
-  enum : u32 { kParts = C::kParts, kPartTokens = C::kTokens / kParts };
-  static_assert(Mma::kN * kParts == Places::kRows && kPartTokens * kParts == C::kTokens && kParts <= 2);
+  static_assert(Mma::kN == Places::kRows && C::kHeads % 16 == 0);
 
   const Arguments& arg;
   const Places& places;
@@ -188,110 +187,44 @@ struct LogitConsumer {
   // Queries of a set.
   static DG_DEVICE constexpr u32 queries(u32 set) { return min_of(4u, C::kTokens - 4 * set); }
 
-  // A thread has two heads of each eight, 2 t and 2 t + 1 (t is its lane's number modulo 4), for two keys.
-  struct Weights {
-    // The operand of the tensor cores. Lane 4 g + t has column g, which is the high (g even) or the low part of the weights of the
-    // set's query g / 2, or of another one if there is no such query.
-    u32 words[kWords > 0 ? kWords : 1];
-    float halves[kFloats > 0 ? kFloats : 1];  // of weights
+  // The second product's operand of weights. Lane 4 g + t has column g, which is the high (g even) or the low part of the weights of
+  // the set's query g / 2, or of another one if there is no such query.
+  static DG_DEVICE void load_weights(u32 (&words)[kWords], const float (&from)[C::kTokens][C::kHeads], u32 lane) {
+    const bool low = lane / 4 % 2 != 0;
+    for_each<kWords>([&](auto word) {
+      constexpr u32 kSet = decltype(word)::kValue / (2 * kChunks), kGroup = decltype(word)::kValue % (2 * kChunks);
+      const float* pair = from[4 * kSet + lane / 8 % queries(kSet)] + 8 * kGroup + 2 * (lane % 4);
+      words[decltype(word)::kValue] = part_of_pair(pair[0], pair[1], low);
+    });
+  }
 
-    DG_DEVICE void load(const float (&from)[C::kTokens][C::kHeads], u32 lane) {
-      const u32 head = 2 * (lane % 4);
-      const bool low = lane / 4 % 2 != 0;
-      for_each<kWords>([&](auto word) {
-        constexpr u32 kWord = decltype(word)::kValue, kSet = kWord / (2 * kTensor), kGroup = kWord % (2 * kTensor);
-        const float* own = from[4 * kSet + lane / 8 % queries(kSet)];
-        words[kWord] = part_of_pair(own[8 * kGroup + head], own[8 * kGroup + head + 1], low);
-      });
-      for_each<kFloats>([&](auto half) {
-        constexpr u32 kOwn = (kChunks - kTensor) * 4, kQuery = decltype(half)::kValue / kOwn, kHead = decltype(half)::kValue % kOwn;
-        halves[decltype(half)::kValue] = 0.5f * from[kQuery][kTensor * 16 + kHead / 2 * 8 + kHead % 2 + head];
-      });
-    }
-  };
+  // Scores of the unit that was multiplied, as pairs of bf16.
+  static DG_DEVICE void clip(u32 (&pairs)[kPairs]) {
+    for_each<kPairs>([&](auto pair) { pairs[decltype(pair)::kValue] = Mma::template clipped<decltype(pair)::kValue>(); });
+  }
 
-  // Sums over heads of this thread's two keys.
-  struct Sums {
-    float tensor[kSets][2];      // of the lane's own query of each set, over all lanes
-    float own[C::kTokens][2];  // of each query, over this lane's heads
-
-    // Scores for the tensor cores, as pairs of bf16 of a thread.
-    enum : u32 { kPairs = kPartTokens * kTensor * 4 };
-
-    template <u32 kPart>
-    static DG_DEVICE void clip(u32 (&pairs)[kPairs > 0 ? kPairs : 1]) {
-      for_each<kPairs>([&](auto pair) {
-        constexpr u32 kPair = decltype(pair)::kValue, kToken = kPair / (kTensor * 4), kWithin = kPair % (kTensor * 4);
-        pairs[kPair] = Mma::template clipped<kPart, kToken * kChunks * 4 + kWithin>();
-      });
-    }
-
-    template <u32 kPart>
-    DG_DEVICE void multiply(const u32 (&pairs)[kPairs > 0 ? kPairs : 1], const Weights& weights, u32 lane) {
-      float sum[kPartTokens][4] = {};
+  // Sums over heads, without scales, of this thread's two keys and its lane's own query of each set.
+  static DG_DEVICE void sum_heads(const u32 (&pairs)[kPairs], const u32 (&words)[kWords], u32 lane, float (&logit)[kSets][2]) {
 #pragma unroll
-      for (u32 chunk = 0; chunk < kTensor; ++chunk) {
+    for (u32 set = 0; set < kSets; ++set) {
+      float sum[4][4] = {};
 #pragma unroll
-        for (u32 i = 0; i < kPartTokens; ++i) {
-          const u32 word = ((kPart * kPartTokens + i) / 4 * kTensor + chunk) * 2;
-          multiply_16x8(sum[i], pairs + (i * kTensor + chunk) * 4, weights.words[word], weights.words[word + 1]);
+      for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+        for (u32 query = 0; query < queries(set); ++query) {
+          const u32 word = (set * kChunks + chunk) * 2;
+          multiply_16x8(sum[query], pairs + ((4 * set + query) * kChunks + chunk) * 4, words[word], words[word + 1]);
         }
       }
 #pragma unroll
-      for (u32 i = 0; i < kPartTokens; ++i) {
-        const u32 token = kPart * kPartTokens + i, set = token / 4, query = token % 4;
+      for (u32 query = 0; query < queries(set); ++query) {
         if (query == 0 || lane % 4 == query) {
-          tensor[set][0] = sum[i][0] + sum[i][1];
-          tensor[set][1] = sum[i][2] + sum[i][3];
+          logit[set][0] = sum[query][0] + sum[query][1];
+          logit[set][1] = sum[query][2] + sum[query][3];
         }
       }
     }
-
-    // Adds the scores of a part of the queries.
-    template <u32 kPart>
-    DG_DEVICE void add(const Weights& weights, u32 lane) {
-      if constexpr (kTensor > 0) {
-        u32 pairs[kPairs];
-        clip<kPart>(pairs);
-        multiply<kPart>(pairs, weights, lane);
-      }
-      constexpr u32 kOwn = (kChunks - kTensor) * 2;  // groups of eight heads
-      for_each<kOwn * kPartTokens>([&](auto step) {
-        constexpr u32 kGroup = decltype(step)::kValue / kPartTokens, kToken = decltype(step)::kValue % kPartTokens;
-        constexpr u32 kQuery = kPart * kPartTokens + kToken, kWeight = (kQuery * kOwn + kGroup) * 2;
-        constexpr u32 kFirst = ((kToken * kChunks + kTensor) * 2 + kGroup) * 4;
-        // Half of a weight by x + |x|, which reads one register and is faster than a maximum.
-#pragma unroll
-        for (u32 row = 0; row < 2; ++row) {
-          const float low = row ? Mma::template twice<kPart, kFirst + 2>() : Mma::template twice<kPart, kFirst>();
-          const float high = row ? Mma::template twice<kPart, kFirst + 3>() : Mma::template twice<kPart, kFirst + 1>();
-          float& to = own[kQuery][row];
-          to = kGroup == 0 ? low * weights.halves[kWeight] : fmaf(low, weights.halves[kWeight], to);
-          to = fmaf(high, weights.halves[kWeight + 1], to);
-        }
-      });
-    }
-
-    // Logits without scales of the lane's own query of each set.
-    DG_DEVICE void finish(float (&logit)[kSets][2], u32 lane) const {
-#pragma unroll
-      for (u32 set = 0; set < kSets; ++set) {
-#pragma unroll
-        for (u32 row = 0; row < 2; ++row) {
-          logit[set][row] = kTensor > 0 ? tensor[set][row] : 0.0f;
-          if constexpr (kFloats > 0) {
-            // Lanes exchange the sums of each other's queries: first of odd and even ones, then of the last two and the first two.
-            const bool odd = lane & 1, last = lane & 2;
-            const float a = own[4 * set][row], b = own[4 * set + 1][row], c = own[4 * set + 2][row], d = own[4 * set + 3][row];
-            const float first = (odd ? b : a) + __shfl_xor_sync(0xFFFFFFFF, odd ? a : b, 1);
-            const float second = (odd ? d : c) + __shfl_xor_sync(0xFFFFFFFF, odd ? c : d, 1);
-            const float found = (last ? second : first) + __shfl_xor_sync(0xFFFFFFFF, last ? first : second, 2);
-            logit[set][row] = kTensor > 0 ? logit[set][row] + found : found;
-          }
-        }
-      }
-    }
-  };
+  }
 
   DG_DEVICE void stage_logits(const float (&logit)[kSets][2], u32 to) const {
     const u32 own = lane() % 4, key = thread / 32 * 16 + lane() / 4;
@@ -308,7 +241,7 @@ struct LogitConsumer {
   struct Row {
     u8* at;             // of key 0
     u32 start, length;  // keys that the query attends
-    u32 filled;         // columns up to this one are minus infinity where a key is not attended
+    bool exists;
   };
 
   static DG_DEVICE void put(u8* at, i64 index, float value) {
@@ -332,6 +265,8 @@ struct LogitConsumer {
   DG_DEVICE void run() const {
     const ProductTurns<C::kTurns ? C::kConsumers : 1> turns(consumer);
     const float minus_infinity = __uint_as_float(0xFF800000);
+    u32 filled = 0;  // columns up to this one are minus infinity where a key is not attended
+    if constexpr (!C::kPaged) filled = arg.filled;
     PipelineCursor<C::kStages> cursor;
     cursor.stage = consumer;
     u32 slot = 0, round = 0, unit = consumer, buffer = 0;
@@ -343,8 +278,8 @@ struct LogitConsumer {
       const LogitVisit<C>& visit = places.visit(slot);
       const u32 units = uniform(visit.units), first_key = visit.first_key;
       if (units == 0) break;
-      Weights weights;
-      weights.load(visit.weights, lane());
+      u32 words[kWords];
+      load_weights(words, visit.weights, lane());
       Row rows[kOutputs];
 #pragma unroll
       for (u32 i = 0; i < kOutputs; ++i) {
@@ -354,15 +289,12 @@ struct LogitConsumer {
         const i64 shift = visit.shifts ? start : 0;
         rows[i].start = start;
         rows[i].length = (real ? visit.end[token] : 0) - start;
-        rows[i].filled = 0;
-        if constexpr (!C::kPaged) rows[i].filled = real && visit.row + token < arg.rows ? arg.filled : 0;
+        rows[i].exists = token < visit.rows;
         rows[i].at = arg.out + ((visit.row + token) * arg.out_stride - shift) * (C::kBf16 ? 2 : 4);
       }
       const u64 b = row_descriptor<C::kDim>(places.queries(slot));
       u32 key = first_key + unit * kUnitKeys + thread % kUnitKeys;
-      const auto write = [&](const Sums& sums, u32 key, float scale) {
-        float logit[kSets][2];
-        sums.finish(logit, lane());
+      const auto write = [&](const float (&logit)[kSets][2], u32 key, float scale) {
         const u32 to = staging + buffer * Places::kStagingBytes;
         buffer ^= 1;
         stage_logits(logit, to);
@@ -374,69 +306,45 @@ struct LogitConsumer {
           if (token < C::kTokens) {
             const bool attended = key - rows[i].start < rows[i].length;
             const float sum = load_shared(to + (token * Places::kStagingRow + thread % kUnitKeys) * 4);
-            if (attended || key < rows[i].filled) put(rows[i].at, key, attended ? sum * scale : minus_infinity);
+            if (attended || (rows[i].exists && key < filled)) put(rows[i].at, key, attended ? sum * scale : minus_infinity);
           }
         }
       };
-      if constexpr (C::kTurns) {
-        // The tensor cores are slow if products of scores and weights interleave with another consumer's products. So a turn is both:
-        // the sums of the unit before, and the product of the next one. Logits are written while that product runs.
-        static_assert(kParts == 1 && kTensor == kChunks);
-        u32 pairs[Sums::kPairs] = {};
-        float last_scale = 0.0f;
-        for (bool first = true; unit < units; unit += C::kConsumers, first = false) {
-          const float scale = scale_of(key, cursor.stage);
-          barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
-          const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
-          Sums sums;
+      u32 pairs[kPairs] = {};
+      float logit[kSets][2], last_scale = 0.0f;
+      for (bool first = true; unit < units; unit += C::kConsumers, first = false) {
+        float scale = 0.0f;
+        if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);
+        barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
+        if constexpr (C::kPaged) scale = scale_of(key, cursor.stage);
+        const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
+        if constexpr (C::kTurns) {
+          // The tensor cores are slow where sums over heads interleave with another consumer's products. So a turn is both: the sums
+          // of the unit before, and the product of the next one. Logits are written while that product runs.
           turns.wait();
-          sums.template multiply<0>(pairs, weights, lane());
-          wgmma_fence();
-          Mma::template multiply<0>(a, b);
-          wgmma_commit();
-          if (!first) write(sums, key - C::kConsumers * kUnitKeys, last_scale);
-          if constexpr (C::kEarly) {
-            wgmma_wait<1>();
-            turns.pass();
-            wgmma_wait<0>();
-          } else {
-            wgmma_wait<0>();
-            turns.pass();
-          }
-          places.barriers.release(cursor.stage, lane());
-          cursor.template advance<C::kConsumers>();
-          Sums::template clip<0>(pairs);
-          last_scale = scale;
-          key += C::kConsumers * kUnitKeys;
+          sum_heads(pairs, words, lane(), logit);
         }
-        Sums sums;
-        sums.template multiply<0>(pairs, weights, lane());
-        write(sums, key - C::kConsumers * kUnitKeys, last_scale);
-      } else {
-        for (; unit < units; unit += C::kConsumers) {
-          Sums sums;
-          float scale = 0.0f;
-          if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);
-          barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
-          if constexpr (C::kPaged) scale = scale_of(key, cursor.stage);
-          const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
-          wgmma_fence();
-          Mma::template multiply<0>(a, b);
-          wgmma_commit();
-          if constexpr (kParts == 2) {
-            // Heads of one part are summed while the other part is multiplied.
-            Mma::template multiply<kParts - 1>(a, b + Places::kQueryBytes / 2 / 16);
-            wgmma_commit();
-            wgmma_wait<1>();
-            sums.template add<0>(weights, lane());
-          }
-          wgmma_wait<0>();
-          places.barriers.release(cursor.stage, lane());
-          cursor.template advance<C::kConsumers>();
-          sums.template add<kParts - 1>(weights, lane());
-          write(sums, key, scale);
-          key += C::kConsumers * kUnitKeys;
+        wgmma_fence();
+        Mma::multiply(a, b);
+        wgmma_commit();
+        if constexpr (C::kTurns) {
+          if (!first) write(logit, key - C::kConsumers * kUnitKeys, last_scale);
         }
+        wgmma_wait<0>();
+        turns.pass();
+        places.barriers.release(cursor.stage, lane());
+        cursor.template advance<C::kConsumers>();
+        clip(pairs);
+        if constexpr (!C::kTurns) {
+          sum_heads(pairs, words, lane(), logit);
+          write(logit, key, scale);
+        }
+        last_scale = scale;
+        key += C::kConsumers * kUnitKeys;
+      }
+      if constexpr (C::kTurns) {
+        sum_heads(pairs, words, lane(), logit);
+        write(logit, key - C::kConsumers * kUnitKeys, last_scale);
       }
       unit -= units;
       __syncwarp();

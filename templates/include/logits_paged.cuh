@@ -92,6 +92,7 @@ struct PagedLogits {
             visit.units = units;
             visit.first_key = first;
             visit.row = row + token;
+            visit.rows = min_of(C::kTokens, arg.next_n - token);
             visit.shifts = 0;
           }
         });

@@ -128,6 +128,7 @@ struct PrefillLogits {
             visit.units = units;
             visit.first_key = first;
             visit.row = block * C::kTokens;
+            visit.rows = min_of(C::kTokens, arg.rows - block * C::kTokens);
             visit.shifts = arg.compressed;
 #pragma unroll
             for (u32 i = 0; i < C::kTokens; ++i) {
