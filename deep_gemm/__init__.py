@@ -103,6 +103,7 @@ if TYPE_CHECKING:
         set_tc_util,
         use_deterministic_algorithms,
     )
+    from deep_gemm.prenorm import tf32_hc_prenorm_gemm
     from deep_gemm.quantisation import dequantise, per_custom_dims_cast_to_fp8
     from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
     from deep_gemm.spec import align, ceil_div
@@ -200,6 +201,7 @@ __all__ = [
     "settings",
     "tensor_map",
     "testing",
+    "tf32_hc_prenorm_gemm",
     "transform_sf_into_required_layout",
     "tuning",
     "use_deterministic_algorithms",
@@ -293,6 +295,7 @@ _LATE = {
         "set_tc_util",
         "use_deterministic_algorithms",
     ),
+    "deep_gemm.prenorm": ("tf32_hc_prenorm_gemm",),
     "deep_gemm.spec": (
         "align",
         "ceil_div",

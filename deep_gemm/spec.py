@@ -244,6 +244,23 @@ class LogitsScheduleSpec:
         return f"the schedule of paged logits of {self.batch} requests for {self.slots} CTAs"
 
 
+@dataclass(frozen=True)
+class PrenormSpec:
+    """``D[m, n] = A[m, k] @ B[n, k]^T`` by TF32 products of bf16 and float32, with few rows of B, and the sums of
+    squares of the rows of A, in ``splits`` partial sums. The last three fields are as in `GemmSpec`."""
+
+    m: int
+    n: int
+    k: int
+    splits: int = 1
+    num_sms: int = 1
+    whole_gpu: bool = True
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        return f"M={self.m}, N={self.n}, K={self.k} in {self.splits} splits, bf16 x f32 -> f32 by TF32 products"
+
+
 Spec: TypeAlias = (
     QuantizeSpec
     | GemmSpec
@@ -254,4 +271,5 @@ Spec: TypeAlias = (
     | LogitsSpec
     | PagedLogitsSpec
     | LogitsScheduleSpec
+    | PrenormSpec
 )

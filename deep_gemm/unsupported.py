@@ -21,7 +21,6 @@ REASONS = {
     "einsum": _BATCHED,
     "fp8_einsum": _BATCHED,
     "fp8_gemm_nt_skip_head_mid": "products that leave columns out",
-    "tf32_hc_prenorm_gemm": "TF32 products",
     "SymmBuffer": _MEGA_MOE,
     "get_symm_buffer_for_mega_moe": _MEGA_MOE,
     "transform_weights_for_mega_moe": _MEGA_MOE,

@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     (
         *(
             "deep_gemm.attention",
+            "deep_gemm.prenorm",
             "deep_gemm.dense",
             "deep_gemm.grouped",
             "deep_gemm.layout",

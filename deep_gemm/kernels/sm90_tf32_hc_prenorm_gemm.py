@@ -1,0 +1,192 @@
+"""TF32 products of bf16 rows with a few float32 rows, and the rows' sums of squares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..arch import SM90, ArchSpec
+from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import KernelConfig, KernelParams
+from ..spec import PrenormSpec, Spec, ceil_div
+from .base import Argument, Kernel, Strides, Value
+
+BLOCK_K, WARPS = 64, 8
+MOST_COLUMNS, MOST_STAGES = 32, 12
+
+
+@dataclass(frozen=True)
+class PrenormConfig(KernelConfig):
+    """A CTA has ``rows`` rows of A. The CTAs of a cluster split K."""
+
+    rows: int
+    cluster: int
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns that a cluster writes."""
+        return self.rows, MOST_COLUMNS
+
+    @property
+    def groups(self) -> int:
+        """Groups of warps in a CTA that split K."""
+        return WARPS * 16 // self.rows
+
+
+@dataclass(frozen=True)
+class PrenormParams(KernelParams):
+    """The params of this family. ``columns``: rows of B, a multiple of 8."""
+
+    columns: int = 24
+
+
+class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
+    """See ``templates/include/prenorm.cuh``."""
+
+    name = "sm90_tf32_hc_prenorm_gemm"
+    archs = (SM90.name,)
+    config_class = PrenormConfig
+
+    def refuses(self, spec: Spec) -> str | None:
+        """Refuses every spec except these products."""
+        if not isinstance(spec, PrenormSpec):
+            return "it multiplies bf16 rows with a few float32 rows by TF32 products"
+        if spec.n % 8 or spec.n > MOST_COLUMNS or spec.k % BLOCK_K:
+            return f"N must be 8, 16, 24 or 32, and K a multiple of {BLOCK_K}"
+        return None
+
+    def configs(self, arch: ArchSpec) -> Iterator[PrenormConfig]:
+        """Tall tiles first: they read B less often."""
+        for cluster in (1, 2, 4, 8):
+            yield PrenormConfig(128, cluster)
+        yield PrenormConfig(64, 8)
+        yield PrenormConfig(32, 8)
+
+    def illegal(self, config: PrenormConfig, arch: ArchSpec) -> str | None:
+        """None for the configs of `configs`."""
+        return None if config in self.configs(arch) else f"a config must be one of {list(self.configs(arch))}"
+
+    def worthwhile(self, spec: Spec, config: PrenormConfig) -> bool:
+        """The config with the most CTAs that all run at once; of several, the tallest. Under batch invariance one config
+        serves all M."""
+        return isinstance(spec, PrenormSpec) and config == self.chosen(spec)
+
+    def chosen(self, spec: PrenormSpec) -> PrenormConfig:
+        """See `worthwhile`."""
+
+        def ctas(config: PrenormConfig) -> int:
+            return ceil_div(spec.m, config.rows) * config.cluster * spec.splits
+
+        if spec.batch_invariant:
+            return PrenormConfig(128, 4)
+        blocks = spec.k // BLOCK_K
+        fitting = [c for c in self.configs(SM90) if ctas(c) <= spec.num_sms and c.cluster * spec.splits <= blocks]
+        return max(fitting, key=ctas) if fitting else next(self.configs(SM90))
+
+    def params(self, spec: Spec, config: PrenormConfig, arch: ArchSpec) -> PrenormParams:
+        """See `Kernel.params`."""
+        if not isinstance(spec, PrenormSpec):
+            raise TypeError(f"{self.name} takes a PrenormSpec, not {spec}")
+        return PrenormParams(self.name, arch.name, config, columns=spec.n)
+
+    def of(self, params: KernelParams) -> tuple[PrenormParams, PrenormConfig]:
+        """``params`` and their config, with their types."""
+        if not isinstance(params, PrenormParams) or not isinstance(params.config, PrenormConfig):
+            raise TypeError(f"{self.name} takes PrenormParams, not {type(params).__name__}")
+        return params, params.config
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """Strides in elements; ``blocks`` of K."""
+        return (
+            Argument("map_a", "TensorMap", operand="a"),
+            Argument("map_b", "TensorMap", operand="b"),
+            Argument("d", "float*"),
+            Argument("d_split", "i64"),
+            Argument("d_stride", "i64"),
+            Argument("sqr_sum", "float*"),
+            Argument("sqr_split", "i64"),
+            Argument("m", "u32"),
+            Argument("n", "u32"),
+            Argument("blocks", "u32"),
+        )
+
+    def values(
+        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Operands: a, b, d (splits, M, N), sqr_sum (splits, M)."""
+        if not isinstance(spec, PrenormSpec):
+            raise TypeError(f"{self.name} takes a PrenormSpec, not {spec}")
+        p, config = self.of(params)
+        a = TensorMapSpec("bf16", (spec.k, spec.m), (2 * strides["a"][0],), (BLOCK_K, config.rows), 128)
+        b = TensorMapSpec("f32", (spec.k, spec.n), (4 * strides["b"][0],), (BLOCK_K // 2, p.columns), 128)
+        shape = LaunchShape(
+            grid=(ceil_div(spec.m, config.rows) * config.cluster, spec.splits, 1),
+            block=32 * (WARPS + 1),
+            dynamic_shared=self.shared_bytes(params),
+            cluster=(config.cluster, 1, 1),
+            pdl=pdl and spec.whole_gpu,
+        )
+        return shape, {
+            "map_a": Map(a, "a"),
+            "map_b": Map(b, "b"),
+            "d_split": strides["d"][0],
+            "d_stride": strides["d"][1],
+            "sqr_split": strides["sqr_sum"][0],
+            "m": spec.m,
+            "n": spec.n,
+            "blocks": spec.k // BLOCK_K,
+        }
+
+    def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
+        """Constants of the template."""
+        p, config = self.of(params)
+        return {
+            "rows": config.rows,
+            "columns": p.columns,
+            "num_stages": self.stages(params),
+            "cluster": config.cluster,
+            "num_threads": 32 * (WARPS + 1),
+            "shared_bytes": self.shared_bytes(params),
+            "argument_fields": self.struct_fields(params),
+            "arguments": self.struct(params),
+        }
+
+    def stages(self, params: KernelParams) -> int:
+        """As many stages as fit, the same number for each group."""
+        config = self.of(params)[1]
+        rest = self._shared(params, 0)
+        fit = min(MOST_STAGES, (SM90.shared_per_cta - rest) // (self._shared(params, 1) - rest))
+        return fit // config.groups * config.groups
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """Stages, partial sums, and barriers."""
+        return self._shared(params, self.stages(params))
+
+    def _shared(self, params: KernelParams, stages: int) -> int:
+        p, config = self.of(params)
+        stage = 128 * config.rows + 256 * p.columns
+        return stages * (stage + 16) + WARPS * 16 * (p.columns + 1) * 4
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``tf32_hc_prenorm_gemm_n24_128x4``."""
+        p, config = self.of(params)
+        return f"tf32_hc_prenorm_gemm_n{p.columns}_{self.describe(config)}"
+
+    def describe(self, config: PrenormConfig) -> str:
+        """Rows and cluster."""
+        return f"{config.rows}x{config.cluster}"
+
+    def cases(self) -> list[KernelParams]:
+        """Each config for 24 columns, and each number of columns."""
+        return [
+            *(PrenormParams(self.name, SM90.name, config) for config in self.configs(SM90)),
+            *(PrenormParams(self.name, SM90.name, PrenormConfig(128, 2), columns=columns) for columns in (8, 16, 32)),
+        ]
+
+    def ahead(self) -> list[KernelParams]:
+        """None: no GEMM calls it."""
+        return []
+
+
+KERNEL = Sm90Tf32HcPrenormGemm()
