@@ -10,9 +10,9 @@ from deep_gemm.ops import prenorm
 def tf32_hc_prenorm_gemm(a: Tensor, b: Tensor, d: Tensor, sqr_sum: Tensor, num_splits: int | None = None) -> None:
     """d = a @ b^T by TF32 products, and sqr_sum = the sum of squares of each row of a.
 
-    b is rounded to TF32 (to nearest, ties to even, as torch does); a is exact. Sums are float32, and repeats give the same
-    bits. With few rows many SMs take part too, each with a part of K. Under `set_batch_invariant` the parts do not depend
-    on M.
+    b is rounded to TF32 (to nearest, ties to even, as torch does); a is exact. Sums are float32, and repeats give the
+    same bits. With few rows many SMs take part too, each with a part of K. Under `set_batch_invariant` the parts do not
+    depend on M.
 
     Args:
         a: bf16 (M, K), contiguous along K. K is a multiple of 64.

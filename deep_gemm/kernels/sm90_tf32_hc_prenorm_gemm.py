@@ -68,8 +68,8 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
         return None if config in self.configs(arch) else f"a config must be one of {list(self.configs(arch))}"
 
     def worthwhile(self, spec: Spec, config: PrenormConfig) -> bool:
-        """The config with the most CTAs that all run at once; of several, the tallest. Under batch invariance one config
-        serves all M."""
+        """The config with the most CTAs that all run at once; of several, the tallest. Under batch invariance all M
+        have one config."""
         return isinstance(spec, PrenormSpec) and config == self.chosen(spec)
 
     def chosen(self, spec: PrenormSpec) -> PrenormConfig:
