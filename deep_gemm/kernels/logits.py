@@ -48,7 +48,10 @@ class LogitsConfig(KernelConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread of the producer and of a consumer."""
+        """Registers of a thread of the producer and of a consumer. With turns there are few: pairs of bf16 then lie in
+        the scores' place, and ptxas cannot put the next product among the sums over heads, which it would slow down."""
+        if self.turns:
+            return 56, 192
         return {1: (56, 224), 2: (56, 224), 3: (80, 144), 4: (64, 104)}[self.num_consumers]
 
 

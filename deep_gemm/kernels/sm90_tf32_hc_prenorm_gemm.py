@@ -12,8 +12,12 @@ from ..params import KernelConfig, KernelParams
 from ..spec import PrenormSpec, Spec, ceil_div
 from .base import Argument, Kernel, Strides, Value
 
-BLOCK_K, WARPS = 64, 8
+BLOCK_K, WARPS = 64, 16
 MOST_COLUMNS, MOST_STAGES = 32, 12
+
+FIT = {1: 100, 2: 100, 4: 85, 8: 60}
+"""Percent of the SMs that clusters of a size can fill: the SMs of a cluster are neighbours. On an H100, 32 clusters
+of 4 and 16 of 8 took two rounds."""
 
 
 @dataclass(frozen=True)
@@ -57,32 +61,29 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
         return None
 
     def configs(self, arch: ArchSpec) -> Iterator[PrenormConfig]:
-        """Tall tiles first: they read B less often."""
-        for cluster in (1, 2, 4, 8):
-            yield PrenormConfig(128, cluster)
-        yield PrenormConfig(64, 8)
-        yield PrenormConfig(32, 8)
+        """Tall tiles first: they read B less often. For few rows low tiles are faster."""
+        for rows, cluster in ((128, 1), (128, 2), (64, 2), (64, 4), (32, 8), (64, 8)):
+            yield PrenormConfig(rows, cluster)
 
     def illegal(self, config: PrenormConfig, arch: ArchSpec) -> str | None:
         """None for the configs of `configs`."""
         return None if config in self.configs(arch) else f"a config must be one of {list(self.configs(arch))}"
 
     def worthwhile(self, spec: Spec, config: PrenormConfig) -> bool:
-        """The config with the most CTAs that all run at once; of several, the tallest. Under batch invariance all M
-        have one config."""
+        """The config that keeps the most SMs busy, the first of several. Under batch invariance all M have one."""
         return isinstance(spec, PrenormSpec) and config == self.chosen(spec)
 
     def chosen(self, spec: PrenormSpec) -> PrenormConfig:
         """See `worthwhile`."""
 
-        def ctas(config: PrenormConfig) -> int:
-            return ceil_div(spec.m, config.rows) * config.cluster * spec.splits
+        def busy(config: PrenormConfig) -> float:
+            ctas = ceil_div(spec.m, config.rows) * config.cluster * spec.splits
+            rounds = ceil_div(ctas, max(1, spec.num_sms * FIT[config.cluster] // 100))
+            return 0 if rounds > 1 and config.cluster > 2 else ctas / rounds
 
         if spec.batch_invariant:
-            return PrenormConfig(128, 4)
-        blocks = spec.k // BLOCK_K
-        fitting = [c for c in self.configs(SM90) if ctas(c) <= spec.num_sms and c.cluster * spec.splits <= blocks]
-        return max(fitting, key=ctas) if fitting else next(self.configs(SM90))
+            return PrenormConfig(64, 4)
+        return max(self.configs(SM90), key=busy)
 
     def params(self, spec: Spec, config: PrenormConfig, arch: ArchSpec) -> PrenormParams:
         """See `Kernel.params`."""
@@ -146,6 +147,7 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
             "columns": p.columns,
             "num_stages": self.stages(params),
             "cluster": config.cluster,
+            "warps": WARPS,
             "num_threads": 32 * (WARPS + 1),
             "shared_bytes": self.shared_bytes(params),
             "argument_fields": self.struct_fields(params),

@@ -79,8 +79,8 @@ struct PagedLogits {
         Weights weights;
         weights.load(arg.weights, arg.weights_stride, row + token, row + arg.next_n, lane);
         Units copies{now, first / arg.page_keys, units * each, 0, entry_now};
-        // The first pages of all do not wait for weights.
-        if (cold) load(producer, copies, min_of(units, C::kStages) * each, lane);
+        // The first pages do not wait for weights; more of them would keep the queries waiting.
+        if (cold) load(producer, copies, min_of(units, 2) * each, lane);
         cold = false;
         producer.visit(arg.map_q, (row + token) * C::kHeads, false, [&](LogitVisit<C>& visit) {
           weights.store(visit.weights, lane);

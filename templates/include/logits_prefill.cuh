@@ -118,8 +118,8 @@ struct PrefillLogits {
           if (lane == 0) tma_load(places.keys(stage), arg.map_k, places.barriers.full(stage), 0, first + done * kUnitKeys);
         }
       };
-      // The first keys of all do not wait for weights.
-      if (cold) load(min_of(units, C::kStages));
+      // The first keys do not wait for weights; more of them would keep the queries waiting.
+      if (cold) load(min_of(units, 2));
       if (tiles > 0) {
         cold = false;
         producer.visit(arg.map_q, block * Places::kRows, false, [&](LogitVisit<C>& visit) {

@@ -30,10 +30,10 @@ DG_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// C: kRows of a in a CTA, kColumns of b's rows, kStages, kCluster.
+// C: kRows of a in a CTA, kColumns of b's rows, kWarps, kStages, kCluster.
 template <class C, class Arguments>
 struct Prenorm {
-  enum : u32 { kWarps = 8, kParts = C::kRows / 16, kGroups = kWarps / kParts, kTiles = C::kColumns / 8 };
+  enum : u32 { kWarps = C::kWarps, kParts = C::kRows / 16, kGroups = kWarps / kParts, kTiles = C::kColumns / 8 };
   enum : u32 { kBlockK = 64, kBytesA = C::kRows * 128, kHalfB = C::kColumns * 128, kStageBytes = kBytesA + 2 * kHalfB };
   // One more column for the squares.
   enum : u32 { kWidth = C::kColumns + 1, kPartialBytes = kGroups * C::kRows * kWidth * 4 };
