@@ -104,7 +104,7 @@ if TYPE_CHECKING:
         use_deterministic_algorithms,
     )
     from deep_gemm.prenorm import tf32_hc_prenorm_gemm
-    from deep_gemm.quantisation import dequantise, per_custom_dims_cast_to_fp8
+    from deep_gemm.quantisation import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
     from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
     from deep_gemm.spec import align, ceil_div
 
@@ -130,6 +130,7 @@ __all__ = [
     "bf16_m_grouped_gemm_nt_masked",
     "cache_info",
     "ceil_div",
+    "ceil_to_ue8m0",
     "cublaslt_gemm_nn",
     "cublaslt_gemm_nt",
     "cublaslt_gemm_tn",
@@ -184,6 +185,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "monitor",
+    "pack_ue8m0_to_int",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
@@ -301,7 +303,9 @@ _LATE = {
         "ceil_div",
     ),
     "deep_gemm.quantisation": (
+        "ceil_to_ue8m0",
         "dequantise",
+        "pack_ue8m0_to_int",
         "per_custom_dims_cast_to_fp8",
     ),
     "deep_gemm.quantize": (

@@ -6,7 +6,7 @@ Everything here is a frozen dataclass of plain values: hashable, printable, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 SCALE_BLOCK = 128
 """Elements of K (and, for 128x128 scales, of N) that share one scale factor."""
@@ -248,6 +248,9 @@ class LogitsScheduleSpec:
 class PrenormSpec:
     """``D[m, n] = A[m, k] @ B[n, k]^T`` by TF32 products of bf16 and float32, with few rows of B, and the sums of
     squares of the rows of A, in ``splits`` partial sums. The last three fields are as in `GemmSpec`."""
+
+    BLOCK_K: ClassVar[int] = 64
+    MOST_N: ClassVar[int] = 32
 
     m: int
     n: int

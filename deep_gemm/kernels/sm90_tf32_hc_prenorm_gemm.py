@@ -12,8 +12,8 @@ from ..params import KernelConfig, KernelParams
 from ..spec import PrenormSpec, Spec, ceil_div
 from .base import Argument, Kernel, Strides, Value
 
-BLOCK_K, WARPS = 64, 16
-MOST_COLUMNS, MOST_STAGES = 32, 12
+BLOCK_K, WARPS = PrenormSpec.BLOCK_K, 16
+MOST_STAGES = 12
 
 FIT = {1: 100, 2: 100, 4: 85, 8: 60}
 """Percent of the SMs that clusters of a size can fill: the SMs of a cluster are neighbours. On an H100, 32 clusters
@@ -30,7 +30,7 @@ class PrenormConfig(KernelConfig):
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns that a cluster writes."""
-        return self.rows, MOST_COLUMNS
+        return self.rows, PrenormSpec.MOST_N
 
     @property
     def groups(self) -> int:
@@ -56,7 +56,7 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
         """Refuses every spec except these products."""
         if not isinstance(spec, PrenormSpec):
             return "it multiplies bf16 rows with a few float32 rows by TF32 products"
-        if spec.n % 8 or spec.n > MOST_COLUMNS or spec.k % BLOCK_K:
+        if spec.n % 8 or spec.n > PrenormSpec.MOST_N or spec.k % BLOCK_K:
             return f"N must be 8, 16, 24 or 32, and K a multiple of {BLOCK_K}"
         return None
 

@@ -158,10 +158,13 @@ def check_scales_dtype(name: str, sf: Tensor) -> None:
 
 
 def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: Scalings | None) -> Scalings:
-    """The scaling that fits the scales' shapes. Without a recipe the shapes also tell scales of whole rows."""
+    """The scaling that fits the scales' shapes. Without a recipe the shapes also tell scales of whole rows, and scales
+    of each row of B per 128 of K."""
     if asked is None and whole_rows(sfa, m) and whole_rows(sfb, n) and not _are_blocks(sfa, sfb, m, n, blocks):
         return WHOLE_ROWS
     scaling = asked or BLOCKS
+    if asked is None and tuple(sfb.shape) == (n, blocks) and not _are_blocks(sfa, sfb, m, n, blocks):
+        scaling = ROWS_ON_BOTH_SIDES  # as Transformers gives weights whose scales were E8M0
     wanted = {
         "1x128": (lambda rows: (rows, blocks), f"one per row per {SCALE_BLOCK} of K"),
         "128x128": (lambda rows: (ceil_div(rows, SCALE_BLOCK), blocks), f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block"),

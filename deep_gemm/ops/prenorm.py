@@ -13,11 +13,12 @@ from torch import Tensor
 from .. import options
 from ..calls import Operation, Step, Work, entry
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels.sm90_tf32_hc_prenorm_gemm import BLOCK_K, MOST_COLUMNS
 from ..reference import plain_arithmetic
 from ..spec import PrenormSpec
 from . import checks
 from .checks import shape_of
+
+BLOCK_K, MOST_COLUMNS = PrenormSpec.BLOCK_K, PrenormSpec.MOST_N
 
 
 @dataclass(frozen=True, eq=False)
