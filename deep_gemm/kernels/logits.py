@@ -103,7 +103,8 @@ class LogitsKernel(Kernel[ConfigT]):
     def of(self, params: KernelParams) -> tuple[LogitsParams, LogitsConfig]:
         """``params`` and their config, with their types."""
         if not isinstance(params, LogitsParams) or not isinstance(params.config, LogitsConfig):
-            raise TypeError(f"{self.name} takes LogitsParams, not {type(params).__name__}")
+            kind = f"{type(params).__name__} with a {type(params.config).__name__}"
+            raise TypeError(f"{self.name} takes LogitsParams with a {self.config_class.__name__}, not {kind}")
         return params, params.config
 
     def stages(self, params: KernelParams) -> int:

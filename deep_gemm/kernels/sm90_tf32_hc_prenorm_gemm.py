@@ -94,7 +94,8 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
     def of(self, params: KernelParams) -> tuple[PrenormParams, PrenormConfig]:
         """``params`` and their config, with their types."""
         if not isinstance(params, PrenormParams) or not isinstance(params.config, PrenormConfig):
-            raise TypeError(f"{self.name} takes PrenormParams, not {type(params).__name__}")
+            kind = f"{type(params).__name__} with a {type(params.config).__name__}"
+            raise TypeError(f"{self.name} takes PrenormParams with a PrenormConfig, not {kind}")
         return params, params.config
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
