@@ -17,10 +17,10 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, ops, options, select
+from deep_gemm.aot import attention, workload
 from deep_gemm.aot import shard as shards
-from deep_gemm.aot import workload
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Plan
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, Plan
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
@@ -153,10 +153,13 @@ def kernels_of(shape: GemmShape, spec: archs.ArchSpec, num_sms: int | None = Non
     return [engine.kernel_params(asked, config, spec) for config in dict.fromkeys(chosen)]
 
 
-def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None) -> Work:
+def choose(
+    shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None, layers: Iterable[Layer] = ()
+) -> Work:
     """The kernels that calls of these shapes would use on an `arch` with `num_sms` SMs (default: the whole GPU).
 
-    Helpers that any call may need, such as the transpose of scales, are included.
+    Helpers that any call may need, such as the transpose of scales, are included, and so are the kernels of the
+    `layers`' indexers.
     """
     spec = archs.get(arch)
     wanted: dict[KernelParams, list[GemmShape]] = {}
@@ -172,6 +175,7 @@ def choose(shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | Non
     helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
     cases = [params for name in sorted(helpers) for params in kernels.get(name).precompile_cases()]
     wanted |= {params: [] for params in cases if params.arch == arch}
+    wanted |= {params: [] for params in attention.kernels_of(layers, spec)}
     return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 
@@ -224,7 +228,7 @@ def precompile(
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood.
     """
-    work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op, training), arch, num_sms)
+    work = work_for(plan(what, tp, ep, op), max_m, allow_partial, arch, num_sms, training)
     return run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
 
 
@@ -260,23 +264,17 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     return Plan(tuple(layers), tuple(problems))
 
 
-def shapes_for(
-    what: Any,
-    tp: int = 1,
-    ep: int = 1,
-    max_m: int = MAX_M,
-    allow_partial: bool = False,
-    op: str = "",
-    training: bool = False,
-) -> list[GemmShape]:
-    """The shapes of a workload. If it does not give M, there is one shape for each bucket of M up to `max_m`. Raises as
+def work_for(
+    found: Plan, max_m: int, allow_partial: bool, arch: str, num_sms: int | None, training: bool = False
+) -> Work:
+    """The kernels of a workload. If it does not give M, they serve each bucket of M up to `max_m`. Raises as
     `precompile` does."""
-    found = plan(what, tp, ep, op)
     if found.problems and not allow_partial:
         raise UnsupportedError(
             f"Not all of this can be compiled ahead: {' '.join(found.problems)} Pass allow_partial=True for the rest."
         )
-    return workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
+    shapes = workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
+    return choose(shapes, arch, num_sms, found.layers)
 
 
 def printed(every: float = 2.0) -> Progress:

@@ -111,7 +111,7 @@ def command(
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op)
         every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
-        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms)
+        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms, found.layers)
     report: dict[str, Any] = {
         "arch": arch,
         "layers": [

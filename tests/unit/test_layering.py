@@ -44,7 +44,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("deep_gemm.utils",),
     ("deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
-    ("deep_gemm.aot.experts", "deep_gemm.aot.model"),
+    ("deep_gemm.aot.attention", "deep_gemm.aot.experts", "deep_gemm.aot.model"),
     ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
     ("deep_gemm.aot.build",),
