@@ -8,6 +8,7 @@ terminal.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import click
 import torch
 
 import deep_gemm
-from deep_gemm.backends import deepgemm
+from deep_gemm.backends.deepgemm import load
 from deep_gemm.benchmarks import provenance
 from deep_gemm.testing import timing
 
@@ -90,32 +91,28 @@ def product(m: int, k: int, peer: Any) -> tuple[dict[str, Any], Calls]:
 
 def measure(peer: Any) -> Iterator[dict[str, Any]]:
     """A row for each size."""
-    makers = [
-        (make, size) for make, sizes in ((prompt, PROMPTS), (pages, PAGES), (product, PRODUCTS)) for size in sizes
+    made = [
+        *(functools.partial(prompt, *size) for size in PROMPTS),
+        *(functools.partial(pages, *size) for size in PAGES),
+        *(functools.partial(product, *size) for size in PRODUCTS),
     ]
-    for make, size in makers:
-        row, calls = make(*size, peer)  # type: ignore[operator]
+    for make in made:
+        row, calls = make(peer)
         yield row | timing.flush(calls)
 
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
-@click.option(
-    "--deepgemm", "directory", type=click.Path(path_type=Path), help="Where pip install --target put DeepGEMM."
-)
-def main(output: Path | None, directory: Path | None) -> None:
+@click.option("--deepgemm", type=click.Path(path_type=Path), help="Where pip install --target put DeepGEMM.")
+def main(output: Path | None, deepgemm: Path | None) -> None:
     """Time indexer logits and the prenorm product."""
-    peer = deepgemm.load(directory) if directory is not None else None
+    peer = load(deepgemm) if deepgemm is not None else None
     origin = provenance.environment()
     for row in measure(peer):
         sizes = " ".join(f"{name} {row[name]}" for name in ("m", "n", "k", "batch", "next_n", "length") if name in row)
-        rate = (
-            f"{row['flops'] / row['us'] / 1e6:.0f} TFLOP/s"
-            if "flops" in row
-            else f"{row['bytes'] / row['us'] / 1e3:.0f} GB/s"
-        )
+        work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
         others = ", ".join(f"{name[:-3]} {us / row['us']:.3f}" for name, us in row.items() if name.endswith("_us"))
-        click.echo(f"{row['op']:22} {sizes:32} {row['us']:9.1f} us  {rate}; of ours: {others}")
+        click.echo(f"{row['op']:22} {sizes:32} {row['us']:9.1f} us  {work / row['us']:.0f} {unit}; of ours: {others}")
         if output is not None:
             with output.open("a") as file:
                 file.write(json.dumps({"mode": "flush", **row, **origin}) + "\n")

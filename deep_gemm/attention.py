@@ -4,7 +4,7 @@
 
 Queries and keys are E4M3. Queries have no scales: their caller multiplies weights by them. There are 32 or 64 heads of
 32, 64 or 128 elements. Scores are rounded to bf16 before the sum over heads, which the tensor cores make in float32. A
-logit has the same bits in every call with its query, weights, key and scale.
+logit has the same bits whatever queries and keys are beside it.
 
 Results are allocated here. Their rows begin at multiples of 1024 bytes, so a result is a view of a wider tensor. All
 runs on the current stream, without synchronising. Inside CUDA-graph capture the kernel must have been loaded by an
