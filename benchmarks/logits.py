@@ -1,6 +1,6 @@
 """How fast indexer logits and the prenorm product are, beside DeepGEMM's, and beside copying as many bytes.
 
-    python -m deep_gemm.benchmarks.logits --output FILE --deepgemm DIRECTORY
+    python benchmarks/logits.py --output FILE --deepgemm DIRECTORY
 
 times single calls with a cold L2 (`timing.flush`) on one GPU. A row for each size goes to FILE, and a line to the
 terminal.
@@ -19,7 +19,7 @@ import torch
 
 import deep_gemm
 from deep_gemm.backends.deepgemm import load
-from deep_gemm.benchmarks import provenance
+from deep_gemm.bench import provenance
 from deep_gemm.testing import timing
 
 HEADS, DIM, PAGE = 64, 128, 64

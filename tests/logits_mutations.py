@@ -20,9 +20,8 @@ SPECS: dict[str, Spec] = {
 
 def params_of(spec: Spec) -> KernelParams:
     """The kernel that a call runs."""
-    (kernel,) = kernels.for_spec(spec, SM90)
-    configs = (config for config in kernel.configs(SM90) if kernel.runs(spec, config))
-    return kernel.params(spec, next(config for config in configs if kernel.worthwhile(spec, config)), SM90)
+    kernel = kernels.for_helper(spec, SM90)
+    return kernel.params(spec, kernel.config_of(spec, SM90), SM90)
 
 
 KERNELS = {name: params_of(spec) for name, spec in SPECS.items()}

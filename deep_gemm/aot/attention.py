@@ -9,7 +9,7 @@ from deep_gemm.aot.layers import Layer
 from deep_gemm.arch import ArchSpec
 from deep_gemm.kernels.logits import DIMS, HEADS
 from deep_gemm.params import KernelParams
-from deep_gemm.spec import LogitsScheduleSpec, LogitsSpec, PagedLogitsSpec
+from deep_gemm.spec import LogitsScheduleSpec, LogitsSpec, PagedLogitsSpec, Spec
 
 NEXT_N = (1, 2)
 """Tokens of a request that are decoded at once: with and without a token that was guessed ahead."""
@@ -35,9 +35,8 @@ def kernels_of(layers: Iterable[Layer], arch: ArchSpec) -> list[KernelParams]:
         if heads not in HEADS or size not in DIMS:
             continue
         pages = [PagedLogitsSpec(1, next_n, heads, size, 64, 1, 1, 1, 1) for next_n in NEXT_N]
-        for spec in (LogitsSpec(1, 1, heads, size, 1), *pages, LogitsScheduleSpec(1, 1)):
-            (kernel,) = kernels.for_spec(spec, arch)
-            configs = (config for config in kernel.configs(arch) if kernel.runs(spec, config))
-            config = next(config for config in configs if kernel.worthwhile(spec, config))
-            found.append(kernel.params(spec, config, arch))
+        specs: list[Spec] = [LogitsSpec(1, 1, heads, size, 1), *pages, LogitsScheduleSpec(1, 1)]
+        for spec in specs:
+            kernel = kernels.for_helper(spec, arch)
+            found.append(kernel.params(spec, kernel.config_of(spec, arch), arch))
     return list(dict.fromkeys(found))

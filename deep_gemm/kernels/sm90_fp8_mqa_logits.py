@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams
 from ..spec import LogitsSpec, Spec
-from .base import Argument, Strides, Value
+from .base import Argument, Strides, Value, parameters
 from .logits import DIMS, HEADS, MAX_ROWS, UNIT_KEYS, LogitsConfig, LogitsKernel
 
 
-@dataclass(frozen=True)
-class PrefillLogitsConfig(LogitsConfig):
-    """The config of this family."""
-
-
-class Sm90Fp8MqaLogits(LogitsKernel[PrefillLogitsConfig]):
+class PromptLogits(LogitsKernel):
     """See ``templates/include/logits_prefill.cuh``."""
 
     name = "sm90_fp8_mqa_logits"
-    config_class = PrefillLogitsConfig
     paged = False
     source = "prefill"
     kernel_class = "PrefillLogits"
@@ -31,41 +24,29 @@ class Sm90Fp8MqaLogits(LogitsKernel[PrefillLogitsConfig]):
         """Refuses every spec except logits over one matrix of keys."""
         return self.refused_sizes(spec) if isinstance(spec, LogitsSpec) else "it computes logits of prompts"
 
-    def configs(self, arch: ArchSpec) -> Iterator[PrefillLogitsConfig]:
-        """One config for each number of heads."""
-        for heads in HEADS:
-            yield PrefillLogitsConfig(MAX_ROWS // heads, 2, turns=True)
+    def configs(self, arch: ArchSpec) -> tuple[LogitsConfig, ...]:
+        """One for each kind of heads."""
+        return tuple(
+            LogitsConfig(self.name, heads, dim, MAX_ROWS // heads, 2, turns=True) for heads in HEADS for dim in DIMS
+        )
 
-    def runs(self, spec: Spec, config: PrefillLogitsConfig) -> bool:
-        """Whether the product has as many rows as it may."""
-        return isinstance(spec, LogitsSpec) and config.tokens * spec.heads == MAX_ROWS
+    def config_of(self, spec: LogitsSpec, arch: ArchSpec = SM90) -> LogitsConfig:
+        """That of the heads."""
+        return next(config for config in self.configs(arch) if (config.heads, config.dim) == (spec.heads, spec.dim))
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """Strides in elements. Columns below ``filled`` are minus infinity where a key is not attended."""
-        return (
-            Argument("map_q", "TensorMap", operand="q"),
-            Argument("map_k", "TensorMap", operand="keys"),
-            Argument("scales", "const float*"),
-            Argument("weights", "const float*"),
-            Argument("weights_stride", "i64"),
-            Argument("starts", "const int*"),
-            Argument("ends", "const int*"),
-            Argument("out", "u8*"),
-            Argument("out_stride", "i64"),
-            Argument("rows", "u32"),
-            Argument("keys", "u32", operand=""),
-            Argument("columns", "u32"),
-            Argument("filled", "u32"),
-            Argument("compressed", "u32"),
+        return parameters(
+            "TensorMap map_q=q, TensorMap map_k=keys, const float* scales, const float* weights, i64 weights_stride, "
+            "const int* starts, const int* ends, u8* out, i64 out_stride, u32 rows, u32 keys, u32 columns, u32 filled, "
+            "u32 compressed"
         )
 
     def values(
-        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: LogitsSpec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: q, keys, scales, weights, starts, ends, out."""
-        if not isinstance(spec, LogitsSpec):
-            raise TypeError(f"{self.name} computes logits, but it was asked for {spec}")
-        p, config = self.of(params)
+        config = self.of(params)
         shape = LaunchShape(
             grid=(spec.num_sms, 1, 1),
             block=config.num_threads,
@@ -74,7 +55,7 @@ class Sm90Fp8MqaLogits(LogitsKernel[PrefillLogitsConfig]):
         )
         return shape, {
             "map_q": self.query_map(params, spec.rows),
-            "map_k": self.matrix_map("keys", p.dim, spec.keys, UNIT_KEYS),
+            "map_k": self.matrix_map("keys", config.dim, spec.keys, UNIT_KEYS),
             "weights_stride": strides["weights"][0],
             "out_stride": strides["out"][0],
             "rows": spec.rows,
@@ -85,25 +66,12 @@ class Sm90Fp8MqaLogits(LogitsKernel[PrefillLogitsConfig]):
         }
 
     def cases(self) -> list[KernelParams]:
-        """Each number of heads, each size of heads, and each type of result."""
+        """Each kind of heads, and each type of result."""
         specs = [
-            *(
-                LogitsSpec(2048, 65536, heads, dim, 65536)
-                for heads in HEADS
-                for dim in DIMS
-                if heads == 64 or dim == 128
-            ),
+            *(LogitsSpec(2048, 65536, heads, dim, 65536) for heads in HEADS for dim in DIMS),
             LogitsSpec(2048, 65536, 64, 128, 65536, output="bf16"),
         ]
-        return [self.params(spec, self.chosen(spec), SM90) for spec in specs]
-
-    def ahead(self) -> list[KernelParams]:
-        """None: no GEMM calls it."""
-        return []
-
-    def chosen(self, spec: LogitsSpec) -> PrefillLogitsConfig:
-        """The config that calls use."""
-        return next(config for config in self.configs(SM90) if self.runs(spec, config))
+        return [self.params(spec, self.config_of(spec), SM90) for spec in specs]
 
 
-KERNEL = Sm90Fp8MqaLogits()
+PROMPT_LOGITS = PromptLogits()

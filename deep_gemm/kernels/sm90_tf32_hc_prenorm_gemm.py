@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
-from ..params import KernelConfig, KernelParams
+from ..params import Config, KernelParams
 from ..spec import PrenormSpec, Spec, ceil_div
-from .base import Argument, Kernel, Strides, Value
+from .base import Argument, Kernel, Strides, Value, parameters
 
 BLOCK_K = PrenormSpec.BLOCK_K
-MOST_STAGES = 12
+MAX_STAGES = 12
 
 FIT = {1: 100, 2: 100, 4: 85, 8: 60}
 """Percent of the SMs that clusters of a size can fill: the SMs of a cluster are neighbours. On an H100, 32 clusters
@@ -21,11 +21,12 @@ of 4 and 16 of 8 took two rounds."""
 
 
 @dataclass(frozen=True)
-class PrenormConfig(KernelConfig):
-    """A CTA has ``rows`` rows of A. The CTAs of a cluster split K."""
+class PrenormConfig(Config):
+    """A CTA has ``rows`` rows of A, and all of B's ``columns`` rows. The CTAs of a cluster split K."""
 
     rows: int
     cluster: int
+    columns: int = 24
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -44,19 +45,11 @@ class PrenormConfig(KernelConfig):
         return self.warps * 16 // self.rows
 
 
-@dataclass(frozen=True)
-class PrenormParams(KernelParams):
-    """The params of this family. ``columns``: rows of B, a multiple of 8."""
-
-    columns: int = 24
-
-
-class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
+class Prenorm(Kernel):
     """See ``templates/include/prenorm.cuh``."""
 
     name = "sm90_tf32_hc_prenorm_gemm"
-    archs = (SM90.name,)
-    config_class = PrenormConfig
+    template = f"{name}.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
         """Refuses every spec except these products."""
@@ -66,21 +59,13 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
             return f"N must be 8, 16, 24 or 32, and K a multiple of {BLOCK_K}"
         return None
 
-    def configs(self, arch: ArchSpec) -> Iterator[PrenormConfig]:
+    def configs(self, arch: ArchSpec, columns: int = 24) -> tuple[PrenormConfig, ...]:
         """Tall tiles first: they read B less often. For few rows low tiles are faster."""
-        for rows, cluster in ((128, 1), (128, 2), (64, 2), (64, 4), (32, 8), (64, 8)):
-            yield PrenormConfig(rows, cluster)
+        tiles = ((128, 1), (128, 2), (64, 2), (64, 4), (32, 8), (64, 8))
+        return tuple(PrenormConfig(self.name, rows, cluster, columns) for rows, cluster in tiles)
 
-    def illegal(self, config: PrenormConfig, arch: ArchSpec) -> str | None:
-        """None for the configs of `configs`."""
-        return None if config in self.configs(arch) else f"a config must be one of {list(self.configs(arch))}"
-
-    def worthwhile(self, spec: Spec, config: PrenormConfig) -> bool:
+    def config_of(self, spec: PrenormSpec, arch: ArchSpec = SM90) -> PrenormConfig:
         """The config that keeps the most SMs busy, the first of several. Under batch invariance all M have one."""
-        return isinstance(spec, PrenormSpec) and config == self.chosen(spec)
-
-    def chosen(self, spec: PrenormSpec) -> PrenormConfig:
-        """See `worthwhile`."""
 
         def busy(config: PrenormConfig) -> float:
             ctas = ceil_div(spec.m, config.rows) * config.cluster * spec.splits
@@ -88,46 +73,33 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
             return 0 if rounds > 1 and config.cluster > 2 else ctas / rounds
 
         if spec.batch_invariant:
-            return PrenormConfig(64, 4)
-        return max(self.configs(SM90), key=busy)
+            return PrenormConfig(self.name, 64, 4, spec.n)
+        return max(self.configs(arch, spec.n), key=busy)
 
-    def params(self, spec: Spec, config: PrenormConfig, arch: ArchSpec) -> PrenormParams:
+    def params(self, spec: PrenormSpec, config: PrenormConfig, arch: ArchSpec) -> KernelParams:
         """See `Kernel.params`."""
-        if not isinstance(spec, PrenormSpec):
-            raise TypeError(f"{self.name} takes a PrenormSpec, not {spec}")
-        return PrenormParams(self.name, arch.name, config, columns=spec.n)
+        return KernelParams(self.name, arch.name, config)
 
-    def of(self, params: KernelParams) -> tuple[PrenormParams, PrenormConfig]:
-        """``params`` and their config, with their types."""
-        if not isinstance(params, PrenormParams) or not isinstance(params.config, PrenormConfig):
-            kind = f"{type(params).__name__} with a {type(params.config).__name__}"
-            raise TypeError(f"{self.name} takes PrenormParams with a PrenormConfig, not {kind}")
-        return params, params.config
+    def of(self, params: KernelParams) -> PrenormConfig:
+        """The config of ``params``, with its type."""
+        if not isinstance(params.config, PrenormConfig):
+            raise TypeError(f"{self.name} takes a PrenormConfig, not a {type(params.config).__name__}")
+        return params.config
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """Strides in elements; ``blocks`` of K."""
-        return (
-            Argument("map_a", "TensorMap", operand="a"),
-            Argument("map_b", "TensorMap", operand="b"),
-            Argument("d", "float*"),
-            Argument("d_split", "i64"),
-            Argument("d_stride", "i64"),
-            Argument("sqr_sum", "float*"),
-            Argument("sqr_split", "i64"),
-            Argument("m", "u32"),
-            Argument("n", "u32"),
-            Argument("blocks", "u32"),
+        return parameters(
+            "TensorMap map_a=a, TensorMap map_b=b, float* d, i64 d_split, i64 d_stride, float* sqr_sum, i64 sqr_split, "
+            "u32 m, u32 n, u32 blocks"
         )
 
     def values(
-        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: PrenormSpec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: a, b, d (splits, M, N), sqr_sum (splits, M)."""
-        if not isinstance(spec, PrenormSpec):
-            raise TypeError(f"{self.name} takes a PrenormSpec, not {spec}")
-        p, config = self.of(params)
+        config = self.of(params)
         a = TensorMapSpec("bf16", (spec.k, spec.m), (2 * strides["a"][0],), (BLOCK_K, config.rows), 128)
-        b = TensorMapSpec("f32", (spec.k, spec.n), (4 * strides["b"][0],), (BLOCK_K // 2, p.columns), 128)
+        b = TensorMapSpec("f32", (spec.k, spec.n), (4 * strides["b"][0],), (BLOCK_K // 2, config.columns), 128)
         shape = LaunchShape(
             grid=(ceil_div(spec.m, config.rows) * config.cluster, spec.splits, 1),
             block=32 * (config.warps + 1),
@@ -148,10 +120,10 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of the template."""
-        p, config = self.of(params)
+        config = self.of(params)
         return {
             "rows": config.rows,
-            "columns": p.columns,
+            "columns": config.columns,
             "num_stages": self.stages(params),
             "cluster": config.cluster,
             "warps": config.warps,
@@ -163,9 +135,9 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
 
     def stages(self, params: KernelParams) -> int:
         """As many stages as fit, the same number for each group."""
-        config = self.of(params)[1]
+        config = self.of(params)
         rest = self._shared(params, 0)
-        fit = min(MOST_STAGES, (SM90.shared_per_cta - rest) // (self._shared(params, 1) - rest))
+        fit = min(MAX_STAGES, (SM90.shared_per_cta - rest) // (self._shared(params, 1) - rest))
         return fit // config.groups * config.groups
 
     def shared_bytes(self, params: KernelParams) -> int:
@@ -173,29 +145,27 @@ class Sm90Tf32HcPrenormGemm(Kernel[PrenormConfig]):
         return self._shared(params, self.stages(params))
 
     def _shared(self, params: KernelParams, stages: int) -> int:
-        p, config = self.of(params)
-        stage = 128 * config.rows + 256 * p.columns
-        return stages * (stage + 16) + config.warps * 16 * (p.columns + 1) * 4
+        config = self.of(params)
+        stage = 128 * config.rows + 256 * config.columns
+        return stages * (stage + 16) + config.warps * 16 * (config.columns + 1) * 4
 
     def entry(self, params: KernelParams) -> str:
         """Such as ``tf32_hc_prenorm_gemm_n24_128x4``."""
-        p, config = self.of(params)
-        return f"tf32_hc_prenorm_gemm_n{p.columns}_{self.describe(config)}"
+        config = self.of(params)
+        return f"tf32_hc_prenorm_gemm_n{config.columns}_{self.describe(config)}"
 
-    def describe(self, config: PrenormConfig) -> str:
+    def describe(self, config: Config) -> str:
         """Rows and cluster."""
-        return f"{config.rows}x{config.cluster}"
+        return f"{config.rows}x{config.cluster}" if isinstance(config, PrenormConfig) else super().describe(config)
 
     def cases(self) -> list[KernelParams]:
         """Each config for 24 columns, and each number of columns."""
-        return [
-            *(PrenormParams(self.name, SM90.name, config) for config in self.configs(SM90)),
-            *(PrenormParams(self.name, SM90.name, PrenormConfig(128, 2), columns=columns) for columns in (8, 16, 32)),
-        ]
+        others = [PrenormConfig(self.name, 128, 2, columns) for columns in (8, 16, 32)]
+        return [KernelParams(self.name, SM90.name, config) for config in (*self.configs(SM90), *others)]
 
-    def ahead(self) -> list[KernelParams]:
+    def precompile_cases(self) -> list[KernelParams]:
         """None: no GEMM calls it."""
         return []
 
 
-KERNEL = Sm90Tf32HcPrenormGemm()
+PRENORM = Prenorm()
