@@ -24,6 +24,13 @@ from deep_gemm.settings import settings
 if TYPE_CHECKING:
     from deep_gemm import backends, quantize, testing, utils
     from deep_gemm.aot.build import precompile
+    from deep_gemm.attention import (
+        fp8_fp4_mqa_logits,
+        fp8_fp4_paged_mqa_logits,
+        fp8_mqa_logits,
+        fp8_paged_mqa_logits,
+        get_paged_mqa_logits_metadata,
+    )
     from deep_gemm.constant import declare_constant, retract_constant
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
@@ -96,7 +103,8 @@ if TYPE_CHECKING:
         set_tc_util,
         use_deterministic_algorithms,
     )
-    from deep_gemm.quantisation import dequantise, per_custom_dims_cast_to_fp8
+    from deep_gemm.prenorm import tf32_hc_prenorm_gemm
+    from deep_gemm.quantisation import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
     from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
     from deep_gemm.spec import align, ceil_div
 
@@ -122,6 +130,7 @@ __all__ = [
     "bf16_m_grouped_gemm_nt_masked",
     "cache_info",
     "ceil_div",
+    "ceil_to_ue8m0",
     "cublaslt_gemm_nn",
     "cublaslt_gemm_nt",
     "cublaslt_gemm_tn",
@@ -134,11 +143,15 @@ __all__ = [
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
     "fp8_fp4_gemm_tt",
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
     "fp16_gemm_nn",
     "fp16_gemm_nt",
     "fp16_gemm_tn",
@@ -153,6 +166,7 @@ __all__ = [
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
+    "get_paged_mqa_logits_metadata",
     "get_pdl",
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
@@ -171,6 +185,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "monitor",
+    "pack_ue8m0_to_int",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
@@ -188,6 +203,7 @@ __all__ = [
     "settings",
     "tensor_map",
     "testing",
+    "tf32_hc_prenorm_gemm",
     "transform_sf_into_required_layout",
     "tuning",
     "use_deterministic_algorithms",
@@ -196,6 +212,13 @@ __all__ = [
 
 _LATE = {
     "deep_gemm.aot.build": ("precompile",),
+    "deep_gemm.attention": (
+        "fp8_fp4_mqa_logits",
+        "fp8_fp4_paged_mqa_logits",
+        "fp8_mqa_logits",
+        "fp8_paged_mqa_logits",
+        "get_paged_mqa_logits_metadata",
+    ),
     "deep_gemm.constant": (
         "declare_constant",
         "retract_constant",
@@ -274,12 +297,15 @@ _LATE = {
         "set_tc_util",
         "use_deterministic_algorithms",
     ),
+    "deep_gemm.prenorm": ("tf32_hc_prenorm_gemm",),
     "deep_gemm.spec": (
         "align",
         "ceil_div",
     ),
     "deep_gemm.quantisation": (
+        "ceil_to_ue8m0",
         "dequantise",
+        "pack_ue8m0_to_int",
         "per_custom_dims_cast_to_fp8",
     ),
     "deep_gemm.quantize": (

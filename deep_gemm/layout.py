@@ -129,12 +129,52 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
     return out.mT[..., :mn, :]
 
 
-def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(*_args: Any, **_kwargs: Any) -> Tensor:
-    """Not supported: packed scales of K-grouped products, which are for GPUs after Hopper."""
-    raise UnsupportedError(
-        "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor is not implemented: packed UE8M0 scales are for GPUs "
-        "after Hopper. Pass float32 scales."
-    )
+def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
+    sf: Tensor,
+    grouped_layout: Tensor | None,
+    ks_cpu: Any,
+    gran_k: int,
+    k_alignment: int | None = None,
+    use_psum_layout: bool = False,
+    use_padded_sf_layout: bool = False,
+) -> Tensor:
+    """The exponents of the scales of groups along K, four to an int32, as GPUs after Hopper read them.
+
+    Args:
+        sf: float32, (sum of k / gran_k over groups, mn): one group's scales after the other's. Only exponents are kept.
+        grouped_layout: accepted for callers that also run on newer hardware.
+        ks_cpu: the K of each group, a list or a tuple of multiples of ``gran_k``.
+        gran_k: elements of K that share a scale.
+        k_alignment, use_psum_layout, use_padded_sf_layout: None or any number, False and False. Other layouts are for
+            GPUs after Hopper.
+
+    Returns:
+        int32, (sum of ceil(k / (4 gran_k)) over groups, mn), contiguous along mn, each row padded to a multiple of 16
+        bytes. A group's first four scales are in its first row; missing ones are 0. No kernel for Hopper takes such
+        scales.
+
+    Raises:
+        InvalidInputError: a wrong dtype, rank, or number of scales.
+        UnsupportedError: another layout.
+    """
+    _check_scales(sf)
+    if use_psum_layout or use_padded_sf_layout:
+        raise UnsupportedError(
+            "use_psum_layout and use_padded_sf_layout must be False: such scales are for GPUs after Hopper. Pass the K "
+            "of each group as ks_cpu."
+        )
+    (gran_k,) = check_granularities("gran_k", (gran_k,), 1)
+    whole = isinstance(ks_cpu, (list, tuple)) and all(isinstance(k, int) and k >= 0 and k % gran_k == 0 for k in ks_cpu)
+    if not whole or sf.dim() != 2 or sf.shape[0] * gran_k != sum(ks_cpu):
+        raise InvalidInputError(
+            f"ks_cpu must be a list of multiples of gran_k = {gran_k} whose sum is {gran_k} times the rows of sf, but "
+            f"they are {ks_cpu!r}, and sf has the shape {tuple(sf.shape)}."
+        )
+    groups = sf.split([k // gran_k for k in ks_cpu])
+    packed = [get_mn_major_tma_aligned_packed_ue8m0_tensor(group.t()).t() for group in groups if len(group)]
+    rows, mn = sum(group.shape[0] for group in packed), sf.shape[1]
+    out = torch.zeros((rows, align(mn, 4)), dtype=torch.int32, device=sf.device)[:, :mn]
+    return torch.cat(packed, out=out) if packed else out
 
 
 def transform_sf_into_required_layout(

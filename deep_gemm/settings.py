@@ -375,18 +375,22 @@ def environment() -> Callable[[bytes], object]:
 
 
 @contextmanager
-def variables(**values: str) -> Iterator[None]:
-    """Set environment variables for the duration of a `with` block, for a library that reads them as it is imported."""
+def variables(**values: str | None) -> Iterator[None]:
+    """Set environment variables, or remove those whose value is None, for the duration of a `with` block."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+
+    def put(wanted: dict[str, str | None]) -> None:
+        for name, value in wanted.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def child_environment(*removed: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ Everything here is a frozen dataclass of plain values: hashable, printable, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 SCALE_BLOCK = 128
 """Elements of K (and, for 128x128 scales, of N) that share one scale factor."""
@@ -179,4 +179,100 @@ class QuantizeSpec:
         return f"quantising {self.rows} x {self.columns} elements of {self.dtype}"
 
 
-Spec: TypeAlias = QuantizeSpec | GemmSpec | KGroupMapsSpec | TransposeSpec | TransposeBytesSpec | CopySpec
+@dataclass(frozen=True)
+class LogitsSpec:
+    """Indexer logits of ``rows`` queries of ``heads`` x ``dim`` over ``keys`` keys, of which each query attends a
+    range. With ``compressed`` a row begins with the first key that its query attends, and has ``columns`` columns;
+    otherwise it has one for each key, and with ``clean`` those of other keys are minus infinity. ``num_sms`` and
+    ``whole_gpu`` are as in `GemmSpec`."""
+
+    rows: int
+    keys: int
+    heads: int
+    dim: int
+    columns: int
+    compressed: bool = False
+    clean: bool = False
+    output: Dtype = "f32"
+    num_sms: int = 1
+    whole_gpu: bool = True
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations if each query attends all keys; a multiply-add counts as two."""
+        return 2 * self.rows * self.keys * self.heads * self.dim
+
+    def __str__(self) -> str:
+        return f"logits of {self.rows} queries over {self.keys} keys, {self.heads} heads of {self.dim}, {self.output}"
+
+
+@dataclass(frozen=True)
+class PagedLogitsSpec:
+    """Indexer logits of ``next_n`` tokens of each of ``batch`` requests over pages of ``page_keys`` keys each, of which
+    there are ``pages``; a request has at most ``table_width``. A row has ``columns`` columns. A schedule says how the
+    work is shared out among ``slots`` CTAs. ``lengths_per_token``: each token has a length of its own."""
+
+    batch: int
+    next_n: int
+    heads: int
+    dim: int
+    page_keys: int
+    pages: int
+    table_width: int
+    slots: int
+    columns: int
+    output: Dtype = "f32"
+    lengths_per_token: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"logits of {self.batch} x {self.next_n} tokens over pages of {self.page_keys} keys, {self.heads} heads of "
+            f"{self.dim}, {self.output}"
+        )
+
+
+@dataclass(frozen=True)
+class LogitsScheduleSpec:
+    """The schedule of paged logits: which part of the work of ``batch`` requests each of ``slots`` CTAs does. The last
+    length of a request is at ``offset`` from its first."""
+
+    batch: int
+    slots: int
+    offset: int = 0
+
+    def __str__(self) -> str:
+        return f"the schedule of paged logits of {self.batch} requests for {self.slots} CTAs"
+
+
+@dataclass(frozen=True)
+class PrenormSpec:
+    """``D[m, n] = A[m, k] @ B[n, k]^T`` by TF32 products of bf16 and float32, with few rows of B, and the sums of
+    squares of the rows of A, in ``splits`` partial sums. The last three fields are as in `GemmSpec`."""
+
+    BLOCK_K: ClassVar[int] = 64
+    MOST_N: ClassVar[int] = 32
+
+    m: int
+    n: int
+    k: int
+    splits: int = 1
+    num_sms: int = 1
+    whole_gpu: bool = True
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        return f"M={self.m}, N={self.n}, K={self.k} in {self.splits} splits, bf16 x f32 -> f32 by TF32 products"
+
+
+Spec: TypeAlias = (
+    QuantizeSpec
+    | GemmSpec
+    | KGroupMapsSpec
+    | TransposeSpec
+    | TransposeBytesSpec
+    | CopySpec
+    | LogitsSpec
+    | PagedLogitsSpec
+    | LogitsScheduleSpec
+    | PrenormSpec
+)

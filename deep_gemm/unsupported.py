@@ -13,7 +13,6 @@ from deep_gemm.errors import UnsupportedError
 
 _TN = "FP8 products of MN-major groups. Call k_grouped_fp8_gemm_nt_contiguous with K-major ones"
 _BATCHED = "batched products. Use torch.einsum"
-_LOGITS = "indexer logits of sparse attention"
 _MEGA_MOE = "fused mixture-of-experts layer. Build it from separate products"
 _FP4 = "FP4. Hopper cannot multiply it"
 
@@ -22,12 +21,6 @@ REASONS = {
     "einsum": _BATCHED,
     "fp8_einsum": _BATCHED,
     "fp8_gemm_nt_skip_head_mid": "products that leave columns out",
-    "tf32_hc_prenorm_gemm": "TF32 products",
-    "fp8_mqa_logits": _LOGITS,
-    "fp8_fp4_mqa_logits": _LOGITS,
-    "fp8_paged_mqa_logits": _LOGITS,
-    "fp8_fp4_paged_mqa_logits": _LOGITS,
-    "get_paged_mqa_logits_metadata": _LOGITS,
     "SymmBuffer": _MEGA_MOE,
     "get_symm_buffer_for_mega_moe": _MEGA_MOE,
     "transform_weights_for_mega_moe": _MEGA_MOE,

@@ -15,9 +15,21 @@ from deep_gemm import UnsupportedError, arch, calls, constant, engine, options
 from deep_gemm.ops import dense
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.k_grouped import KGrouped
+from deep_gemm.ops.logits import MqaLogits
 from deep_gemm.ops.m_grouped import MGrouped
+from deep_gemm.ops.paged_logits import PagedMqaLogits, PagedMqaLogitsMetadata
 from deep_gemm.ops.quantize import Quantize
-from deep_gemm.spec import CopySpec, GemmSpec, KGroupMapsSpec, QuantizeSpec, TransposeBytesSpec, TransposeSpec
+from deep_gemm.spec import (
+    CopySpec,
+    GemmSpec,
+    KGroupMapsSpec,
+    LogitsScheduleSpec,
+    LogitsSpec,
+    PagedLogitsSpec,
+    QuantizeSpec,
+    TransposeBytesSpec,
+    TransposeSpec,
+)
 
 EMPTY = torch.empty
 CPU = -1
@@ -31,6 +43,9 @@ KERNELS = {
     CopySpec: "copy",
     QuantizeSpec: "quantize",
     KGroupMapsSpec: "maps",
+    LogitsSpec: "logits",
+    PagedLogitsSpec: "paged logits",
+    LogitsScheduleSpec: "schedule",
 }
 
 
@@ -79,7 +94,8 @@ class FakeGpu:
         calls.forget_all()
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
-        for operation in (Dense, MGrouped, KGrouped, Quantize):
+        of_logits = (MqaLogits, PagedMqaLogits, PagedMqaLogitsMetadata)
+        for operation in (Dense, MGrouped, KGrouped, Quantize, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(constant, "_callbacks_work", lambda: True)

@@ -17,11 +17,11 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, ops, options, select
-from deep_gemm.aot import cards, workload
+from deep_gemm.aot import attention, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Plan
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, Plan
 from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary, Work
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
@@ -39,8 +39,10 @@ from deep_gemm.spec import GemmSpec, align
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, whole_gpu: bool = True) -> GemmSpec:
     """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
     sizes, sms = (shape.m, shape.n, shape.k), num_sms or arch.num_sms
-    rows = {"alignment": get_mk_alignment_for_contiguous_layout(), "expected_m": shape.expected}
-    return ops.spec(*sizes, sms, shape.op, whole_gpu, groups=shape.groups, **rows)
+    alignment = get_mk_alignment_for_contiguous_layout()
+    return ops.spec(
+        *sizes, sms, shape.op, whole_gpu, groups=shape.groups, alignment=alignment, expected_m=shape.expected
+    )
 
 
 def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
@@ -85,12 +87,17 @@ def kernels_of(
 
 
 def choose(
-    shapes: Iterable[GemmShape], arch: str = "sm_90a", num_sms: int | None = None, on: Iterable[Card] | None = None
+    shapes: Iterable[GemmShape],
+    arch: str = "sm_90a",
+    num_sms: int | None = None,
+    on: Iterable[Card] | None = None,
+    layers: Iterable[Layer] = (),
 ) -> Work:
     """The kernels that calls of these shapes would use on the GPU models `on` (`cards.default` if None), with `num_sms`
     SMs (all of the GPU if None).
 
-    Helpers that any call may need, such as the transpose of scales, are included.
+    Helpers that any call may need, such as the transpose of scales, are included, and so are the kernels of the
+    `layers`' indexers.
     """
     spec, models = archs.get(arch), tuple(cards.default(num_sms) if on is None else on)
     wanted: dict[KernelParams, list[GemmShape]] = {}
@@ -106,6 +113,7 @@ def choose(
     helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
     cases = [params for name in sorted(helpers) for params in kernels.get(name).precompile_cases()]
     wanted |= {params: [] for params in cases if params.arch == arch}
+    wanted |= {params: [] for params in attention.kernels_of(layers, spec)}
     return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 
@@ -160,7 +168,7 @@ def precompile(
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.
     """
-    work = choose(shapes_for(what, tp, ep, max_m, allow_partial, op, training), arch, num_sms)
+    work = work_for(plan(what, tp, ep, op), max_m, allow_partial, arch, num_sms, training)
     summary = run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
     if summary.failed:
         log.warning(summary.failures)
@@ -195,22 +203,16 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     )
 
 
-def shapes_for(
-    what: Any,
-    tp: int = 1,
-    ep: int = 1,
-    max_m: int = MAX_M,
-    allow_partial: bool = False,
-    op: str = "",
-    training: bool = False,
-) -> list[GemmShape]:
-    """The shapes of a workload. If it does not give M, there is one shape for each bucket of M up to `max_m`. Raises as
+def work_for(
+    found: Plan, max_m: int, allow_partial: bool, arch: str, num_sms: int | None, training: bool = False
+) -> Work:
+    """The kernels of a workload. If it does not give M, they serve each bucket of M up to `max_m`. Raises as
     `precompile` does."""
-    found = plan(what, tp, ep, op)
     if (problems := found.problems) and not allow_partial:
         told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
         raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
-    return workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
+    shapes = workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
+    return choose(shapes, arch, num_sms, layers=found.layers)
 
 
 def pack(summary: Summary, path: Path) -> list[Kernel]:

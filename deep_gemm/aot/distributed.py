@@ -84,7 +84,7 @@ def precompile(
             allow_partial=allow_partial,
         )
     store = _default_store() if store is None else store
-    work = build.choose(build.shapes_for(what, tp, ep, max_m, allow_partial, op), arch, num_sms)
+    work = build.work_for(build.plan(what, tp, ep, op), max_m, allow_partial, arch, num_sms)
     report = Report(work, progress)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}

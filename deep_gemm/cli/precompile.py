@@ -124,7 +124,7 @@ def command(
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op)
         every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
-        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms, on)
+        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms, on, found.layers)
     report: dict[str, Any] = {
         "arch": arch,
         "cards": [card.name for card in on],

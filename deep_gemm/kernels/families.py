@@ -12,8 +12,11 @@ from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
 from .gemm import SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
-from .helpers import COPY_ROWS, K_GROUP_MAPS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
+from .helpers import COPY_ROWS, K_GROUP_MAPS, LOGITS_SCHEDULE, TRANSPOSE_BYTES, TRANSPOSE_SCALES
 from .quantize import QUANTIZE
+from .sm90_fp8_mqa_logits import PROMPT_LOGITS
+from .sm90_fp8_paged_mqa_logits import PAGED_LOGITS
+from .sm90_tf32_hc_prenorm_gemm import PRENORM
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
 ALL_MAJORS = ("kk", "km", "mm", "mk")
@@ -300,4 +303,8 @@ GEMMS: tuple[GemmFamily, ...] = (
     *(HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SWAPPED, HALF_SWAP_AB),
 )
 
-FAMILIES: tuple[Kernel, ...] = (*GEMMS, COPY_ROWS, K_GROUP_MAPS, QUANTIZE, TRANSPOSE_BYTES, TRANSPOSE_SCALES)
+FAMILIES: tuple[Kernel, ...] = (
+    *GEMMS,
+    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
+    *(PROMPT_LOGITS, PAGED_LOGITS, LOGITS_SCHEDULE, PRENORM),
+)

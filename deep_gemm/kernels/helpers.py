@@ -10,7 +10,17 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, TileConfig
-from ..spec import SCALE_BLOCK, CopySpec, KGroupMapsSpec, Spec, TransposeBytesSpec, TransposeSpec, align, ceil_div
+from ..spec import (
+    SCALE_BLOCK,
+    CopySpec,
+    KGroupMapsSpec,
+    LogitsScheduleSpec,
+    Spec,
+    TransposeBytesSpec,
+    TransposeSpec,
+    align,
+    ceil_div,
+)
 from .base import Argument, Kernel, Strides, Value, parameters
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -128,6 +138,18 @@ def _k_group_maps(config: TileConfig, spec: KGroupMapsSpec, strides: Strides) ->
     return (2 * spec.groups, 1, 1), values | {"padded_k": spec.padded_k} | rows
 
 
+def _logits_schedule(
+    config: TileConfig, spec: LogitsScheduleSpec, strides: Strides
+) -> tuple[Grid, Mapping[str, Value]]:
+    """Operands: lengths (batch) or (batch, tokens), schedule."""
+    return (1, 1, 1), {
+        "stride": strides["lengths"][0],
+        "offset": spec.offset,
+        "batch": spec.batch,
+        "slots": spec.slots,
+    }
+
+
 COPY_ROWS = Helper(
     name="copy_rows",
     spec=CopySpec,
@@ -180,3 +202,14 @@ K_GROUP_MAPS = Helper(
     launched=_k_group_maps,
 )
 """Makes the tensor maps of an FP8 GEMM in groups along K, whose sizes are on the device. One warp makes one map."""
+
+LOGITS_SCHEDULE = Helper(
+    name="paged_mqa_logits_metadata",
+    spec=LogitsScheduleSpec,
+    what="it makes schedules of paged logits",
+    config=TileConfig("paged_mqa_logits_metadata", tile_rows=1, tile_columns=1, num_threads=256),
+    given=parameters("const int* lengths, i64 stride, u32 offset, u32 batch, u32 slots, u32* schedule"),
+    launched=_logits_schedule,
+    constant_names=("num_threads",),
+)
+"""Shares out the work of paged logits. One CTA does it."""

@@ -145,10 +145,13 @@ def _check_values(name: str, x: Tensor) -> None:
 
 
 def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: Scalings | None) -> Scalings:
-    """The scaling that fits the scales' shapes. Without a recipe the shapes also tell scales of whole rows."""
+    """The scaling that fits the scales' shapes. Without a recipe the shapes also tell scales of whole rows, and scales
+    of each row of B per 128 of K."""
     if asked is None and whole_rows(sfa, m) and whole_rows(sfb, n) and not _are_blocks(sfa, sfb, m, n, blocks):
         return WHOLE_ROWS
     scaling = asked or BLOCKS
+    if asked is None and tuple(sfb.shape) == (n, blocks) and not _are_blocks(sfa, sfb, m, n, blocks):
+        scaling = ROWS_ON_BOTH_SIDES  # as Transformers gives weights whose scales were E8M0
     more = (
         "" if asked else " Or give one scale, or one for each row, for a and for b; or the recipe that they belong to."
     )

@@ -25,6 +25,23 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(norms == 0, torch.zeros_like(norms), 1 - 2 * (x * y).sum() / norms)
 
 
+def assert_bitwise_equal(x: Tensor, y: Tensor, label: str = "") -> None:
+    """Raise AssertionError unless x and y have the same shape, dtype and bits."""
+    what = f" of {label}" if label else ""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        kinds = " and ".join(f"{t.dtype} {tuple(t.shape)}" for t in (x, y))
+        raise AssertionError(f"The shapes or dtypes{what} differ: {kinds}.")
+    first, second = (t.contiguous().flatten().view(torch.uint8).view(-1, t.element_size()) for t in (x, y))
+    different = (first != second.to(first.device)).any(1).nonzero().flatten()
+    if len(different):
+        index = int(different[0])
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), x.shape))
+        raise AssertionError(
+            f"{len(different)} of {x.numel()} elements{what} have other bits, the first at {place}: "
+            f"{x[place].item()!r} and {y[place].item()!r}."
+        )
+
+
 def count_bytes(*tensors: Any) -> int:
     """Bytes held by the elements of tensors, tuples and lists of tensors (nested too); None counts as nothing."""
     total = 0

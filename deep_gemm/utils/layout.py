@@ -3,6 +3,9 @@
 from deep_gemm.layout import align as align
 from deep_gemm.layout import ceil_div as ceil_div
 from deep_gemm.layout import get_k_alignment_for_contiguous_layout as get_k_alignment_for_contiguous_layout
+from deep_gemm.layout import (
+    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor as get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
+)
 from deep_gemm.layout import get_m_alignment_for_contiguous_layout as get_m_alignment_for_contiguous_layout
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout as get_mk_alignment_for_contiguous_layout
 from deep_gemm.layout import (

@@ -23,10 +23,11 @@ class Pointer(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A kernel's parameter that is a tensor map of an operand."""
+    """A kernel's parameter that is a tensor map of an operand, or of what begins `offset` bytes behind its address."""
 
     spec: TensorMapSpec
     operand: str
+    offset: int = 0
 
 
 # An encoded tensor map, ("ptr" | "i32" | "u32" | "i64" | "f32", value), or ("u32s", values) for a struct of such.
@@ -34,6 +35,8 @@ Arg: TypeAlias = bytes | tuple[str, int | float | tuple[int, ...]]
 
 # A parameter whose operand addresses are not filled in yet.
 Parameter: TypeAlias = Arg | Pointer | Map
+
+_Places: TypeAlias = tuple[list[ctypes.c_uint64], list[tuple[ctypes.c_void_p, int]]]
 
 _CODES = {"ptr": "=Q", "i32": "=i", "u32": "=I", "i64": "=q", "f32": "=f"}
 NUMBERS = ("i32", "u32", "i64", "f32")
@@ -109,7 +112,7 @@ class Launch:
         """Launches without error handling; returns a tuple whose first item is the CUresult."""
         # Not a ForkLock: there are thousands of records, and an interrupt in its Python code would leave it locked.
         self._lock = threading.Lock()
-        self._places: list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]] | None = None
+        self._places: list[_Places] | None = None
         self._parameters = parameters
 
     def __call__(self) -> None:
@@ -151,8 +154,9 @@ class Launch:
         self._at[index] = 0  # unknown if the driver fails half way
         for pointer in pointers:
             pointer.value = address
-        there, replace = ctypes.c_void_p(address), api.library_function("cuTensorMapReplaceAddress")
-        for place in maps:
+        replace = api.library_function("cuTensorMapReplaceAddress")
+        for place, offset in maps:
+            there = ctypes.c_void_p(address + offset)
             status = replace(place, there)
             if status in CONTEXT_ERRORS:
                 with primary_context(self.function.device):
@@ -161,16 +165,17 @@ class Launch:
                 api.check(int(status), "cuTensorMapReplaceAddress", f"{self.function.symbol} at {address:#x}")
         self._at[index] = address
 
-    def _find_places(self) -> list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]]:
-        """For each operand, the pointers and the tensor maps in the record that hold its address."""
-        found: list[tuple[list[ctypes.c_uint64], list[ctypes.c_void_p]]] = [([], []) for _ in self.operands]
+    def _find_places(self) -> list[_Places]:
+        """For each operand, the pointers and the tensor maps in the record that hold its address; maps with their
+        offsets from it."""
+        found: list[_Places] = [([], []) for _ in self.operands]
         for parameter, place in zip(self._parameters, self._pointers, strict=False):
             if isinstance(parameter, Pointer):
                 pointers, _ = found[self.operands.index(parameter.operand)]
                 pointers.append(ctypes.c_uint64.from_address(place or 0))
             elif isinstance(parameter, Map):
                 _, maps = found[self.operands.index(parameter.operand)]
-                maps.append(ctypes.c_void_p(place))
+                maps.append((ctypes.c_void_p(place), parameter.offset))
         return found
 
 
@@ -181,7 +186,7 @@ def placed(parameters: Sequence[Parameter], addresses: Mapping[str, int]) -> lis
         return [
             ("ptr", addresses[parameter.operand])
             if isinstance(parameter, Pointer)
-            else parameter.spec.encode(addresses[parameter.operand])
+            else parameter.spec.encode(addresses[parameter.operand] + parameter.offset)
             if isinstance(parameter, Map)
             else parameter
             for parameter in parameters

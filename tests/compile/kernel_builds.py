@@ -238,6 +238,7 @@ STATIC_SHARED = {
     "copy_rows": 64 * 66 * 2,
     "transpose_bytes": 128 * 128,
     "k_group_maps": 128,
+    "paged_mqa_logits_metadata": 32,
 }
 
 

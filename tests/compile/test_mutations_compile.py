@@ -9,6 +9,7 @@ from typing import Any
 
 import grouped_mutations
 import half_mutations
+import logits_mutations
 import mutations
 import pytest
 import scaled_mutations
@@ -22,7 +23,7 @@ from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels.families import K_GROUP_MAPS
 from deep_gemm.params import KernelParams
 
-MODULES: tuple[Any, ...] = (mutations, scaled_mutations, grouped_mutations, half_mutations)
+MODULES: tuple[Any, ...] = (mutations, scaled_mutations, grouped_mutations, half_mutations, logits_mutations)
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 
 

@@ -13,13 +13,18 @@ import pytest
 
 import deep_gemm
 from deep_gemm import engine
+from deep_gemm.aot import attention
 from deep_gemm.aot.build import choose
+from deep_gemm.aot.layers import Layer
 from deep_gemm.aot.workload import dense_layers, model_layers, shapes
+from deep_gemm.arch import SM90
 from deep_gemm.bench.shapes import DEEPSEEK_V3, LLAMA_3
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.quantize import Variant
+from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 from deep_gemm.params import KernelParams
 from deep_gemm.select import representatives
+from deep_gemm.spec import PrenormSpec
 
 BUDGETS = json.loads((Path(__file__).parents[2] / "benchmarks" / "budgets.json").read_text())
 
@@ -87,6 +92,13 @@ def test_few_kernels_train_a_model() -> None:
     casts = [Variant(*params.options) for params in work.kernels if params.options]  # type: ignore[arg-type]
     assert not any(cast.gathered or cast.factors for cast in casts), "only experts need these"
     assert 40 <= len(work.kernels) <= BUDGETS["training_kernels"]
+
+
+def test_few_kernels_serve_an_indexer_and_a_prenorm_product() -> None:
+    indexer = [Layer("indexer.wq_b", 64 * 128, 1536), Layer("indexer.wk", 128, 7168)]
+    assert 1 <= len(attention.kernels_of(indexer, SM90)) <= BUDGETS["indexer_kernels"]
+    specs = [PrenormSpec(m, 24, 28672, splits, 132) for m in range(1, 20000, 7) for splits in (1, 4, 16)]
+    assert len({PRENORM.config_of(spec) for spec in specs}) <= 6
 
 
 def test_importing_is_cheap() -> None:

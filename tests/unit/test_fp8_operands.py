@@ -252,7 +252,7 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "row stride of b": (lambda: with_b(fp8(N, K, stride=K + 8)), "row stride of b must be a multiple of 16.*280"),
     "scales of a transposed": (lambda: with_sfa(torch.ones(3, M)), r"scales of a must have the shape \(20, 3\)"),
     "too many scales of b": (lambda: with_sfb(torch.ones(2, 4)), r"scales of b must have the shape \(2, 3\)"),
-    "scales of b per row": (lambda: with_sfb(torch.ones(N, 3)), r"one per 128 x 128 block"),
+    "scales of b for too few rows": (lambda: with_sfb(torch.ones(N - 1, 3)), r"one per 128 x 128 block"),
     "scales are bfloat16": (
         lambda: with_sfa(torch.ones(M, 3).bfloat16()),
         "must be torch.float32, but they are.*float()",

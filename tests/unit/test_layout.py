@@ -206,6 +206,30 @@ def test_packing_is_undone_by_unpacking() -> None:
         deep_gemm.utils.math.unpack_ue8m0_from_int(x)
 
 
-def test_packed_scales_of_k_groups_are_refused_in_words() -> None:
-    with pytest.raises(UnsupportedError, match="after Hopper"):
-        deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(torch.ones(4, 4), None, [128])
+@pytest.mark.parametrize(("mn", "ks"), [(8, [128, 0, 1024, 640]), (130, [512]), (4, [])])
+def test_exponents_of_k_groups_begin_a_word_for_each_group(mn: int, ks: list[int]) -> None:
+    sf = 2.0 ** torch.randint(-20, 20, (sum(ks) // 128, mn))
+    layout = torch.tensor(ks, dtype=torch.int32)
+    for rest in ((), (None,), (128, False, False)):
+        packed = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, layout, ks, 128, *rest)
+        assert packed.dtype == torch.int32
+        assert packed.stride() == (-(-mn // 4) * 4, 1)
+        groups = packed.split([-(-k // 512) for k in ks]) if ks else []
+        for group, part in zip(groups, sf.split([k // 128 for k in ks]), strict=True):
+            if len(part):
+                expected = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(part.t())
+                assert torch.equal(group, expected.t())
+
+
+def test_other_layouts_of_k_groups_are_refused_in_words() -> None:
+    pack = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
+    with pytest.raises(UnsupportedError, match="use_psum_layout and use_padded_sf_layout must be False"):
+        pack(torch.ones(1, 4), None, [128], 128, 128, True)
+    for wrong in ([256], [64, 64], "128", 128):
+        with pytest.raises(InvalidInputError, match="ks_cpu must be a list of multiples of gran_k = 128"):
+            pack(torch.ones(1, 4), None, wrong, 128)
+
+
+def test_names_that_clients_import_from_the_package() -> None:
+    assert deep_gemm.ceil_to_ue8m0 is deep_gemm.utils.math.ceil_to_ue8m0
+    assert deep_gemm.pack_ue8m0_to_int is deep_gemm.utils.math.pack_ue8m0_to_int

@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import deep_gemm
-from deep_gemm.aot import build, model
+from deep_gemm import engine
+from deep_gemm.aot import attention, build, model
 from deep_gemm.aot.layers import Plan
+from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
@@ -113,6 +115,19 @@ def test_deepseek_v32_has_an_indexer_and_a_head_for_the_next_token() -> None:
     assert not found.problems
     assert served(found) | {"indexer.wq_b": (8192, 1536), "indexer.wk": (128, 7168)} == served(found)
     assert set(why_not(found)) == {"indexer.weights_proj", "mtp.eh_proj"}
+
+
+@pytest.mark.parametrize(("heads", "size", "kernels"), [(64, 128, 4), (32, 128, 4), (24, 128, 0), (64, 96, 0)])
+def test_an_indexer_needs_kernels_for_prompts_and_pages(heads: int, size: int, kernels: int) -> None:
+    layers = model.plan(DEEPSEEK_V32 | {"index_n_heads": heads, "index_head_dim": size}, 8).layers
+    assert attention.indexers(layers) == {(heads, size)}
+    found = [engine.build_request(params).name for params in attention.kernels_of(layers, SM90)]
+    assert len(found) == len(set(found)) == kernels
+    if kernels:
+        assert found[0] == f"fp8_mqa_logits_h{heads}_d128_f32_q{256 // heads}"
+        assert found[1:3] == [f"fp8_paged_mqa_logits_h{heads}_d128_f32_q{next_n}" for next_n in (1, 2)]
+        assert found[3] == "paged_mqa_logits_metadata"
+    assert attention.kernels_of([], SM90) == []
 
 
 def test_qwen3_next_has_linear_attention_and_gated_queries() -> None:

@@ -1,0 +1,243 @@
+"""Indexer logits of DeepSeek's sparse attention: which keys does a query attend?
+
+``logits[i, j] = k_scale[j] * sum over heads h of relu(q[i, h] . k[j]) * weights[i, h]``
+
+Queries and keys are E4M3. Queries have no scales: their caller multiplies weights by them. There are 32 or 64 heads of
+32, 64 or 128 elements. Scores are rounded to bf16 before the sum over heads, which the tensor cores make in float32. A
+logit has the same bits whatever queries and keys are beside it.
+
+Results are allocated here. Their rows begin at multiples of 1024 bytes, so a result is a view of a wider tensor. All
+runs on the current stream, without synchronising. Inside CUDA-graph capture the kernel must have been loaded by an
+earlier call; ranges, lengths and pages may differ when the graph is replayed.
+
+Raises InvalidInputError, which names the argument, and UnsupportedError for what Hopper cannot do: FP4, or other sizes
+of heads. On the CPU torch computes the same, with sums in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.ops import checks, logits, paged_logits
+
+
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool | None = None,
+    max_seqlen_k: int = 0,
+) -> Tensor:
+    """Logits of a prompt: each query attends a range of one matrix of keys.
+
+    Args:
+        q: E4M3 (M, H, D), contiguous.
+        kv: keys E4M3 (N, D) and their scales float32 (N), contiguous.
+        weights: float32 (M, H), contiguous along heads.
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 (M). Query i attends the keys from start[i] on, before end[i].
+        clean_logits: whether columns of other keys are -inf. Otherwise they are undefined. Without ``max_seqlen_k`` it
+            is True unless given.
+        max_seqlen_k: 0, or the width of a compressed result, whose row i begins with the logit of key start[i]. Columns
+            past the range are undefined: ``clean_logits`` must be False.
+
+    Returns:
+        float32 (M, N), or (M, max_seqlen_k).
+    """
+    return _prefill(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, torch.float32)
+
+
+def fp8_fp4_mqa_logits(
+    q: Any,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: Any = None,
+    max_seqlen_k: int | None = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: None = None,
+) -> Tensor:
+    """`fp8_mqa_logits` under the name that newer callers use.
+
+    ``q`` is a tensor, or a pair of it and None. ``logits_dtype`` is float32 or bfloat16. The sixth argument may be
+    max_seqlen_k, an int that is no bool; the seventh is then schedule_meta, which must be None.
+    """
+    if isinstance(clean_logits, int) and not isinstance(clean_logits, bool):
+        if max_seqlen_k:
+            raise InvalidInputError(
+                f"the sixth argument is {clean_logits}, so the seventh is schedule_meta and must "
+                f"be None, but it is {max_seqlen_k!r}."
+            )
+        clean_logits, max_seqlen_k = None, clean_logits
+    if schedule_meta is not None:
+        raise UnsupportedError("schedule_meta must be None: on Hopper the kernel shares out the work itself.")
+    q = _without_scales(q)
+    width = max_seqlen_k or 0
+    return _prefill(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, width, logits_dtype)
+
+
+def _prefill(
+    q: Any, kv: Any, weights: Any, starts: Any, ends: Any, clean: Any, max_seqlen_k: Any, logits_dtype: Any
+) -> Tensor:
+    if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
+        raise InvalidInputError(f"max_seqlen_k must be 0, or the width of a result, but it is {max_seqlen_k!r}.")
+    clean = max_seqlen_k == 0 if clean is None else clean
+    if not isinstance(clean, bool):
+        raise InvalidInputError(f"clean_logits must be True or False, but it is {clean!r}.")
+    if clean and max_seqlen_k:
+        raise InvalidInputError(
+            "clean_logits must be False with max_seqlen_k: columns past a query's range are undefined."
+        )
+    logits.check_logits_dtype(logits_dtype)
+    checks.check_plain("q", q, (3,))
+    keys, _ = checks.pair("kv", kv)
+    checks.check_plain("kv[0]", keys, (2,))
+    out = logits.empty_logits(q.shape[0], max_seqlen_k or keys.shape[0], logits_dtype, q.device)
+    logits.mqa_logits(q, kv, weights, starts, ends, out, clean, max_seqlen_k)
+    return out
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor,
+    max_context_len: int,
+    clean_logits: bool | Tensor | None = False,
+    indices: None = None,
+) -> Tensor:
+    """Logits of decoding: a few tokens of each request over the pages of its keys.
+
+    Args:
+        q: E4M3 (B, next_n, H, D), contiguous: any number of tokens of each request.
+        kv_cache: uint8 (blocks, block_kv, 1, D + 4). A block has the values of 32 or 64 keys, then their float32
+            scales. Blocks are contiguous, and begin at multiples of 16 bytes.
+        weights: float32 (B * next_n, H), contiguous along heads.
+        context_lens: int32 (B, next_n), the length of each token, or (B).
+        block_table: int32 (B, max_blocks), contiguous along blocks. Entries past a length do not matter; a number that
+            is no block stands for keys of zeros.
+        schedule_meta: of `get_paged_mqa_logits_metadata` for these lengths. The launch has a CTA for each of its slots.
+        max_context_len: the width of the result.
+        clean_logits: must be False: columns at and past a row's length are undefined.
+        indices: must be None on Hopper.
+
+    Returns:
+        float32 (B * next_n, max_context_len).
+    """
+    return _paged(
+        q,
+        kv_cache,
+        weights,
+        context_lens,
+        block_table,
+        schedule_meta,
+        max_context_len,
+        clean_logits,
+        torch.float32,
+        indices,
+    )
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: Any,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor,
+    max_context_len: int,
+    clean_logits: bool | Tensor | None = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: None = None,
+) -> Tensor:
+    """`fp8_paged_mqa_logits` under the name that newer callers use.
+
+    ``q`` is a tensor, or a pair of it and None. ``logits_dtype`` is float32 or bfloat16. The eighth argument may be
+    indices, which must be None.
+    """
+    q = _without_scales(q)
+    return _paged(
+        q,
+        kv_cache,
+        weights,
+        context_lens,
+        block_table,
+        schedule_meta,
+        max_context_len,
+        clean_logits,
+        logits_dtype,
+        indices,
+    )
+
+
+def _paged(
+    q: Any,
+    kv_cache: Any,
+    weights: Any,
+    context_lens: Any,
+    block_table: Any,
+    schedule_meta: Any,
+    max_context_len: Any,
+    clean: Any,
+    logits_dtype: Any,
+    indices: Any,
+) -> Tensor:
+    if indices is not None or isinstance(clean, Tensor):
+        raise UnsupportedError("indices must be None: requests of varying numbers of tokens need a GPU after Hopper.")
+    if clean not in (False, None):
+        raise InvalidInputError(
+            f"clean_logits must be False: columns at and past a row's length are undefined, but it is {clean!r}."
+        )
+    if isinstance(max_context_len, bool) or not isinstance(max_context_len, int) or max_context_len < 0:
+        raise InvalidInputError(f"max_context_len must be the width of the result, but it is {max_context_len!r}.")
+    logits.check_logits_dtype(logits_dtype)
+    checks.check_plain("q", q, (4,))
+    out = logits.empty_logits(q.shape[0] * q.shape[1], max_context_len, logits_dtype, q.device)
+    paged_logits.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, schedule_meta, out)
+    return out
+
+
+def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: int, indices: None = None) -> Tensor:
+    """How the work of `fp8_paged_mqa_logits` is shared out among ``num_sms`` CTAs.
+
+    A request's keys, as many as its last token attends, are cut into splits of 256, and all splits are put in order.
+    Each CTA has total // num_sms of them, the last total % num_sms CTAs one more.
+
+    Args:
+        context_lens: int32 (B, next_n) or (B), contiguous.
+        block_kv: keys of a page: 32 or 64. It does not change the result.
+        indices: must be None on Hopper.
+
+    Returns:
+        int32 (num_sms + 1, 2). Row s is the request and the split in it that CTA s begins with. The last row is (B, 0).
+    """
+    if indices is not None:
+        raise UnsupportedError("indices must be None: requests of varying numbers of tokens need a GPU after Hopper.")
+    if block_kv not in paged_logits.PAGE_KEYS:
+        known = ", ".join(map(str, paged_logits.PAGE_KEYS))
+        raise UnsupportedError(f"block_kv must be one of {known}, but it is {block_kv!r}.")
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
+        raise InvalidInputError(f"num_sms must be a positive number of CTAs, but it is {num_sms!r}.")
+    checks.check_plain("context_lens", context_lens, (1, 2))
+    out = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
+    paged_logits.metadata(context_lens, out)
+    return out
+
+
+def _without_scales(q: Any) -> Any:
+    """The tensor of a pair (q, None)."""
+    if not isinstance(q, (tuple, list)):
+        return q
+    if len(q) != 2:
+        raise InvalidInputError(f"q must be a tensor or a pair of it and None, but it has {len(q)} elements.")
+    if q[1] is not None:
+        raise UnsupportedError("q must have no scales: FP4 queries need a GPU after Hopper. Pass E4M3 and None.")
+    return q[0]

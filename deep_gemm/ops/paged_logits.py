@@ -1,0 +1,217 @@
+"""Indexer logits of decoding, over pages of keys, and their schedule: checks, launches and references."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import Operation, Parameter, Step, Work, entry
+from ..errors import InvalidInputError, UnsupportedError
+from ..spec import LogitsScheduleSpec, PagedLogitsSpec, ceil_div
+from . import checks
+from .checks import shape_of
+from .layouts import TMA_BYTES
+from .logits import OUTPUTS, check_aligned, check_dense, check_queries, check_weights, chunks
+
+SCALE_BYTES = 4
+PAGE_KEYS = (32, 64)
+SPLIT_KEYS = 256
+"""Keys of a request that one CTA computes at least."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLogitsOperands:
+    """Checked operands."""
+
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    spec: PagedLogitsSpec
+
+
+class PagedMqaLogits(Operation):
+    """See `deep_gemm.fp8_paged_mqa_logits`."""
+
+    name = "fp8_paged_mqa_logits"
+    parameters = tuple(
+        Parameter(name, "Tensor")
+        for name in ("q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta", "out")
+    )
+    operands: Mapping[str, str] = MappingProxyType(
+        {
+            "q": "q",
+            "cache": "kv_cache",
+            "weights": "weights",
+            "lengths": "context_lens",
+            "table": "block_table",
+            "schedule": "schedule_meta",
+            "out": "out",
+        }
+    )
+    output = "out"
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> PagedLogitsOperands | None:
+        """None for fake tensors and where there is nothing to compute."""
+        named = self.given(arguments, named_arguments)
+        q, cache, weights, lengths, table, schedule, out = named.values()
+        for (name, tensor), dims in zip(named.items(), ((4,), (4,), (2,), (1, 2), (2,), (2,), (2,)), strict=True):
+            checks.check_plain(name, tensor, dims)
+        device = checks.check_devices(named)
+        rows, heads, dim = check_queries(q)
+        batch, next_n = q.shape[:2]
+        pages, page_keys = check_cache(cache, dim)
+        check_weights(weights, (rows, heads))
+        if lengths.dim() == 2 or lengths.shape != (batch,):
+            check_dense("context_lens", lengths, torch.int32, (batch, next_n), "the length of each token")
+        else:
+            check_dense("context_lens", lengths, torch.int32, (batch,), "the length of each request")
+        if table.dtype != torch.int32 or table.shape[0] != batch or (table.shape[1] > 1 and table.stride(1) != 1):
+            raise InvalidInputError(
+                f"block_table must be torch.int32 ({batch}, blocks), contiguous along blocks: the pages of each "
+                f"request, but it is {table.dtype} {shape_of(table)} with strides {table.stride()}."
+            )
+        if schedule.shape[0] < 2:
+            raise InvalidInputError(
+                f"schedule_meta must have a row for each CTA and one more, not {shape_of(schedule)}."
+            )
+        check_dense("schedule_meta", schedule, torch.int32, (schedule.shape[0], 2), "of get_paged_mqa_logits_metadata")
+        if checks.is_fake(named.values()) or not out.numel() or not cache.numel() or not table.numel():
+            return None
+        checks.check_memory(named)
+        for name in ("q", "kv_cache", "out"):
+            checks.check_sizes(name, named[name])
+        for name in ("q", "kv_cache"):
+            check_aligned(name, named[name])
+        spec = PagedLogitsSpec(
+            batch,
+            next_n,
+            heads,
+            dim,
+            page_keys,
+            pages,
+            table.shape[1],
+            schedule.shape[0] - 1,
+            out.shape[1],
+            OUTPUTS[out.dtype],
+            lengths.dim() == 2,
+        )
+        return PagedLogitsOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
+
+    def work(self, x: PagedLogitsOperands, device: int) -> Work:
+        """One launch."""
+        strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
+        return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
+
+    def reference(self, x: PagedLogitsOperands) -> None:
+        """Each request's keys, gathered from its pages; sums of heads in float64."""
+        t, spec = x.tensors, x.spec
+        with torch.inference_mode():
+            for request in range(spec.batch):
+                lengths = t["lengths"][request].expand(spec.next_n).tolist()
+                for token, length in enumerate(lengths):
+                    length = min(length, spec.columns, spec.table_width * spec.page_keys)
+                    row = request * spec.next_n + token
+                    if length > 0:
+                        blocks = t["table"][request, : ceil_div(length, spec.page_keys)].long()
+                        keys, scales = pages_of(t["cache"], blocks)
+                        q, weights = t["q"][request, token][None], t["weights"][row][None]
+                        for _, logits in chunks(q, keys[:length], scales[:length], weights):
+                            t["out"][row, :length] = logits[0].to(t["out"].dtype)
+
+
+def pages_of(cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys (n, D) and scales (n) of pages of a cache (pages, page_keys, 1, D + 4). A number that is no page gives
+    zeros, as TMA does."""
+    page_keys, dim = cache.shape[1], cache.shape[3] - SCALE_BYTES
+    known = (blocks >= 0) & (blocks < cache.shape[0])
+    found = cache[blocks.clamp(0, cache.shape[0] - 1)].flatten(1).masked_fill(~known[:, None], 0)
+    keys = found[:, : page_keys * dim].reshape(-1, dim).view(torch.float8_e4m3fn)
+    return keys, found[:, page_keys * dim :].contiguous().view(torch.float32).flatten()
+
+
+def check_cache(cache: Tensor, dim: int) -> tuple[int, int]:
+    """The number of pages of a cache, and keys of a page."""
+    pages, page_keys, one, width = cache.shape
+    if cache.dtype != torch.uint8 or one != 1 or width != dim + SCALE_BYTES:
+        raise InvalidInputError(
+            f"kv_cache must be torch.uint8 (blocks, block_kv, 1, {dim + SCALE_BYTES}): the bytes of {dim} values and a "
+            f"scale for each key, but it is {cache.dtype} {shape_of(cache)}."
+        )
+    if page_keys not in PAGE_KEYS:
+        raise UnsupportedError(
+            f"kv_cache must have blocks of {', '.join(map(str, PAGE_KEYS))} keys, but they have {page_keys}."
+        )
+    stride = cache.stride(0) if pages > 1 else page_keys * width
+    if cache.stride(1) != width or cache.stride(3) != 1 or stride < page_keys * width or stride % TMA_BYTES:
+        raise InvalidInputError(
+            f"kv_cache must have contiguous blocks that begin at multiples of {TMA_BYTES} bytes, but it is "
+            f"{shape_of(cache)} with strides {cache.stride()}."
+        )
+    return pages, page_keys
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleOperands:
+    """Checked operands."""
+
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    spec: LogitsScheduleSpec
+
+
+class PagedMqaLogitsMetadata(Operation):
+    """See `deep_gemm.get_paged_mqa_logits_metadata`."""
+
+    name = "get_paged_mqa_logits_metadata"
+    parameters = (Parameter("context_lens", "Tensor"), Parameter("out", "Tensor"))
+    operands: Mapping[str, str] = MappingProxyType({"lengths": "context_lens", "schedule": "out"})
+    output = "schedule"
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> ScheduleOperands | None:
+        """None for fake tensors. A batch without requests has no memory: its schedule is all zeros."""
+        named = self.given(arguments, named_arguments)
+        lengths, out = named.values()
+        checks.check_plain("context_lens", lengths, (1, 2))
+        checks.check_plain("out", out, (2,))
+        device = checks.check_devices(named)
+        if lengths.dtype != torch.int32 or not lengths.is_contiguous():
+            raise InvalidInputError(
+                f"context_lens must be torch.int32 and contiguous, but it is {lengths.dtype} with strides "
+                f"{lengths.stride()}."
+            )
+        if checks.is_fake(named.values()):
+            return None
+        if not lengths.numel():
+            out.zero_()
+            return None
+        checks.check_memory(named)
+        last = lengths.shape[1] - 1 if lengths.dim() == 2 else 0
+        spec = LogitsScheduleSpec(lengths.shape[0], out.shape[0] - 1, last)
+        return ScheduleOperands({"lengths": lengths, "schedule": out}, device, spec)
+
+    def work(self, x: ScheduleOperands, device: int) -> Work:
+        """One launch."""
+        strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
+        return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
+
+    def reference(self, x: ScheduleOperands) -> None:
+        """The same table with torch."""
+        lengths, out, slots = x.tensors["lengths"], x.tensors["schedule"], x.spec.slots
+        last = lengths.view(x.spec.batch, -1)[:, -1].long().clamp(min=0)
+        ends = torch.cumsum((last + SPLIT_KEYS - 1) // SPLIT_KEYS, 0)
+        total = int(ends[-1])
+        slot = torch.arange(slots + 1, device=out.device)
+        begins = slot * (total // slots) + (slot - (slots - total % slots)).clamp(min=0)
+        requests = torch.searchsorted(ends, begins, right=True)
+        before = torch.cat([ends.new_zeros(1), ends])[requests]
+        out.copy_(torch.stack([requests, begins - before], 1))
+
+
+paged_mqa_logits = entry(PagedMqaLogits())
+"""Arguments: q, kv_cache, weights, context_lens, block_table, schedule_meta, out."""
+metadata = entry(PagedMqaLogitsMetadata())
+"""Arguments: context_lens, out."""

@@ -1,0 +1,49 @@
+"""Decorators that tests of other DeepGEMMs use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
+from deep_gemm.settings import variables
+
+P = ParamSpec("P")
+
+
+def test_filter(condition: Callable[[], bool]) -> Callable[[Callable[P, object]], Callable[P, None]]:
+    """A decorator: the function is called only if ``condition()`` is true when it would be. Otherwise a line is
+    printed. It returns None."""
+
+    def decorate(function: Callable[P, object]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def filtered(*args: P.args, **kwargs: P.kwargs) -> None:
+            if condition():
+                function(*args, **kwargs)
+            else:
+                print(f"{function.__name__} is left out: its condition is false.")
+
+        return filtered
+
+    return decorate
+
+
+test_filter.__test__ = False  # type: ignore[attr-defined]  # pytest would take it for a test
+
+
+def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Callable[P, object]], Callable[P, None]]:
+    """A decorator: the function is called without the environment variable ``name`` if ``condition()`` is true when it
+    is called. It returns None."""
+
+    def decorate(function: Callable[P, object]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> None:
+            if condition():
+                with variables(**{name: None}):
+                    function(*args, **kwargs)
+            else:
+                function(*args, **kwargs)
+
+        return called
+
+    return decorate
