@@ -95,11 +95,9 @@ def _parse_bool(value: object) -> bool:
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError
+    if text not in _TRUE | _FALSE:
+        raise ValueError
+    return text in _TRUE
 
 
 def _parse_path(value: object) -> Path | None:
@@ -287,7 +285,6 @@ class Settings:
         "a positive integer",
         "Of how many calls of a shape DG_MONITOR times one.",
     )
-
     tune: Setting[str] = Setting(
         "DG_TUNE",
         "word",

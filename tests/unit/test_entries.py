@@ -63,6 +63,7 @@ TYPES = {
     "str | None": "str? {0}",
     "bool": "bool {0}",
     "int": "int {0}",
+    "Any": "str? {0}",  # the name of an epilogue
 }
 
 
