@@ -43,9 +43,9 @@ class PagedLogits(LogitsKernel):
         lengths_step]."""
         return parameters(
             "TensorMap map_q=q, TensorMap map_k=cache, TensorMap map_s=cache, const float* weights, "
-            "i64 weights_stride, const int* lengths, u32 lengths_stride, u32 lengths_step, const u32* table, i64 table_stride, "
-            "u32 table_width, u32 page_keys, const u32* schedule, u32 batch, u32 next_n, u8* out, i64 out_stride, "
-            "u32 columns"
+            "i64 weights_stride, const int* lengths, u32 lengths_stride, u32 lengths_step, const u32* table, "
+            "i64 table_stride, u32 table_width, u32 page_keys, const u32* schedule, u32 batch, u32 next_n, u8* out, "
+            "i64 out_stride, u32 columns"
         )
 
     def values(
