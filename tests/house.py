@@ -31,6 +31,7 @@ from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.compilers import choose
 from deep_gemm.kernels import ffma_bursts
+from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.params import KernelParams
 from deep_gemm.select import calibration
 from deep_gemm.settings import settings
@@ -131,7 +132,7 @@ def families() -> dict[str, dict[str, Any]]:
     specs = [odd for spec in drawn for odd in (spec, *odd_specs(spec))]
     found = {}
     for name, kernel in kernels.registry().items():
-        if not kernel.mma_instruction:
+        if not isinstance(kernel, GemmFamily):
             continue
         serving, legal = list(kernel.configs(SM90)), list(kernel.legal(SM90))
         odd = [each for config in (serving[0], serving[-1]) for each in odd_configs(config)]
@@ -285,8 +286,9 @@ def choice(spec: GemmSpec, known: calibration.Calibration) -> tuple[str, str]:
 
 
 def outcome_or(call: Callable[[], object]) -> str:
+    """What it returns, without maps' offsets of 0, or what it refuses."""
     try:
-        return repr(call())
+        return repr(call()).replace(", offset=0)", ")")
     except DeepGemmError as error:
         return f"{type(error).__name__} {error}"
 

@@ -199,7 +199,7 @@ def test_refusals_begin_as_the_page_of_errors_says() -> None:
         "a must be a pair (tensor, scales)": lambda: fp8(x, b, d),  # type: ignore[arg-type]
         "K must be a multiple of 16": lambda: fp8(*narrow, d),
         "a and b must agree in K": lambda: deep_gemm.bf16_gemm_nn(x, w, d),
-        "the scales of b must have the shape": lambda: fp8(a, (b[0], torch.ones(128, 2)), d),
+        "the scales of b must have the shape": lambda: fp8(a, (b[0], torch.ones(127, 2)), d),
         "recipe (1, 1, 32) is not supported": lambda: fp8(a, b, d, recipe=(1, 1, 32)),
         "c must have d's dtype": lambda: fp8(a, b, d, c=d.float()),
         "d has no memory": lambda: fp8(a, b, freed),
