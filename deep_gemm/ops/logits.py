@@ -141,8 +141,8 @@ def check_queries(q: Tensor) -> tuple[int, int, int]:
         raise kind(f"q must be torch.float8_e4m3fn, but it is {q.dtype}.{packed}")
     if heads not in HEADS or dim not in DIMS:
         raise UnsupportedError(
-            f"q must have {' or '.join(map(str, sorted(HEADS)))} heads of {', '.join(map(str, sorted(DIMS)))} elements on Hopper, but "
-            f"it is {shape_of(q)}. With fewer heads, append heads whose weights are 0."
+            f"q must have {' or '.join(map(str, HEADS[::-1]))} heads of {', '.join(map(str, DIMS[::-1]))} elements on "
+            f"Hopper, but it is {shape_of(q)}. With fewer heads, append heads whose weights are 0."
         )
     if not q.is_contiguous():
         raise InvalidInputError(f"q must be contiguous, but it has the strides {q.stride()}. Pass q.contiguous().")
