@@ -30,7 +30,8 @@ struct PagedLogits {
 
   // Copies of a request's keys and scales in units of 64 keys, each of one or more pages.
   struct Units {
-    u32 request, first_page, pages, done, next;  // `pages`: all that are copied; `next`: an entry of the block table for each lane
+    u32 request, first_page, pages, done;  // `pages`: all that are copied
+    u32 next, entries;                     // entries of the block table, one for each lane: of 32 pages, and of those before
   };
 
   // Starts copies until `pages` of the request are done.
@@ -38,13 +39,15 @@ struct PagedLogits {
     const u32 each = kUnitKeys / arg.page_keys;
     while (units.done < pages) {
       // Entries are loaded 32 at a time, and long before they are needed.
-      const u32 entries = units.next, batch = units.done & ~31u;
-      if (batch + 32 < units.pages) units.next = page(units.request, units.first_page + batch + 32 + lane);
-      const u32 end = min_of(pages, batch + 32);
+      if (units.done % 32 == 0) {
+        units.entries = units.next;
+        if (units.done + 32 < units.pages) units.next = page(units.request, units.first_page + units.done + 32 + lane);
+      }
+      const u32 end = min_of(pages, units.done / 32 * 32 + 32);
       for (; units.done < end; units.done += each) {
         const u32 stage = producer.next_stage(), full = places.barriers.full(stage);
         for (u32 i = 0; i < each; ++i) {
-          const u32 block = __shfl_sync(0xFFFFFFFF, entries, units.done - batch + i);
+          const u32 block = __shfl_sync(0xFFFFFFFF, units.entries, units.done % 32 + i);
           if (lane == 0) {
             // Pages are read once: they would evict what other kernels need again (2% faster on an H100).
             tma_load_3d(places.keys(stage) + i * arg.page_keys * C::kDim, arg.map_k, full, 0, 0, block, evict_first());
@@ -78,7 +81,7 @@ struct PagedLogits {
         const u32 row = now * arg.next_n, token = group * C::kTokens;
         Weights weights;
         weights.load(arg.weights, arg.weights_stride, row + token, row + arg.next_n, lane);
-        Units copies{now, first / arg.page_keys, units * each, 0, entry_now};
+        Units copies{now, first / arg.page_keys, units * each, 0, entry_now, 0};
         // The first pages do not wait for weights; more of them would keep the queries waiting.
         if (cold) load(producer, copies, min_of(units, 2) * each, lane);
         cold = false;
