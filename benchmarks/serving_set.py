@@ -22,6 +22,7 @@ from torch import Tensor
 from deep_gemm import kernels, select
 from deep_gemm.arch import SM90
 from deep_gemm.bench import fit, survey
+from deep_gemm.kernels.families import GEMMS
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration, heuristic, rules
 from deep_gemm.select.model import features, parts, speed
@@ -103,9 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser("python benchmarks/serving_set.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "family", choices=[name for name, kernel in kernels.registry().items() if kernel.mma_instruction]
-    )
+    parser.add_argument("family", choices=[family.name for family in GEMMS])
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 64, 48])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
