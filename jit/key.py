@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
                 continue
             if isinstance(content, OSError):
                 # The compiler may be able to read it: then nobody shall find the binary under this key.
-                found[candidate], unread = f"{content} {secrets.token_hex(16)}", True
+                found[candidate], unread = f"{content} {os.urandom(16).hex()}", True
                 break
             found[candidate] = hashlib.sha256(content).hexdigest()
             # A quoted name is looked for beside the file that includes it, before the include path.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ def source_file(stored: Path | None, name: str, source: str) -> Iterator[str]:
         yield str(stored)
         return
     try:
-        path = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}", f"{name}.cu")
+        path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.urandom(8).hex()}", f"{name}.cu")
     except OSError as error:
         log.debug("no temporary file for %s: %s", name, error)
         yield f"{name}.cu"

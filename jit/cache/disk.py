@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
@@ -280,7 +279,7 @@ def lock_name(arch: str, key: str) -> str:
 def move_aside(root: Folder, folder: Folder, name: str) -> None:
     """Delete the directory `name` of `folder`. One rename moves it away first, so that readers see all of it or
     nothing. Raises OSError if it cannot be moved."""
-    aside = f"old-{os.getpid()}-{secrets.token_hex(8)}"
+    aside = f"old-{os.getpid()}-{os.urandom(8).hex()}"
     with root.made(TEMPORARY) as temporary:
         os.rename(name, aside, src_dir_fd=folder.fd, dst_dir_fd=temporary.fd)
         temporary.remove(aside)

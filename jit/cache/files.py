@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterable
@@ -205,7 +204,7 @@ class Folder:
 
     def publish(self, name: str, content: bytes, temporary: Folder) -> None:
         """Write `content` to a private file in `temporary`, sync it, and rename it to `name`, whole or not at all."""
-        scratch = f"{os.getpid()}-{secrets.token_hex(8)}"
+        scratch = f"{os.getpid()}-{os.urandom(8).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             descriptor = os.open(scratch, flags, 0o600, dir_fd=temporary.fd)
