@@ -66,8 +66,8 @@ MUTATIONS = [
     Mutation(
         "read a batch of the block table twice",
         "logits_paged.cuh",
-        "units.first_page + batch + 32 + lane",
-        "units.first_page + batch + lane",
+        "units.first_page + units.done + 32 + lane",
+        "units.first_page + units.done + lane",
         _PAGES,
     ),
     Mutation(

@@ -6,7 +6,6 @@ import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 from chosen import FAMILIES, PLAIN, SWAPPED, find_config, make_params
@@ -66,8 +65,9 @@ KERNELS = {"nvrtc": list(dict.fromkeys(CASES + LOOPS)), "nvcc": list(dict.fromke
 
 
 @pytest.fixture(scope="module")
-def builds(kernels_root: Path) -> Iterator[Builds]:
-    with builds_of(kernels_root, KERNELS) as found:
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
+    """Not in the cache that files share: what is compared with the record is built here."""
+    with builds_of(tmp_path_factory.mktemp("kernels"), KERNELS) as found:
         yield found
 
 
