@@ -36,11 +36,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm import arch, quantisation
+from deep_gemm import arch
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.ops import checks
+from deep_gemm.ops import cast_reference, checks
 from deep_gemm.ops import quantize as ops
-from deep_gemm.quantisation import AMAX_MIN
+from deep_gemm.ops.cast_reference import AMAX_MIN
 from deep_gemm.spec import SCALE_BLOCK, Blocks
 
 Quantized: TypeAlias = tuple[Tensor, Tensor]
@@ -154,7 +154,7 @@ def per_token_cast_to_fp8(
         out = _dense(x, "row")
         ops.plain(x, None, None, out, "row", use_ue8m0, AMAX_MIN, False)
         return out
-    return quantisation.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
+    return cast_reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:
@@ -163,7 +163,7 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOC
         out = _dense(x, "column")
         ops.plain(x, None, None, out, "column", use_ue8m0, AMAX_MIN, False)
         return out
-    return quantisation.per_channel_cast_to_fp8(x, use_ue8m0, gran_k)
+    return cast_reference.per_channel_cast_to_fp8(x, use_ue8m0, gran_k)
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:
@@ -175,7 +175,7 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
         out = _dense(x, "tile")
         ops.plain(x, None, None, out, "tile", use_ue8m0, AMAX_MIN, False)
         return out
-    return quantisation.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
+    return cast_reference.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
 
 
 def _empty(

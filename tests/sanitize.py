@@ -39,8 +39,8 @@ from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels.families import FP8_SCALED, FP8_SCALED_SWAPPED, HALF_GEMM, HALF_SWAP_AB
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.params import GemmConfig, KernelParams
-from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
 

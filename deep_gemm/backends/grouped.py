@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_gemm.ops.reference import BLOCKS, Scalings, exact_product, group_rows
+
 from ..layout import get_mn_major_tma_aligned_tensor
-from ..quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
-from ..reference import BLOCKS, Scalings, exact_product, group_rows
 from ..spec import SCALE_BLOCK, Grouping, align, ceil_div
 from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tolerance
 from .operations import Dims, Operation, Rate, normal

@@ -1,4 +1,4 @@
-"""The reference: GEMMs of `deep_gemm.reference`, which accumulate in float64."""
+"""The reference: GEMMs of `deep_gemm.ops.reference`, which accumulate in float64."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference import (
+from deep_gemm.ops.reference import (
     fp8_gemm_reference,
     group_rows,
     half_gemm_reference,
     k_grouped_reference,
     m_grouped_reference,
 )
+
 from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped, unpaired
 from .operations import HALF_GEMMS, SCALED_GEMMS, FP8Gemm, HalfGemm, ScaledGemm
 from .registry import Call, get_operation, kernel

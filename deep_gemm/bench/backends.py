@@ -20,12 +20,12 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.backends import deepgemm, get_kernel
 from deep_gemm.backends.operations import RowwiseGemm, ScaledGemm, WeightGradient
 from deep_gemm.bench.shapes import Problem
-from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.kernels.base import Strides
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.ops.table import FP8
+from deep_gemm.runtime.calls import Operation
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import calc_diff, random_operands, timing
 

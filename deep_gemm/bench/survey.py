@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, options, select
+from deep_gemm import kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import backends, rows
@@ -24,11 +24,12 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import Builder
 from deep_gemm.kernels.base import Strides
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import engine
+from deep_gemm.runtime.timer import FLUSH_BYTES, Single, times_of
 from deep_gemm.select import calibration, tuner
 from deep_gemm.select.heuristic import ranked_as
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
-from deep_gemm.timer import FLUSH_BYTES, Single, times_of
 
 MODES = SURVEY_MODES
 """Cold single calls; for small M, graphs of many calls with and without the weight promise; and, for shapes that power

@@ -120,8 +120,9 @@ def _print_check(out: Console, share: float, difference: float) -> None:
 
 def _print_kernels(out: Console) -> None:
     """Build the kernels of the demo's shapes (after a run they are cached already), and show their resources."""
-    from deep_gemm import engine, kernels
+    from deep_gemm import kernels
     from deep_gemm.aot.build import choose
+    from deep_gemm.runtime import engine
 
     rows, built = [], []
     for params, shapes in choose(demo(), ARCH).kernels.items():

@@ -298,9 +298,9 @@ def _reason(outcome: Outcome) -> str:
 
 def _nowhere(work: Work) -> str:
     """Why missing kernels could not be stored; "" if none is missing or they can be."""
-    from deep_gemm import engine
     from deep_gemm.errors import CompilerNotFoundError
     from deep_gemm.jit.builder import default_builder
+    from deep_gemm.runtime import engine
 
     why = _cache_problem()
     if not why:

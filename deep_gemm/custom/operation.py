@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arch, engine, record
-from ..calls import Operation, Parameter, Step, Work
+from deep_gemm import arch
+from deep_gemm.runtime import debug_record, engine
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
+
 from ..errors import InvalidInputError, UnsupportedError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
@@ -100,7 +102,7 @@ class CustomPlan(engine.Plan):
 
 
 class CustomOperation(Operation):
-    """A user's kernel as an operation, so that `deep_gemm.calls`, monitors and DG_FALLBACK work with it."""
+    """A user's kernel as an operation, so that `deep_gemm.runtime.calls`, monitors and DG_FALLBACK work with it."""
 
     apart = False
 
@@ -237,7 +239,7 @@ def _check_includes(name: str, source: str) -> None:
 def _load(request: BuildRequest, shape: LaunchShape, device: int) -> tuple[Function, Binary]:
     binary = default_builder().build(request)
     function = load_function(binary.cubin, binary.name, device, shape.dynamic_shared)
-    record.add_plan(
+    debug_record.add_plan(
         {
             "spec": {"kernel": request.name, "first_launch": asdict(shape)},
             "device": device,

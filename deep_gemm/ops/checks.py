@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import byte_range
+from deep_gemm.ops.reference import EPILOGUES
+from deep_gemm.runtime.calls import byte_range
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import EPILOGUES
 from ..spec import Accumulate
 
 MAX_SIZE = 2**31 - 1

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Parameter, entry
+from deep_gemm.ops.reference import BLOCKS, Scalings, fp8_gemm_reference, half_gemm_reference
+from deep_gemm.runtime.calls import Parameter, entry
+
 from ..errors import InvalidInputError
-from ..reference import BLOCKS, Scalings, fp8_gemm_reference, half_gemm_reference
 from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Parameter, Step, entry
+from deep_gemm.ops.reference import k_grouped_reference
+from deep_gemm.runtime.calls import Parameter, Step, entry
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import k_grouped_reference
 from ..spec import SCALE_BLOCK, KGroupMapsSpec, Major, align, ceil_div
 from . import checks, layouts, scales
 from .checks import shape_of

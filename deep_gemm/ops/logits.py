@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.reference import CHUNK_ELEMENTS, plain_arithmetic
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+
 from .. import options
-from ..calls import Operation, Parameter, Step, Work, entry
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels.logits import DIMS, HEADS
-from ..reference import CHUNK_ELEMENTS, plain_arithmetic
 from ..spec import Dtype, LogitsSpec, align
 from . import checks
 from .checks import shape_of

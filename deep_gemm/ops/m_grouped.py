@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Parameter, entry
+from deep_gemm.ops.reference import m_grouped_reference
+from deep_gemm.runtime.calls import Parameter, entry
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import m_grouped_reference
 from ..spec import SCALE_BLOCK, Major, align, ceil_div
 from . import checks, layouts, scales
 from .checks import MAX_SIZE, shape_of

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+
 from ..errors import InvalidInputError, UnsupportedError
 from ..spec import LogitsScheduleSpec, PagedLogitsSpec, ceil_div
 from . import checks

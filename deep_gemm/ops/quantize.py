@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.ops.cast_reference import AMAX_MIN, cast_blocks
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+
 from ..errors import InvalidInputError
-from ..quantisation import AMAX_MIN, cast_blocks
 from ..spec import SCALE_BLOCK, Blocks, QuantizeSpec, align, ceil_div
 from . import checks
 from .checks import shape_of

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.reference import BLOCKS, Scalings
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import BLOCKS, Scalings
 from ..settings import settings
 from ..spec import SCALE_BLOCK, align, ceil_div
 from . import checks

@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.timer import FLUSH_BYTES
+from deep_gemm.runtime.timer import FLUSH_BYTES
 
 
 def get_arch_major() -> int:

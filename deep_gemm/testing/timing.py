@@ -47,7 +47,7 @@ def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3)
     """What `flush` gives the medians of."""
     import torch
 
-    from deep_gemm.timer import FLUSH_BYTES
+    from deep_gemm.runtime.timer import FLUSH_BYTES
 
     if repeats < 20:
         raise ValueError(f"repeats must be at least 20 for a median to mean something, but it is {repeats}.")

@@ -9,8 +9,8 @@ import sanitize
 from kernel_builds import open_compiler
 from racecheck_headers import RACES, Race, racecheck_headers
 
-from deep_gemm import engine
 from deep_gemm.jit import Builder
+from deep_gemm.runtime import engine
 
 
 @pytest.mark.parametrize(

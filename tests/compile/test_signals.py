@@ -20,11 +20,11 @@ from chosen import find_config, make_params
 from processes import wait_for
 from signal_worker import SIGNALS, slow_source
 
-from deep_gemm import engine
 from deep_gemm.errors import CompileError
 from deep_gemm.jit.compilers import Compiler, Nvrtc, choose
 from deep_gemm.jit.compilers.signals import interruptible
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
 WORKER = Path(__file__).parents[1] / "signal_worker.py"

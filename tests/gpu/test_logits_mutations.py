@@ -13,11 +13,12 @@ from logit_cases import decoding, prompt, schedule
 from logits_mutations import KERNELS, MUTATIONS, SPECS, Mutation, mutants
 
 import deep_gemm
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.ops.prenorm import rounded_to_tf32
+from deep_gemm.runtime import engine
 from deep_gemm.testing import calc_diff
 
 LAST = [5000, 3, 0, 4100, 257, 2048, 65]

@@ -12,7 +12,6 @@ import compile_cost
 import pytest
 
 import deep_gemm
-from deep_gemm import engine
 from deep_gemm.aot import attention
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.layers import Layer
@@ -23,6 +22,7 @@ from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.quantize import Variant
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.select import representatives
 from deep_gemm.spec import PrenormSpec
 

@@ -14,10 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 from jit_fakes import DESCRIBED
 
-from deep_gemm import cli, engine
+from deep_gemm import cli
 from deep_gemm.cli import app as app_module
 from deep_gemm.cli.app import COMMANDS, app
 from deep_gemm.errors import CompileError, DeepGemmError
+from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
-from deep_gemm.reference import group_rows
+from deep_gemm.ops.reference import group_rows
 
 ROUTINGS = [
     Routing((3, 0, 130, 17)),

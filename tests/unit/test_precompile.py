@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from deep_gemm import engine
 from deep_gemm.aot import build, workload
 from deep_gemm.aot.workload import GemmShape, Layer
 from deep_gemm.errors import CompileError, InvalidInputError, SettingError
+from deep_gemm.runtime import engine
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
-from deep_gemm import quantisation as q
+from deep_gemm.ops import cast_reference as q
 from deep_gemm.spec import ceil_div
 
 Cast = Callable[[torch.Tensor, bool, int], tuple[torch.Tensor, torch.Tensor]]

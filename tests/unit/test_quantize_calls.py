@@ -11,7 +11,7 @@ from gpu_fakes import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import InvalidInputError, quantisation, quantize
+from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import (
     FEW_ROWS,
@@ -21,6 +21,7 @@ from deep_gemm.kernels.quantize import (
     TILES,
     TILES_OF_FLOATS,
 )
+from deep_gemm.ops import cast_reference
 from deep_gemm.params import TileConfig
 from deep_gemm.spec import Blocks, Dtype, QuantizeSpec
 from deep_gemm.testing import guarded
@@ -48,7 +49,7 @@ def test_a_value_times_its_scale_is_the_input_again(
     values, scales = getattr(quantize, cast)(given, use_ue8m0=use_ue8m0, epsilon=epsilon)
     block = (1, 128) if cast in ("rows", "columns") else (128, 128)
     source = given.t() if cast in ("columns", "blocks_transposed") else given
-    error = (quantisation.dequantise(values, scales, block) - source.float()).abs()
+    error = (cast_reference.dequantise(values, scales, block) - source.float()).abs()
     step = scales.repeat_interleave(block[0], 0)[: rows if source is given else columns]
     step = step.repeat_interleave(block[1], 1)[:, : source.shape[1]]
     assert bool((error <= source.float().abs() / 15 + step * 2.0**-9).all())
@@ -318,6 +319,6 @@ def test_nothing_outside_of_out_is_written() -> None:
     assert quantize.rows(source, out=out) is out
     values.check("values")
     scales.check("scales")
-    expected = quantisation.per_token_cast_to_fp8(source, False)
+    expected = cast_reference.per_token_cast_to_fp8(source, False)
     assert torch.equal(out[0].float(), expected[0].float())
     assert torch.equal(out[1], expected[1])

@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .log import warn_once
-from .settings import settings
+from deep_gemm.log import warn_once
+from deep_gemm.settings import settings
 
 _lock = threading.Lock()
 _plans: list[dict[str, Any]] = []
@@ -33,8 +33,8 @@ def debug_info() -> dict[str, Any]:
     seconds. JSON-ready."""
     import torch
 
-    from .jit.builder import default_builder
-    from .jit.driver.version import driver_release
+    from deep_gemm.jit.builder import default_builder
+    from deep_gemm.jit.driver.version import driver_release
 
     release = driver_release()
     with _lock:

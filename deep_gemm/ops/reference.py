@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.quantisation import dequantise
+from deep_gemm.ops.cast_reference import dequantise
 from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
 
 CHUNK_ELEMENTS = 1 << 24

@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from . import engine
-from .kernels.base import Strides
-from .spec import Spec
+from deep_gemm.kernels.base import Strides
+from deep_gemm.runtime import engine
+from deep_gemm.spec import Spec
 
 
 class Operands(Protocol):
