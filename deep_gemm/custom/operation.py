@@ -240,7 +240,7 @@ def _load(request: BuildRequest, shape: LaunchShape, device: int) -> tuple[Funct
     binary = default_builder().build(request)
     function = load_function(binary.cubin, binary.name, device, shape.dynamic_shared)
     debug_record.add_plan(
-        {
+        lambda: {
             "spec": {"kernel": request.name, "first_launch": asdict(shape)},
             "device": device,
             "params": dict(request.meta)["params"],

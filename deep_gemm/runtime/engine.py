@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -172,6 +174,26 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     selected = time.perf_counter()
     function, binary = load(params, device, str(spec))
     loaded = time.perf_counter()
+    seconds = {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected}
+    post_pass = kernels.get(params.kernel).post_pass(params)
+    changed = post_pass.identity if post_pass else None
+    debug_record.add_plan(partial(_entry, spec, device, params, binary, changed, seconds, ranked[:4]))
+    if settings.print_configs:
+        measured = f", measured {ranked[0].measured_us:.2f} us" if ranked and ranked[0].measured_us else ""
+        say(f"{spec}: {config}" + measured + (f", {ranked[0].estimate}" if ranked else ""))
+    return Plan(spec, device, params, function)
+
+
+def _entry(
+    spec: Spec,
+    device: int,
+    params: KernelParams,
+    binary: Binary,
+    post_pass: str | None,
+    seconds: dict[str, float],
+    ranked: list[select.Choice],
+) -> dict[str, Any]:
+    """What the debug record says about a plan, made when it is asked for: that takes 500 Python calls."""
     entry = {
         "spec": asdict(spec),
         "device": device,
@@ -182,18 +204,14 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         "compiler": binary.compiler,
         "source": binary.source_path,
         "resources": binary.resources.to_json(),
-        "post_pass": post_pass.identity if (post_pass := kernels.get(params.kernel).post_pass(params)) else None,
-        "seconds": {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected},
+        "post_pass": post_pass,
+        "seconds": seconds,
     }
     if ranked:
-        others = [{"config": asdict(other.config), "total_us": other.estimate.total_us} for other in ranked[1:4]]
+        others = [{"config": asdict(other.config), "total_us": other.estimate.total_us} for other in ranked[1:]]
         entry |= {"estimate": asdict(ranked[0].estimate), "next_best": others}
         entry |= {"measured_us": ranked[0].measured_us} if ranked[0].measured_us else {}
-    debug_record.add_plan(entry)
-    if settings.print_configs:
-        measured = f", measured {ranked[0].measured_us:.2f} us" if ranked and ranked[0].measured_us else ""
-        say(f"{spec}: {config}" + measured + (f", {ranked[0].estimate}" if ranked else ""))
-    return Plan(spec, device, params, function)
+    return entry
 
 
 def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:

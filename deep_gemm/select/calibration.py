@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -125,7 +126,7 @@ class Calibration:
 
 def file_of(device_name: str) -> Path:
     """The path of the file for a GPU model, such as "NVIDIA H200"; it need not exist."""
-    stem = "".join(c if c.isalnum() else "_" for c in device_name.lower()).strip("_")
+    stem = re.sub(r"\W", "_", device_name.lower()).strip("_")
     return FOLDER / f"{stem}.json"
 
 

@@ -21,9 +21,8 @@ class Constants:
     def from_json(cls: type[Kind], data: dict[str, Any]) -> Kind:
         """The constants in ``data``, which must name each of them and nothing else. Raises InvalidInputError."""
         names = [field.name for field in fields(cls)]
-        if sorted(data) != sorted(names) or not all(
-            isinstance(value, (int, float)) and value > 0 for value in data.values()
-        ):
+        strange = [value for value in data.values() if not isinstance(value, (int, float)) or value <= 0]
+        if sorted(data) != sorted(names) or strange:
             raise InvalidInputError(
                 f"{cls.WHAT} holds positive numbers named {', '.join(names)}, but this one holds {data}. "
                 "Make a new one with `deep-gemm calibrate fit`."

@@ -101,6 +101,16 @@ def test_few_kernels_serve_an_indexer_and_a_prenorm_product() -> None:
     assert len({PRENORM.config_of(spec) for spec in specs}) <= 6
 
 
+@pytest.mark.parametrize("operation", ["fp8_gemm_nt", "bf16_gemm_nt"])
+def test_a_cold_call_enters_few_functions(operation: str) -> None:
+    script = Path(__file__).parents[1] / "cold_calls.py"
+    found = subprocess.run([sys.executable, script, operation], capture_output=True, text=True, check=True, timeout=120)
+    first, next_m = json.loads(found.stdout)
+    most = BUDGETS["python_calls"][operation]
+    assert 100 < first <= most[0]
+    assert 100 < next_m <= most[1]
+
+
 def test_importing_is_cheap() -> None:
     code = (
         "import torch, sys; before = len(sys.modules); import deep_gemm; imported = len(sys.modules); "
