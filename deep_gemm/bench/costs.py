@@ -164,7 +164,7 @@ WARM_STARTED = 50
 
 WARM_START = """
 import json, sys, time, torch, deep_gemm
-from deep_gemm import engine
+from deep_gemm.runtime import engine
 from deep_gemm.bench import costs
 torch.zeros(1, device="cuda")
 torch.cuda.synchronize()

@@ -25,7 +25,8 @@ START = """
 import json, os, sys
 from pathlib import Path
 from jit_fakes import FakeCompiler
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
+from deep_gemm.runtime import engine
 from deep_gemm.jit import Builder
 from deep_gemm.jit.cache.packs import Packs
 

@@ -259,7 +259,7 @@ def test_promises_after_a_fork_and_at_exit() -> None:
     """A child has its own copy of the promises, and a process with promises ends without a message."""
     code = """
 import os, torch, deep_gemm
-from deep_gemm import constant
+from deep_gemm.runtime import weight_promises
 weight_promises._callbacks_work = lambda: True
 w, v = torch.zeros(16), torch.zeros(16)
 deep_gemm.declare_constant(w, v)
