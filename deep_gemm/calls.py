@@ -71,10 +71,14 @@ class Calls:
         if x is None:
             return
         if x.device.type == "cpu":
+            self.operation.check_values(x)
             monitoring.run(self.operation, x, "reference", self.operation.reference)
             return
         device, current = x.device.index, _current_device()
+        checked = "check" in self.operation.settings and settings.check  # each call is: none is remembered
         with torch.cuda.device(device):
+            if checked:
+                self.operation.check_values(x)
             try:
                 replay = self._prepare(x, device)
             except UnsupportedError as error:
@@ -84,7 +88,7 @@ class Calls:
                 return
             call = replay.record()
             call()
-        if key is None or not replay.is_for(key):
+        if key is None or checked or not replay.is_for(key):
             return
         # The common case, tensors on the current device, needs no device guard.
         _remember(warm, key, (rest, call if current == device else functools.partial(_on_device, device, call)))
