@@ -53,7 +53,7 @@ def m_grouped(op: MGrouped, a: Any, b: Any, d: Tensor, layout: Tensor, expected_
 
 def grouped_mm(a: Tensor, b: Tensor, d: Tensor, layout: Tensor) -> Call:
     """torch's own grouped GEMM. It needs no padding, and gets none."""
-    groups = [(group, where) for group, where in group_rows(layout, "contiguous", len(b), len(a)) if group >= 0]
+    groups = [(group, where) for group, where in group_rows(layout, "contiguous", len(a)) if group >= 0]
     ends = torch.tensor([where.stop - where.start for _, where in groups], device=a.device).cumsum(0).int()
     rows = torch.cat([a[where] for _, where in groups])
     return functools.partial(torch._grouped_mm, rows, b.transpose(1, 2), offs=ends)

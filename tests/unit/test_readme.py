@@ -203,6 +203,9 @@ def test_refusals_begin_as_the_page_of_errors_says() -> None:
         "recipe (1, 1, 32) is not supported": lambda: fp8(a, b, d, recipe=(1, 1, 32)),
         "c must have d's dtype": lambda: fp8(a, b, d, c=d.float()),
         "d has no memory": lambda: fp8(a, b, freed),
+        "grouped_layout has the groups 1 and 2 in rows": lambda: deep_gemm.m_grouped_bf16_gemm_nt_contiguous(
+            x, w.expand(3, 128, 256).contiguous(), d, torch.tensor([1, 1, 2, 2], dtype=torch.int32)
+        ),
     }
     table = (ROOT / "docs" / "errors.md").read_text().partition("| message begins with |")[2].partition("\n\n")[0]
     listed = re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE)
