@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from deep_gemm import advice
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 
@@ -171,9 +172,13 @@ def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
         raise InvalidInputError(
             f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."
+            f"{advice.of_type(name, x)}"
         )
     if rank is not None and x.dim() != rank:
-        raise InvalidInputError(f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}.")
+        raise InvalidInputError(
+            f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}."
+            f"{advice.of_rank(name, x, rank)}"
+        )
     _check_memory(name, x)
 
 

@@ -128,8 +128,8 @@ class Nvrtc(Compiler):
             return interruptible(work, lambda: setattr(cancelled, "value", b"1"), _COMPILE_LIMIT)
         except TimeoutError as error:
             raise CompileError(
-                f"{self.identity} did not finish {name} within {_COMPILE_LIMIT:g} s. A thread of this process may go on "
-                "with it until the process ends. Make the source simpler, or compile with NVCC, which can be stopped.",
+                f"{self.identity} did not finish {name} within {_COMPILE_LIMIT:g} s. A thread of this process may go "
+                "on with it until the process ends. Make the source simpler, or compile with NVCC.",
                 source_path=source_path,
                 options=options,
             ) from error

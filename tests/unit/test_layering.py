@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.operation", "deep_gemm.reports"),
     ("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.measuring", "deep_gemm.monitoring"),
     ("deep_gemm.calls",),
-    ("deep_gemm.quantisation", "deep_gemm.reference"),
+    ("deep_gemm.advice", "deep_gemm.quantisation", "deep_gemm.reference"),
     ("deep_gemm.ops",),
     ("deep_gemm.custom",),
     (
