@@ -158,7 +158,7 @@ def new_figure(height: float, theme: Theme, width: float = WIDTH) -> Any:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DeepGemmError("Charts need matplotlib: pip install 'deep-gemm-jit[plot]'") from error
+        raise DeepGemmError("Charts need matplotlib: pip install matplotlib") from error
     # Read when an artist is made, and so for as long as the process lives: nothing else of it draws.
     matplotlib.rcParams.update(
         {
