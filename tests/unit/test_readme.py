@@ -215,6 +215,8 @@ def test_refusals_begin_as_the_page_of_errors_says() -> None:
     fp8 = deep_gemm.fp8_gemm_nt
     refused = {
         "a must be a pair (tensor, scales)": lambda: fp8(x, b, d),  # type: ignore[arg-type]
+        "a must have 2 dimensions": lambda: deep_gemm.bf16_gemm_nt(x[None], w, d),
+        "c must have the shape": lambda: deep_gemm.bf16_gemm_nt(x, w, d, c=d[:1]),
         "K must be a multiple of 16": lambda: fp8(*narrow, d),
         "a and b must agree in K": lambda: deep_gemm.bf16_gemm_nn(x, w, d),
         "the scales of b must have the shape": lambda: fp8(a, (b[0], torch.ones(127, 2)), d),
