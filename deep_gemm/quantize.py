@@ -36,7 +36,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm import advice, arch, quantisation
+from deep_gemm import arch, quantisation
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import checks
 from deep_gemm.ops import quantize as ops
@@ -188,6 +188,8 @@ def _empty(
 ) -> Quantized:
     """Fresh outputs for a cast of x."""
     if not isinstance(x, Tensor) or x.dim() != 2:
+        from deep_gemm import advice
+
         kind = f"{x.dim()} dimensions" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         instead = advice.of_rank("x", x, 2) if isinstance(x, Tensor) else advice.of_type("x", x)
         raise InvalidInputError(f"x must be a torch.Tensor with 2 dimensions, but it has {kind}.{instead}")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deep_gemm.errors import CompileError
+from deep_gemm.errors import InvalidInputError
 
 # Raise it when the meaning of an entry changes: two versions of the package can then share a root.
 SCHEMA = 5
@@ -65,7 +65,7 @@ def source_key(
     """A hex digest of everything that decides what a kernel does: `build_key` without the compiler.
 
     `name` is the kernel's symbol, `flags` are those that every compiler gets, `post_pass` is the identity of the pass
-    over the cubin. Raises CompileError for a header that is no regular file, or too large.
+    over the cubin. Raises InvalidInputError for a header that is no regular file, or too large.
     """
     content = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
     reached = _reached(source, include_dir)
@@ -119,6 +119,7 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             path = os.path.join(include_dir, candidate)
             # Taken before the file is read: if it changes in between, the signature differs next time.
             looked_at[path] = signature(path)
+            _check_end(path)
             content = _content(path)
             if content is None:
                 continue
@@ -137,19 +138,23 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
     return _Reached(by_name, tuple(looked_at.items()), digest(by_name)), settled
 
 
-def _content(path: str) -> bytes | OSError | None:
-    """What a header holds, None if there is none, or why it cannot be read, though it was tried twice.
+def _check_end(path: str) -> None:
+    """Raises InvalidInputError for a header that might have no end: reading /dev/zero filled the memory."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return
+    regular = stat.S_ISREG(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) and (not regular or status.st_size > _LARGEST):
+        what = f"has {status.st_size} bytes, more than {_LARGEST}" if regular else "is no regular file"
+        raise InvalidInputError(f"The source includes {path}, which {what}. Include a file of text.")
 
-    Raises CompileError for one that might have no end.
-    """
+
+def _content(path: str) -> bytes | OSError | None:
+    """What a header holds, None if there is none, or why it cannot be read, though it was tried twice."""
     problem: OSError | None = None
     for _ in range(2):
         try:
-            status = os.stat(path)
-            regular = stat.S_ISREG(status.st_mode)
-            if not stat.S_ISDIR(status.st_mode) and (not regular or status.st_size > _LARGEST):
-                what = f"has {status.st_size} bytes, more than {_LARGEST}" if regular else "is not a regular file"
-                raise CompileError(f"The source includes {path}, which {what}. Include a regular file of text.")
             return Path(path).read_bytes()
         except ValueError:  # a name that no file can have
             return None

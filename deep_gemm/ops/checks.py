@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import advice
 from ..calls import byte_range
 from ..errors import InvalidInputError, UnsupportedError
 from ..reference import EPILOGUES
@@ -90,6 +89,8 @@ def check_tensors(
 def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
     """Refuse everything except ordinary tensors whose number of dimensions is one of ``dims``."""
     if not isinstance(tensor, Tensor):
+        from .. import advice  # here, since first calls that are right shall import little
+
         instead = advice.of_type(name, tensor)
         raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(tensor)}.{instead}")
     if tensor.is_quantized:
@@ -105,6 +106,8 @@ def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
     if tensor.is_neg():
         raise InvalidInputError(f"{name} is a view whose sign is applied when it is read. Call .resolve_neg() on it.")
     if tensor.dim() not in dims:
+        from .. import advice
+
         raise InvalidInputError(
             f"{name} must have {dims[-1]} dimensions, but it has {tensor.dim()}: {shape_of(tensor)}."
             f"{advice.of_rank(name, tensor, dims[-1])}"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import advice
 from ..calls import Parameter, entry
 from ..errors import InvalidInputError
 from ..reference import BLOCKS, fp8_gemm_reference, half_gemm_reference
@@ -119,6 +118,8 @@ class Dense(Gemm):
             self._check_output_dtypes(named)
         for name in ("c", "d"):
             if name in named and tuple(named[name].shape) != shape:
+                from .. import advice
+
                 raise InvalidInputError(
                     f"{name} must have the shape {shape}, {rows}, but it has {shape_of(named[name])}."
                     f"{advice.of_shape(name, named[name], shape)}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deep_gemm.errors import CompileError
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import key as key_module
 from deep_gemm.jit.key import build_key, headers, source_key
 
@@ -208,5 +208,5 @@ def test_what_might_have_no_end_is_no_header(include: Path, what: str) -> None:
     with open(include / "large.cuh", "wb") as file:
         file.truncate(1 << 40)
     (include / "inner.cuh").write_text("#include </dev/zero>\n")
-    with pytest.raises(CompileError, match=r"The source includes /.*, which .*\. Include a regular file of text\."):
+    with pytest.raises(InvalidInputError, match=r"The source includes /.*, which .*\. Include a file of text\."):
         headers(f'#include "{what}"\n', include)
