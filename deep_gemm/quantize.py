@@ -189,8 +189,11 @@ def _empty(
 ) -> Quantized:
     """Fresh outputs for a cast of x."""
     if not isinstance(x, Tensor) or x.dim() != 2:
+        from deep_gemm import advice
+
         kind = f"{x.dim()} dimensions" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-        raise InvalidInputError(f"x must be a torch.Tensor with 2 dimensions, but it has {kind}.")
+        instead = advice.of_rank("x", x, 2) if isinstance(x, Tensor) else advice.of_type("x", x)
+        raise InvalidInputError(f"x must be a torch.Tensor with 2 dimensions, but it has {kind}.{instead}")
     if not isinstance(gated, bool) or not isinstance(row_major, bool):
         raise InvalidInputError(f"gated and row_major must be True or False, not {gated!r} and {row_major!r}.")
     rows, columns = x.shape

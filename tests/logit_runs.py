@@ -11,13 +11,14 @@ from k_grouped_cases import DEVICE
 from logit_cases import decoding, prompt, schedule
 
 import deep_gemm
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 from deep_gemm.ops.prenorm import rounded_to_tf32
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.spec import LogitsScheduleSpec, LogitsSpec, PagedLogitsSpec, PrenormSpec, Spec
 from deep_gemm.testing import calc_diff
 

@@ -173,11 +173,19 @@ def _scale(amax: Tensor, use_ue8m0: bool, epsilon: float = AMAX_MIN) -> Tensor:
 
 def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
+        from deep_gemm import advice
+
         raise InvalidInputError(
             f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."
+            f"{advice.of_type(name, x)}"
         )
     if rank is not None and x.dim() != rank:
-        raise InvalidInputError(f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}.")
+        from deep_gemm import advice
+
+        raise InvalidInputError(
+            f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}."
+            f"{advice.of_rank(name, x, rank)}"
+        )
     _check_memory(name, x)
 
 

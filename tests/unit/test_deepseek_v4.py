@@ -11,12 +11,12 @@ import pytest
 from test_checkpoint import Tensors, plan
 from test_model_layers import BLOCKS, DEEPSEEK_V32, precompile, served, why_not
 
-from deep_gemm import engine
 from deep_gemm.aot import attention, model, workload
 from deep_gemm.aot.layers import Plan
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
+from deep_gemm.runtime import engine
 from deep_gemm.spec import PrenormSpec, ceil_div
 
 GLM_5 = DEEPSEEK_V32 | {
