@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import InvalidInputError
 from .log import warn_once
+from .tensors import check_tensor, is_fake
 
 
 class _Promise(weakref.ref):
@@ -120,21 +121,13 @@ def _holds(storage: torch.UntypedStorage) -> bool:
 
 
 def _storage(x: object, index: int, function: str) -> torch.UntypedStorage:
-    if not isinstance(x, Tensor):
-        pair = f" Unpack a pair: {function}(*b)." if isinstance(x, (tuple, list)) else ""
-        raise InvalidInputError(f"tensors[{index}] of {function} must be a tensor, not {type(x).__name__}.{pair}")
-    storage = None
-    try:
-        storage = x.untyped_storage()
-        address = storage.data_ptr()
-    except RuntimeError:  # also NotImplementedError: sparse and other tensors
-        address = 0
-    if storage is None or (not address and x.numel()):
-        raise InvalidInputError(
-            f"tensors[{index}] of {function} must have memory of its own, but it is a {type(x).__name__} on {x.device} "
-            f"with layout {x.layout} and has none. Pass the tensor that holds the weights, once they are loaded."
-        )
-    return storage
+    name = f"tensors[{index}] of {function}"
+    if isinstance(x, (tuple, list)):
+        raise InvalidInputError(f"{name} must be a tensor, not {type(x).__name__}. Unpack a pair: {function}(*b).")
+    check_tensor(name, x)
+    if is_fake([x]):
+        raise InvalidInputError(f"{name} is a fake tensor, which has a shape and no data.")
+    return x.untyped_storage()
 
 
 @functools.cache

@@ -63,7 +63,9 @@ def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
         right = right and isinstance(x, int) and not isinstance(x, bool) and x > 0
     if not right:
         meaning = "(gran_m, gran_n, gran_k)" if length == 3 else "(gran_mn, gran_k)"
-        raise InvalidInputError(f"{name} must be {length} positive integers {meaning}, but it is {recipe!r}.")
+        raise InvalidInputError(
+            f"{name} must be {length} positive integers {meaning}, but it is {checks.shown(recipe)}."
+        )
     return tuple(recipe)
 
 

@@ -18,6 +18,7 @@ MAX_LINES = 400
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings", "deep_gemm.templates", "deep_gemm.timer"),
+    ("deep_gemm.tensors",),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec"),
     ("deep_gemm.arch",),
     ("deep_gemm.kernels",),
