@@ -6,6 +6,7 @@ its groups right after one another.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,7 +154,18 @@ class MGrouped(Gemm):
 def check_expected_m(name: str, expected_m: Any) -> int:
     """An estimate of the rows of a group, rounded up to a power of two, so that few kernels are chosen for the many
     estimates of a server."""
-    value = checks.check_index(name, expected_m, 1, MAX_SIZE, "a positive integer, an estimate of the rows of a group")
+    if isinstance(expected_m, (bool, Tensor)):  # without another function: each call comes here
+        value = 0
+    else:
+        try:
+            value = operator.index(expected_m)
+        except TypeError:
+            value = 0
+    if value < 1:
+        given = checks.shown(expected_m)
+        raise InvalidInputError(
+            f"{name} must be a positive integer, an estimate of the rows of a group, but it is {given}."
+        )
     return 1 << (value - 1).bit_length()
 
 
