@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ def _holds(storage: torch.UntypedStorage) -> bool:
     return promise is not None and promise() is storage and promise.address == storage.data_ptr()
 
 
-def _storage(x: object, index: int, function: str) -> torch.UntypedStorage:
+def _storage(x: Any, index: int, function: str) -> torch.UntypedStorage:
     name = f"tensors[{index}] of {function}"
     if isinstance(x, (tuple, list)):
         raise InvalidInputError(f"{name} must be a tensor, not {type(x).__name__}. Unpack a pair: {function}(*b).")

@@ -173,7 +173,7 @@ def _scale(amax: Tensor, use_ue8m0: bool, epsilon: float = AMAX_MIN) -> Tensor:
 
 
 def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
-    check_tensor(name, x, rank and (rank,), by_torch=True)
+    check_tensor(name, x, None if rank is None else (rank,), by_torch=True)
     if not x.is_floating_point() or x.element_size() < 2:
         raise InvalidInputError(
             f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."

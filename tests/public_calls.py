@@ -225,19 +225,62 @@ CALLS: dict[str, PublicCall] = {
 }
 
 OTHERS = frozenset(
-    """
-CompileError CompilerNotFoundError DriverError LaunchConfig align ceil_div get_tma_aligned_size
-cache_info debug_info dump_debug_info monitor precompile tuning
-get_batch_invariant get_block_size_multiple_of get_deterministic_algorithms get_num_sms get_pdl get_tc_util
-get_k_alignment_for_contiguous_layout get_m_alignment_for_contiguous_layout get_mk_alignment_for_contiguous_layout
-get_theoretical_mk_alignment_for_contiguous_layout set_mk_alignment_for_contiguous_layout
-set_batch_invariant set_block_size_multiple_of set_ignore_compile_dims set_num_sms set_pdl set_tc_util
-use_deterministic_algorithms
-backends.Backend backends.Kernel backends.Operation backends.absent backends.backend backends.compare
-backends.get_backend backends.get_kernel backends.get_operation backends.kernel backends.names backends.of
-backends.operation backends.operation_names
-testing.bench testing.bench_flushed testing.bench_kineto testing.get_arch_major testing.guarded testing.ignore_env
-testing.integer_operands testing.one_hot_operand testing.random_operands testing.test_filter
-""".split()
+    [
+        "CompileError",
+        "CompilerNotFoundError",
+        "DriverError",
+        "LaunchConfig",
+        "align",
+        "ceil_div",
+        "get_tma_aligned_size",
+        "cache_info",
+        "debug_info",
+        "dump_debug_info",
+        "monitor",
+        "precompile",
+        "tuning",
+        "get_batch_invariant",
+        "get_block_size_multiple_of",
+        "get_deterministic_algorithms",
+        "get_num_sms",
+        "get_pdl",
+        "get_tc_util",
+        "get_k_alignment_for_contiguous_layout",
+        "get_m_alignment_for_contiguous_layout",
+        "get_mk_alignment_for_contiguous_layout",
+        "get_theoretical_mk_alignment_for_contiguous_layout",
+        "set_mk_alignment_for_contiguous_layout",
+        "set_batch_invariant",
+        "set_block_size_multiple_of",
+        "set_ignore_compile_dims",
+        "set_num_sms",
+        "set_pdl",
+        "set_tc_util",
+        "use_deterministic_algorithms",
+        "backends.Backend",
+        "backends.Kernel",
+        "backends.Operation",
+        "backends.absent",
+        "backends.backend",
+        "backends.compare",
+        "backends.get_backend",
+        "backends.get_kernel",
+        "backends.get_operation",
+        "backends.kernel",
+        "backends.names",
+        "backends.of",
+        "backends.operation",
+        "backends.operation_names",
+        "testing.bench",
+        "testing.bench_flushed",
+        "testing.bench_kineto",
+        "testing.get_arch_major",
+        "testing.guarded",
+        "testing.ignore_env",
+        "testing.integer_operands",
+        "testing.one_hot_operand",
+        "testing.random_operands",
+        "testing.test_filter",
+    ]
 )
 """Public names that take no tensors, and kernels of other libraries."""

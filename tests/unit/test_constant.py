@@ -221,7 +221,8 @@ def test_what_is_no_tensor_with_memory(function: Any) -> None:
     good = torch.zeros(4)
     deep_gemm.retract_constant(good)
     name = function.__name__
-    with pytest.raises(InvalidInputError, match=rf"tensors\[1\] of {name} must be a torch.Tensor, but it is of type float"):
+    wanted = rf"tensors\[1\] of {name} must be a torch.Tensor, but it is of type float"
+    with pytest.raises(InvalidInputError, match=wanted):
         function(good, 1.0)
     with pytest.raises(InvalidInputError, match=rf"tensors\[0\].*not tuple. Unpack a pair: {name}\(\*b\)"):
         function((good, good))

@@ -79,13 +79,13 @@ CASTS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
 def test_casts_of_what_has_no_memory(cast: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(InvalidInputError, match="x has no memory: it needs 32768 bytes, and its storage has 0"):
+    with pytest.raises(InvalidInputError, match=r"x has no memory: it needs 32768 bytes, and its storage has 0"):
         cast(freed(torch.ones(64, 128)))
     view = torch.ones(64, 256)[:, 128:]
     view.untyped_storage().resize_(64 * 256 * 4 - 1)
     with pytest.raises(InvalidInputError, match="has no memory"):
         cast(view)
-    with pytest.raises(InvalidInputError, match="x has the layout torch.sparse_coo"):
+    with pytest.raises(InvalidInputError, match=r"x has the layout torch\.sparse_coo"):
         cast(torch.ones(4, 128).to_sparse())
     cast(freed(torch.ones(0, 128)))
     cast(torch.ones(1, 1).expand(64, 128))
