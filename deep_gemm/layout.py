@@ -169,11 +169,11 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
             "of each group as ks_cpu."
         )
     (gran_k,) = check_granularities("gran_k", (gran_k,), 1)
-    ks_cpu = checks.check_group_sizes(ks_cpu)
+    what = f"a list of multiples of gran_k = {gran_k} whose sum is {gran_k} times the rows of sf"
+    ks_cpu = checks.check_group_sizes(ks_cpu, what)
     if sf.dim() != 2 or sf.shape[0] * gran_k != sum(ks_cpu) or any(k % gran_k for k in ks_cpu):
         raise InvalidInputError(
-            f"ks_cpu must be a list of multiples of gran_k = {gran_k} whose sum is {gran_k} times the rows of sf, but "
-            f"they are {ks_cpu!r}, and sf has the shape {tuple(sf.shape)}."
+            f"ks_cpu must be {what}, but they are {ks_cpu!r}, and sf has the shape {tuple(sf.shape)}."
         )
     groups = sf.split([k // gran_k for k in ks_cpu])
     packed = [get_mn_major_tma_aligned_packed_ue8m0_tensor(group.t()).t() for group in groups if len(group)]

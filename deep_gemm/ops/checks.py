@@ -52,12 +52,12 @@ def check_index(name: str, value: Any, least: int, most: int, what: str) -> int:
     return found
 
 
-def check_group_sizes(ks: Any) -> list[int]:
+def check_group_sizes(ks: Any, what: str = "a list of K of each group, integers from 0 on") -> list[int]:
     """K of each group, whole numbers from 0 on."""
-    what = "a list of K of each group, integers from 0 on"
     if not isinstance(ks, (list, tuple)):
         raise InvalidInputError(f"ks_cpu must be {what}, but it is {shown(ks)}.")
-    return [check_index(f"ks_cpu[{index}]", k, 0, MAX_SIZE, "an integer from 0 on") for index, k in enumerate(ks)]
+    name = f"ks_cpu must be {what}: ks_cpu"
+    return [check_index(f"{name}[{index}]", k, 0, MAX_SIZE, "an integer from 0 on") for index, k in enumerate(ks)]
 
 
 def check_bool(name: str, value: Any) -> None:
