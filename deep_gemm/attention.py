@@ -70,35 +70,34 @@ def fp8_fp4_mqa_logits(
     max_seqlen_k, an int that is no bool; the seventh is then schedule_meta, which must be None.
     """
     if isinstance(clean_logits, int) and not isinstance(clean_logits, bool):
-        if max_seqlen_k:
+        if not isinstance(max_seqlen_k, (int, type(None))) or max_seqlen_k:
             raise InvalidInputError(
                 f"the sixth argument is {clean_logits}, so the seventh is schedule_meta and must "
-                f"be None, but it is {max_seqlen_k!r}."
+                f"be None, but it is {checks.shown(max_seqlen_k)}."
             )
         clean_logits, max_seqlen_k = None, clean_logits
     if schedule_meta is not None:
         raise UnsupportedError("schedule_meta must be None: on Hopper the kernel shares out the work itself.")
     q = _without_scales(q)
-    width = max_seqlen_k or 0
+    width = 0 if max_seqlen_k is None else max_seqlen_k
     return _prefill(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, width, logits_dtype)
 
 
 def _prefill(
     q: Any, kv: Any, weights: Any, starts: Any, ends: Any, clean: Any, max_seqlen_k: Any, logits_dtype: Any
 ) -> Tensor:
-    if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
-        raise InvalidInputError(f"max_seqlen_k must be 0, or the width of a result, but it is {max_seqlen_k!r}.")
+    max_seqlen_k = checks.check_index("max_seqlen_k", max_seqlen_k, 0, checks.MAX_SIZE, "0, or the width of a result")
     clean = max_seqlen_k == 0 if clean is None else clean
     if not isinstance(clean, bool):
-        raise InvalidInputError(f"clean_logits must be True or False, but it is {clean!r}.")
+        raise InvalidInputError(f"clean_logits must be True or False, but it is {checks.shown(clean)}.")
     if clean and max_seqlen_k:
         raise InvalidInputError(
             "clean_logits must be False with max_seqlen_k: columns past a query's range are undefined."
         )
     logits.check_logits_dtype(logits_dtype)
-    checks.check_plain("q", q, (3,))
+    checks.check_tensor("q", q, (3,))
     keys, _ = checks.pair("kv", kv)
-    checks.check_plain("kv[0]", keys, (2,))
+    checks.check_tensor("kv[0]", keys, (2,))
     out = logits.empty_logits(q.shape[0], max_seqlen_k or keys.shape[0], logits_dtype, q.device)
     logits.mqa_logits(q, kv, weights, starts, ends, out, clean, max_seqlen_k)
     return out
@@ -193,14 +192,16 @@ def _paged(
 ) -> Tensor:
     if indices is not None or isinstance(clean, Tensor):
         raise UnsupportedError("indices must be None: requests of varying numbers of tokens need a GPU after Hopper.")
-    if clean not in (False, None):
+    if clean is not None and (not isinstance(clean, (bool, int)) or clean):
         raise InvalidInputError(
-            f"clean_logits must be False: columns at and past a row's length are undefined, but it is {clean!r}."
+            f"clean_logits must be False: columns at and past a row's length are undefined, but it "
+            f"is {checks.shown(clean)}."
         )
-    if isinstance(max_context_len, bool) or not isinstance(max_context_len, int) or max_context_len < 0:
-        raise InvalidInputError(f"max_context_len must be the width of the result, but it is {max_context_len!r}.")
+    max_context_len = checks.check_index(
+        "max_context_len", max_context_len, 0, checks.MAX_SIZE, "the width of the result"
+    )
     logits.check_logits_dtype(logits_dtype)
-    checks.check_plain("q", q, (4,))
+    checks.check_tensor("q", q, (4,))
     out = logits.empty_logits(q.shape[0] * q.shape[1], max_context_len, logits_dtype, q.device)
     paged_logits.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, schedule_meta, out)
     return out
@@ -222,12 +223,11 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
     """
     if indices is not None:
         raise UnsupportedError("indices must be None: requests of varying numbers of tokens need a GPU after Hopper.")
-    if block_kv not in paged_logits.PAGE_KEYS:
+    if not isinstance(block_kv, int) or block_kv not in paged_logits.PAGE_KEYS:
         known = ", ".join(map(str, paged_logits.PAGE_KEYS))
-        raise UnsupportedError(f"block_kv must be one of {known}, but it is {block_kv!r}.")
-    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
-        raise InvalidInputError(f"num_sms must be a positive number of CTAs, but it is {num_sms!r}.")
-    checks.check_plain("context_lens", context_lens, (1, 2))
+        raise UnsupportedError(f"block_kv must be one of {known}, but it is {checks.shown(block_kv)}.")
+    num_sms = checks.check_index("num_sms", num_sms, 1, checks.MAX_SIZE - 1, "a positive number of CTAs")
+    checks.check_tensor("context_lens", context_lens, (1, 2))
     out = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
     paged_logits.metadata(context_lens, out)
     return out

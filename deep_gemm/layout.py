@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.ops import checks
 from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.ops.scales import check_granularities
 from deep_gemm.ops.transpose_scales import transpose_scales
 from deep_gemm.settings import settings
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
+from deep_gemm.tensors import check_tensor
 
 __all__ = [
     "align",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _DEFAULT_ALIGNMENT = 128
+MAX_ALIGNMENT = 1 << 30
 _mk_alignment = _DEFAULT_ALIGNMENT
 
 
@@ -47,12 +50,14 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
     """Set the alignment of groups for the whole process.
 
     Raises:
-        InvalidInputError: not a positive multiple of 16.
+        InvalidInputError: not a positive multiple of 16, or above 2^30, which kernels cannot count with.
     """
     global _mk_alignment
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment % 16:
-        raise InvalidInputError(f"alignment must be a positive multiple of 16, but it is {alignment!r}.")
-    _mk_alignment = alignment
+    what = f"a positive multiple of 16 up to {MAX_ALIGNMENT}"
+    found = checks.check_index("alignment", alignment, 1, MAX_ALIGNMENT, what)
+    if found % 16:
+        raise InvalidInputError(f"alignment must be {what}, but it is {found}.")
+    _mk_alignment = found
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(
@@ -71,8 +76,8 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 
     ``element_size`` is in bytes and must divide 16.
     """
-    if element_size not in (1, 2, 4, 8, 16):
-        raise InvalidInputError(f"element_size must be 1, 2, 4, 8 or 16 bytes, but it is {element_size}.")
+    if not isinstance(element_size, int) or element_size not in (1, 2, 4, 8, 16):
+        raise InvalidInputError(f"element_size must be 1, 2, 4, 8 or 16 bytes, but it is {checks.shown(element_size)}.")
     return align(x, TMA_BYTES // element_size)
 
 
@@ -164,11 +169,11 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
             "of each group as ks_cpu."
         )
     (gran_k,) = check_granularities("gran_k", (gran_k,), 1)
-    whole = isinstance(ks_cpu, (list, tuple)) and all(isinstance(k, int) and k >= 0 and k % gran_k == 0 for k in ks_cpu)
-    if not whole or sf.dim() != 2 or sf.shape[0] * gran_k != sum(ks_cpu):
+    what = f"a list of multiples of gran_k = {gran_k} whose sum is {gran_k} times the rows of sf"
+    ks_cpu = checks.check_group_sizes(ks_cpu, what)
+    if sf.dim() != 2 or sf.shape[0] * gran_k != sum(ks_cpu) or any(k % gran_k for k in ks_cpu):
         raise InvalidInputError(
-            f"ks_cpu must be a list of multiples of gran_k = {gran_k} whose sum is {gran_k} times the rows of sf, but "
-            f"they are {ks_cpu!r}, and sf has the shape {tuple(sf.shape)}."
+            f"ks_cpu must be {what}, but they are {ks_cpu!r}, and sf has the shape {tuple(sf.shape)}."
         )
     groups = sf.split([k // gran_k for k in ks_cpu])
     packed = [get_mn_major_tma_aligned_packed_ue8m0_tensor(group.t()).t() for group in groups if len(group)]
@@ -205,8 +210,7 @@ def transform_sf_into_required_layout(
         UnsupportedError: packed UE8M0 scales, or granularities other than (1, 128) and (128, 128).
     """
     gran_mn, gran_k = _granularity(recipe, is_sfa)
-    if not isinstance(sf, Tensor):
-        raise InvalidInputError(f"sf must be a torch.Tensor, but it is of type {type(sf).__name__}.")
+    check_tensor("sf", sf, by_torch=True)
     if sf.dtype == torch.int32:
         raise UnsupportedError("sf is torch.int32, packed UE8M0 scales, which Hopper cannot use. Pass torch.float32.")
     if sf.dtype != torch.float32:
@@ -226,13 +230,12 @@ def transform_sf_into_required_layout(
     return get_mn_major_tma_aligned_tensor(sf) if gran_mn == 1 else sf
 
 
-def _check_scales(sf: Tensor) -> None:
-    if not isinstance(sf, Tensor) or sf.dtype != torch.float32:
-        kind = sf.dtype if isinstance(sf, Tensor) else type(sf).__name__
-        more = " Pass the scales alone, the second of a pair."
-        raise InvalidInputError(f"sf must be a torch.float32 tensor, but it is {kind}.{more}")
-    if sf.dim() not in (2, 3):
-        raise InvalidInputError(f"sf must have 2 or 3 dimensions, but it has {sf.dim()}: {tuple(sf.shape)}.")
+def _check_scales(sf: Any) -> None:
+    if isinstance(sf, (tuple, list)):
+        raise InvalidInputError(f"sf is a {type(sf).__name__}. Pass the scales alone, the second of a pair.")
+    check_tensor("sf", sf, (2, 3), by_torch=True)
+    if sf.dtype != torch.float32:
+        raise InvalidInputError(f"sf must be a torch.float32 tensor, but it is {sf.dtype}. Pass .float().")
 
 
 def _granularity(recipe: Any, is_sfa: bool | None) -> tuple[int, int]:
@@ -245,7 +248,7 @@ def _granularity(recipe: Any, is_sfa: bool | None) -> tuple[int, int]:
     if not isinstance(is_sfa, bool):
         raise InvalidInputError(
             "is_sfa must be True or False with a recipe of three numbers, to choose between gran_m and gran_n, but it "
-            f"is {is_sfa!r}."
+            f"is {checks.shown(is_sfa)}."
         )
     return (gran_m if is_sfa else gran_n), gran_k
 

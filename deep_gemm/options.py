@@ -129,7 +129,7 @@ def ignore_compile_dims() -> bool:
 
 def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
     """Only choose tiles whose block_m and block_n are multiples of ``multiple``: one number for both, or a pair."""
-    pair = (multiple, multiple) if isinstance(multiple, int) else tuple(multiple)
+    pair = multiple if isinstance(multiple, (tuple, list)) else (multiple, multiple)
     if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in pair):
         raise InvalidInputError(f"multiple must be a positive integer or a pair of them, not {multiple!r}.")
     _options.block_multiple = (pair[0], pair[1])

@@ -188,17 +188,12 @@ def _empty(
     index: Tensor | None = None,
 ) -> Quantized:
     """Fresh outputs for a cast of x."""
-    if not isinstance(x, Tensor) or x.dim() != 2:
-        from deep_gemm import advice
-
-        kind = f"{x.dim()} dimensions" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-        instead = advice.of_rank("x", x, 2) if isinstance(x, Tensor) else advice.of_type("x", x)
-        raise InvalidInputError(f"x must be a torch.Tensor with 2 dimensions, but it has {kind}.{instead}")
+    checks.check_tensor("x", x, (2,))
     if not isinstance(gated, bool) or not isinstance(row_major, bool):
         raise InvalidInputError(f"gated and row_major must be True or False, not {gated!r} and {row_major!r}.")
     rows, columns = x.shape
     if index is not None:
-        checks.check_plain("rows", index, (1,))
+        checks.check_tensor("rows", index, (1,))
         rows = index.shape[0]
     return ops.empty_output(rows, columns // 2 if gated else columns, blocks, x.device, transposed, row_major)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from .errors import InvalidInputError
+
 SCALE_BLOCK = 128
 """Elements of K (and, for 128x128 scales, of N) that share one scale factor."""
 
@@ -20,7 +22,10 @@ Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
 def ceil_div(x: int, y: int) -> int:
     """The smallest integer that is not below ``x / y``."""
-    return -(-x // y)
+    try:
+        return -(-x // y)
+    except (ZeroDivisionError, TypeError):
+        raise InvalidInputError(f"x and y must be numbers, and y not 0, but they are {x!r} and {y!r}.") from None
 
 
 def align(x: int, y: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.builder import ERRORS, HITS, Builder, default_builder
 from deep_gemm.settings import settings
 
@@ -20,7 +21,9 @@ def cache_info(builder: Builder | None = None) -> dict[str, Any]:
 
     `builder` defaults to the one of this process.
     """
-    builder = builder or default_builder()
+    builder = default_builder() if builder is None else builder
+    if not isinstance(builder, Builder):
+        raise InvalidInputError(f"builder must be None or a Builder, but it is {builder!r}.")
     disk = builder.disk()
     info: dict[str, Any] = {"root": None, "exists": False, "writable": False, "entries": 0, "bytes": 0, "groups": []}
     info["problem"] = "there is no home directory; set DG_JIT_CACHE_DIR"

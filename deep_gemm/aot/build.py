@@ -186,8 +186,9 @@ def run(
 ) -> Summary:
     """Build the kernels of `work`; arguments and errors are those of `precompile`."""
     start = time.perf_counter()
+    jobs = None if jobs is None else whole(jobs, "jobs")
     if shard is not None:
-        index, count = shard
+        index, count = shards.pair(shard)
         dealt = {params: work.kernels[params] for params in shards.deal(work.kernels, index, count)}
         work = Work(dealt, work.impossible[index::count])
     report = Report(work, progress)

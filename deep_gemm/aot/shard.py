@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from deep_gemm import kernels
 from deep_gemm.aot.inputs import shown
@@ -20,6 +21,14 @@ def parse(text: str) -> tuple[int, int]:
     index, count = int(match.group(1)), int(match.group(2))
     check(index, count)
     return index, count
+
+
+def pair(shard: Any) -> tuple[int, int]:
+    """The two numbers of a shard (i, n). Raises InvalidInputError for anything else."""
+    if not isinstance(shard, (tuple, list)) or len(shard) != 2:
+        raise InvalidInputError(f"shard must be (i, n), part i of n parts, such as (0, 8), but it is {shown(shard)}.")
+    check(*shard)
+    return shard[0], shard[1]
 
 
 def check(index: int, count: int) -> None:

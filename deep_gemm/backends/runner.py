@@ -284,16 +284,19 @@ def compare(
     if mode not in profiler.MODES:
         raise InvalidInputError(f"mode must be one of {', '.join(profiler.MODES)}, but it is {mode!r}.")
     on_gpu = target.type == "cuda"
-    chosen = [tuple(dims) for dims in shapes] or list(operation.examples if on_gpu else operation.host_examples)
+    wanted = f"A shape of {op} is {' x '.join(operation.dims)}, sizes from 1"
+    if not isinstance(shapes, Iterable):
+        raise InvalidInputError(f"{wanted}, and shapes is a list of these, but it is {shapes!r}.")
+    chosen = list(shapes) or list(operation.examples if on_gpu else operation.host_examples)
     for dims in chosen:
-        if len(dims) != len(operation.dims) or any(size < 1 for size in dims):
-            wanted = " x ".join(operation.dims)
-            raise InvalidInputError(f"A shape of {op} is {wanted}, sizes from 1, but {dims} was given.")
+        right = isinstance(dims, (tuple, list)) and len(dims) == len(operation.dims)
+        if not right or not all(isinstance(size, int) and size >= 1 for size in dims):
+            raise InvalidInputError(f"{wanted}, but {dims!r} was given.")
     runner = Runner(target, mode if on_gpu else profiler.HOST, trace, progress)
     names = candidates(op, backends)
     with torch.cuda.device(target) if on_gpu else contextlib.nullcontext():
         for dims in chosen:
-            runner.run(operation, dims, names)
+            runner.run(operation, tuple(dims), names)
     name = torch.cuda.get_device_name(target) if on_gpu else "the host's CPU"
     return Comparison(name, runner.mode, profiler.roof(target), tuple(runner.results))
 
@@ -301,7 +304,7 @@ def compare(
 def _device(name: str | None) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    if not isinstance(name, str) or name.partition(":")[0] not in ("cpu", "cuda"):
         raise InvalidInputError(f"device must be cpu or cuda, but it is {name!r}.")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise InvalidInputError("device is cuda, but torch sees no GPU here: pass cpu, or nothing.")

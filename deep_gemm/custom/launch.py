@@ -13,6 +13,7 @@ from ..errors import InvalidInputError
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT, TensorMapSpec
 from ..spec import align
+from ..tensors import check_tensor
 from .parameters import ELEMENTS, MAP_ELEMENTS, Declared, Parameter
 
 Size = int | tuple[int, ...]
@@ -69,10 +70,10 @@ def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int = 0, l2_promotion: 
 
     Elements outside of ``x`` read as zero and are not written. Raises InvalidInputError.
     """
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+    check_tensor("x of tensor_map", x)
+    if x.dtype not in _DTYPES:
         raise InvalidInputError(
-            f"x of tensor_map must be a tensor of {', '.join(map(str, _DTYPES))}, but it is {kind}."
+            f"x of tensor_map must be a tensor of {', '.join(map(str, _DTYPES))}, but it is {x.dtype}."
         )
     if x.dim() == 0 or x.numel() == 0 or (x.stride(-1) != 1 and x.shape[-1] > 1):
         raise InvalidInputError(

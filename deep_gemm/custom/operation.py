@@ -129,17 +129,13 @@ class CustomOperation(Operation):
         given = self.given(arguments, named)
         arguments = tuple(given.values())
         tensors = {name: given[name] for name in self.operands}
+        device = checks.check_tensors(self.name, tensors, {}, written=self.outputs)
         for name, tensor in tensors.items():
-            checks.check_plain(name, tensor, (tensor.dim() if isinstance(tensor, Tensor) else 0,))
             wanted = ELEMENTS[self.declared.tensors[name]]
             if tensor.dtype != wanted:
                 raise InvalidInputError(f"{name} of {self.name} must be {wanted}, but it is {tensor.dtype}.")
-        device = checks.check_devices(tensors)
         if checks.is_fake(tensors.values()):
             return None
-        for name in self.outputs:
-            checks.check_output_gradient(name, tensors[name])
-        checks.check_memory(tensors)
         for name in self.declared.pointers - self.strided:
             if not tensors[name].is_contiguous():
                 raise InvalidInputError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
+from deep_gemm.tensors import check_tensor
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
@@ -89,11 +90,9 @@ def dequantise(
     Raises InvalidInputError, which names the argument.
     """
     for name, tensor, wanted in (("x", x, torch.float8_e4m3fn), ("sf", sf, torch.float32)):
-        if not isinstance(tensor, Tensor) or tensor.dtype != wanted or tensor.dim() != 2:
-            raise InvalidInputError(
-                f"{name} must be a tensor of {wanted} with 2 dimensions, but it is {_kind(tensor)}."
-            )
-        _check_memory(name, tensor)
+        check_tensor(name, tensor, (2,), by_torch=True)
+        if tensor.dtype != wanted:
+            raise InvalidInputError(f"{name} must be a tensor of {wanted}, but it is {_kind(tensor)}.")
     if x.device != sf.device:
         raise InvalidInputError(f"sf must be on the device of x, {x.device}, but it is on {sf.device}.")
     if not (isinstance(granularity, Sequence) and len(granularity) == 2 and all(_is_whole(g, 1) for g in granularity)):
@@ -109,14 +108,17 @@ def dequantise(
         )
     scales = sf.to(dtype)
     if granularity[0] > 1:
-        scales = scales.repeat_interleave(granularity[0], dim=0)[:rows]
+        scales = scales.repeat_interleave(min(granularity[0], rows), dim=0)[:rows]
     if granularity[1] > 1:
-        scales = scales.repeat_interleave(granularity[1], dim=1)[:, :columns]
+        scales = scales.repeat_interleave(min(granularity[1], columns), dim=1)[:, :columns]
     return x.to(dtype) * scales
 
 
 def ceil_to_ue8m0(x: Tensor) -> Tensor:
     """Each positive float32 rounded up to a power of two; infinity and NaN stay."""
+    check_tensor("x", x, by_torch=True)
+    if x.dtype != torch.float32:
+        raise InvalidInputError(f"x must be torch.float32, but it is {_kind(x)}.")
     exponent_mask, mantissa_mask = 0x7F800000, 0x007FFFFF
     rounded = ((x.view(torch.int32) + mantissa_mask) & exponent_mask).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)
@@ -124,7 +126,8 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
 
 def pack_ue8m0_to_int(x: Tensor) -> Tensor:
     """The exponents of float32 powers of two, four to an int32: (..., k) to (..., k / 4). Other bits are dropped."""
-    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] % 4:
+    check_tensor("x", x, by_torch=True)
+    if x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] % 4:
         raise InvalidInputError(f"x must be float32 with a multiple of four columns, but it is {_kind(x)}.")
     exponents = (x.view(torch.int32) >> 23).to(torch.uint8)
     return exponents.clone(memory_format=torch.contiguous_format).view(torch.int32)
@@ -132,7 +135,8 @@ def pack_ue8m0_to_int(x: Tensor) -> Tensor:
 
 def unpack_ue8m0_from_int(packed: Tensor) -> Tensor:
     """The powers of two that `pack_ue8m0_to_int` packed: (..., k / 4) int32 to (..., k) float32."""
-    if not isinstance(packed, Tensor) or packed.dtype != torch.int32 or packed.dim() == 0:
+    check_tensor("packed", packed, by_torch=True)
+    if packed.dtype != torch.int32 or packed.dim() == 0:
         raise InvalidInputError(f"packed must be an int32 tensor of one dimension or more, but it is {_kind(packed)}.")
     # Not .contiguous(), which does not change the strides of a single element.
     exponents = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -149,6 +153,7 @@ def cast_blocks(
         wrong = block_columns if _is_whole(block_rows, 1) else block_rows
         raise InvalidInputError(f"gran_k must be a whole number from 1, but it is {wrong!r}.")
     rows, columns = x.shape
+    block_rows, block_columns = min(block_rows, max(1, rows)), min(block_columns, max(1, columns))
     padded = x.new_zeros(align(rows, block_rows), align(columns, block_columns), dtype=torch.float32)
     padded[:rows, :columns] = x.detach()
     blocks = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, block_columns)
@@ -172,39 +177,10 @@ def _scale(amax: Tensor, use_ue8m0: bool, epsilon: float = AMAX_MIN) -> Tensor:
 
 
 def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
-        from deep_gemm import advice
-
+    check_tensor(name, x, None if rank is None else (rank,), by_torch=True)
+    if not x.is_floating_point() or x.element_size() < 2:
         raise InvalidInputError(
             f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."
-            f"{advice.of_type(name, x)}"
-        )
-    if rank is not None and x.dim() != rank:
-        from deep_gemm import advice
-
-        raise InvalidInputError(
-            f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}."
-            f"{advice.of_rank(name, x, rank)}"
-        )
-    _check_memory(name, x)
-
-
-def _check_memory(name: str, x: Tensor) -> None:
-    """Raises InvalidInputError for a tensor whose storage is too small, for example because FSDP has freed it. torch
-    would read past the storage."""
-    if x.layout != torch.strided:
-        raise InvalidInputError(f"{name} must be a dense tensor, but it is {x.layout}: pass {name}.to_dense().")
-    if not x.numel():
-        return
-    try:
-        held = x.untyped_storage().nbytes()
-    except RuntimeError:  # a tensor that torch.func wraps: torch refuses it, or can compute it
-        return
-    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    if (last + 1) * x.element_size() > held:
-        raise InvalidInputError(
-            f"{name} {tuple(x.shape)} has no memory: its storage holds {held} bytes. It was freed, as FSDP does "
-            "between uses; call this where its parameters are gathered."
         )
 
 
@@ -217,5 +193,5 @@ def _is_whole(value: object, least: int | None = None) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
-def _kind(x: object) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+def _kind(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"

@@ -8,8 +8,8 @@ support.
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ from deep_gemm.ops.reference import EPILOGUES
 from deep_gemm.runtime.calls import byte_range
 
 from ..errors import InvalidInputError, UnsupportedError
+from ..log import warn_once
 from ..spec import Accumulate
+from ..tensors import check_tensor as check_tensor
+from ..tensors import is_fake as is_fake
+from ..tensors import kind_of as kind_of
+from ..tensors import shape_of as shape_of
+from ..tensors import shown as shown
 
 MAX_SIZE = 2**31 - 1
 """Kernels count rows and columns in 32-bit signed integers (offsets are 64 bits wide)."""
@@ -27,19 +33,38 @@ MAX_SIZE = 2**31 - 1
 
 def check_compiled_dims(compiled_dims: Any) -> str:
     """The dimensions to bake into the kernel, in the order m, n, k."""
-    compiled_dims = compiled_dims or ""
+    compiled_dims = "" if compiled_dims is None else compiled_dims
     if not isinstance(compiled_dims, str) or set(compiled_dims) - set("mnk"):
         raise InvalidInputError(
             f"compiled_dims must be a string of the letters m, n and k, such as 'nk' or '', but it is "
-            f"{compiled_dims!r}."
+            f"{shown(compiled_dims)}."
         )
     return "".join(letter for letter in "mnk" if letter in compiled_dims)
+
+
+def check_index(name: str, value: Any, least: int, most: int, what: str) -> int:
+    """A whole number that is no bool: an int, or one of numpy."""
+    try:
+        found = least - 1 if isinstance(value, (bool, Tensor)) else operator.index(value)
+    except TypeError:
+        found = least - 1
+    if not least <= found <= most:
+        raise InvalidInputError(f"{name} must be {what}, but it is {shown(value)}.")
+    return found
+
+
+def check_group_sizes(ks: Any, what: str = "a list of K of each group, integers from 0 on") -> list[int]:
+    """K of each group, whole numbers from 0 on."""
+    if not isinstance(ks, (list, tuple)):
+        raise InvalidInputError(f"ks_cpu must be {what}, but it is {shown(ks)}.")
+    name = f"ks_cpu must be {what}: ks_cpu"
+    return [check_index(f"{name}[{index}]", k, 0, MAX_SIZE, "an integer from 0 on") for index, k in enumerate(ks)]
 
 
 def check_bool(name: str, value: Any) -> None:
     """Refuse everything except True and False."""
     if not isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be True or False, but it is {value!r}.")
+        raise InvalidInputError(f"{name} must be True or False, but it is {shown(value)}.")
 
 
 def check_epilogue(epilogue: Any) -> str:
@@ -69,74 +94,35 @@ def pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:
     return operand[0], operand[1]
 
 
-def is_fake(tensors: Iterable[Any]) -> bool:
-    """Whether one of them is a fake tensor, with which `torch.compile` traces: it has a shape, but no data."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and any(isinstance(tensor, module.FakeTensor) for tensor in tensors)
-
-
 def check_tensors(
-    named: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]], others: tuple[int, ...]
+    operation: str,
+    named: Mapping[str, Any],
+    dims: Mapping[str, tuple[int, ...]],
+    others: tuple[int, ...] | None = None,
+    written: Collection[str] = ("d",),
 ) -> torch.device:
-    """Check that these are ordinary tensors with ``dims`` dimensions, or ``others``, all on one device, and that
-    nothing would have to be recorded for d. Returns the device."""
+    """Pass all tensors of a call through `check_tensor`, with ``dims`` dimensions, or ``others``. They must be on one
+    device, which is returned, and nothing may have to be recorded for autograd of those that are ``written``.
+
+    One warning a process says that gradients end at an operand that was computed with gradients. It comes when a call
+    is checked: on the CPU always, on a GPU when its sizes, strides, dtypes, options, stream or the mode of gradients
+    are new.
+    """
     for name, tensor in named.items():
-        check_plain(name, tensor, dims.get(name, others))
+        check_tensor(name, tensor, dims.get(name, others))
     device = check_devices(named)
-    check_output_gradient("d", named["d"])
-    return device
-
-
-def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
-    """Refuse everything except ordinary tensors whose number of dimensions is one of ``dims``."""
-    if not isinstance(tensor, Tensor):
-        from .. import advice  # here, since first calls that are right shall import little
-
-        instead = advice.of_type(name, tensor)
-        raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(tensor)}.{instead}")
-    if tensor.is_quantized:
-        raise InvalidInputError(
-            f"{name} is a quantised tensor ({tensor.dtype}). Pass a plain tensor, and scales beside it."
-        )
-    if tensor.is_nested:
-        raise InvalidInputError(f"{name} is a nested tensor. Pass a dense tensor, with padding where rows differ.")
-    if tensor.layout != torch.strided:
-        raise InvalidInputError(f"{name} has the layout {tensor.layout}. Pass a dense tensor (.to_dense()).")
-    if tensor.device.type == "meta":
-        raise InvalidInputError(f"{name} is a meta tensor, which has a shape and no data. Materialise it first.")
-    if tensor.is_neg():
-        raise InvalidInputError(f"{name} is a view whose sign is applied when it is read. Call .resolve_neg() on it.")
-    if tensor.dim() not in dims:
-        from .. import advice
-
-        raise InvalidInputError(
-            f"{name} must have {dims[-1]} dimensions, but it has {tensor.dim()}: {shape_of(tensor)}."
-            f"{advice.of_rank(name, tensor, dims[-1])}"
-        )
-
-
-def check_memory(named: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that have elements but no memory for them. A kernel would read address 0, and every later CUDA
-    call of the process would fail."""
     for name, tensor in named.items():
-        if tensor.numel() == 0:
-            continue
-        try:
-            address, has = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-        except RuntimeError:  # also NotImplementedError
-            raise InvalidInputError(
-                f"{name} is a {type(tensor).__name__} without memory of its own, as tensors are inside torch.func.vmap "
-                "and other transforms. Call the function outside of the transform, on plain tensors."
-            ) from None
-        size = tensor.element_size()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        needs = (tensor.storage_offset() + last + 1) * size
-        if address == 0 or has < needs:
-            raise InvalidInputError(
-                f"{name} has no memory: it needs {needs} bytes, and its storage has {has if address else 0}. The "
-                "storage was freed or resized, as FSDP does between uses, or the tensor only wraps others, as a "
-                "DTensor does. Gather the weights first, or pass the local tensor."
+        if name in written:
+            check_output_gradient(name, tensor)
+        elif tensor.grad_fn is not None and torch.is_grad_enabled():
+            warn_once(
+                "gradient",
+                f"{operation}: {name} was computed with gradients ({tensor.grad_fn.name()}), but they end here, since "
+                f"this function records nothing for autograd. To train, call it in a torch.autograd.Function, as "
+                f"examples/train_linear.py does; otherwise under torch.no_grad(), or pass {name}.detach(). Other "
+                "calls are not told of.",
             )
+    return device
 
 
 def check_devices(named: Mapping[str, Tensor]) -> torch.device:
@@ -260,13 +246,3 @@ def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate, epilogu
             d.copy_(c)
         if epilogue != "none":
             d.copy_(EPILOGUES[epilogue](d))
-
-
-def shape_of(x: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor, for messages."""
-    return tuple(x.shape)
-
-
-def kind_of(value: Any) -> str:
-    """The type of a value, for messages."""
-    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"

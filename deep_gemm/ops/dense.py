@@ -48,16 +48,16 @@ class Dense(Gemm):
         given = self.given(arguments, named_arguments)
         epilogue = checks.check_epilogue(given["epilogue"])
         checks.refuse_alpha(given["alpha"])
-        asked, dims = self.check_options(given)
         named, form = self.named(given), given["form"]
-        device = checks.check_tensors(named, dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2)), (2,))
+        asked, dims = self.check_options(given)
+        ranks = dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2))
+        device = checks.check_tensors(self.name[:-2] + form, named, ranks, (2,))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
         self._check_outputs(named)
         if checks.is_fake(named.values()):
             return None
-        checks.check_memory(named)
         if self.is_scaled:
             for name in ("a", "b"):
                 if named[name].numel() and is_k_major(named[name]):

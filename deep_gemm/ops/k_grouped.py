@@ -62,10 +62,10 @@ class KGrouped(Gemm):
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)
-        dims = checks.check_compiled_dims(given["compiled_dims"])
         named = self.named(given)
+        dims = checks.check_compiled_dims(given["compiled_dims"])
         inputs = (1, 2) if self.is_scaled and not self.is_padded else (2,)
-        device = checks.check_tensors(named, {LAYOUT: (1,), "c": (3,), "d": (3,)}, inputs)
+        device = checks.check_tensors(self.name, named, {LAYOUT: (1,), "c": (3,), "d": (3,)}, inputs)
         checks.check_int32(LAYOUT, named[LAYOUT])
         self._check_outputs(named)
         groups, m, n = named["d"].shape
@@ -77,7 +77,6 @@ class KGrouped(Gemm):
         k = check(named, groups, m, n)
         if checks.is_fake(named.values()):
             return None
-        checks.check_memory(named)
         outputs = {name: layouts.flat(named[name]) for name in ("c", "d") if name in named}
         accumulate = checks.check_places(named | outputs)
         if 0 in (m, n, groups):
@@ -124,7 +123,7 @@ class KGrouped(Gemm):
         """The row stride of an operand; 0 if its groups have matrices of their own, which begin at multiples of 16
         bytes if the operand does. Refuses what TMA cannot read."""
         if self.is_padded or not self.is_scaled:
-            return layouts.check_k_major(name, x)
+            return layouts.check_k_major(name, x, "K" if self.is_scaled else {"a": "M", "b": "N"}[name])
         if past := x.data_ptr() % TMA_BYTES:
             raise InvalidInputError(
                 f"{name} must start at a multiple of {TMA_BYTES} bytes, but its address is {past} past one. "
@@ -242,28 +241,34 @@ def sizes(a: Any, d: Any, ks_cpu: Any, layout: Any, ks: Any, ks_tensor: Any, psu
         total, odd = 0, 0
         for size in ks:
             if not isinstance(size, int) or size < 0:
-                raise InvalidInputError(
-                    f"ks_cpu must be a list of K of each group, integers from 0 on, but it is {ks!r}."
-                )
+                return sizes(a, d, checks.check_group_sizes(ks), layout, None, None, psum, multiple)
             total += size
             odd = odd or (size if size % multiple else 0)
-        shape = d.shape if isinstance(d, Tensor) and d.dim() == 3 else None
-        if shape is not None and len(ks) != shape[0]:
-            raise InvalidInputError(f"ks_cpu has {len(ks)} groups, but d has {shape[0]}.")
-        if odd:
-            raise InvalidInputError(f"K of each group must be a multiple of {multiple}, but ks_cpu has {odd}.")
         values = a[0] if isinstance(a, (tuple, list)) and a else a
-        if shape is not None and isinstance(values, Tensor) and values.dim() > 0:
-            k = values.numel() // max(1, shape[1])
-            if total != k:
-                raise InvalidInputError(f"ks_cpu must add up to the K of a, {k}, but adds up to {total}.")
+        try:
+            shape = d.shape if isinstance(d, Tensor) and d.dim() == 3 else None
+            held = values.numel() if isinstance(values, Tensor) and values.dim() > 0 else -1
+        except (RuntimeError, ValueError):  # a tensor without a shape: the check says which
+            shape, held = None, -1
+        why = ""
+        if shape is not None and len(ks) != shape[0]:
+            why = f"ks_cpu has {len(ks)} groups, but d has {shape[0]}."
+        elif odd:
+            why = f"K of each group must be a multiple of {multiple}, but ks_cpu has {odd}."
+        elif shape is not None and held >= 0 and total != (k := held // max(1, shape[1])):
+            why = f"ks_cpu must add up to the K of a, {k}, but adds up to {total}."
+        if why:
+            for name, x in (("a", values), ("d", d)):  # what is no plain tensor is worse
+                checks.check_tensor(name, x)
+            raise InvalidInputError(why)
     elif ks is not None and not isinstance(ks, Tensor):
-        raise InvalidInputError(f"ks_cpu must be a list of K of each group, but it is {ks!r}.")
+        raise InvalidInputError(f"ks_cpu must be a list of K of each group, but it is {checks.shown(ks)}.")
     if layout is not None or isinstance(ks, Tensor):
         return ks if layout is None else layout
     if ks is None:
         raise InvalidInputError(f"ks_cpu or {LAYOUT} must be given: K of each group.")
-    return torch.tensor(ks, dtype=torch.int32, device=d.device if isinstance(d, Tensor) else None)
+    checks.check_tensor("d", d)
+    return torch.tensor(ks, dtype=torch.int32, device=d.device)
 
 
 def _one(name: str, value: Any, other: str, named: Any) -> Any:

@@ -106,14 +106,15 @@ def check_stride(name: str, x: Tensor, stride: int, dimension: str = "row") -> N
     check_start(name, x)
 
 
-def check_k_major(name: str, x: Tensor) -> int:
-    """The row stride of all rows of a K-major operand; refuse what TMA cannot read."""
+def check_k_major(name: str, x: Tensor, k: str = "K") -> int:
+    """The row stride of all rows of a K-major operand, or one that is contiguous along ``k``; refuse what TMA cannot
+    read."""
     stride = flat_stride(x)
     if stride is None:
         groups = ", with each group right after the one before" if x.dim() == 3 else ""
         raise InvalidInputError(
-            f"{name} must be K-major: K contiguous, rows of their own{groups}. But it is {shape_of(x)} with strides "
-            f"{x.stride()}. Pass .contiguous()."
+            f"{name} must be {k}-major: {k} contiguous, rows of their own{groups}. But it is {shape_of(x)} with "
+            f"strides {x.stride()}. Pass .contiguous()."
         )
     check_stride(name, x, stride)
     return stride

@@ -80,9 +80,8 @@ class MqaLogits(Operation):
             "cu_seq_len_k_end": ends,
             "out": out,
         }
-        for (name, tensor), dims in zip(named.items(), (3, 2, 1, 2, 1, 1, 2), strict=True):
-            checks.check_plain(name, tensor, (dims,))
-        device = checks.check_devices(named)
+        ranks = dict(zip(named, ((3,), (2,), (1,), (2,), (1,), (1,), (2,)), strict=True))
+        device = checks.check_tensors(self.name, named, ranks, written=("out",))
         rows, heads, dim = check_queries(q)
         check_dense("kv[0]", keys, torch.float8_e4m3fn, (keys.shape[0], dim), "keys (N, D), as wide as q's heads")
         check_dense("kv[1]", scales, torch.float32, (keys.shape[0],), "a scale for each key")
@@ -91,7 +90,6 @@ class MqaLogits(Operation):
             check_dense(name, named[name], torch.int32, (rows,), "a key's number for each query")
         if checks.is_fake(named.values()) or not out.numel() or not keys.shape[0]:
             return None
-        checks.check_memory(named)
         for name in ("q", "kv[0]", "out"):
             checks.check_sizes(name, named[name])
         for name in ("q", "kv[0]"):
@@ -197,9 +195,9 @@ def check_aligned(name: str, x: Tensor) -> None:
 
 def check_logits_dtype(logits_dtype: Any) -> None:
     """Refuse results that are not float32 or bfloat16."""
-    if logits_dtype not in OUTPUTS:
+    if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in OUTPUTS:
         known = " or ".join(map(str, OUTPUTS))
-        raise InvalidInputError(f"logits_dtype must be {known}, but it is {logits_dtype!r}.")
+        raise InvalidInputError(f"logits_dtype must be {known}, but it is {checks.shown(logits_dtype)}.")
 
 
 def empty_logits(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

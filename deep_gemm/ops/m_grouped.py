@@ -63,6 +63,7 @@ class MGrouped(Gemm):
         ``form`` is "nn" for b given as (G, K, N).
         """
         given = self.given(arguments, named_arguments)
+        named, form = self.named(given), given.get("form", "nt")
         asked, dims = self.check_options(given)
         if asked not in (None, self.product.scaling):
             name = "recipe" if given["recipe"] is not None else "recipe_b"
@@ -71,9 +72,8 @@ class MGrouped(Gemm):
                 f"{SCALE_BLOCK}) is, one scale for each row and {SCALE_BLOCK} of K of a, and for each {SCALE_BLOCK} x "
                 f"{SCALE_BLOCK} block of b."
             )
-        named, form = self.named(given), given.get("form", "nt")
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
-        device = checks.check_tensors(named, ranks, (3 if self.is_masked else 2,))
+        device = checks.check_tensors(self.name, named, ranks, (3 if self.is_masked else 2,))
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}
         a, b, layout, d = (named[name] for name in ("a", "b", self.layout, "d"))
@@ -90,7 +90,6 @@ class MGrouped(Gemm):
             _check_scales(a, named["the scales of a"], b, named["the scales of b"])
         if checks.is_fake(named.values()):
             return None
-        checks.check_memory(named)
         (groups, n, k), m = b.shape, a.shape[-2]
         if 0 in (m, n, groups):
             return None
@@ -167,7 +166,7 @@ class MGrouped(Gemm):
 def check_expected_m(name: str, expected_m: Any) -> int:
     """An estimate of the rows of a group, rounded up to a power of two, so that few kernels are chosen for the many
     estimates of a server."""
-    if isinstance(expected_m, (bool, Tensor)):
+    if isinstance(expected_m, (bool, Tensor)):  # without another function: each call comes here
         value = 0
     else:
         try:
@@ -175,8 +174,9 @@ def check_expected_m(name: str, expected_m: Any) -> int:
         except TypeError:
             value = 0
     if value < 1:
+        given = checks.shown(expected_m)
         raise InvalidInputError(
-            f"{name} must be a positive integer, an estimate of the rows of a group, but it is {expected_m!r}."
+            f"{name} must be a positive integer, an estimate of the rows of a group, but it is {given}."
         )
     return 1 << (value - 1).bit_length()
 
@@ -187,8 +187,8 @@ def check_psum_estimate(expected_m: Any, use_psum_layout: Any) -> None:
         return
     if not use_psum_layout:
         raise InvalidInputError(
-            f"expected_m_for_psum_layout is {expected_m!r}, but use_psum_layout is not set. Leave it out, or pass "
-            "use_psum_layout=True and the end row of each group."
+            f"expected_m_for_psum_layout is {checks.shown(expected_m)}, but use_psum_layout is not set. Leave it out, "
+            "or pass use_psum_layout=True and the end row of each group."
         )
     check_expected_m("expected_m_for_psum_layout", expected_m)
 

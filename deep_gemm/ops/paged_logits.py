@@ -61,9 +61,8 @@ class PagedMqaLogits(Operation):
         """None for fake tensors and where there is nothing to compute."""
         named = self.given(arguments, named_arguments)
         q, cache, weights, lengths, table, schedule, out = named.values()
-        for (name, tensor), dims in zip(named.items(), ((4,), (4,), (2,), (1, 2), (2,), (2,), (2,)), strict=True):
-            checks.check_plain(name, tensor, dims)
-        device = checks.check_devices(named)
+        ranks = dict(zip(named, ((4,), (4,), (2,), (1, 2), (2,), (2,), (2,)), strict=True))
+        device = checks.check_tensors(self.name, named, ranks, written=("out",))
         rows, heads, dim = check_queries(q)
         batch, next_n = q.shape[:2]
         pages, page_keys = check_cache(cache, dim)
@@ -84,7 +83,6 @@ class PagedMqaLogits(Operation):
         check_dense("schedule_meta", schedule, torch.int32, (schedule.shape[0], 2), "of get_paged_mqa_logits_metadata")
         if checks.is_fake(named.values()) or not out.numel() or not cache.numel() or not table.numel():
             return None
-        checks.check_memory(named)
         for name in ("q", "kv_cache", "out"):
             checks.check_sizes(name, named[name])
         for name in ("q", "kv_cache"):
@@ -184,9 +182,7 @@ class PagedMqaLogitsMetadata(Operation):
         """None for fake tensors. A batch without requests has no memory: its schedule is all zeros."""
         named = self.given(arguments, named_arguments)
         lengths, out = named.values()
-        checks.check_plain("context_lens", lengths, (1, 2))
-        checks.check_plain("out", out, (2,))
-        device = checks.check_devices(named)
+        device = checks.check_tensors(self.name, named, {"context_lens": (1, 2), "out": (2,)}, written=("out",))
         if lengths.dtype != torch.int32 or not lengths.is_contiguous():
             raise InvalidInputError(
                 f"context_lens must be torch.int32 and contiguous, but it is {lengths.dtype} with strides "
@@ -197,7 +193,6 @@ class PagedMqaLogitsMetadata(Operation):
         if not lengths.numel():
             out.zero_()
             return None
-        checks.check_memory(named)
         last = lengths.shape[1] - 1 if lengths.dim() == 2 else 0
         spec = LogitsScheduleSpec(lengths.shape[0], out.shape[0] - 1, last)
         return ScheduleOperands({"lengths": lengths, "schedule": out}, device, spec)

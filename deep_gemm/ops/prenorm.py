@@ -52,12 +52,11 @@ class HcPrenormGemm(Operation):
         """None for fake tensors and where there is nothing to compute."""
         *tensors, splits = self.given(arguments, named_arguments).values()
         named = dict(zip(self.operands, tensors, strict=True))
-        if splits is not None and (isinstance(splits, bool) or not isinstance(splits, int) or splits < 1):
-            raise InvalidInputError(f"num_splits must be None or a positive number, but it is {splits!r}.")
+        if splits is not None:
+            splits = checks.check_index("num_splits", splits, 1, checks.MAX_SIZE, "None or a positive number")
         split = splits is not None
-        for name, dims in zip(named, (2, 2, 2 + split, 1 + split), strict=True):
-            checks.check_plain(name, named[name], (dims,))
-        device = checks.check_devices(named)
+        ranks = {"d": (2 + split,), "sqr_sum": (1 + split,)}
+        device = checks.check_tensors(self.name, named, ranks, (2,), self.outputs)
         a, b, d, squares = tensors
         (m, k), n = a.shape, b.shape[0]
         front = (splits,) if split else ()
@@ -79,11 +78,8 @@ class HcPrenormGemm(Operation):
                 f"b must have 8, 16, 24 or {MOST_COLUMNS} rows, and K must be a multiple of {BLOCK_K}, but it is "
                 f"{shape_of(b)}. Pad both with zeros."
             )
-        for name in ("d", "sqr_sum"):
-            checks.check_output_gradient(name, named[name])
         if checks.is_fake(tensors):
             return None
-        checks.check_memory(named)
         for name in ("a", "b"):
             _check_rows(name, named[name])
         whole = {"d": d if split else d[None], "sqr_sum": squares if split else squares[None]}

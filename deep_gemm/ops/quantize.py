@@ -79,14 +79,14 @@ class Quantize(Operation):
         checks.check_bool("use_ue8m0", use_ue8m0)
         checks.check_bool("gated", gated)
         if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon <= MAX_EPSILON:
-            raise InvalidInputError(f"epsilon must be a number from 0 that float32 can hold, but it is {epsilon!r}.")
+            raise InvalidInputError(
+                f"epsilon must be a number from 0 that float32 can hold, but it is {checks.shown(epsilon)}."
+            )
         named: dict[str, Any] = {name: given[name] for name in self.read}
         for output in self.written:
             values, scales = checks.pair(output, given[output])
             named |= {f"the {output} values": values, f"the {output} scales": scales}
-        for name, tensor in named.items():
-            checks.check_plain(name, tensor, (1,) if name in ("rows", "factors") else (2,))
-        device = checks.check_devices(named)
+        device = checks.check_tensors(self.name, named, {"rows": (1,), "factors": (1,)}, (2,), ())
         x = named["x"]
         if x.dtype not in INPUTS:
             known = ", ".join(map(str, INPUTS))
@@ -109,7 +109,6 @@ class Quantize(Operation):
             _check_output(output, named, rows, columns, blocks[output])
         if checks.is_fake(named.values()):
             return None
-        checks.check_memory(named)
         for name in self.read:
             checks.check_sizes(name, named[name])
         if x.numel():

@@ -64,7 +64,9 @@ def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
         right = right and isinstance(x, int) and not isinstance(x, bool) and x > 0
     if not right:
         meaning = {3: "(gran_m, gran_n, gran_k), as (1, 128, 128)", 2: "(gran_mn, gran_k), as (1, 128)"}.get(length, "")
-        raise InvalidInputError(f"{name} must be {length} positive integers {meaning}, but it is {recipe!r}.")
+        raise InvalidInputError(
+            f"{name} must be {length} positive integers {meaning}, but it is {checks.shown(recipe)}."
+        )
     return tuple(recipe)
 
 

@@ -18,14 +18,10 @@ def transpose_scales(sf: Tensor) -> Tensor:
     ``sf`` is float32 on a CUDA device, (mn, columns) or (groups, mn, columns), of any strides. Runs on the current
     stream of its device.
     """
-    if sf.dim() not in (2, 3) or sf.dtype != torch.float32 or not sf.is_cuda:
-        raise InvalidInputError(
-            f"sf must be float32 on a CUDA device with 2 or 3 dimensions, but it is {sf.dtype} on {sf.device} with "
-            f"{sf.dim()}."
-        )
+    checks.check_tensors("transpose_scales", {"sf": sf}, {"sf": (2, 3)})
+    if sf.dtype != torch.float32 or not sf.is_cuda:
+        raise InvalidInputError(f"sf must be float32 on a CUDA device, but it is {sf.dtype} on {sf.device}.")
     fake = checks.is_fake([sf])
-    if not fake:
-        checks.check_memory({"sf": sf})
     batched = sf if sf.dim() == 3 else sf.unsqueeze(0)
     batch, rows, columns = batched.shape
     # Not empty_strided, which would not allocate the padding after the last column.

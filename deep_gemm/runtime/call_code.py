@@ -66,6 +66,8 @@ def _body(operation: Operation, calls: str) -> list[str]:
         "device",
         "raw_stream(device) if device >= 0 else None",
         "current_device() if device >= 0 else None",
+        # None with gradients on, False without: `checks.check_tensors` warns where gradients end.
+        "is_grad_enabled() and (" + " or ".join(f"{tensors[name]}.requires_grad" for name in written) + " or None)",
         "choices.batch_invariant",
     ]
     signed = [argument for name, argument in tensors.items() if name not in operation.unsigned]
@@ -74,7 +76,6 @@ def _body(operation: Operation, calls: str) -> list[str]:
         *(f"{name}.is_contiguous() or {name}.stride()" for name in tensors.values()),
         *(f"{name}.dtype" for name in tensors.values()),
         *([" or ".join(f"{name}.is_neg()" for name in signed)] if signed else []),
-        "is_grad_enabled() and (" + " or ".join(f"{tensors[name]}.requires_grad" for name in written) + ")",
         *(f"type({own[name]})" for name in pairs),
         *(f"{name} is None" for name in refused),
         # True and 1.0 equal 1, but not all of them are taken.

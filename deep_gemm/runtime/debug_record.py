@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import warn_once
 from deep_gemm.settings import settings
 
@@ -62,7 +63,10 @@ def _plain(value: Any) -> Any:
 
 
 def dump_debug_info(path: str | Path) -> None:
-    """Write `debug_info` to ``path`` as JSON. Raises OSError if it cannot be written."""
+    """Write `debug_info` to ``path`` as JSON. Raises OSError if it cannot be written, and InvalidInputError for what is
+    no path."""
+    if not isinstance(path, (str, Path)) or "\0" in str(path):
+        raise InvalidInputError(f"path must be the path of a file, without a zero byte, but it is {path!r}.")
     Path(path).write_text(json.dumps(debug_info(), indent=1) + "\n")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import warn_once
+from deep_gemm.tensors import check_tensor, is_fake
 
 
 class _Promise(weakref.ref):
@@ -119,22 +121,14 @@ def _holds(storage: torch.UntypedStorage) -> bool:
     return promise is not None and promise() is storage and promise.address == storage.data_ptr()
 
 
-def _storage(x: object, index: int, function: str) -> torch.UntypedStorage:
-    if not isinstance(x, Tensor):
-        pair = f" Unpack a pair: {function}(*b)." if isinstance(x, (tuple, list)) else ""
-        raise InvalidInputError(f"tensors[{index}] of {function} must be a tensor, not {type(x).__name__}.{pair}")
-    storage = None
-    try:
-        storage = x.untyped_storage()
-        address = storage.data_ptr()
-    except RuntimeError:  # also NotImplementedError: sparse and other tensors
-        address = 0
-    if storage is None or (not address and x.numel()):
-        raise InvalidInputError(
-            f"tensors[{index}] of {function} must have memory of its own, but it is a {type(x).__name__} on {x.device} "
-            f"with layout {x.layout} and has none. Pass the tensor that holds the weights, once they are loaded."
-        )
-    return storage
+def _storage(x: Any, index: int, function: str) -> torch.UntypedStorage:
+    name = f"tensors[{index}] of {function}"
+    if isinstance(x, (tuple, list)):
+        raise InvalidInputError(f"{name} must be a tensor, not {type(x).__name__}. Unpack a pair: {function}(*b).")
+    check_tensor(name, x)
+    if is_fake([x]):
+        raise InvalidInputError(f"{name} is a fake tensor, which has a shape and no data.")
+    return x.untyped_storage()
 
 
 @functools.cache

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from deep_gemm.ops.reference import BLOCKS, Scalings, exact_product
 from deep_gemm.spec import SCALE_BLOCK, ceil_div
+from deep_gemm.tensors import check_tensor
 
 INSTRUCTION_K = 32
 ACCUMULATOR_FRACTION_BITS = 13
@@ -54,6 +55,7 @@ def accumulation_bound(
 
     a (M, K), b (N, K) E4M3; sfa and sfb float32, of the shapes that `fp8_gemm_nt` takes with ``scaling``.
     """
+    _check(a=a, sfa=sfa, b=b, sfb=sfb)
     cut, rounding = 2.0**-ACCUMULATOR_FRACTION_BITS, (ceil_div(a.shape[1], SCALE_BLOCK) + 3) * 2.0**-24
     if worst_case:
         return (CUTS_PER_BLOCK * cut + rounding) * exact_product(a, sfa, b, sfb, torch.abs, scaling)
@@ -80,6 +82,7 @@ def assert_close_to_exact(
     Returns:
         The largest error as a fraction of its bound, at most 1.
     """
+    _check(d=d, a=a, sfa=sfa, b=b, sfb=sfb, c=c)
     expected_shape = (a.shape[0], b.shape[0])
     if tuple(d.shape) != expected_shape:
         raise AssertionError(f"d has the shape {tuple(d.shape)}, and the product {expected_shape}")
@@ -105,8 +108,15 @@ def assert_half_close_to_exact(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None
     largest. No product is larger than R = sqrt(A^2 @ (B^2)^T), and the accumulator is rarely larger than a few R. So E
     is twice the sum of all cuts, each taken as one of R. A missing k16 step causes an error of about R / sqrt(K / 16).
     """
+    _check(d=d, a=a, b=b, c=c)
     exact = a.double() @ b.double().t() + (0.0 if c is None else c.double())
     return _compare(d, exact, half_accumulation_bound(a, b, c), 0)
+
+
+def _check(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if name != "c" or tensor is not None:
+            check_tensor(name, tensor)
 
 
 def half_accumulation_bound(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:

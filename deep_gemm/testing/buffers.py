@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.spec import align
+from deep_gemm.tensors import check_tensor
 
 GUARD_BYTES = 4096
 _FILLER = 0xFF
@@ -29,6 +30,8 @@ class Guarded:
 
     def check(self, name: str = "the tensor") -> None:
         """Raise AssertionError if a byte outside the tensor, gaps between its rows included, has changed."""
+        check_tensor(name, self.tensor)
+        check_tensor(f"the memory around {name}", self.memory)
         expected = torch.full_like(self.memory, _FILLER)
         bits = _BITS[self.tensor.element_size()]
         view, mine = self.tensor, self.tensor.view(bits) if self.tensor.numel() else None
@@ -71,6 +74,7 @@ def guarded(
 
 def guarded_copy(values: Tensor, strides: Sequence[int] | None = None, offset: int = 0) -> Guarded:
     """A copy of ``values`` with guards around it; ``strides`` and ``offset`` as in `guarded`."""
+    check_tensor("values", values)
     out = guarded(values.shape, values.dtype, values.device, strides, offset)
     out.tensor.copy_(values)
     return out

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.tensors import check_tensor
 
 
 def calc_diff(x: Tensor, y: Tensor) -> Tensor:
@@ -16,6 +17,8 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
     For small relative errors e it is about half of the mean of e squared, so 1e-3 allows some 4.5%. Tensors of zeros,
     or without elements, are equal. NaN anywhere gives NaN, so that `diff < bound` is false.
     """
+    check_tensor("x", x, by_torch=True)
+    check_tensor("y", y, by_torch=True)
     if x.shape != y.shape:
         raise InvalidInputError(
             f"x and y must have the same shape, but they have {tuple(x.shape)} and {tuple(y.shape)}."
@@ -27,6 +30,8 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
 
 def assert_bitwise_equal(x: Tensor, y: Tensor, label: str = "") -> None:
     """Raise AssertionError unless x and y have the same shape, dtype and bits."""
+    check_tensor("x", x)
+    check_tensor("y", y)
     what = f" of {label}" if label else ""
     if x.shape != y.shape or x.dtype != y.dtype:
         kinds = " and ".join(f"{t.dtype} {tuple(t.shape)}" for t in (x, y))
@@ -48,10 +53,7 @@ def count_bytes(*tensors: Any) -> int:
     for item in tensors:
         if isinstance(item, (tuple, list)):
             total += count_bytes(*item)
-        elif isinstance(item, Tensor):
-            total += item.numel() * item.element_size()
         elif item is not None:
-            raise InvalidInputError(
-                f"count_bytes takes tensors, tuples, lists and None, but got {type(item).__name__}."
-            )
+            check_tensor("what count_bytes is given, where it is no tuple, list or None,", item, by_torch=True)
+            total += item.numel() * item.element_size()
     return total

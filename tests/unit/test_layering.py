@@ -18,7 +18,8 @@ MAX_LINES = 400
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings", "deep_gemm.templates"),
-    ("deep_gemm.runtime.__init__", "deep_gemm.runtime.timer"),
+    ("deep_gemm.advice",),
+    ("deep_gemm.runtime.__init__", "deep_gemm.runtime.timer", "deep_gemm.tensors"),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec"),
     ("deep_gemm.arch",),
     ("deep_gemm.kernels",),
@@ -33,7 +34,7 @@ LAYERS: list[tuple[str, ...]] = [
         "deep_gemm.runtime.monitor",
     ),
     ("deep_gemm.runtime.calls",),
-    ("deep_gemm.advice", "deep_gemm.ops.cast_reference", "deep_gemm.ops.reference"),
+    ("deep_gemm.ops.cast_reference", "deep_gemm.ops.reference"),
     ("deep_gemm.ops",),
     ("deep_gemm.custom",),
     (

@@ -29,7 +29,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
         ((X.view(torch.uint8), SF), "x must be a tensor of torch.float8_e4m3fn"),
         ((X.float(), SF), "x must be"),
         ((torch.ones(4, 256).to(torch.float8_e5m2), SF), "x must be"),
-        ((X[0], SF), "2 dimensions"),
+        ((X[0], SF), "x must have 2 dimensions"),
         ((None, SF), "x must be .* NoneType"),
         ((X, None), "sf must be"),
         ((X, SF.bfloat16()), "sf must be"),
@@ -43,8 +43,8 @@ def freed(x: torch.Tensor) -> torch.Tensor:
         ((X, SF, (1, 128), torch.int32), "dtype must be"),
         ((X, SF, (1, 128), FP8), "dtype must be"),
         ((X, SF, (1, 128), "float32"), "dtype must be"),
-        ((freed(torch.ones(4, 256).to(FP8)), SF), "x .* has no memory"),
-        ((X, freed(torch.ones(4, 2))), "sf .* has no memory"),
+        ((freed(torch.ones(4, 256).to(FP8)), SF), "x has no memory: it needs 1024 bytes"),
+        ((X, freed(torch.ones(4, 2))), "sf has no memory: it needs 32 bytes"),
     ],
 )
 def test_dequantise(arguments: tuple[Any, ...], words: str) -> None:
@@ -79,13 +79,13 @@ CASTS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
 def test_casts_of_what_has_no_memory(cast: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"x \(64, 128\) has no memory: its storage holds 0 bytes"):
+    with pytest.raises(InvalidInputError, match=r"x has no memory: it needs 32768 bytes, and its storage has 0"):
         cast(freed(torch.ones(64, 128)))
     view = torch.ones(64, 256)[:, 128:]
     view.untyped_storage().resize_(64 * 256 * 4 - 1)
     with pytest.raises(InvalidInputError, match="has no memory"):
         cast(view)
-    with pytest.raises(InvalidInputError, match="must be a dense tensor"):
+    with pytest.raises(InvalidInputError, match=r"x has the layout torch\.sparse_coo"):
         cast(torch.ones(4, 128).to_sparse())
     cast(freed(torch.ones(0, 128)))
     cast(torch.ones(1, 1).expand(64, 128))
@@ -102,9 +102,111 @@ def test_a_granularity_that_is_none(gran_k: Any) -> None:
 @pytest.mark.parametrize("function", [deep_gemm.declare_constant, deep_gemm.retract_constant])
 def test_a_sparse_tensor_of_nothing_has_no_memory_to_promise(function: Callable[..., None]) -> None:
     for sparse in (torch.empty(0, 3).to_sparse(), torch.ones(2, 3).to_sparse()):
-        with pytest.raises(InvalidInputError, match="must have memory of its own"):
+        with pytest.raises(InvalidInputError, match=r"tensors\[0\] of .* has the layout torch.sparse_coo"):
             function(sparse)
     function(torch.empty(0, 3))
+
+
+A, B, D = torch.ones(4, 256).to(FP8), torch.ones(8, 256).to(FP8), torch.zeros(4, 8, dtype=torch.bfloat16)
+PAIR = (A, SF), (B, torch.ones(1, 2))
+HALF = torch.ones(4, 256).bfloat16(), torch.ones(8, 256).bfloat16(), D
+MANY = torch.ones(3)
+
+
+def k_grouped(ks: Any, turned: bool = False) -> None:
+    a, b, d = torch.ones(256, 16).bfloat16(), torch.ones(256, 32).bfloat16(), torch.zeros(2, 16, 32)
+    deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a.t().contiguous().t() if turned else a, b, d, ks)
+
+
+def masked(expected: Any) -> None:
+    a, b, d = torch.ones(2, 16, 64).bfloat16(), torch.ones(2, 32, 64).bfloat16(), torch.zeros(2, 16, 32).bfloat16()
+    deep_gemm.m_grouped_bf16_gemm_nt_masked(a, b, d, torch.zeros(2, dtype=torch.int32), expected)
+
+
+def logits(**named: Any) -> None:
+    ranges = torch.zeros(4, dtype=torch.int32)
+    q, kv = torch.ones(4, 32, 64).to(FP8), (torch.ones(8, 64).to(FP8), torch.ones(8))
+    deep_gemm.fp8_fp4_mqa_logits(q, kv, torch.ones(4, 32), ranges, ranges, **named)
+
+
+METADATA = deep_gemm.get_paged_mqa_logits_metadata
+PACKED = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
+
+FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
+    "compiled_dims a tensor": (lambda: deep_gemm.bf16_gemm_nt(*HALF, compiled_dims=MANY), "compiled_dims must be a st"),
+    "compiled_dims an array": (lambda: deep_gemm.bf16_gemm_nt(*HALF, compiled_dims=MANY.numpy()), "compiled_dims must"),
+    "compiled_dims of fp8": (lambda: deep_gemm.fp8_gemm_nt(*PAIR, D, compiled_dims=MANY), "compiled_dims must be a st"),
+    "no pairs": (
+        lambda: deep_gemm.fp8_gemm_nt(A, SF, *PAIR[1], D),
+        r"^a must be a pair \(tensor, scales\), but it is a torch.float8_e4m3fn tensor",
+    ),
+    "no pairs, grouped": (
+        lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(A, SF, *PAIR[1], D, MANY),
+        "^a must be a pair",
+    ),
+    "recipe a tensor": (
+        lambda: deep_gemm.fp8_gemm_nt(*PAIR, D, recipe=D),
+        r"recipe must be 3 positive integers .* it is a torch.bfloat16 tensor\.$",
+    ),
+    "shard of one": (lambda: deep_gemm.precompile((8, 256), shard=(0,)), r"shard must be \(i, n\).* it is \(0,\)"),
+    "shard a number": (lambda: deep_gemm.precompile((8, 256), shard=3), "shard must be"),
+    "jobs": (lambda: deep_gemm.precompile((8, 256), jobs=-1), "jobs must be a whole number from 1 .* it is -1"),
+    "jobs a text": (lambda: deep_gemm.precompile((8, 256), jobs="2"), "jobs must be a whole number from 1"),
+    "cache_info": (lambda: deep_gemm.cache_info(5), "builder must be None or a Builder, but it is 5"),
+    "align": (lambda: deep_gemm.align(1, 0), "y not 0, but they are 1 and 0"),
+    "align a text": (lambda: deep_gemm.align("1", 2), "must be numbers"),
+    "ceil_div": (lambda: deep_gemm.ceil_div(1, 0), "y not 0, but they are 1 and 0"),
+    "element_size": (lambda: deep_gemm.get_tma_aligned_size(4, MANY), "element_size must be 1, 2, 4, 8 or 16"),
+    "block size": (lambda: deep_gemm.set_block_size_multiple_of(None), "multiple must be a positive integer"),
+    "debug path": (lambda: deep_gemm.dump_debug_info("a\0b"), "path must be the path of a file"),
+    "debug number": (lambda: deep_gemm.dump_debug_info(5), "path must be the path of a file"),
+    "compare None": (lambda: deep_gemm.backends.compare("bf16_gemm_nt", None), "shapes is a list .* it is None"),
+    "compare a number": (lambda: deep_gemm.backends.compare("bf16_gemm_nt", [5]), "sizes from 1, but 5 was given"),
+    "compare texts": (lambda: deep_gemm.backends.compare("bf16_gemm_nt", [("a", 1, 2)]), "sizes from 1, but .'a', 1"),
+    "compare device": (lambda: deep_gemm.backends.compare("bf16_gemm_nt", device=5), "device must be cpu or cuda"),
+    "alignment": (lambda: deep_gemm.set_mk_alignment_for_contiguous_layout(2**40), "multiple of 16 up to 1073741824"),
+    "ks_cpu": (lambda: k_grouped([128, 128.0]), r"ks_cpu\[1\] must be an integer from 0 on, but it is 128.0"),
+    "ks_cpu a tensor in it": (lambda: k_grouped([128, torch.ones(3)]), r"ks_cpu\[1\] .* it is a torch.float32 tensor"),
+    "ks of scales": (lambda: PACKED(SF, None, [MANY], 128), r"ks_cpu\[0\] must be an integer"),
+    "M-major": (lambda: k_grouped([128, 128], turned=True), "a must be M-major: M contiguous"),
+    "expected_m": (lambda: masked(MANY), r"expected_m must be a positive .* it is a torch.float32 tensor\.$"),
+    "clean_logits": (lambda: logits(clean_logits=MANY), r"clean_logits must be .* it is a torch.float32 tensor\.$"),
+    "max_seqlen_k": (lambda: logits(max_seqlen_k=MANY), r"max_seqlen_k must be .* it is a torch.float32 tensor\.$"),
+    "max_seqlen_k beside an int": (lambda: logits(clean_logits=8, max_seqlen_k=MANY), "the sixth argument is 8"),
+    "logits_dtype": (lambda: logits(logits_dtype=MANY), "logits_dtype must be torch.float32 or torch.bfloat16"),
+    "block_kv": (lambda: METADATA(torch.zeros(2, dtype=torch.int32), MANY, 2), "block_kv must be one of 32, 64"),
+    "num_sms": (lambda: METADATA(torch.zeros(2, dtype=torch.int32), 64, 2**40), "num_sms must be a positive number"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_wrong_argument_ends_in_one_sentence(name: str) -> None:
+    call, words = FOREIGN[name]
+    with pytest.raises(deep_gemm.DeepGemmError, match=words) as caught:
+        call()
+    assert "tensor([" not in str(caught.value)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    k_grouped([numpy.int64(128), numpy.int32(128)])
+    sf = torch.ones(4, 8)
+    wanted = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [256, 256], 128)
+    found = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [numpy.int64(256)] * 2, 128)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (3, 0)])
+def test_a_block_larger_than_the_tensor_is_the_whole_tensor(shape: tuple[int, int]) -> None:
+    """And takes no memory of its size."""
+    x = torch.arange(shape[0] * shape[1]).view(shape).float()
+    for cast in (deep_gemm.per_token_cast_to_fp8, deep_gemm.per_channel_cast_to_fp8, deep_gemm.per_block_cast_to_fp8):
+        (y, sf), (same, scales) = cast(x, False, 10**13), cast(x, False, 5)
+        assert torch.equal(y.float(), same.float())
+        assert torch.equal(sf, scales)
+    granularity = (10**13, 10**13)
+    y, sf = deep_gemm.per_block_cast_to_fp8(x, False, 10**13)
+    assert torch.equal(dequantise(y, sf, granularity), dequantise(y, sf, (5, 5)))
 
 
 def test_the_debug_record_is_json_whatever_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,8 +130,8 @@ def test_a_copied_gradient_is_copied_by_each_call(gpu: FakeGpu) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no tensor": (lambda: quantize.rows([1.0]), "x must be a torch.Tensor with 2 dimensions"),
-    "rank 3": (lambda: quantize.rows(x()[None]), "x must be .* 2 dimensions, but it has 3 dimensions"),
+    "no tensor": (lambda: quantize.rows([1.0]), "x must be a torch.Tensor, but it is of type list"),
+    "rank 3": (lambda: quantize.rows(x()[None]), "x must have 2 dimensions, but it has 3: "),
     "integers": (lambda: quantize.rows(torch.ones(4, 4, dtype=torch.int32)), "x must be one of torch.bfloat16"),
     "column-major": (
         lambda: quantize.rows(x().t()),

@@ -1,0 +1,108 @@
+"""Tensors that are no plain ones, in every place of every public function: one sentence, and no dead process."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import house
+import pytest
+import torch
+from public_calls import CALLS, OTHERS
+
+import deep_gemm
+from deep_gemm import InvalidInputError
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that only wraps another, as a DTensor does."""
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a wrapper")
+
+
+class Named(torch.Tensor):
+    """What names of dimensions are in a torch before 2.13, which has them."""
+
+    def has_names(self) -> bool:
+        return True
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
+    return x
+
+
+def floats(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.shape)
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([floats(x), floats(x)])
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
+
+
+WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "freed": (freed, "has no memory: it needs [0-9]+ bytes, and its storage has 0"),
+    "halved": (halved, "has no memory: it needs [0-9]+ bytes, and its storage has [1-9]"),
+    "coo": (lambda x: floats(x).to_sparse(), "has the layout torch.sparse_coo"),
+    "csr": (lambda x: torch.zeros(2, 3).to_sparse_csr(), "has the layout torch.sparse_csr"),
+    "mkldnn": (lambda x: floats(x).to_mkldnn(), "has the layout torch._mkldnn"),
+    "empty mkldnn": (lambda x: floats(x)[..., :0].to_mkldnn(), "has the layout torch._mkldnn"),
+    "nested": (nested, "is a nested tensor"),
+    "jagged": (jagged, "is a nested tensor"),
+    "quantised": (lambda x: torch.quantize_per_tensor(floats(x), 1.0, 0, torch.qint8), "is a quantised tensor"),
+    "uninitialised": (lambda x: torch.nn.UninitializedParameter(), "is an uninitialised parameter"),
+    "negative": (torch._neg_view, "is a view whose sign is applied when it is read"),
+    "named": (lambda x: x.as_subclass(Named), "has names of dimensions"),
+    "a number": (lambda x: 3, "must be a torch.Tensor, but it is of type int"),
+    "an array": (lambda x: floats(x).numpy(), "must be a torch.Tensor, but it is of type ndarray"),
+    "meta": (lambda x: x.to("meta"), "is a meta tensor"),
+    "wrapper": (Wrapper, "has no memory: it needs"),
+}
+
+ONLY_TORCH = ("meta", "wrapper")
+"""What functions that torch computes may take: torch computes it, or refuses it."""
+
+
+def test_every_public_function_is_in_the_table() -> None:
+    """A new one belongs there: with its tensors, or among those without."""
+    public = {name: operator.attrgetter(name)(deep_gemm) for name in house.signatures()}
+    called = {name.partition(" ")[0] for name in CALLS}
+    assert public.keys() >= OTHERS
+    assert not called & OTHERS
+    known = {id(public[name]) for name in (*OTHERS, *called) if name in public}  # one function may have several names
+    assert [name for name, function in public.items() if id(function) not in known] == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_that_is_no_plain_one_is_refused(name: str) -> None:
+    made = CALLS[name]
+    made.call(made.tensors())
+    for operand in made.tensors():
+        for wrong, (make, words) in WRONG.items():
+            tensors = made.tensors()
+            tensors[operand] = make(tensors[operand])
+            if made.by_torch and wrong in ONLY_TORCH:
+                continue
+            with pytest.raises(InvalidInputError) as caught:
+                made.call(tensors)
+            assert re.search(words, str(caught.value)), (operand, wrong, str(caught.value))
+            assert len(str(caught.value)) < 500
+    made.call(made.tensors())
