@@ -25,7 +25,6 @@ from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
 from deep_gemm.jit.key import build_key, source_key
-from deep_gemm.jit.source import source_file
 from deep_gemm.log import log, say, warn_once
 from deep_gemm.settings import settings
 
@@ -290,6 +289,8 @@ class Builder:
             self._count("corrupted")
 
     def _compile(self, plan: _Plan) -> Binary:
+        from deep_gemm.jit.source import source_file  # here: a process whose kernels are all known needs none
+
         self._missed(plan)
         request, looked = plan.request, time.perf_counter() - plan.start
         stored = plan.disk.reserve(plan.addresses[0], request.source) if plan.disk else None

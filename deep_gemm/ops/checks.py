@@ -101,7 +101,7 @@ def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
         raise InvalidInputError(f"{name} has the layout {tensor.layout}. Pass a dense tensor (.to_dense()).")
     if tensor.device.type == "meta":
         raise InvalidInputError(f"{name} is a meta tensor, which has a shape and no data. Materialise it first.")
-    if tensor.is_neg():
+    if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():  # Dynamo cannot read it, and makes no such view
         raise InvalidInputError(f"{name} is a view whose sign is applied when it is read. Call .resolve_neg() on it.")
     if tensor.dim() not in dims:
         raise InvalidInputError(
@@ -155,7 +155,7 @@ def check_output_gradient(name: str, tensor: Tensor) -> None:
 
 def check_sizes(name: str, x: Tensor) -> None:
     """Refuse dimensions that do not fit in 32-bit signed integers."""
-    if max(x.shape) > MAX_SIZE:
+    if any(size > MAX_SIZE for size in x.shape):
         raise UnsupportedError(
             f"{name} is {shape_of(x)}: a dimension above {MAX_SIZE} is not supported. Split the call."
         )
