@@ -25,14 +25,20 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, CHARTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "charts"
 
-EVERY = {"fp8-flush-ratio": "reference", "bf16-flush-ratio": "bf16"}
-"""The charts, and their files of rows. They show single calls of the first operation of the file."""
+OVERVIEW = "fp8-overview"
+EVERY = {OVERVIEW: "reference", "fp8-flush-ratio": "reference", "bf16-flush-ratio": "bf16"}
+"""The charts, and their files of rows. They show the first operation of the file, in single calls; the overview shows
+graphs too, and of single calls those from `PREFILL` tokens on."""
+PREFILL = 128
 
 
 def rows_of(name: str, results: Path = RESULTS) -> list[Row]:
     """The rows that a chart of `EVERY` shows."""
     rows = latest(load(results / f"{EVERY[name]}.jsonl"))
-    return [row for row in rows if row["mode"] == "flush" and operation_of(row) == operation_of(rows[0])]
+    rows = [row for row in rows if operation_of(row) == operation_of(rows[0])]
+    if name == OVERVIEW:
+        return [row for row in rows if row["mode"] == "graph" or (row["mode"] == "flush" and row["m"] >= PREFILL)]
+    return [row for row in rows if row["mode"] == "flush"]
 
 
 def digest(rows: Sequence[Row]) -> str:
@@ -42,8 +48,13 @@ def digest(rows: Sequence[Row]) -> str:
 
 def svg(rows: Sequence[Row], theme: chart.Theme) -> str:
     """A chart as the text of an SVG file; the same for the same rows and matplotlib."""
-    figure = chart.new_figure(chart.height_of(rows), theme)
-    chart.ratio(figure, rows, theme)
+    if len({row["mode"] for row in rows}) > 1:
+        width, height = chart.PHONE
+        figure = chart.new_figure(height, theme, width)
+        chart.overview(figure, rows, theme)
+    else:
+        figure = chart.new_figure(chart.height_of(rows), theme)
+        chart.ratio(figure, rows, theme)
     text = io.StringIO()
     import matplotlib
 

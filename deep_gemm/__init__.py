@@ -346,8 +346,10 @@ def __getattr__(name: str) -> Any:
         missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if importlib.util.find_spec(f"{__name__}.{name}"):  # `from deep_gemm import arch` asks here first
             raise missing
-        from deep_gemm.unsupported import REASONS, unsupported
+        from deep_gemm.unsupported import REASONS, RENAMED, unsupported
 
+        if name in RENAMED:
+            missing = AttributeError(f"{missing}, a name of DeepGEMM 1. Call deep_gemm.{RENAMED[name]}.")
         if name not in REASONS:
             raise missing
         found = unsupported(name)

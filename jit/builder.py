@@ -145,8 +145,8 @@ class Builder:
     def build(self, request: BuildRequest) -> Binary:
         """The binary, compiled if need be.
 
-        Raises CompileError, also for what DG_JIT_PTXAS_CHECK refuses, and CompilerNotFoundError. No problem of the
-        cache raises.
+        Raises CompileError, also for what DG_JIT_PTXAS_CHECK refuses; CompilerNotFoundError; and InvalidInputError for
+        a header that is no regular file. No problem of the cache raises.
         """
         start, source = time.perf_counter(), self.source_key(request)
         binary = self._from_packs(request, source, start)

@@ -103,6 +103,7 @@ class FakeGpu:
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
         monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
         monkeypatch.setattr(options, "num_sms_for", lambda device: 132)

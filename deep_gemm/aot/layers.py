@@ -105,7 +105,7 @@ class Weight:
     """One weight of a checkpoint, whole: `rows` are the parts of its n that are split one by one (three for q, k and v
     in one matrix). `heads` is the number by which a part is split, if it is not split by rows; a part that `repeats` is
     copied once there are more GPUs than heads. `why_not` says why its format has no kernel, and `elsewhere` that it
-    needs none, as of a `Layer`; `op` is its operation."""
+    needs none, as of a `Layer`; `op` is its operation. It multiplies `copies` rows for each token."""
 
     rows: tuple[int, ...]
     k: int
@@ -114,6 +114,7 @@ class Weight:
     repeats: bool = False
     op: str = FP8
     elsewhere: bool = False
+    copies: int = 1
 
     @property
     def n(self) -> int:
@@ -128,6 +129,8 @@ JOINED: dict[str, tuple[str, ...]] = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "w13": ("w1", "w3"),
+    "fused_wqa_wkv": ("wq_a", "wkv"),
+    "fused_wkv_wgate": ("wkv", "wgate"),
 }
 """Layers that serving engines multiply at once, and the weights that each is made of."""
 
@@ -144,6 +147,7 @@ COLUMN = frozenset(
         "up_proj",
         "gate_up_proj",
         "q_b_proj",
+        "wq_b",
         "kv_b_proj",
         "in_proj_qkvz",
         "in_proj_qkv",
@@ -157,7 +161,7 @@ COLUMN = frozenset(
 )
 """Column-parallel: tensor parallelism divides N."""
 
-ROW = frozenset(["o_proj", "down_proj", "out_proj", "w2"])
+ROW = frozenset(["o_proj", "down_proj", "out_proj", "w2", "wo_b"])
 """Row-parallel: tensor parallelism divides K."""
 
 WHOLE = frozenset(
@@ -165,18 +169,31 @@ WHOLE = frozenset(
         "q_a_proj",
         "kv_a_proj_with_mqa",
         "fused_qkv_a_proj",
-        "wq_b",
+        "wq_a",
+        "wkv",
+        "wgate",
         "wk",
         "weights_proj",
         "eh_proj",
+        "e_proj",
+        "h_proj",
         "fc",
         "shared_expert_gate",
         "gate",
     ]
 )
-"""Layers that every GPU holds whole."""
+"""Layers that every GPU holds whole, beside those of an indexer."""
 
-KNOWN = COLUMN | ROW | WHOLE
+HYPER = frozenset(["hc_attn_fn", "hc_ffn_fn"])
+"""Float32 weights of hyper-connections, which `tf32_hc_prenorm_gemm` multiplies by."""
+
+EINSUM = frozenset(["wo_a"])
+"""Weights of which each group of heads has a part of its own."""
+
+KNOWN = COLUMN | ROW | WHOLE | EINSUM
+
+MXFP4 = "its weights are 4-bit floats (MXFP4)."
+"""Why no kernel for Hopper serves such weights."""
 
 STAYS = frozenset(["eh_proj", "fc", "in_proj_ba", "in_proj_b", "in_proj_a"])
 """Layers that keep 16 bits when a model is cast to FP8: what joins the next token to the hidden state (eh_proj, fc),
@@ -192,11 +209,13 @@ class _Piece:
     why_not: str
     op: str
     elsewhere: bool
+    copies: int
     broken: str = ""
 
     def layer(self, name: str) -> Layer:
         why_not = self.why_not or self.broken
-        return Layer(name, sum(self.rows), self.k, why_not, op=self.op, elsewhere=self.elsewhere)
+        sizes = (sum(self.rows), self.k)
+        return Layer(name, *sizes, why_not, op=self.op, copies=self.copies, elsewhere=self.elsewhere)
 
 
 def layers_of(
@@ -239,8 +258,14 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
 
 
 def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> _Piece:
-    plain = _Piece(weight.rows, weight.k, weight.why_not, weight.op, weight.elsewhere)
-    if tp == 1 or name in WHOLE or weight.why_not:
+    plain = _Piece(weight.rows, weight.k, weight.why_not, weight.op, weight.elsewhere, weight.copies)
+    if name in HYPER:
+        return replace(plain, why_not="tf32_hc_prenorm_gemm multiplies by it, with kernels of its own.", elsewhere=True)
+    if name in EINSUM and not weight.why_not:
+        fp8 = weight.op in FP8_OPS
+        by = "fp8_einsum, which does not exist here yet" if fp8 else "other libraries"
+        return replace(plain, why_not=f"it is a product for each group of heads, by {by}.", elsewhere=not fp8)
+    if tp == 1 or name in WHOLE or "indexer." in inside or weight.why_not:
         return plain
     if name in ROW:
         k = divided(weight.k, tp, f"K of {inside}{name}", weight.heads, degree)

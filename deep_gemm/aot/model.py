@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from deep_gemm.aot import experts, inputs
+from deep_gemm.aot import deepseek_v4, experts, inputs
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import FP8, OPS, STAYS, Plan, Weight, check_op, layers_of
 from deep_gemm.aot.quantization import Format, format_of
@@ -22,6 +22,7 @@ FAMILIES = frozenset(
         "deepseek_v2",
         "deepseek_v3",
         "deepseek_v32",
+        "deepseek_v4",
         "ernie4_5",
         "exaone4",
         "gemma",
@@ -90,6 +91,9 @@ class ModelConfig:
     v_head_dim: int | None = None
     index_n_heads: int | None = None
     index_head_dim: int | None = None
+    o_groups: int | None = None
+    o_lora_rank: int | None = None
+    hc_mult: int | None = None
     moe_intermediate_size: int | None = None
     n_routed_experts: int | None = None
     num_experts: int | None = None
@@ -186,15 +190,21 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
         for name in outside
         if not form.names_any(OTHER_PARTS[name])
     ]
-    kinds, strange = _attention_kinds(text, known)
-    problems += [f"Layers of the type {shown(word)} are not known: no kernel is prepared for them." for word in strange]
-    modules = _modules(text, known, kinds, str(kind))
+    if kind == deepseek_v4.KIND:
+        modules, strange = deepseek_v4.modules(text, known)
+        problems += strange
+    else:
+        kinds, strange = _attention_kinds(text, known)
+        problems += [f"Layers of the type {shown(x)} are not known: no kernel is prepared for them." for x in strange]
+        modules = _modules(text, known, kinds, str(kind))
     op = op or _op_of(text, config)
     named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
     found = layers_of(named, tp, form.fixed)
     routed = Plan(())
     if known.experts:
-        one = [("experts", _formatted(form, "mlp.experts.0", *_expert(known), op))]
+        v4 = kind == deepseek_v4.KIND
+        shown_as, where, weights, at = deepseek_v4.expert(text, known, form.given) if v4 else _expert(known)
+        one = [(shown_as, _formatted(form, where, weights, at, op))]
         routed = experts.plan(one, known.experts, known.num_experts_per_tok, tp, ep, form.fixed)
     return Plan.join([Plan((), tuple(problems)), found, routed])
 
@@ -339,10 +349,11 @@ def _mlp(hidden: int, size: int) -> dict[str, Weight]:
     }
 
 
-def _expert(x: ModelConfig) -> tuple[dict[str, Weight], list[int]]:
-    """The weights of one routed expert, and the layers that have experts."""
+def _expert(x: ModelConfig) -> Module:
+    """One routed expert."""
     first, count = x.first_k_dense_replace or 0, min(x.num_hidden_layers or 1, 4096)
-    return _mlp(x.hidden_size, x.moe_intermediate_size or x.need("intermediate_size")), list(range(first, count))
+    weights = _mlp(x.hidden_size, x.moe_intermediate_size or x.need("intermediate_size"))
+    return "experts", "mlp.experts.0", weights, list(range(first, count))
 
 
 def _op_of(*configs: Mapping[str, Any]) -> str:

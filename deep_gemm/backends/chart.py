@@ -18,7 +18,7 @@ def prepare() -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise DeepGemmError("Charts need matplotlib: pip install 'deep-gemm-jit[plot]'") from error
+        raise DeepGemmError("Charts need matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
 
 

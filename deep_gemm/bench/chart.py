@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from deep_gemm.bench.rows import operation_of
@@ -22,6 +23,8 @@ MAX_PANELS = 12
 
 WIDTH = 8.4
 """Inches: some 800 pixels in a browser."""
+PHONE = (4.2, 5.2)
+"""Width and height that a phone shows without making them smaller, for `overview`."""
 
 MODES = {
     "flush": "Single calls, L2 flushed before each",
@@ -111,6 +114,35 @@ def ratio(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     _caption(figure, rows, theme, "M (tokens); one panel for each N x K", "Higher is faster")
 
 
+def overview(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
+    """Two panels that a phone can show: decode in CUDA graphs, and prefill in single calls. Speed relative to cuBLASLt
+    by geometric mean over all N x K, and for ours the range that these span."""
+    base, *lines = [series for series in SERIES if series.field in ("us_tensorwise", "us_deepgemm", "us")]
+    panels = {"graph": "Decode: calls in a CUDA graph", "flush": "Prefill: single calls"}
+    for axis, (mode, title) in zip(figure.subplots(len(panels), 1, sharey=True), panels.items(), strict=True):
+        chosen = [row for row in rows if row["mode"] == mode]
+        sizes = sorted({row["m"] for row in chosen})
+        for series in lines:
+            found = [[row[base.field] / row[series.field] for row in chosen if row["m"] == m] for m in sizes]
+            axis.plot(sizes, list(map(geometric_mean, found)), **_look(series, theme))
+            if series.peer < 0:
+                low, high = (list(map(each, found)) for each in (min, max))
+                axis.fill_between(sizes, low, high, color=series.colour(theme), alpha=0.2, linewidth=0)
+        axis.axhline(1.0, color=base.colour(theme), linewidth=1.2, zorder=1.5)
+        axis.set(xscale="log", yscale="log")
+        axis.grid(color=theme.grid, linewidth=0.7)
+        axis.set_title(title, fontsize=10, color=theme.text, pad=4)
+        _log_ticks(axis.xaxis, [m for m in sizes if m & (m - 1) == 0 or m > 512])
+        _log_ticks(axis.yaxis, (0.8, 1, 1.2, 1.5, 2, 2.5, 3))
+    figure.supylabel("speed, cuBLASLt = 1", fontsize=9, color=theme.text)
+    _legend(figure, [base, *lines], rows, theme, 1)
+    cards, dates = ({str(row[field]) for row in rows} for field in ("device", "date"))
+    shapes = len({(row["n"], row["k"]) for row in rows})
+    said = f"fp8_gemm_nt. {', '.join(sorted(cards))}, {', '.join(sorted(dates))}. Higher is faster.\n"
+    said += f"Lines: geometric means over {shapes} N x K. Band: all of these."
+    figure.supxlabel(f"M (tokens)\n{said}", fontsize=8.5, color=theme.text, linespacing=1.5)
+
+
 def tflops(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     """TFLOP/s against M, one panel for each N x K."""
     for axis in _panels(figure, rows, SERIES, _tflops, theme):
@@ -120,13 +152,13 @@ def tflops(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     _caption(figure, rows, theme, "M (tokens); one panel for each N x K", "Higher is faster")
 
 
-def new_figure(height: float, theme: Theme) -> Any:
-    """A figure of `WIDTH` x ``height`` inches. Raises DeepGemmError without matplotlib."""
+def new_figure(height: float, theme: Theme, width: float = WIDTH) -> Any:
+    """A figure of ``width`` x ``height`` inches. Raises DeepGemmError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DeepGemmError("Charts need matplotlib: pip install 'deep-gemm-jit[plot]'") from error
+        raise DeepGemmError("Charts need matplotlib: pip install matplotlib") from error
     # Read when an artist is made, and so for as long as the process lives: nothing else of it draws.
     matplotlib.rcParams.update(
         {
@@ -142,7 +174,7 @@ def new_figure(height: float, theme: Theme) -> Any:
             "legend.frameon": False,
         }
     )
-    return Figure(figsize=(WIDTH, height), layout="constrained", facecolor=theme.background)
+    return Figure(figsize=(width, height), layout="constrained", facecolor=theme.background)
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[int, int]]:
@@ -209,13 +241,13 @@ def _log_ticks(axis: Any, ticks: Sequence[float]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
 
 
-def _legend(figure: Any, lines: Iterable[Series], rows: Sequence[Row], theme: Theme) -> None:
+def _legend(figure: Any, lines: Iterable[Series], rows: Sequence[Row], theme: Theme, columns: int = 0) -> None:
     """Above the panels."""
     from matplotlib.lines import Line2D
 
     shown = [series for series in reversed(list(lines)) if any(series.field in row for row in rows)]
     handles = [Line2D([], [], label=series.label, **_look(series, theme)) for series in shown]
-    columns = len(handles) if len(handles) <= 4 else 3
+    columns = columns or (len(handles) if len(handles) <= 4 else 3)
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, fontsize=8.5)
 
 

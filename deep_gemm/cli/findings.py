@@ -63,7 +63,7 @@ def _unneeded(compilers: list[dict[str, Any]]) -> list[Finding]:
     wheels = [one for one in compilers if one["kind"] == "nvrtc" and NVRTC_WHEEL in one["path"]]
     if used is None or not wheels or used in wheels:
         return []
-    wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB)"
+    wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB on disk)"
     return [Finding(f"NVRTC {used['version']} is used: the wheel {wheel} is not needed here, and may be uninstalled.")]
 
 
@@ -82,7 +82,7 @@ def _of_install(report: dict[str, Any]) -> list[Finding]:
     found = []
     if not report["headers"]["files"]:
         text = f"The device headers are missing from {report['headers']['path']}."
-        action = "Install the package again: `pip install --force-reinstall --no-deps deep-gemm-jit`."
+        action = "Install the package again, in its checkout: `pip install --force-reinstall --no-deps .`."
         found.append(Finding(text, action, problem=True))
     if others := "; ".join(report["other_packages"]):
         action = f"Keep one deep_gemm: uninstall the other, or take it off PYTHONPATH ({others})."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import sys
 from pathlib import Path
@@ -98,6 +99,13 @@ def test_a_tensor_of_another_shape_is_refused():
 '''
 
 
+def _has_pytest() -> bool:
+    try:
+        return importlib.util.find_spec("pytest") is not None
+    except ValueError:  # a module that is set to None
+        return False
+
+
 @click.command("new-kernel")
 @click.argument("name")
 @click.option(
@@ -128,4 +136,5 @@ def command(name: str, directory: Path) -> None:
             opened.write(text.replace("@NAME@", name))
     shown = console()
     shown.print(f"Wrote {', '.join(texts)} into {directory}.")
-    shown.print(f"Try it: cd {directory} && python -m pytest test_{name}.py")
+    pytest = "" if _has_pytest() else "pip install pytest && "
+    shown.print(f"Try it: {pytest}cd {directory} && python -m pytest test_{name}.py")

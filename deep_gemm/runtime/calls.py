@@ -75,10 +75,14 @@ class Calls:
         if x is None:
             return
         if x.device.type == "cpu":
+            self.operation.check_values(x)
             monitor.run(self.operation, x, "reference", self.operation.reference)
             return
         device, current = x.device.index, _current_device()
+        checked = "check" in self.operation.settings and settings.check  # each call is: none is remembered
         with torch.cuda.device(device):
+            if checked:
+                self.operation.check_values(x)
             try:
                 replay = self._prepare(x, device)
             except UnsupportedError as error:
@@ -88,7 +92,7 @@ class Calls:
                 return
             call = replay.record()
             call()
-        if key is None or not replay.is_for(key[-1]):
+        if key is None or checked or not replay.is_for(key):
             return
         # The common case, tensors on the current device, needs no device guard.
         _remember(warm, key, (rest, call if current == device else functools.partial(_on_device, device, call)))
@@ -160,10 +164,12 @@ class Replay:
         and outputs overlap no other operand, except the one that the output was identical to the first time."""
         self._run: Callable[[Places], None] | None = None
 
-    def is_for(self, batch_invariant: bool) -> bool:
-        """Whether the kernels were chosen for this position of the switch: another thread may set it meanwhile."""
+    def is_for(self, key: Any) -> bool:
+        """Whether a call with this key may be remembered: the check copied no operand, and the kernels were chosen for
+        the key's position of the switch for batch invariance, which another thread may set meanwhile."""
         specs = [step.spec for step in self._work.steps]
-        return all(spec.batch_invariant == batch_invariant for spec in specs if isinstance(spec, GemmSpec))
+        same = all(spec.batch_invariant == key[-1] for spec in specs if isinstance(spec, GemmSpec))
+        return same and key[: len(self._first)] == self._first
 
     def record(self) -> Callable[[], None]:
         """The call at the first addresses: a launch record of its own, if there is one kernel and no scratch memory."""

@@ -48,6 +48,7 @@ _NAMES = {TORCH: "the reference implementation", "cublaslt": "cuBLAS, through to
 
 def _way(operation: Operation, way: str, x: Any) -> Callable[[Any], None]:
     if way == TORCH:
+        operation.check_values(x)  # as on the CPU
         return operation.reference
     if way in operation.fallbacks:
         return operation.fallbacks[way]

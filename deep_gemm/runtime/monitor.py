@@ -57,7 +57,7 @@ class Call(Protocol):
     device: int
     fits: Callable[[Places], bool]
 
-    def is_for(self, batch_invariant: bool) -> bool: ...
+    def is_for(self, key: Any) -> bool: ...
 
     def record(self) -> Callable[[], None]: ...
 
@@ -293,8 +293,8 @@ class Watched:
         self.constant, self.device, self.fits = replay.constant, replay.device, replay.fits
         self._replay, self._series = replay, series
 
-    def is_for(self, batch_invariant: bool) -> bool:
-        return self._replay.is_for(batch_invariant)
+    def is_for(self, key: Any) -> bool:
+        return self._replay.is_for(key)
 
     def record(self) -> Callable[[], None]:
         call, count = self._replay.record(), self._series.call

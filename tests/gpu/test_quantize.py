@@ -12,7 +12,7 @@ import torch
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm import quantize
+from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import QUANTIZE, Quantize
 from deep_gemm.ops import cast_reference
@@ -86,6 +86,41 @@ def test_bytes(cast: str, dtype: torch.dtype, use_ue8m0: bool, epsilon: float) -
         what = f"{rows} x {columns}"
         assert same(scales.t() if flip else scales, sf), f"scales of {what}"
         assert same(values.t() if flip else values, expected), f"values of {what}"
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("cast", CASTS)
+def test_bytes_of_tiny_blocks(cast: str, use_ue8m0: bool) -> None:
+    """Around 448 * 2^-128, below which 1 / scale is more than a float32 can hold, and down to nothing."""
+    function, block, flip = CASTS[cast]
+    sizes = torch.exp2(torch.arange(-149.0, -105.0).double()).float()
+    edge = torch.full((), 448 * 2.0**-128).view(torch.int32)
+    sizes = torch.cat([sizes, (edge + torch.arange(-9, 10, dtype=torch.int32)).view(torch.float32), torch.zeros(1)])
+    for size in sizes.tolist():
+        x = size * torch.linspace(-1, 1, 129 * 136).view(129, 136)
+        values, scales = function(x.to(DEVICE), use_ue8m0=use_ue8m0, epsilon=0.0)
+        expected, sf = reference(x, block, use_ue8m0, 0.0)
+        assert same(scales.t() if flip else scales, sf), f"scales of {size}"
+        assert same(values.t() if flip else values, expected), f"values of {size}"
+
+
+@pytest.mark.parametrize("cast", ["rows", "columns", "blocks"])
+def test_expanded_gradients(cast: str) -> None:
+    for shape in ((1, 1), (300, 1), (1, 272)):
+        x = torch.randn(shape, device=DEVICE).bfloat16().expand(300, 272)
+        found, expected = getattr(quantize, cast)(x), getattr(quantize, cast)(x.contiguous())
+        assert all(same(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    token = deep_gemm.per_token_cast_to_fp8(x, False)
+    assert all(same(mine, theirs) for mine, theirs in zip(token, quantize.rows(x), strict=True))
+
+
+@pytest.mark.parametrize("name", ["per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"])
+def test_options_are_refused_as_on_the_cpu(name: str) -> None:
+    x = torch.ones(128, 128, device=DEVICE)
+    with pytest.raises(InvalidInputError, match="use_ue8m0 must be True or False, but it is 1"):
+        getattr(deep_gemm, name)(x, 1)
+    with pytest.raises(InvalidInputError, match=r"gran_k must be a whole number from 1, but it is 128\.0"):
+        getattr(deep_gemm, name)(x, False, 128.0)
 
 
 _config_of = Quantize.config_of  # tests replace it

@@ -95,7 +95,7 @@ def test_few_kernels_train_a_model() -> None:
 
 
 def test_few_kernels_serve_an_indexer_and_a_prenorm_product() -> None:
-    indexer = [Layer("indexer.wq_b", 64 * 128, 1536), Layer("indexer.wk", 128, 7168)]
+    indexer = [Layer("indexer.wq_b", 64 * 128, 1536), Layer("indexer.weights_proj", 64, 7168)]
     assert 1 <= len(attention.kernels_of(indexer, SM90)) <= BUDGETS["indexer_kernels"]
     specs = [PrenormSpec(m, 24, 28672, splits, 132) for m in range(1, 20000, 7) for splits in (1, 4, 16)]
     assert len({PRENORM.config_of(spec) for spec in specs}) <= 6

@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
         "deep_gemm.runtime.monitor",
     ),
     ("deep_gemm.runtime.calls",),
-    ("deep_gemm.ops.cast_reference", "deep_gemm.ops.reference"),
+    ("deep_gemm.advice", "deep_gemm.ops.cast_reference", "deep_gemm.ops.reference"),
     ("deep_gemm.ops",),
     ("deep_gemm.custom",),
     (
@@ -51,7 +51,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("deep_gemm.utils",),
     ("deep_gemm.aot.headers", "deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
-    ("deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
+    ("deep_gemm.aot.deepseek_v4", "deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
     ("deep_gemm.aot.attention", "deep_gemm.aot.experts", "deep_gemm.aot.model"),
     ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
