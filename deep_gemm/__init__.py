@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         set_mk_alignment_for_contiguous_layout,
         transform_sf_into_required_layout,
     )
+    from deep_gemm.operators import register_operators
     from deep_gemm.ops.cast_reference import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
     from deep_gemm.options import (
         get_batch_invariant,
@@ -192,6 +193,7 @@ __all__ = [
     "per_token_cast_to_fp8",
     "precompile",
     "quantize",
+    "register_operators",
     "retract_constant",
     "set_batch_invariant",
     "set_block_size_multiple_of",
@@ -282,6 +284,7 @@ _LATE = {
     ),
     "deep_gemm.runtime.measuring": ("tuning",),
     "deep_gemm.runtime.monitor": ("monitor",),
+    "deep_gemm.operators": ("register_operators",),
     "deep_gemm.options": (
         "get_batch_invariant",
         "get_block_size_multiple_of",

@@ -21,6 +21,8 @@ def check_tensor(name: str, x: Any, dims: tuple[int, ...] | None = None, by_torc
     ``by_torch``: only torch reads x. Then it may also be a meta tensor, or one whose memory only torch can find, as
     inside torch.func.vmap.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return  # it knows no memory; the operator that is traced checks the rest
     if not isinstance(x, Tensor):
         from . import advice  # here, since first calls that are right shall import little
 

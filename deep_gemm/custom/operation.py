@@ -104,6 +104,7 @@ class CustomOperation(Operation):
     """A user's kernel as an operation, so that `deep_gemm.runtime.calls`, monitors and DG_FALLBACK work with it."""
 
     apart = False
+    has_operator = False
 
     def __init__(
         self,

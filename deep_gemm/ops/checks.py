@@ -147,7 +147,7 @@ def check_output_gradient(name: str, tensor: Tensor) -> None:
 
 def check_sizes(name: str, x: Tensor) -> None:
     """Refuse dimensions that do not fit in 32-bit signed integers."""
-    if max(x.shape) > MAX_SIZE:
+    if any(size > MAX_SIZE for size in x.shape):  # one by one: torch.compile may know none of them
         raise UnsupportedError(
             f"{name} is {shape_of(x)}: a dimension above {MAX_SIZE} is not supported. Split the call."
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from deep_gemm.jit.driver.tensor_map import ADDRESS_ALIGNMENT
+from deep_gemm.runtime import operators
 from deep_gemm.runtime.operation import Operation, Parameter
 from deep_gemm.settings import Settings
 
@@ -23,6 +24,15 @@ def entry_source(variants: Sequence[Operation]) -> str:
     `Calls.first`. All that `Operation.check`, `Operation.work` and the choice of a plan look at is in ``key`` or in
     ``rest``, or clears what is remembered when it changes."""
     lines = [f"def entry({', '.join(map(_own, variants[0].arguments))}):"]
+    if variants[0].has_operator:
+        refused = [_own(parameter) for parameter in variants[0].arguments if parameter.use == "refused"]
+        name = operators.name_of(variants)
+        lines += [
+            f"    if {' and '.join(['is_traced()', *(f'{each} is None' for each in refused)])}:",
+            f"        register({name!r})",
+            f"        traced.{name}({operators.call_text(variants, _own)})",
+            "        return",
+        ]
     for index, operation in enumerate(variants):
         body = _body(operation, f"calls{index}")
         if operation.absent:

@@ -19,7 +19,7 @@ from torch import Tensor
 from deep_gemm import options
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.jit.driver.launch import Launch
-from deep_gemm.runtime import engine, monitor, weight_promises
+from deep_gemm.runtime import engine, monitor, operators, weight_promises
 from deep_gemm.runtime.call_code import Places, entry_source, function, runner
 from deep_gemm.runtime.call_code import fits as _fits
 from deep_gemm.runtime.monitor import Call
@@ -43,8 +43,8 @@ class Calls:
 
     every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
 
-    def __init__(self, operation: Operation) -> None:
-        self.operation = operation
+    def __init__(self, operation: Operation, variants: Sequence[Operation]) -> None:
+        self.operation, self._variants = operation, variants
         names = list(operation.operands)
         self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
@@ -63,6 +63,9 @@ class Calls:
 
     def first(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
+        if self.operation.has_operator and torch.compiler.is_compiling():  # an export that does not read our code
+            operators.record(self._variants, arguments)
+            return
         monitor.begin()
         warm, replays = self.warm, self.replays  # read first: see `forget`
         if key is not None and key not in warm and self._replay(replays, key, rest, tensors):
@@ -208,12 +211,18 @@ def entry(*variants: Operation) -> Callable[..., None]:
     namespace: dict[str, Any] = {
         "raw_stream": _raw_stream,
         "is_grad_enabled": _is_grad_enabled,
+        "is_traced": torch.compiler.is_dynamo_compiling,
+        "register": operators.register,
+        "traced": getattr(torch.ops, operators.NAMESPACE),
         "current_device": _current_device,
         "choices": options.current(),
         "environment": environment(),
-        **{f"calls{index}": Calls(operation) for index, operation in enumerate(variants)},
+        **{f"calls{index}": Calls(operation, variants) for index, operation in enumerate(variants)},
     }
-    return function(entry_source(variants), "entry", f"entry of {variants[0].name}", namespace)
+    made = function(entry_source(variants), "entry", f"entry of {variants[0].name}", namespace)
+    if variants[0].has_operator:
+        operators.announce(variants, made)
+    return made
 
 
 def byte_range(x: Tensor) -> tuple[int, int]:

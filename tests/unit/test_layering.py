@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.select",),
     ("deep_gemm.runtime.weight_promises", "deep_gemm.options", "deep_gemm.runtime.debug_record"),
     ("deep_gemm.runtime.engine",),
-    ("deep_gemm.runtime.operation", "deep_gemm.runtime.reports"),
+    ("deep_gemm.runtime.operation", "deep_gemm.runtime.operators", "deep_gemm.runtime.reports"),
     (
         "deep_gemm.runtime.call_code",
         "deep_gemm.runtime.fallback",
@@ -44,6 +44,7 @@ LAYERS: list[tuple[str, ...]] = [
             "deep_gemm.dense",
             "deep_gemm.grouped",
             "deep_gemm.layout",
+            "deep_gemm.operators",
             "deep_gemm.quantize",
             "deep_gemm.testing",
         ),
@@ -154,6 +155,7 @@ CORE = (
         "deep_gemm.runtime.fallback",
         "deep_gemm.runtime.monitor",
         "deep_gemm.runtime.operation",
+        "deep_gemm.runtime.operators",
         "deep_gemm.runtime.reports",
     ),
     *(

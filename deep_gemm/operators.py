@@ -1,0 +1,18 @@
+"""Registering the operators of torch."""
+
+from __future__ import annotations
+
+from deep_gemm.ops import dense, k_grouped, logits, m_grouped, paged_logits, prenorm, quantize
+from deep_gemm.runtime import operators
+
+_WITH_ENTRIES = dense, k_grouped, logits, m_grouped, paged_logits, prenorm, quantize
+
+
+def register_operators() -> tuple[str, ...]:
+    """Register every operator, ``torch.ops.deep_gemm_jit.NAME``, and return their names.
+
+    Only who calls operators by name, or loads a program that was exported in another process, needs this: a function
+    of this package registers its operator when `torch.compile` or `torch.export` first sees it. Calling it again does
+    nothing.
+    """
+    return operators.register_all()

@@ -1,0 +1,159 @@
+"""Operators of torch, for `torch.compile` and `torch.export`: one for each entry, made from its operation's parameters.
+
+An entry that is traced calls its operator, ``torch.ops.deep_gemm_jit.NAME``, which calls the entry. Operators are
+registered when they are first traced, or by `deep_gemm.register_operators`. The namespace is our own: other packages
+register theirs as ``deep_gemm``, and one process may load both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deep_gemm.runtime.operation import REQUIRED, Operation, Parameter
+
+NAMESPACE = "deep_gemm_jit"
+
+_TYPES = {
+    "Any": "str?",  # the name of an epilogue
+    "Blocks": "str",
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "bool": "bool",
+    "float": "float",
+    "int": "SymInt",
+    "int | None": "SymInt?",
+    "str": "str",
+    "str | None": "str?",
+    "tuple[int, int] | None": "int[]?",
+    "tuple[int, int, int] | None": "int[]?",
+}
+_PAIR = "tuple[Tensor, Tensor]"
+
+_entries: dict[str, tuple[Sequence[Operation], Callable[..., None]]] = {}
+_registered: set[str] = set()
+
+
+def announce(variants: Sequence[Operation], entry: Callable[..., None]) -> None:
+    """Make an operator of ``entry`` known. Nothing is registered yet."""
+    _entries[name_of(variants)] = variants, entry
+
+
+def name_of(variants: Sequence[Operation]) -> str:
+    """The operator's name: that of the function without its form, which is an argument."""
+    return re.sub("_nt(?=_|$)", "", variants[0].name.replace(" ", "_"))
+
+
+def register(name: str) -> int:
+    """Register the operator ``name``, once."""
+    if name not in _registered:
+        _registered.add(name)
+        variants, entry = _entries[name]
+        library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        _libraries.append(library)
+        library.define(f"{name}{schema(variants)}")
+        library.impl(name, _real(variants, entry), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(variants), lib=library)
+    return 0
+
+
+_libraries: list[torch.library.Library] = []
+"""An operator lives as long as its library."""
+
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""What `torch.compiler.assume_constant_result` sets, without importing Dynamo: a trace calls `register`."""
+
+
+def register_all() -> tuple[str, ...]:
+    """Register the operators of all entries that exist. Returns their names."""
+    for name in _entries:
+        register(name)
+    return tuple(sorted(_entries))
+
+
+def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
+    """Call the operator of ``variants`` with the arguments of their entry."""
+    name = name_of(variants)
+    flat: list[Any] = []
+    register(name)
+    for parameter, value in zip(variants[0].arguments, arguments, strict=True):
+        if parameter.use != "refused":
+            flat += value if parameter.type == _PAIR else [value]
+    getattr(getattr(torch.ops, NAMESPACE), name)(*flat)
+
+
+def schema(variants: Sequence[Operation]) -> str:
+    """The operator's arguments. A pair is two tensors; what is written is marked."""
+    first = variants[0]
+    written = {operation.operands[name] for operation in variants for name in operation.outputs or (operation.output,)}
+    passed, texts, marks = _passed(first), [], iter("abcdefgh")
+    for index, parameter in enumerate(passed):
+        optional = all(each.default is not REQUIRED for each in passed[index:])
+        for name, part in _parts(parameter):
+            kind = "Tensor" if parameter.type == _PAIR else _TYPES[parameter.type]
+            kind = f"Tensor({next(marks)}!)" if part in written else kind
+            texts.append(f"{kind} {name}" + (_default(parameter) if optional else ""))
+    return f"({', '.join(texts)}) -> ()"
+
+
+def call_text(variants: Sequence[Operation], own: Callable[[Parameter], str]) -> str:
+    """The arguments with which an entry, whose own arguments are called ``own``, calls its operator."""
+    texts = []
+    for parameter in _passed(variants[0]):
+        name = own(parameter)
+        texts += [f"{name}[0]", f"{name}[1]"] if parameter.type == _PAIR else [name]
+    return ", ".join(texts)
+
+
+def _passed(operation: Operation) -> list[Parameter]:
+    return [parameter for parameter in operation.arguments if parameter.use != "refused"]
+
+
+def _parts(parameter: Parameter) -> list[tuple[str, str]]:
+    """The names of the operator's arguments for ``parameter``, and of the operation's."""
+    name = parameter.name
+    if parameter.type == _PAIR:
+        return [(name, f"{name}[0]"), (f"{name}_scales", f"{name}[1]")]
+    return [(name, name)]
+
+
+def _default(parameter: Parameter) -> str:
+    return f'="{parameter.default}"' if isinstance(parameter.default, str) else f"={parameter.default}"
+
+
+def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:
+    """The arguments of an entry from those of its operator. torch leaves out the last ones that have their defaults."""
+    rest, found = iter(flat), []
+    for parameter in operation.arguments:
+        if parameter.use == "refused":
+            found.append(parameter.default)
+        elif parameter.type == _PAIR:
+            found.append((next(rest), next(rest)))
+        else:
+            value = next(rest, parameter.default)
+            found.append(tuple(value) if isinstance(value, list) else value)
+    return found
+
+
+def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable[..., None]:
+    def real(*flat: Any) -> None:
+        entry(*_arguments(variants[0], flat))
+
+    return real
+
+
+def _fake(variants: Sequence[Operation]) -> Callable[..., None]:
+    """Checks as a call does."""
+
+    def fake(*flat: Any) -> None:
+        arguments = _arguments(variants[0], flat)
+        given = dict(zip((parameter.name for parameter in variants[0].arguments), arguments, strict=True))
+        for operation in variants:
+            if all(given[name] is None for name in operation.absent):
+                operation.check(*arguments)
+                return
+
+    return fake

@@ -1,0 +1,176 @@
+"""Operators of torch: what is traced by `torch.compile` and `torch.export` computes what a plain call does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import deep_gemm
+from deep_gemm import InvalidInputError, quantize
+from deep_gemm.runtime import operators
+
+BF16, N, K, GROUPS = torch.bfloat16, 256, 128, 2
+OPERATORS = deep_gemm.register_operators()
+ROWS = (384, 640, 896)
+"""None is a size of the weights: sizes that are equal in the first call would be taken for one."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def matrix(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(BF16)
+
+
+W, EXPERTS = matrix(N, K), matrix(GROUPS, N, K)
+FP8_W = quantize.blocks(W)
+FP8_EXPERTS = tuple(torch.stack(parts) for parts in zip(*map(quantize.blocks, EXPERTS), strict=True))
+
+
+def dense(x: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], N, dtype=x.dtype)
+    deep_gemm.bf16_gemm_nt(x, W, d)
+    return d
+
+
+def dense_added(x: Tensor) -> Tensor:
+    d = torch.ones(x.shape[0], N)
+    deep_gemm.bf16_gemm_nn(x, W.t(), d, d)
+    return d
+
+
+def fp16(x: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], N, dtype=torch.float16)
+    deep_gemm.fp16_gemm_nt(x.half(), W.half(), d)
+    return d
+
+
+def fp8(x: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], N, dtype=BF16)
+    deep_gemm.fp8_gemm_nt(quantize.rows(x), FP8_W, d, recipe=(1, 128, 128))
+    return d
+
+
+def casts(x: Tensor) -> tuple[Tensor, ...]:
+    first, second = quantize.rows_and_columns(x)
+    return *first, *second, *quantize.columns(x)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], N, dtype=BF16)
+    groups = torch.zeros(x.shape[0], dtype=torch.int32)
+    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x, EXPERTS, d, groups)
+    return d
+
+
+def contiguous_fp8(x: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], N, dtype=BF16)
+    groups = torch.ones(x.shape[0], dtype=torch.int32)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(quantize.rows(x), FP8_EXPERTS, d, groups)
+    return d
+
+
+def masked(x: Tensor) -> Tensor:
+    d = torch.zeros(GROUPS, x.shape[0], N, dtype=BF16)
+    counts = torch.tensor([3, 5], dtype=torch.int32)
+    deep_gemm.m_grouped_bf16_gemm_nt_masked(torch.stack([x, x]), EXPERTS, d, counts, 4)
+    return d[:, :3]
+
+
+def prenorm(x: Tensor) -> tuple[Tensor, Tensor]:
+    d, squares = torch.empty(x.shape[0], 24), torch.empty(x.shape[0])
+    deep_gemm.tf32_hc_prenorm_gemm(x, W[:24].float(), d, squares)
+    return d, squares
+
+
+def logits(x: Tensor) -> Tensor:
+    q = x.view(x.shape[0], 1, K).expand(-1, 32, -1).contiguous().to(torch.float8_e4m3fn)
+    keys, scales = W.to(torch.float8_e4m3fn), torch.ones(N)
+    ends = torch.full((x.shape[0],), N, dtype=torch.int32)
+    weights = torch.ones(x.shape[0], 32)
+    return deep_gemm.fp8_mqa_logits(q, (keys, scales), weights, torch.zeros_like(ends), ends)
+
+
+LAYERS = [dense, dense_added, fp16, fp8, casts, contiguous, contiguous_fp8, masked, prenorm, logits]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_compiled_layer_is_one_graph_for_all_m(layer: Callable[[Tensor], Any], dynamic: bool) -> None:
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for m in ROWS if dynamic else ROWS[:1]:
+        x = matrix(m, K)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_calls_the_operator(strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return dense(x)
+
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(Layer(), (matrix(64, K),), dynamic_shapes=({0: rows},), strict=strict)
+    assert "deep_gemm_jit.bf16_gemm" in str(program.graph)
+    x = matrix(200, K)
+    assert torch.equal(program.module()(x), dense(x))
+
+
+def test_a_wrong_call_says_the_same_when_it_is_traced() -> None:
+    def wrong(x: Tensor) -> Tensor:
+        d = torch.empty(x.shape[0], N + 8, dtype=BF16)
+        deep_gemm.bf16_gemm_nt(x, W, d)
+        return d
+
+    with pytest.raises(InvalidInputError) as plain:
+        wrong(matrix(64, K))
+    with pytest.raises(Exception, match="d must have the shape") as traced:
+        torch.compile(wrong, fullgraph=True, backend="eager")(matrix(64, K))
+    assert str(plain.value).partition(",")[0] in str(traced.value)
+
+
+def operands(name: str) -> tuple[Any, ...]:
+    x, d = matrix(64, K), torch.empty(64, N, dtype=BF16)
+    if name == "fp8_gemm":
+        return (*quantize.rows(x), *FP8_W, d)
+    return x, W, d
+
+
+@pytest.mark.parametrize("name", ["bf16_gemm", "fp8_gemm"])
+def test_torch_finds_no_fault_with_an_operator(name: str) -> None:
+    fakes = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+    # torch's test of schemas compares with arithmetic that FP8 has not.
+    checked = ("test_schema", *fakes) if name == "bf16_gemm" else fakes[:1]
+    torch.library.opcheck(getattr(torch.ops.deep_gemm_jit, name).default, operands(name), test_utils=checked)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_schemas_follow_from_the_parameters(name: str) -> None:
+    variants, _ = operators._entries[name]
+    parsed = torch._C.parse_schema(f"deep_gemm_jit::{name}{operators.schema(variants)}")
+    assert any(argument.alias_info is not None and argument.alias_info.is_write for argument in parsed.arguments)
+    assert len(operators._arguments(variants[0], [0] * len(parsed.arguments))) == len(variants[0].arguments)
+
+
+def test_nothing_is_registered_before_it_is_needed() -> None:
+    code = (
+        "import sys, torch, deep_gemm; from deep_gemm.runtime import operators; deep_gemm.bf16_gemm_nt; "
+        "print(operators._registered, 'torch._dynamo' in sys.modules); print(*deep_gemm.register_operators())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == ["set() False", " ".join(OPERATORS)]
