@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_expert_layers import BF16, DEEPSEEK_V3, FP8, QWEN3_MOE, of_experts
+from model_cases import DEEPSEEK_V3, of_experts
 
 import deep_gemm
 from deep_gemm import engine, kernels, ops, select
 from deep_gemm.aot import build, model, workload
-from deep_gemm.aot.layers import FORMS, GROUPED_OPS, Layer, is_masked
+from deep_gemm.aot.layers import FORMS, GROUPED, GROUPED_OPS, Layer, is_masked
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
@@ -23,6 +23,8 @@ from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops.m_grouped import check_expected_m
 from deep_gemm.params import KernelParams
 from deep_gemm.select import calibration
+
+FP8, BF16 = GROUPED["fp8_gemm_nt"], GROUPED["bf16_gemm_nt"]
 
 
 def test_operations_are_those_that_exist() -> None:
@@ -174,12 +176,6 @@ def test_groups_that_no_call_can_have() -> None:
     assert build.plan({"n": 512, "k": 250, "groups": 8}, op="bf16_gemm_nt").problems == ()
     work = build.choose([GemmShape(64, 512, 256, op=FP8[0], groups=1025)])
     assert "1025 groups are more than 1024" in str(work.impossible[0].error)
-
-
-def test_a_model_runs_no_grouped_operation_itself() -> None:
-    for plan in (model.plan, lambda config, op: deep_gemm.precompile(config, op=op)):
-        with pytest.raises(InvalidInputError, match=r"op must be one of fp8_gemm_nt, .*'m_grouped_fp8_gemm_nt_masked'"):
-            plan(QWEN3_MOE, op=FP8[2])  # type: ignore[operator]
 
 
 def run(*arguments: str) -> Any:
