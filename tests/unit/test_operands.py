@@ -10,6 +10,7 @@ import pytest
 import torch
 from call_kinds import BF16, E4M3, F32, FP16, KINDS, G, K, Kind, M, N
 from grouped_cases import call as grouped
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
@@ -247,21 +248,78 @@ def test_d_lies_in_memory_of_its_own(name: str) -> None:
         memory, start = torch.zeros(d.nbytes + x.nbytes, dtype=torch.uint8), 16 if operand == "c" else 0
         given["d"] = memory[: d.nbytes].view(d.dtype).view(d.shape)
         given[operand] = torch.as_strided(memory[start : start + x.nbytes].view(x.dtype), x.shape, x.stride()).copy_(x)
-        labels = {"sfa": "the scales of a", "sfb": "the scales of b", "layout": "[a-z_]+"}
-        with pytest.raises(InvalidInputError, match=f"d and {labels.get(operand, operand)} share memory"):
+        with pytest.raises(InvalidInputError, match=f"d and {LABELS.get(operand, operand)} share memory"):
             kind(given)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_memory_that_is_partly_gone_is_refused(name: str) -> None:
-    """Otherwise a kernel would use memory that the tensor no longer owns, and break the CUDA context."""
-    for operand in KINDS[name].tensors():
-        given = KINDS[name].tensors()
-        storage = given[operand].untyped_storage()
-        storage.resize_(storage.nbytes() // 2)
-        label = {"sfa": "the scales of a", "sfb": "the scales of b", "layout": "[a-z_]+"}.get(operand, operand)
-        with pytest.raises(InvalidInputError, match=f"^{label} has no memory"):
-            KINDS[name](given)
+class Wrapper(torch.Tensor):
+    """A tensor that only wraps another, as a DTensor does."""
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a wrapper")
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
+    return x
+
+
+def short_view(x: torch.Tensor) -> torch.Tensor:
+    """A view of the end of a storage that was truncated by its last byte."""
+    whole = torch.zeros(2 * x.nbytes, dtype=torch.uint8)
+    part = torch.as_strided(whole[x.nbytes :].view(x.dtype), x.shape, x.stride())
+    whole.untyped_storage().resize_(whole.numel() - 1)
+    return part
+
+
+LABELS = {"sfa": "the scales of a", "sfb": "the scales of b", "layout": "[a-z_]+"}
+OPERANDS = [(name, operand) for name in PRODUCTS for operand in KINDS[name].tensors()]
+
+
+@pytest.mark.parametrize("without", [halved, short_view, Wrapper])
+@pytest.mark.parametrize(("name", "operand"), OPERANDS)
+def test_a_tensor_without_memory_of_its_own_is_named(name: str, operand: str, without: Any) -> None:
+    """Otherwise a kernel would use address 0, or memory that the tensor no longer owns, and break the CUDA context."""
+    given = KINDS[name].tensors()
+    given[operand] = without(given[operand])
+    with pytest.raises(InvalidInputError, match=rf"^{LABELS.get(operand, operand)} has no memory: it needs \d+ bytes"):
+        KINDS[name](given)
+
+
+@pytest.mark.parametrize("operand", DENSE_FP8.tensors())
+def test_transforms_are_refused_and_fake_tensors_taken(operand: str) -> None:
+    """vmap's tensors have a shape without the batch dimension, and no address. torch.compile traces with fake tensors:
+    all operands, or only the weights of a module."""
+    given, label = DENSE_FP8.tensors(), LABELS.get(operand, operand)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        DENSE_FP8(given | {operand: x})
+        return x.sum() if operand == "sfa" else x
+
+    with pytest.raises(InvalidInputError, match=rf"^{label} is a Tensor without memory.*vmap"):
+        torch.func.vmap(call)(given[operand].expand(2, *given[operand].shape))
+    if operand == "sfa":
+        with pytest.raises(InvalidInputError, match=r"^the scales of a is a Tensor without memory"):
+            torch.func.grad(call)(given["sfa"])
+    with FakeTensorMode():
+        fake = torch.empty_strided(given[operand].shape, given[operand].stride(), dtype=given[operand].dtype)
+    call(fake)
+
+
+def test_tensors_without_elements_need_no_memory() -> None:
+    for m, k in ((0, K), (M, 0)):
+        given = scaled(m, N, k)
+        for name in ("a", "sfa"):
+            given[name].untyped_storage().resize_(0)
+        run(DENSE_FP8, given)
+    given["d"].untyped_storage().resize_(0)  # no K would write zeros
+    with pytest.raises(InvalidInputError, match=r"^d has no memory"):
+        run(DENSE_FP8, given)
 
 
 @pytest.mark.parametrize("fits", FORMS)
