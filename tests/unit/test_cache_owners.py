@@ -312,8 +312,10 @@ def chmod(mode: int) -> Callable[[Path], None]:
         (chmod(0o664), "other users can write to"),
         (chmod(0o646), "other users can write to"),
         pytest.param(given_away, f"belongs to user {STRANGER}, not to you", marks=as_root),
+        (lambda pack: pack.parent.chmod(0o777), "others can replace it, since other users can write to"),
+        (lambda pack: pack.parent.chmod(0o775), "others can replace it, since other users can write to"),
     ],
-    ids=["group", "others", "owner"],
+    ids=["group", "others", "owner", "directory", "directory of a group"],
 )
 @pytest.mark.parametrize("named", ["by itself", "by its directory", "through a link", "in a sticky directory"])
 def test_a_pack_obeys_the_roots_rule(
