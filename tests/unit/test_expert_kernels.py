@@ -240,14 +240,3 @@ def test_after_compiling_ahead_no_routing_compiles(cache_dir: Path, monkeypatch:
                 needed.add(engine.kernel_params(asked, select.rank(asked, SM90)[0].config, SM90))
     assert {params.grouping for params in needed} == {"contiguous", "psum", "masked"}  # type: ignore[attr-defined]
     assert {engine.build(params).layer for params in needed} == {"disk"}
-
-
-def test_inspect_refuses_groups_where_there_are_none() -> None:
-    for arguments, words in (
-        (["--groups", "8"], "--groups is for m_grouped_fp8_gemm_nt_contiguous, "),
-        (["--op", FP8[0], "--groups", "8", "--expected-m", "4"], "--expected-m is for masked operations, not "),
-        (["--op", "m_grouped"], "op must be one of fp8_gemm_nt, "),
-    ):
-        done = CliRunner().invoke(app, ["inspect", "64x512x256", *arguments])
-        assert done.exit_code != 0
-        assert words in " ".join(done.output.split())
