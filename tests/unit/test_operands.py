@@ -344,9 +344,13 @@ def test_shapes_are_named_as_they_were_given() -> None:
 def test_mistakes_are_told_by_every_form(form: str, wrong: Any) -> None:
     right = zeros(128, 128, dtype=E4M3), torch.ones(1, 1)
     call: Callable[..., None] = getattr(deep_gemm, f"fp8_gemm_{form}")
+    d = torch.full((128, 128), 7.0, dtype=BF16)
     for name, given in (("a", (wrong, right)), ("b", (right, wrong))):
         with pytest.raises(InvalidInputError, match=f"{name} must be a"):
-            call(*given, zeros(128, 128))
+            call(*given, d)
+    with pytest.raises(UnsupportedError):
+        call(right, right, d, recipe=(1, 1, 32))
+    assert bool((d == 7).all()), "an error leaves the output alone"
 
 
 def test_what_there_is_no_form_of() -> None:
