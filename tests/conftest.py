@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests must not depend on the settings of the caller's shell, nor touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
         del os.environ[variable]
+    # Threads of torch wait by spinning, so that several processes with several threads each take four times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if why_no_gpu() is not None:  # whoever imports Triton first decides for the process
         os.environ["TRITON_INTERPRET"] = "1"
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)

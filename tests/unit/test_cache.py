@@ -24,7 +24,10 @@ from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.settings import settings
 
-CUBIN = cubin_of("int body;\n")
+BODY, OTHER = "int body;\n", "int other;\n"
+CUBIN = cubin_of(BODY)
+STRANGER = 54321
+Damage = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -33,240 +36,203 @@ def entry(root: Path) -> Path:
     return Path(builder(root).build(request()).source_path or "").parent
 
 
-def rebuild(root: Path, **options: Any) -> Binary:
+def rebuild(root: Path, source: str = BODY, **options: Any) -> Binary:
     """The binary that a new process would get."""
-    return builder(root, **options).build(request())
+    return builder(root, **options).build(request(source=source))
 
 
-def truncate(size: int) -> Callable[[Path], None]:
+# ---- what damages a path
+
+
+def cut(size: int) -> Damage:
+    return lambda path: path.write_bytes(path.read_bytes()[:size])
+
+
+def put(data: bytes) -> Damage:
+    return lambda path: path.write_bytes(data)
+
+
+def edit(**fields: Any) -> Damage:
+    """Other fields of a description; None takes one out."""
+
     def damage(path: Path) -> None:
-        path.write_bytes(path.read_bytes()[:size])
+        body = {**json.loads(path.read_text()), **fields}
+        path.write_text(json.dumps({name: value for name, value in body.items() if value is not None}))
 
     return damage
 
 
-def edit(**fields: Any) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-    return damage
+def chmod(mode: int) -> Damage:
+    return lambda path: path.chmod(mode)
 
 
-def drop(field: str) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != field}))
-
-    return damage
-
-
-def replace_by_link(path: Path) -> None:
-    good = path.with_name("moved")
-    path.rename(good)
-    path.symlink_to(good)
+def given_away(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make files of another user")
+    os.chown(path, STRANGER, STRANGER)
 
 
-def replace_by_directory(path: Path) -> None:
-    path.unlink()
+def removed(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def linked(path: Path) -> None:
+    """A link to the good file or directory."""
+    aside = path.with_name("moved")
+    path.rename(aside)
+    path.symlink_to(aside)
+
+
+def directory(path: Path) -> None:
+    removed(path)
     path.mkdir()
     (path / "file").write_text("x")
 
 
-def replace_by_fifo(path: Path) -> None:
+def file(path: Path) -> None:
+    removed(path)
+    path.write_text("in the way")
+
+
+def fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-DAMAGE: list[tuple[str, str, Callable[[Path], None]]] = [
-    ("other source", "kernel.cu", lambda path: path.write_text("int other;\n") and None),
-    ("no source", "kernel.cu", Path.unlink),
-    ("linked source", "kernel.cu", replace_by_link),
-    ("empty cubin", "kernel.cubin", truncate(0)),
-    ("cut cubin", "kernel.cubin", truncate(100)),
-    ("cut cubin by one", "kernel.cubin", truncate(len(CUBIN) - 1)),
-    ("longer cubin", "kernel.cubin", lambda path: path.write_bytes(CUBIN + b"\0") and None),
-    ("other cubin", "kernel.cubin", lambda path: path.write_bytes(cubin_of("other")) and None),
-    ("no cubin", "kernel.cubin", Path.unlink),
-    ("linked cubin", "kernel.cubin", replace_by_link),
-    ("directory for cubin", "kernel.cubin", replace_by_directory),
-    ("fifo for cubin", "kernel.cubin", replace_by_fifo),
-    ("empty meta", "kernel.json", truncate(0)),
-    ("cut meta", "kernel.json", truncate(200)),
-    ("meta is a list", "kernel.json", lambda path: path.write_text("[]") and None),
-    ("meta is deep", "kernel.json", lambda path: path.write_text("[" * 100_000) and None),
-    ("meta is not text", "kernel.json", lambda path: path.write_bytes(b"\xff\xfe\x00") and None),
-    ("foreign key", "kernel.json", edit(key="0" * 40)),
-    ("foreign name", "kernel.json", edit(name="k2")),
-    ("foreign arch", "kernel.json", edit(arch="sm_100a")),
-    ("future format", "kernel.json", edit(format=99)),
-    ("changed registers", "kernel.json", edit(resources={"registers": 1})),
-    ("no checksum", "kernel.json", drop("checksum")),
-    ("no resources", "kernel.json", drop("resources")),
-    ("linked meta", "kernel.json", replace_by_link),
-    ("directory for meta", "kernel.json", replace_by_directory),
-    ("fifo for meta", "kernel.json", replace_by_fifo),
-]
+def swapped(entry: Path) -> None:
+    """Source and cubin of another entry, sound in itself."""
+    other = Path(rebuild(entry.parents[3], OTHER).source_path or "").parent
+    for name in ("kernel.cu", "kernel.cubin"):
+        (entry / name).write_bytes((other / name).read_bytes())
 
 
-@pytest.mark.parametrize(("file", "damage"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def moved_byte(entry: Path) -> None:
+    """The last byte of the source at the start of the cubin, which a checksum of both in a row would not see."""
+    source, cubin = entry / "kernel.cu", entry / "kernel.cubin"
+    data = source.read_bytes()
+    source.write_bytes(data[:-1])
+    cubin.write_bytes(data[-1:] + cubin.read_bytes())
+
+
+CU, CUBIN_FILE, META = "kernel.cu", "kernel.cubin", "kernel.json"
+# fmt: off
+REPLACED: dict[str, tuple[str, Damage]] = {
+    "other source": (CU, put(b"int other;\n")), "no source": (CU, removed),
+    "empty cubin": (CUBIN_FILE, cut(0)), "cut cubin": (CUBIN_FILE, cut(100)),
+    "cut by one": (CUBIN_FILE, cut(len(CUBIN) - 1)), "longer cubin": (CUBIN_FILE, put(CUBIN + b"\0")),
+    "other cubin": (CUBIN_FILE, put(cubin_of("other"))), "no cubin": (CUBIN_FILE, removed),
+    "empty meta": (META, cut(0)), "cut meta": (META, cut(200)), "meta is a list": (META, put(b"[]")),
+    "meta is deep": (META, put(b"[" * 100_000)), "meta is not text": (META, put(b"\xff\xfe\x00")),
+    "foreign key": (META, edit(key="0" * 40)), "foreign name": (META, edit(name="k2")),
+    "foreign arch": (META, edit(arch="sm_100a")), "future format": (META, edit(format=99)),
+    "changed registers": (META, edit(resources={"registers": 1})), "no checksum": (META, edit(checksum=None)),
+    "no resources": (META, edit(resources=None)), "two entries": (".", swapped), "a byte moved": (".", moved_byte),
+    **{f"{what.__name__} {name}": (name, what) for name in (CU, CUBIN_FILE, META) for what in (linked, given_away)},
+    **{f"{what.__name__} {name}": (name, what) for name in (CUBIN_FILE, META) for what in (directory, fifo)},
+    **{f"{name} that others can write": (name, chmod(0o666)) for name in (CU, CUBIN_FILE, META)},
+    **{f"an entry of mode {mode:o}": (".", chmod(mode)) for mode in (0o777, 0o770, 0o722, 0o1777)},
+    "a file for an entry": (".", file), "an entry of another user": (".", given_away),
+    **{f"linked {place}": (place, linked) for place in (".", "..", "../..", "../../..")},
+}
+# fmt: on
+QUIET = ("a file for", "linked .", "an entry of another")
+"""Beginnings of faults of which nothing is said, or each part of a path says something."""
+
+
+@pytest.mark.parametrize("fault", REPLACED)
 def test_a_damaged_entry_is_a_miss_with_one_warning_and_replaced(
-    root: Path, entry: Path, file: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    root: Path, entry: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(entry / file)
+    place, damage = REPLACED[fault]
+    path = Path(os.path.normpath(entry / place))
+    damage(path)
     assert builder(root).lookup(request()) is None
     built = rebuild(root)
     assert (built.layer, built.cubin) == ("compiled", CUBIN)
-    assert len(caplog.records) == 1
-    assert str(entry) in caplog.records[0].message
-    assert "will be compiled again" in caplog.records[0].message
+    if not fault.startswith(QUIET):
+        (said,) = [record.message for record in caplog.records]
+        assert str(entry) in said
+        assert "will be compiled again" in said or "chmod go-w" in said or f"belongs to user {STRANGER}" in said
+    caplog.clear()
     again = rebuild(root)
-    assert (again.layer, again.cubin) == ("disk", CUBIN)
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_an_entry_that_is_no_directory_is_replaced(root: Path, entry: Path, kind: str, tmp_path: Path) -> None:
-    aside = tmp_path / "aside"
-    shutil.move(entry, aside)
-    if kind == "file":
-        entry.write_text("in the way")
-    else:
-        entry.symlink_to(aside)
-    assert rebuild(root).layer == "compiled"
+    assert (again.layer, again.cubin, caplog.records) == ("disk", CUBIN, [])
     assert entry.is_dir()
-    assert not entry.is_symlink()
-    assert rebuild(root).layer == "disk"
+    for inner in (entry, *entry.parents[:3], *entry.iterdir()):
+        assert not inner.is_symlink()
+        assert stat.S_IMODE(inner.stat().st_mode) == (0o700 if inner.is_dir() else 0o600), inner
+    aside = path.with_name("moved")
+    if aside.is_dir():  # what a link points to stays as it is
+        assert sorted(x.name for x in aside.rglob("*") if x.is_file()) == sorted((CU, CUBIN_FILE, META))
 
 
-def test_every_flipped_bit_is_noticed(root: Path, entry: Path) -> None:
-    address = address_of(entry)
-    cache = DiskCache(root)
-    good = cache.get(address)
-    assert good is not None
-    survivors = 0
-    for name in ("kernel.cu", "kernel.cubin", "kernel.json"):
-        content = (entry / name).read_bytes()
-        for at in range(0, len(content), 7):
-            flipped = bytearray(content)
-            flipped[at] ^= 1 << (at % 8)
-            (entry / name).write_bytes(flipped)
-            found = cache.get(address)
-            # Only white space between the fields of the description may change.
-            if found is not None:
-                survivors += 1
-                assert name == "kernel.json"
-                assert content[at : at + 1].isspace()
-                assert (found.cubin, found.meta) == (good.cubin, good.meta)
-        (entry / name).write_bytes(content)
-    assert survivors < 20
-    assert cache.get(address) is not None
-
-
-def test_every_truncation_is_noticed(root: Path, entry: Path) -> None:
-    address = address_of(entry)
-    cache = DiskCache(root)
-    for name in ("kernel.cu", "kernel.cubin", "kernel.json"):
-        content = (entry / name).read_bytes()
-        # The last byte of the description is its newline.
-        last = len(content) - 1 - (name == "kernel.json")
-        for length in (*range(min(64, last)), *range(64, last, 31), last):
-            (entry / name).write_bytes(content[:length])
-            assert cache.get(address) is None, (name, length)
-        (entry / name).write_bytes(content)
-    assert cache.get(address) is not None
-
-
-def address_of(entry: Path) -> Address:
-    name, _, key = entry.name.rpartition("-")
-    arch, cuda, driver = entry.parts[-4:-1]
-    return Address(arch, cuda.removeprefix("cuda-"), driver.removeprefix("driver-"), name, key)
-
-
-@pytest.mark.parametrize("part", ["..", "a/b", "", "/x", ".hidden", "a\0b"])
-def test_no_address_leaves_the_root(part: str) -> None:
-    with pytest.raises(ValueError, match="cannot be part of a path"):
-        Address("sm_90a", "12.9", "any", part, "0" * 40)
-
-
-@pytest.mark.parametrize("most", [1, 7, 64])
-def test_a_filesystem_that_gives_little_at_once(
-    root: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, most: int
+@pytest.mark.parametrize("damage", [*map(chmod, (0o777, 0o770, 0o722, 0o1777)), given_away])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_directory_that_others_can_write_is_not_used(
+    root: Path, entry: Path, level: int, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = os.read
-    monkeypatch.setattr(os, "read", lambda descriptor, size: real(descriptor, min(size, most)))
+    """Directories above entries are shared, and their owner has to repair them."""
+    path = entry.parents[level]
+    damage(path)
+    build = builder(root)
+    assert build.lookup(request()) is None
+    assert build.build(request()).cubin == CUBIN
+    if damage is not given_away:
+        (said,) = [record.message for record in caplog.records]
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert f"other users can write to {path} (mode {mode:04o}); run `chmod go-w` on it" in said
+    assert build.stats["unstored"] == 1
+    with settings.override(trust_cache_dir=True):
+        assert rebuild(root).layer == "disk"
+    os.chown(path, os.geteuid(), os.getegid())
+    path.chmod(0o700)
     assert rebuild(root).layer == "disk"
 
 
-def test_a_file_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = tmp_path / "file", os.fstat
-    path.write_bytes(b"short")
-
-    def grown(descriptor: int) -> os.stat_result:
-        status = real(descriptor)
-        path.write_bytes(b"longer than before")
-        return status
-
-    monkeypatch.setattr(os, "fstat", grown)
-    assert files.read(path, 1000).data == b"longer than before"
-
-
-def test_files_are_private(root: Path, entry: Path) -> None:
-    for path in [root, *root.rglob("*")]:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        assert mode == (0o700 if path.is_dir() else 0o600), path
-    assert list((root / "tmp").iterdir()) == []
+# ---- a root that cannot be used
 
 
 def memory_only(root: Path, caplog: pytest.LogCaptureFixture, says: str) -> None:
     """Check that two builds are right, that nothing is on disk, and that there is one warning."""
     build = builder(root)
-    first = build.build(request())
-    second = build.build(request(source="int second;\n"))
+    first, second = build.build(request()), build.build(request(source="int second;\n"))
     assert (first.layer, first.cubin, first.source_path) == ("compiled", CUBIN, None)
     assert (second.layer, second.source_path) == ("compiled", None)
-    assert build.build(request()).layer == "memory"
-    assert build.stats["unstored"] == 2
-    assert len(caplog.records) == 1
-    assert says in caplog.records[0].message
-    assert "memory only" in caplog.records[0].message
+    assert (build.build(request()).layer, build.stats["unstored"]) == ("memory", 2)
+    (said,) = [record.message for record in caplog.records]
+    assert says in said
+    assert "memory only" in said
 
 
-def test_a_root_that_others_can_write_is_refused(root: Path, entry: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root.chmod(0o777)
-    memory_only(root, caplog, "chmod go-w")
+@pytest.mark.parametrize(("damage", "says"), [(chmod(0o777), "chmod go-w"), (linked, "symbolic link")])
+def test_a_root_that_is_not_safe_is_not_used(
+    root: Path, entry: Path, damage: Damage, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(root)
+    memory_only(root, caplog, says)
     with settings.override(trust_cache_dir=True):
         assert rebuild(root).layer == "disk"
 
 
-def test_a_linked_root_is_refused(root: Path, entry: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(root)
-    memory_only(link, caplog, "symbolic link")
+def test_a_dangling_root_is_refused_even_if_trusted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root.symlink_to(root.with_name("nowhere"))
     with settings.override(trust_cache_dir=True):
-        assert rebuild(link).layer == "disk"
-
-
-def test_a_dangling_root_is_refused_even_if_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "nowhere")
-    with settings.override(trust_cache_dir=True):
-        memory_only(link, caplog, "points nowhere")
-    assert link.is_symlink()
-
-
-def test_a_root_of_another_user_is_refused(
-    root: Path, entry: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A directory of root would be accepted.
-    if os.geteuid() == 0:
-        os.chown(root, 54321, 54321)
-    me = os.stat(root).st_uid + 1
-    monkeypatch.setattr(os, "geteuid", lambda: me)
-    memory_only(root, caplog, f"belongs to user {me - 1}, not to you (user {me})")
+        memory_only(root, caplog, "points nowhere")
+    assert root.is_symlink()
 
 
 def test_a_root_that_is_a_file_is_refused(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     root.write_text("not a directory")
     memory_only(root, caplog, "is not a directory")
+
+
+def test_a_root_of_another_user_is_refused(
+    root: Path, entry: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() == 0:  # a directory of root would be accepted
+        os.chown(root, STRANGER, STRANGER)
+    me = os.stat(root).st_uid + 1
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    memory_only(root, caplog, f"belongs to user {me - 1}, not to you (user {me})")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
@@ -279,31 +245,6 @@ def test_a_full_or_broken_filesystem_means_memory_only(
     monkeypatch.setattr(os, "fsync", fail)
     memory_only(root, caplog, os.strerror(code))
     assert list((root / "tmp").iterdir()) == []
-
-
-@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EEXIST])
-@pytest.mark.parametrize("call", ["rename", "mkdir", "open", "fsync", "unlink"])
-@pytest.mark.parametrize("nth", [1, 2, 5])
-def test_injected_errors_never_fail_a_build(
-    root: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, nth: int
-) -> None:
-    real = getattr(os, call)
-    count = 0
-
-    def flaky(path: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        if call == "fsync" or str(path).startswith(str(root)) or any(fd is not None for fd in options.values()):
-            count += 1
-            if count == nth:
-                raise OSError(code, os.strerror(code), str(path))
-        return real(path, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, flaky)
-        for _ in range(3):
-            assert rebuild(root).cubin == CUBIN
-    assert rebuild(root).cubin == CUBIN
-    assert rebuild(root).layer == "disk"
 
 
 def test_without_a_home_platformdirs_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -322,26 +263,52 @@ def test_without_any_place_kernels_stay_in_memory(
 ) -> None:
     monkeypatch.setattr("deep_gemm.jit.builder.default_root", lambda: None)
     build = Builder(compiler=FakeCompiler(), include_dir=Path("/nowhere"))
-    assert build.build(request()).layer == "compiled"
-    assert build.build(request()).layer == "memory"
+    assert [build.build(request()).layer for _ in range(2)] == ["compiled", "memory"]
     (record,) = caplog.records
     assert re.search(r"memory only.*no home directory.*DG_JIT_CACHE_DIR", record.message)
 
 
-def test_stale_temporaries_are_swept_and_young_ones_are_not(root: Path, entry: Path) -> None:
-    stale, young, future = (root / "tmp" / name for name in ("stale", "young", "future"))
-    for path, age in ((stale, 7200), (young, 60), (future, -7200)):
-        path.write_text("left by a killed writer")
-        os.utime(path, (time.time() - age,) * 2)
-    builder(root).build(request(source="int another;\n"))
-    assert {path.name for path in (root / "tmp").iterdir()} == {"young", "future"}
+# ---- calls of the filesystem
 
 
-def test_a_clock_that_goes_back_breaks_nothing(root: Path, entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 0.0)
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EEXIST])
+@pytest.mark.parametrize("call", ["rename", "mkdir", "open", "fsync", "unlink"])
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_injected_errors_never_fail_a_build(
+    root: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, nth: int
+) -> None:
+    real, count = getattr(os, call), 0
+
+    def flaky(path: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        if call == "fsync" or str(path).startswith(str(root)) or any(fd is not None for fd in options.values()):
+            count += 1
+            if count == nth:
+                raise OSError(code, os.strerror(code), str(path))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, flaky)
+        for _ in range(3):
+            assert rebuild(root).cubin == CUBIN
+    assert rebuild(root).cubin == CUBIN
     assert rebuild(root).layer == "disk"
-    assert builder(root).build(request(source="int another;\n")).layer == "compiled"
-    assert builder(root).lookup(request(source="int another;\n")) is not None
+
+
+@pytest.mark.parametrize("most", [1, 64])
+def test_a_filesystem_that_gives_little_at_once(
+    root: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real = os.read
+    monkeypatch.setattr(os, "read", lambda descriptor, size: real(descriptor, min(size, most)))
+    assert rebuild(root).layer == "disk"
+
+
+def test_a_file_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "file", os.fstat
+    path.write_bytes(b"short")
+    monkeypatch.setattr(os, "fstat", lambda fd: (real(fd), path.write_bytes(b"longer than before"))[0])
+    assert files.read(path, 1000).data == b"longer than before"
 
 
 def test_a_failed_write_leaves_no_temporary(tmp_path: Path) -> None:
@@ -351,8 +318,43 @@ def test_a_failed_write_leaves_no_temporary(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_info_counts_and_clear_removes_only_ours(root: Path, entry: Path) -> None:
-    builder(root).build(request(source="int another;\n"))
+@pytest.mark.parametrize("part", ["..", "a/b", "", "/x", ".hidden", "a\0b"])
+def test_no_address_leaves_the_root(part: str) -> None:
+    with pytest.raises(ValueError, match="cannot be part of a path"):
+        Address("sm_90a", "12.9", "any", part, "0" * 40)
+
+
+def test_what_killed_writers_and_evictions_left_is_swept_and_no_link_is_followed(root: Path, entry: Path) -> None:
+    mine, tmp = root.parent / "mine", root / "tmp"
+    mine.mkdir()
+    (mine / "file").write_text("x")
+    for name in ("stale", "young", "future"):
+        (tmp / name).write_text("left by a killed writer")
+        shutil.copytree(entry, tmp / f"old-1-{name}")
+    (tmp / "old-1-stale" / "inner").symlink_to(mine)
+    (tmp / "link").symlink_to(mine)
+    for name, age in (("stale", 7200), ("young", 60), ("future", -7200), ("link", 1e9)):
+        for path in (tmp / name, *tmp.glob(f"old-1-{name}")):
+            os.utime(path, (time.time() - age,) * 2, follow_symlinks=False)
+    rebuild(root, OTHER)
+    assert {path.name for path in tmp.iterdir()} == {"young", "future", "old-1-young", "old-1-future"}
+    assert (mine / "file").read_text() == "x"
+
+
+def test_a_clock_that_goes_back_breaks_nothing(root: Path, entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert [rebuild(root, source).layer for source in (BODY, OTHER, OTHER)] == ["disk", "compiled", "disk"]
+
+
+# ---- info, eviction, versions
+
+
+def test_info_counts_and_clear_removes_only_ours(root: Path) -> None:
+    assert DiskCache(root).info()["exists"] is False
+    assert DiskCache(root).clear() == {"entries": 0, "bytes": 0, "failed": 0}
+    assert not root.exists()
+    for source in (BODY, OTHER):
+        rebuild(root, source)
     (root / "notes.txt").write_text("somebody's own file")
     cache = DiskCache(root)
     info = cache.info()
@@ -362,32 +364,35 @@ def test_info_counts_and_clear_removes_only_ours(root: Path, entry: Path) -> Non
     release = driver_release()
     driver = f"{release[0]}.{release[1]}" if release else "any"
     assert (group["arch"], group["cuda"], group["driver"], group["entries"]) == ("sm_90a", "12.9", driver, 2)
-    cleared = cache.clear()
-    assert cleared == {"entries": 2, "bytes": info["bytes"], "failed": 0}
+    assert cache.clear() == {"entries": 2, "bytes": info["bytes"], "failed": 0}
     assert cache.info()["entries"] == 0
     assert not (root / "sm_90a").exists()
     assert (root / "notes.txt").exists()
     assert rebuild(root).layer == "compiled"
 
 
-def test_info_and_clear_of_a_missing_root(root: Path) -> None:
-    assert DiskCache(root).info()["exists"] is False
-    assert DiskCache(root).clear() == {"entries": 0, "bytes": 0, "failed": 0}
-    assert not root.exists()
-
-
 def test_an_evicted_entry_is_a_plain_miss(root: Path, entry: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.rmtree(entry)
-    assert rebuild(root).layer == "compiled"
-    (entry / "kernel.json").unlink()
-    assert rebuild(root).layer == "compiled"
+    for path in (entry, entry / META):
+        removed(path)
+        assert rebuild(root).layer == "compiled"
     assert caplog.records == []
 
 
 def test_two_schemas_share_a_root(root: Path, entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deep_gemm.jit.key.SCHEMA", 999)
-    assert rebuild(root).layer == "compiled"
-    assert rebuild(root).layer == "disk"
+    assert [rebuild(root).layer for _ in range(2)] == ["compiled", "disk"]
     monkeypatch.undo()
     assert rebuild(root).layer == "disk"
     assert DiskCache(root).info()["entries"] == 2
+
+
+@pytest.mark.parametrize(("level", "name"), [(2, "sm_100a"), (1, "cuda-12.8"), (0, "driver-11.0")])
+def test_an_entry_in_another_versions_place_is_never_used(root: Path, entry: Path, level: int, name: str) -> None:
+    parts = list(entry.relative_to(root).parts)
+    parts[2 - level] = name
+    aim = root.joinpath(*parts)
+    aim.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(entry, aim)
+    assert builder(root).lookup(request()) is None
+    assert rebuild(root).layer == "compiled"
+    assert aim.exists()

@@ -17,15 +17,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from jit_fakes import DESCRIBED, FakeCompiler, builder, cubin_of, request
-from pack_kernels import make, packed, sources, user
+from pack_kernels import make, sources, user
 
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompilerNotFoundError, InvalidInputError
 from deep_gemm.jit.binary import Binary, decode
 from deep_gemm.jit.builder import Builder
-from deep_gemm.jit.cache import maintenance
 from deep_gemm.jit.cache import pack as packs
-from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.compilers import choose, find_all
@@ -80,22 +78,6 @@ def test_a_damaged_source_is_no_part_of_anything(entry: Path, cache_dir: Path, t
     assert (entry / "kernel.cu").read_bytes() == good
     assert builder(cache_dir).build(request()).layer == "disk"
     assert cache("verify")[0] == 0
-
-
-def test_the_source_of_another_entry_is_not_taken(cache_dir: Path, entry: Path) -> None:
-    other = Path(builder(cache_dir).build(request(source="int other;\n")).source_path or "").parent
-    for name in ("kernel.cu", "kernel.cubin"):
-        (entry / name).write_bytes((other / name).read_bytes())
-    assert builder(cache_dir).lookup(request()) is None
-    assert builder(cache_dir).build(request()).cubin == cubin_of("int body;\n")
-
-
-def test_bytes_cannot_move_between_the_parts(cache_dir: Path, entry: Path) -> None:
-    """Moving a byte from the end of the source to the start of the cubin changes the checksum."""
-    source = (entry / "kernel.cu").read_bytes()
-    (entry / "kernel.cu").write_bytes(source[:-1])
-    (entry / "kernel.cubin").write_bytes(source[-1:] + (entry / "kernel.cubin").read_bytes())
-    assert builder(cache_dir).lookup(request()) is None
 
 
 def test_what_is_published_holds_the_source_it_was_compiled_from(root: Path) -> None:
@@ -333,19 +315,3 @@ def test_a_relative_compiler_in_a_deleted_directory_is_one_that_is_not_there(
     with pytest.raises(CompilerNotFoundError, match="DG_JIT_NVCC_COMPILER names bin/nvcc, which cannot be used"):
         choose()
     assert all(found.usable is False for found in find_all() if found.kind == "nvcc")
-
-
-# ---- verify and build agree
-
-
-def test_verify_says_what_a_build_would(cache_dir: Path, entry: Path) -> None:
-    """`verify` reports an entry as corrupted exactly if a build refuses it: both read with the same function."""
-    disk = DiskCache(cache_dir)
-    for name in ("kernel.cu", "kernel.cubin", "kernel.json"):
-        good = (entry / name).read_bytes()
-        (entry / name).write_bytes(good + b" ")
-        assert [item.state for item in maintenance.verify(disk)] == ["corrupted"], name
-        assert builder(cache_dir).lookup(request()) is None
-        (entry / name).write_bytes(good)
-    assert [item.state for item in maintenance.verify(disk)] == ["sound"]
-    assert packed(builder(cache_dir).build(request()), request()).source == b"int body;\n"

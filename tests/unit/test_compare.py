@@ -327,19 +327,9 @@ def test_the_command_lists_what_there_is_and_refuses_what_there_is_not() -> None
     assert ["fp8_gemm_nt", "M", "x", "N", "x", "K", "cuda,", "cublaslt,", "cublaslt:tensorwise,", "torch"] in [
         line.split() for line in text.splitlines()
     ]
-    for arguments, message in (
-        (["gemm"], "op must be one of"),
-        (["mul_add", "--shape", "4xfour"], "'4xfour' is no shape: 4096x7168x2048 is."),
-        (["mul_add", "--backends", "cudnn"], "backend must be one of"),
-        (
-            ["mul_add,bf16_gemm_nt", "--shape", "4x4x4x4"],
-            "None of mul_add, bf16_gemm_nt has 4 sizes, so 4x4x4x4 is no shape of theirs.",
-        ),
-        (["mul_add", "--deepgemm", "nowhere"], "There is no package deep_gemm in"),
-    ):
-        result = CliRunner().invoke(app, ["compare", *arguments])
-        assert result.exit_code != 0
-        assert message in result.output
+    result = CliRunner().invoke(app, ["compare", "mul_add", "--deepgemm", "nowhere"])
+    assert result.exit_code != 0
+    assert "There is no package deep_gemm in" in result.output
 
 
 def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(

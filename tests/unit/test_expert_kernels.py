@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_expert_layers import BF16, DEEPSEEK_V3, FP8, QWEN3_MOE, of_experts
+from model_cases import DEEPSEEK_V3, of_experts
 
 import deep_gemm
 from deep_gemm import kernels, ops, select
 from deep_gemm.aot import build, model, workload
-from deep_gemm.aot.layers import FORMS, GROUPED_OPS, Layer, is_masked
+from deep_gemm.aot.layers import FORMS, GROUPED, GROUPED_OPS, Layer, is_masked
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
@@ -24,6 +24,8 @@ from deep_gemm.ops.m_grouped import check_expected_m
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.select import calibration
+
+FP8, BF16 = GROUPED["fp8_gemm_nt"], GROUPED["bf16_gemm_nt"]
 
 
 def test_operations_are_those_that_exist() -> None:
@@ -177,12 +179,6 @@ def test_groups_that_no_call_can_have() -> None:
     assert "1025 groups are more than 1024" in str(work.impossible[0].error)
 
 
-def test_a_model_runs_no_grouped_operation_itself() -> None:
-    for plan in (model.plan, lambda config, op: deep_gemm.precompile(config, op=op)):
-        with pytest.raises(InvalidInputError, match=r"op must be one of fp8_gemm_nt, .*'m_grouped_fp8_gemm_nt_masked'"):
-            plan(QWEN3_MOE, op=FP8[2])  # type: ignore[operator]
-
-
 def run(*arguments: str) -> Any:
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, done.output
@@ -245,14 +241,3 @@ def test_after_compiling_ahead_no_routing_compiles(cache_dir: Path, monkeypatch:
                 needed.add(engine.kernel_params(asked, select.rank(asked, SM90)[0].config, SM90))
     assert {params.grouping for params in needed} == {"contiguous", "psum", "masked"}  # type: ignore[attr-defined]
     assert {engine.build(params).layer for params in needed} == {"disk"}
-
-
-def test_inspect_refuses_groups_where_there_are_none() -> None:
-    for arguments, words in (
-        (["--groups", "8"], "--groups is for m_grouped_fp8_gemm_nt_contiguous, "),
-        (["--op", FP8[0], "--groups", "8", "--expected-m", "4"], "--expected-m is for masked operations, not "),
-        (["--op", "m_grouped"], "op must be one of fp8_gemm_nt, "),
-    ):
-        done = CliRunner().invoke(app, ["inspect", "64x512x256", *arguments])
-        assert done.exit_code != 0
-        assert words in " ".join(done.output.split())

@@ -10,107 +10,23 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_checkpoint import CONFIG, MODEL, Tensors, write
-from test_model_layers import BLOCKS, LLAMA_8B
+from model_cases import LLAMA_8B, runs
 
 import deep_gemm
 from deep_gemm import ops, select
-from deep_gemm.aot import build, checkpoint, model, workload
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED_OPS, OPS, Layer, Plan
+from deep_gemm.aot import build, model, workload
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED_OPS, OPS, Layer
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError
 
 BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
-SIZES = {
-    "qkv_proj": (6144, 4096),
-    "o_proj": (4096, 4096),
-    "mlp.gate_up_proj": (28672, 4096),
-    "mlp.down_proj": (4096, 14336),
-}
-
-
-def runs(plan: Plan) -> set[str]:
-    """The operations of the layers that have kernels."""
-    return {layer.op for layer in plan.served}
 
 
 def test_operations_are_those_that_exist() -> None:
     assert {*FP8_OPS, *OPS.values(), *GROUPED_OPS} == set(ops.NAMES)
     assert FP8 == ops.DEFAULT
-
-
-@pytest.mark.parametrize(
-    ("fields", "op"),
-    [
-        ({"torch_dtype": "bfloat16"}, BF16),
-        ({"torch_dtype": "float16"}, FP16),
-        ({"dtype": "bfloat16"}, BF16),
-        ({"torch_dtype": "torch.float16"}, FP16),
-        ({"torch_dtype": "float32"}, FP8),
-        ({"torch_dtype": None}, FP8),
-        ({"torch_dtype": 7}, FP8),
-        ({}, FP8),
-        ({"torch_dtype": "bfloat16", "quantization_config": BLOCKS}, FP8),
-    ],
-)
-def test_a_config_says_what_its_layers_run(fields: dict[str, Any], op: str) -> None:
-    found = model.plan(LLAMA_8B | fields)
-    assert {layer.name: (layer.n, layer.k) for layer in found.served} == SIZES
-    assert runs(found) == {op}
-    assert found.problems == ()
-    # A caller that casts the model when loading it says so; a quantised model keeps its format.
-    assert runs(model.plan(LLAMA_8B | fields, op=FP8)) == {FP8}
-    assert runs(model.plan(LLAMA_8B | fields, op=BF16)) == {FP8 if "quantization_config" in fields else BF16}
-
-
-def test_the_dtype_may_be_outside_of_the_language_model() -> None:
-    found = model.plan({"model_type": "mistral3", "torch_dtype": "bfloat16", "text_config": LLAMA_8B})
-    assert runs(found) == {BF16}
-
-
-def test_no_block_of_scales_limits_tensor_parallelism() -> None:
-    """N = 14336 / 32 = 448 on each GPU is not a multiple of 128."""
-    assert model.plan(LLAMA_8B, 32).problems
-    found = model.plan(LLAMA_8B | {"torch_dtype": "bfloat16"}, 32)
-    assert found.problems == ()
-    assert {layer.name: (layer.n, layer.k) for layer in found.served}["mlp.gate_up_proj"] == (896, 4096)
-
-
-def stored(dtype: str) -> Tensors:
-    """The checkpoint of `test_checkpoint` before it was quantised."""
-    return {name: (dtype, shape) for name, (_, shape) in MODEL.items() if not name.endswith("scale_inv")}
-
-
-@pytest.mark.parametrize(("dtype", "op"), [("BF16", BF16), ("F16", FP16), ("F32", FP8)])
-def test_a_checkpoint_says_what_its_layers_run(tmp_path: Path, dtype: str, op: str) -> None:
-    write(tmp_path / "model.safetensors", stored(dtype))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    found = workload.plan(tmp_path, tp=2)
-    assert runs(found) == {op}
-    assert {layer.name: (layer.n, layer.k) for layer in found.served}["qkv_proj"] == (3072, 2048)
-    assert found.problems == ()
-    left = {layer.name: layer.why_not for layer in found.layers if layer.why_not}
-    assert left["lm_head"] == "engines multiply it by other libraries."
-    assert runs(workload.plan(tmp_path, op=FP8)) == {FP8}
-
-
-def test_what_is_not_quantised_in_an_fp8_checkpoint_stays_with_others(tmp_path: Path) -> None:
-    mixed = MODEL | {"model.layers.0.self_attn.o_proj.weight": ("BF16", (2048, 4096))}
-    del mixed["model.layers.0.self_attn.o_proj.weight_scale_inv"]
-    write(tmp_path / "model.safetensors", mixed)
-    found = checkpoint.plan(tmp_path)
-    assert runs(found) == {FP8}
-    assert {layer.why_not for layer in found.layers if layer.name == "o_proj"} == {"", "it is BF16, not FP8."}
-
-
-def test_an_index_without_files_goes_by_the_config(tmp_path: Path) -> None:
-    index = {"weight_map": {"model.layers.0.self_attn.q_proj.weight": "a.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "bfloat16"}))
-    assert runs(workload.plan(tmp_path)) == {BF16}
-    assert runs(workload.plan(tmp_path, op=FP8)) == {FP8}
 
 
 @pytest.mark.parametrize(
@@ -175,11 +91,6 @@ def test_the_command_line_names_it(tmp_path: Path) -> None:
     assert asked("--model", path) == {BF16}
     assert asked("--model", path, "--op", FP8) == {FP8}
     assert asked("--shape", "512x256", "--op", FP16) == {FP16}
-
-
-def test_inspect_takes_it_too() -> None:
-    done = CliRunner().invoke(app, ["inspect", "1x512x256", "--op", "gemm"])
-    assert "op must be one of fp8_gemm_nt, " in done.output
 
 
 @pytest.fixture

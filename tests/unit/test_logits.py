@@ -224,43 +224,29 @@ def changed(**others: Any) -> Callable[[], Any]:
     return call
 
 
+# fmt: off
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "12 heads": (changed(q=P.q[:, :12].contiguous()), UnsupportedError, "q must have 32 or 64 heads of 32, 64, 128"),
     "FP4": (changed(q=P.q.view(torch.uint8)), UnsupportedError, "Packed FP4 needs a GPU after Hopper"),
     "bf16 queries": (changed(q=P.q.bfloat16()), InvalidInputError, "q must be torch.float8_e4m3fn"),
     "strided queries": (changed(q=P.q.mT.contiguous().mT), InvalidInputError, "q must be contiguous"),
     "queries of rank 2": (changed(q=P.q[0]), InvalidInputError, "q must have 3 dimensions"),
-    "keys of another width": (
-        changed(k=P.k[:, :64].contiguous()),
-        InvalidInputError,
-        r"kv\[0\] must be .* \(300, 128\)",
-    ),
+    "keys of another width": (changed(k=P.k[:, :64].contiguous()), InvalidInputError,
+                              r"kv\[0\] must be .* \(300, 128\)"),
     "no pair": (changed(kv=P.k), InvalidInputError, "kv must be a pair"),
-    "scales of another length": (
-        changed(scales=P.scales[1:]),
-        InvalidInputError,
-        r"kv\[1\] must be torch.float32 \(300,\)",
-    ),
+    "scales of another length": (changed(scales=P.scales[1:]), InvalidInputError,
+                                 r"kv\[1\] must be torch.float32 \(300,\)"),
     "bf16 weights": (changed(weights=P.weights.bfloat16()), InvalidInputError, "weights must be torch.float32"),
-    "transposed weights": (
-        changed(weights=P.weights.t().contiguous().t()),
-        InvalidInputError,
-        "contiguous along heads",
-    ),
+    "transposed weights": (changed(weights=P.weights.t().contiguous().t()), InvalidInputError,
+                           "contiguous along heads"),
     "int64 ranges": (changed(start=P.start.long()), InvalidInputError, "cu_seq_len_k_start must be torch.int32"),
     "too few ends": (changed(end=P.end[1:]), InvalidInputError, "cu_seq_len_k_end must be torch.int32"),
-    "clean and compressed": (
-        lambda: prefill(True, 280),
-        InvalidInputError,
-        "clean_logits must be False with max_seqlen_k",
-    ),
+    "clean and compressed": (lambda: prefill(True, 280), InvalidInputError,
+                             "clean_logits must be False with max_seqlen_k"),
     "width below zero": (lambda: prefill(False, -1), InvalidInputError, "max_seqlen_k must be 0, or the width"),
     "two widths": (lambda: prefill(280, 280), InvalidInputError, "the seventh is schedule_meta"),
-    "float16 logits": (
-        lambda: prefill(True, 0, torch.float16),
-        InvalidInputError,
-        "logits_dtype must be torch.float32 or",
-    ),
+    "float16 logits": (lambda: prefill(True, 0, torch.float16), InvalidInputError,
+                       "logits_dtype must be torch.float32 or"),
     "clean is a word": (lambda: prefill("yes"), InvalidInputError, "clean_logits must be True or False"),
     "a schedule": (lambda: prefill(280, schedule_meta=META), UnsupportedError, "schedule_meta must be None"),
     "FP4 scales": (lambda: prefill(q=(P.q, P.scales)), UnsupportedError, "q must have no scales"),
@@ -269,55 +255,29 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "indices": (lambda: decode(320, P.start), UnsupportedError, "indices must be None"),
     "indices by name": (lambda: decode(320, indices=P.start), UnsupportedError, "indices must be None"),
     "no width": (lambda: decode(True), InvalidInputError, "max_context_len must be the width"),
-    "pages of 48": (
-        lambda: decode(cache=torch.zeros(9, 48, 1, 132, dtype=torch.uint8)),
-        UnsupportedError,
-        "blocks of 32, 64 keys",
-    ),
-    "pages that are not aligned": (
-        lambda: decode(cache=D.cache.as_strided((9, 64, 1, 132), (8452, 132, 132, 1))),
-        InvalidInputError,
-        "begin at multiples of 16 bytes",
-    ),
-    "a cache of float8": (
-        lambda: decode(cache=D.cache.view(torch.float8_e4m3fn)),
-        InvalidInputError,
-        "kv_cache must be",
-    ),
-    "lengths of another batch": (
-        lambda: decode(context_lens=D.lengths[:2].contiguous()),
-        InvalidInputError,
-        r"context_lens must be torch.int32 \(3, 2\)",
-    ),
+    "pages of 48": (lambda: decode(cache=torch.zeros(9, 48, 1, 132, dtype=torch.uint8)), UnsupportedError,
+                    "blocks of 32, 64 keys"),
+    "pages that are not aligned": (lambda: decode(cache=D.cache.as_strided((9, 64, 1, 132), (8452, 132, 132, 1))),
+                                   InvalidInputError, "begin at multiples of 16 bytes"),
+    "a cache of float8": (lambda: decode(cache=D.cache.view(torch.float8_e4m3fn)), InvalidInputError,
+                          "kv_cache must be"),
+    "lengths of another batch": (lambda: decode(context_lens=D.lengths[:2].contiguous()), InvalidInputError,
+                                 r"context_lens must be torch.int32 \(3, 2\)"),
     "a table of another batch": (lambda: decode(block_table=D.table[:2]), InvalidInputError, "block_table must be"),
-    "an int64 table": (
-        lambda: decode(block_table=D.table.long()),
-        InvalidInputError,
-        "block_table must be torch.int32",
-    ),
+    "an int64 table": (lambda: decode(block_table=D.table.long()), InvalidInputError,
+                       "block_table must be torch.int32"),
     "a schedule of one row": (lambda: decode(meta=META[:1]), InvalidInputError, "a row for each CTA and one more"),
     "a wide schedule": (lambda: decode(meta=META.repeat(1, 2)), InvalidInputError, "schedule_meta must be"),
-    "metadata: pages": (
-        lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths, 48, 132),
-        UnsupportedError,
-        "block_kv must be one of",
-    ),
-    "metadata: slots": (
-        lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths, 64, 0),
-        InvalidInputError,
-        "num_sms must be a positive number",
-    ),
-    "metadata: int64": (
-        lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths.long(), 64, 132),
-        InvalidInputError,
-        "context_lens must be torch.int32",
-    ),
-    "metadata: indices": (
-        lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths, 64, 132, D.lengths),
-        UnsupportedError,
-        "indices must be None",
-    ),
+    "metadata: pages": (lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths, 48, 132), UnsupportedError,
+                        "block_kv must be one of"),
+    "metadata: slots": (lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths, 64, 0), InvalidInputError,
+                        "num_sms must be a positive number"),
+    "metadata: int64": (lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths.long(), 64, 132), InvalidInputError,
+                        "context_lens must be torch.int32"),
+    "metadata: indices": (lambda: deep_gemm.get_paged_mqa_logits_metadata(D.lengths, 64, 132, D.lengths),
+                          UnsupportedError, "indices must be None"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("mistake", REFUSED)

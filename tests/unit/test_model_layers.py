@@ -1,182 +1,193 @@
-"""Layers of models from their config.json: sizes by family, formats by quantization_config, and configs that are not
-known."""
+"""Layers of models from their config.json: sizes by family and degree, operations, formats, and what is left out."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from model_cases import (
+    BERT,
+    BLOCKS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM_45,
+    LLAMA_8B,
+    MINIMAX_M2,
+    MIXTRAL,
+    QWEN3_5,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    of_experts,
+    precompile,
+    runs,
+    served,
+    sized,
+    why_not,
+)
 
 import deep_gemm
-from deep_gemm.aot import attention, build, model
-from deep_gemm.aot.layers import Plan
+from deep_gemm.aot import attention, model
+from deep_gemm.aot.experts import shares
+from deep_gemm.aot.layers import FP8, GROUPED, Layer, Plan
 from deep_gemm.arch import SM90
-from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.runtime import engine
 
-BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-DEEPSEEK_V32 = {
-    "model_type": "deepseek_v32",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "num_nextn_predict_layers": 1,
-    "quantization_config": BLOCKS,
-}
-GLM_45 = {
-    "model_type": "glm4_moe",
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_routed_experts": 160,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "num_hidden_layers": 92,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-DELTA_NET = {
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-}
-QWEN3_NEXT = DELTA_NET | {
-    "model_type": "qwen3_next",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 48,
-    "num_experts": 512,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "linear_num_value_heads": 32,
-}
-QWEN3_5 = {
-    "model_type": "qwen3_5",
-    "text_config": DELTA_NET
-    | {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 64,
-        "linear_num_value_heads": 48,
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
-    },
-    "vision_config": {"model_type": "qwen3_5", "depth": 27, "hidden_size": 1152},
-    "quantization_config": BLOCKS | {"modules_to_not_convert": ["lm_head", "model.visual", "visual"]},
-}
-BERT = {"model_type": "bert", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+BF16, FP16, ROWWISE = "bf16_gemm_nt", "fp16_gemm_nt", "fp8_gemm_nt_rowwise"
+LLAMA = "qkv_proj 6144x4096 o_proj 4096x4096 mlp.gate_up_proj 28672x4096 mlp.down_proj 4096x14336"
+Config = dict[str, Any]
 
 
-def served(plan: Plan) -> dict[str, tuple[int, int]]:
-    return {layer.name: (layer.n, layer.k) for layer in plan.served}
+def quantised(config: Config, **quantization: Any) -> Config:
+    return config | {"quantization_config": quantization or BLOCKS}
 
 
-def why_not(plan: Plan) -> dict[str, str]:
-    return {layer.name: layer.why_not for layer in plan.layers if layer.why_not}
+def groups(*weights: Config, **more: Any) -> Config:
+    """quantization_config of compressed-tensors."""
+    return {"quant_method": "compressed-tensors", "config_groups": dict(zip("ab", weights, strict=False))} | more
 
 
-def test_deepseek_v32_has_an_indexer_and_a_head_for_the_next_token() -> None:
-    found = model.plan(DEEPSEEK_V32, 8)
-    assert not found.problems
-    assert served(found) | {"indexer.wq_b": (8192, 1536), "indexer.wk": (128, 7168)} == served(found)
-    assert set(why_not(found)) == {"indexer.weights_proj", "mtp.eh_proj"}
-
-
-@pytest.mark.parametrize(("heads", "size", "kernels"), [(64, 128, 4), (32, 128, 4), (24, 128, 0), (64, 96, 0)])
-def test_an_indexer_needs_kernels_for_prompts_and_pages(heads: int, size: int, kernels: int) -> None:
-    layers = model.plan(DEEPSEEK_V32 | {"index_n_heads": heads, "index_head_dim": size}, 8).layers
-    assert attention.indexers(layers) == {(heads, size)}
-    found = [engine.build_request(params).name for params in attention.kernels_of(layers, SM90)]
-    assert len(found) == len(set(found)) == kernels
-    if kernels:
-        assert found[0] == f"fp8_mqa_logits_h{heads}_d128_f32_q{256 // heads}"
-        assert found[1:3] == [f"fp8_paged_mqa_logits_h{heads}_d128_f32_q{next_n}" for next_n in (1, 2)]
-        assert found[3] == "paged_mqa_logits_metadata"
-    assert attention.kernels_of([], SM90) == []
-
-
-def test_qwen3_next_has_linear_attention_and_gated_queries() -> None:
-    found = model.plan(QWEN3_NEXT)
-    assert not found.problems
-    assert served(found) == {
-        "qkv_proj": (2 * 16 * 256 + 2 * 2 * 256, 2048),
-        "o_proj": (2048, 4096),
-        "linear_attn.in_proj_qkvz": (12288, 2048),
-        "linear_attn.out_proj": (2048, 4096),
-        "shared_expert.gate_up_proj": (1024, 2048),
-        "shared_expert.down_proj": (2048, 512),
-        "experts.gate_up_proj": (1024, 2048),
-        "experts.down_proj": (2048, 512),
-    }
+CHANNEL = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "input_activations": {"num_bits": 8}}
+IN_BLOCKS = {"weights": CHANNEL["weights"] | {"strategy": "block", "block_structure": [128, 128]}}
+GQA = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64}
+GQA |= {"num_key_value_heads": 8, "head_dim": 128}
+# fmt: off
+SIZES: dict[str, tuple[Config, int, str]] = {
+    "llama": (LLAMA_8B, 1, LLAMA), "heads of 64 rows": (LLAMA_8B | {"hidden_size": 2048}, 4, "qkv_proj 768x2048"),
+    "a copy of one head": (GQA | {"torch_dtype": "bfloat16"}, 16, "qkv_proj 768x5120"),
+    "wide heads": (GQA, 1, "o_proj 5120x8192"),
+    "nested, without dense layers": (
+        {"text_config": GQA | {"model_type": "qwen3_moe", "num_experts": 128, "moe_intermediate_size": 1536}}, 1,
+        "experts.gate_up_proj 128x3072x5120 experts.down_proj 128x5120x1536"),
+    "v3": (DEEPSEEK_V3, 8, ("qkv_a_proj 2112x7168 kv_a_proj 576x7168 q_b_proj 3072x1536 kv_b_proj 4096x512 "
+                            "o_proj 7168x2048 mlp.gate_up_proj 4608x7168 mlp.down_proj 7168x2304 "
+                            "shared_expert.gate_up_proj 512x7168 shared_expert.down_proj 7168x256")),
+    "no blocks of scales": (LLAMA_8B | {"torch_dtype": "bfloat16"}, 32, "mlp.gate_up_proj 896x4096"),
+    "ragged": (LLAMA_8B | {"num_key_value_heads": 1, "head_dim": 64, "num_attention_heads": 9}, 1, "qkv_proj 704x4096"),
+    # Weights with ragged blocks stay apart where they come with scales.
+    "ragged blocks": (quantised(LLAMA_8B | {"num_key_value_heads": 1, "head_dim": 64, "num_attention_heads": 9}), 1,
+                      "q_proj 576x4096 k_proj 64x4096 v_proj 64x4096"),
+    "v3.2": (DEEPSEEK_V32, 8, "indexer.wq_b 8192x1536 indexer.wk 128x7168"),
+    "qwen3-next": (QWEN3_NEXT, 1, ("qkv_proj 9216x2048 o_proj 2048x4096 linear_attn.in_proj_qkvz 12288x2048 "
+                   "linear_attn.out_proj 2048x4096 shared_expert.gate_up_proj 1024x2048 "
+                   "shared_expert.down_proj 2048x512 experts.gate_up_proj 512x1024x2048 "
+                   "experts.down_proj 512x2048x512")),
     # Two heads of keys on four GPUs: each has a copy of one. Linear attention is split by heads.
-    split = served(model.plan(QWEN3_NEXT, 4))
-    assert split["qkv_proj"] == (2 * 4 * 256 + 2 * 256, 2048)
-    assert split["linear_attn.in_proj_qkvz"] == (12288 // 4, 2048)
-    assert split["linear_attn.out_proj"] == (2048, 1024)
+    "qwen3-next on four": (QWEN3_NEXT, 4, ("qkv_proj 2560x2048 linear_attn.in_proj_qkvz 3072x2048 "
+                           "linear_attn.out_proj 2048x1024")),
+    "qwen3.5": (QWEN3_5, 1, ("qkv_proj 14336x5120 o_proj 5120x6144 linear_attn.in_proj_qkvz 16384x5120 "
+                "linear_attn.out_proj 5120x6144 mlp.gate_up_proj 34816x5120 mlp.down_proj 5120x17408")),
+}
+WHOLE = ("llama", "qwen3-next", "qwen3.5")
+OPERATIONS: list[tuple[Config, str]] = [
+    ({"torch_dtype": "bfloat16"}, BF16), ({"torch_dtype": "float16"}, FP16), ({"dtype": "bfloat16"}, BF16),
+    ({"torch_dtype": "torch.float16"}, FP16), ({"torch_dtype": "float32"}, FP8), ({"torch_dtype": None}, FP8),
+    ({"torch_dtype": 7}, FP8), ({}, FP8), ({"torch_dtype": "bfloat16", "quantization_config": BLOCKS}, FP8),
+    *((quantised({}, **asked), ROWWISE) for asked in (
+        groups(CHANNEL, ignore=["lm_head"]),
+        groups(CHANNEL | {"weights": CHANNEL["weights"] | {"strategy": "tensor"}}),
+        {"quant_method": "fbgemm_fp8"}, {"quant_method": "ptpc_fp8"}, {"quant_method": "modelopt", "quant_algo": "FP8"},
+        BLOCKS | {"weight_block_size": None}, BLOCKS | {"weight_block_size": None, "activation_scheme": "static"})),
+]
+NOT_SERVED: list[tuple[Config, str]] = [
+    ({"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ"), ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
+    (BLOCKS | {"weight_block_size": [64, 64]}, "64 x 64 blocks"),
+    (BLOCKS | {"activation_scheme": "static"}, "activations have one scale per tensor"),
+    (BLOCKS | {"fmt": "e5m2"}, "not E4M3"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt's 'NVFP4'"),
+    (groups({"weights": CHANNEL["weights"]}), "its activations are not FP8"),
+    (groups({"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}), "of 4 bits"),
+    (groups(CHANNEL, IN_BLOCKS), "scales of several kinds"), ({"quant_method": "new"}, "quant_method 'new'"),
+]
+ODD = QWEN3_MOE | {"moe_intermediate_size": 770}
+REFUSED: list[tuple[Config, int, int, str]] = [
+    (LLAMA_8B | {"num_key_value_heads": 5}, 1, 1, "multiple of num_key_value_heads"),
+    (LLAMA_8B | {"num_attention_heads": 24}, 1, 1, "multiple of num_attention_heads"),
+    (LLAMA_8B | {"layer_types": "full"}, 1, 1, "layer_types"),
+    (LLAMA_8B | {"quantization_config": "fp8"}, 1, 1, "quantization_config must be an object"),
+    (quantised(LLAMA_8B, **BLOCKS | {"weight_block_size": 128}), 1, 1, "weight_block_size"),
+    (quantised(LLAMA_8B, **BLOCKS | {"modules_to_not_convert": "lm_head"}), 1, 1, "modules_to_not_convert"),
+    (quantised(LLAMA_8B, **BLOCKS | {"ignored_layers": ["re:("]}), 1, 1, "ignored_layers"),
+    (quantised(LLAMA_8B, quant_method="compressed-tensors"), 1, 1, "config_groups"),
+    (LLAMA_8B, 3, 1, "multiple of tp"), (LLAMA_8B, 0, 1, "tp must be at least 1"),
+    (LLAMA_8B, 1, 2, "without routed"), (MIXTRAL, 8, 0, "ep must be at least 1"),
+    (DEEPSEEK_V3, 1, 3, "^ep must divide the model's 256 routed experts, but it is 3[.]"),
+    (MIXTRAL, 1, 16, "^ep must divide the model's 8 routed experts, but it is 16[.]"),
+    (MINIMAX_M2 | {"num_local_experts": 24}, 4, 6, "^ep must divide tp or be a multiple of it, but ep is 6"),
+    (ODD, 4, 1, "^N of experts.gate_proj must be a multiple of tp, but it is 770 and tp is 4[.]"),
+    (ODD, 8, 2, "^N of experts.gate_proj must be a multiple of tp / ep, but it is 770 and tp / ep is 4[.]"),
+    (MIXTRAL | {"num_experts_per_tok": "two"}, 1, 1, "^num_experts_per_tok of the model's config must be a whole"),
+]
+EXPERTS: list[tuple[Config, int, int, str, int, str]] = [
+    (DEEPSEEK_V3, 1, 1, FP8, 256, "4096x7168 7168x2048"), (DEEPSEEK_V3, 8, 1, FP8, 256, "512x7168 7168x256"),
+    (DEEPSEEK_V3, 8, 8, FP8, 32, "4096x7168 7168x2048"), (DEEPSEEK_V3, 8, 4, FP8, 64, "2048x7168 7168x1024"),
+    (DEEPSEEK_V3, 1, 32, FP8, 8, "4096x7168 7168x2048"), (QWEN3_MOE, 1, 1, BF16, 128, "1536x2048 2048x768"),
+    (QWEN3_MOE, 4, 1, BF16, 128, "384x2048 2048x192"), (QWEN3_MOE, 4, 4, BF16, 32, "1536x2048 2048x768"),
+    (MIXTRAL, 2, 1, BF16, 8, "14336x4096 4096x7168"), (MINIMAX_M2, 1, 8, FP8, 32, "3072x3072 3072x1536"),
+    (GLM_45, 4, 4, FP8, 40, "3072x5120 5120x1536"), (QWEN3_NEXT, 1, 16, FP8, 32, "1024x2048 2048x512"),
+    (MIXTRAL | {"torch_dtype": "float32"}, 1, 8, FP8, 1, "28672x4096 4096x14336"),
+]
+# fmt: on
 
 
-def test_qwen3_5_is_dense_with_linear_attention_and_a_vision_tower() -> None:
-    found = model.plan(QWEN3_5)
-    assert not found.problems, "its vision tower is left out of quantisation"
-    assert served(found) == {
-        "qkv_proj": (2 * 24 * 256 + 2 * 4 * 256, 5120),
-        "o_proj": (5120, 24 * 256),
-        "linear_attn.in_proj_qkvz": (2 * 2048 + 2 * 6144, 5120),
-        "linear_attn.out_proj": (5120, 6144),
-        "mlp.gate_up_proj": (2 * 17408, 5120),
-        "mlp.down_proj": (5120, 17408),
-    }
-    plain = {name: value for name, value in QWEN3_5.items() if name != "quantization_config"}
-    (problem,) = model.plan(plain).problems
-    assert problem.startswith("vision_config of the model's config is not read")
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_by_family_and_degree(name: str) -> None:
+    config, tp, wanted = SIZES[name]
+    found = model.plan(config, tp)
+    assert found.problems == ()
+    assert sized(wanted).items() <= served(found).items()
+    assert name not in WHOLE or served(found) == sized(wanted)
 
 
-def test_layers_of_both_kinds_are_looked_for_in_layer_types() -> None:
-    strange = model.plan(LLAMA_8B | {"layer_types": ["full_attention", "mamba", "sliding_attention"]})
-    assert "'mamba'" in strange.problems[0]
-    assert "qkv_proj" in served(strange)
+@pytest.mark.parametrize(("fields", "op"), OPERATIONS)
+def test_a_config_says_what_its_layers_run(fields: Config, op: str) -> None:
+    found = model.plan(LLAMA_8B | fields)
+    assert (served(found), runs(found), found.problems) == (sized(LLAMA), {op}, ())
+    # A caller that casts the model when loading it says so; a quantised model keeps its format.
+    kept = op if "quantization_config" in fields else ""
+    assert runs(model.plan(LLAMA_8B | fields, op=FP8)) == {kept or FP8}
+    assert runs(model.plan(LLAMA_8B | fields, op=BF16)) == {kept or BF16}
 
 
-@pytest.mark.parametrize("field", ["mlp_only_layers", "decoder_sparse_step", "moe_layer_freq"])
-def test_a_mixture_may_have_dense_layers_too(field: str) -> None:
-    mixture = LLAMA_8B | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512}
-    assert "mlp.down_proj" not in served(model.plan(mixture))
-    assert "mlp.down_proj" in served(model.plan(mixture | {field: [0] if field == "mlp_only_layers" else 2}))
+def test_the_dtype_may_be_outside_of_the_language_model() -> None:
+    assert runs(model.plan({"model_type": "mistral3", "torch_dtype": "bfloat16", "text_config": LLAMA_8B})) == {BF16}
+
+
+@pytest.mark.parametrize(("quantization", "words"), NOT_SERVED, ids=lambda it: it if isinstance(it, str) else "")
+def test_other_quantisation_is_not_served(tmp_path: Path, quantization: Config, words: str) -> None:
+    config = LLAMA_8B | {"quantization_config": quantization}
+    found = model.plan(config)
+    assert served(found) == {}
+    assert all(words in reason for reason in (*why_not(found).values(), *found.problems))
+    assert {problem.split(" ")[0] for problem in found.problems} - {"The"} == set(why_not(found))
+    for arguments in ((), ("--dry-run",), ("--allow-partial",), ("--dry-run", "--allow-partial")):
+        result = precompile(tmp_path, config, *arguments)
+        assert result.exit_code == 3, result.output
+        assert words in result.output
+        assert "nothing to compile" in result.output
+    with pytest.raises(UnsupportedError, match="cannot be served"):
+        deep_gemm.precompile(config)
+
+
+@pytest.mark.parametrize(("config", "tp", "ep", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_in_words(config: Config, tp: int, ep: int, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        model.plan(config, tp, ep)
+
+
+FIELDS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "q_lora_rank",
+          "kv_lora_rank", "n_shared_experts", "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace",
+          "num_hidden_layers", "index_n_heads", "qk_rope_head_dim", "num_nextn_predict_layers")  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_wrong_field_is_named(field: str) -> None:
+    for value in ("8", "two", -1, 1.5, float("nan"), [8], {}, True, 10**30, 2**31):
+        with pytest.raises(InvalidInputError, match=f"{field} of the model's config must be a whole number"):
+            model.plan(DEEPSEEK_V32 | {field: value})
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "mamba2", "gpt2", 7, ["llama"]])
@@ -188,142 +199,150 @@ def test_a_family_that_is_not_known_gets_no_invented_layers(kind: Any) -> None:
         deep_gemm.precompile(BERT | {"model_type": kind})
 
 
+@pytest.mark.parametrize("call", [model.plan, deep_gemm.precompile])
+@pytest.mark.parametrize("op", ["gemm", GROUPED[FP8][2]])
+def test_a_model_runs_dense_operations_that_exist(call: Any, op: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"op must be one of fp8_gemm_nt, .*bf16_gemm_nt.*'{op}'"):
+        call(QWEN3_MOE, op=op)
+
+
+@pytest.mark.parametrize(("heads", "size", "kernels"), [(64, 128, 4), (32, 128, 4), (24, 128, 0), (64, 96, 0)])
+def test_an_indexer_needs_kernels_for_prompts_and_pages(heads: int, size: int, kernels: int) -> None:
+    layers = model.plan(DEEPSEEK_V32 | {"index_n_heads": heads, "index_head_dim": size}, 8).layers
+    assert attention.indexers(layers) == {(heads, size)}
+    found = [engine.build_request(params).name for params in attention.kernels_of(layers, SM90)]
+    assert len(found) == len(set(found)) == kernels
+    if kernels:
+        pages = [f"fp8_paged_mqa_logits_h{heads}_d128_f32_q{next_n}" for next_n in (1, 2)]
+        assert found == [f"fp8_mqa_logits_h{heads}_d128_f32_q{256 // heads}", *pages, "paged_mqa_logits_metadata"]
+    assert attention.kernels_of([], SM90) == []
+
+
+def test_what_is_not_read_or_strange_is_a_problem() -> None:
+    plain = {name: value for name, value in QWEN3_5.items() if name != "quantization_config"}
+    (problem,) = model.plan(plain).problems
+    assert problem.startswith("vision_config of the model's config is not read")
+    strange = model.plan(LLAMA_8B | {"layer_types": ["full_attention", "mamba", "sliding_attention"]})
+    assert "'mamba'" in strange.problems[0]
+    assert "qkv_proj" in served(strange)
+
+
+@pytest.mark.parametrize("field", ["mlp_only_layers", "decoder_sparse_step", "moe_layer_freq"])
+def test_a_mixture_may_have_dense_layers_too(field: str) -> None:
+    mixture = LLAMA_8B | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512}
+    assert "mlp.down_proj" not in served(model.plan(mixture))
+    assert "mlp.down_proj" in served(model.plan(mixture | {field: [0] if field == "mlp_only_layers" else 2}))
+    dense = {name: value for name, value in MIXTRAL.items() if "experts" not in name} | {"model_type": "llama"}
+    assert of_experts(model.plan(dense)) == []
+
+
 def test_tensor_parallelism_must_not_split_a_block_of_scales() -> None:
+    """1536 / 8 = 192."""
     found = model.plan(GLM_45, 8)
     assert len(found.problems) == 4, "of the experts, too"
-    for name, sizes in (("gate_up_proj", "384 x 5120"), ("down_proj", "5120 x 192")):
-        assert any(f"shared_expert.{name} ({sizes})" in problem and "192" in problem for problem in found.problems)
-    assert "shared_expert.down_proj" not in served(found)
+    for name, size in (("gate_up_proj", "384 x 5120"), ("down_proj", "5120 x 192")):
+        for layer in ("shared_expert", "experts"):
+            (problem,) = (problem for problem in found.problems if problem.startswith(f"{layer}.{name} ({size})"))
+            assert "on each of 8 GPUs is 192, no multiple of 128" in problem or layer == "shared_expert"
+    assert not {name for name in served(found) if "expert" in name}
     assert not model.plan(GLM_45, 4).problems
+    assert not {name for name in served(model.plan(GLM_45, 16, 2)) if name.startswith("experts")}
+    assert model.plan(LLAMA_8B, 32).problems
+    assert "qkv_proj (" in model.plan(LLAMA_8B | {"hidden_size": 2048}, 8).problems[0]
     with pytest.raises(UnsupportedError, match="share the scale of one block"):
         deep_gemm.precompile(GLM_45, tp=8)
 
 
-def test_a_head_of_64_rows_splits_a_block_too() -> None:
-    small = LLAMA_8B | {"hidden_size": 2048}
-    assert not model.plan(small, 4).problems
-    assert "qkv_proj (" in model.plan(small, 8).problems[0]
+def test_glm_46_in_fp8_is_served_but_for_its_experts(tmp_path: Path) -> None:
+    """Published with a scale per channel, which has no form with groups."""
+    config = GLM_45 | {"quantization_config": groups(CHANNEL)}
+    found = model.plan(config)
+    assert {layer.name for layer in found.served} >= {"qkv_proj", "o_proj", "mlp.down_proj", "shared_expert.down_proj"}
+    assert {problem.split(" ")[0] for problem in found.problems} == {"experts.gate_up_proj", "experts.down_proj"}
+    assert precompile(tmp_path, config, "--dry-run").exit_code == 3
+    assert precompile(tmp_path, config, "--dry-run", "--allow-partial").exit_code == 0
 
 
-def test_weights_with_ragged_blocks_stay_apart_where_they_come_with_scales() -> None:
-    ragged = LLAMA_8B | {"num_key_value_heads": 1, "head_dim": 64, "num_attention_heads": 9}
-    assert set(served(model.plan(ragged))) >= {"qkv_proj"}
-    assert set(served(model.plan(ragged | {"quantization_config": BLOCKS}))) >= {"q_proj", "k_proj", "v_proj"}
+def test_what_other_libraries_multiply_is_no_problem(tmp_path: Path) -> None:
+    assert set(why_not(model.plan(DEEPSEEK_V32, 8))) == {"indexer.weights_proj", "mtp.eh_proj"}
+    result = precompile(tmp_path, DEEPSEEK_V32, "--dry-run")
+    assert result.exit_code == 0
+    assert "elsewhere: it stays in bfloat16." in result.output
+    assert " no: " not in result.output
+    all_left = quantised(LLAMA_8B, **BLOCKS | {"modules_to_not_convert": ["self_attn", "mlp"]})
+    for arguments in ((), ("--dry-run",)):
+        assert precompile(tmp_path, all_left, *arguments).exit_code == 3, "there is nothing to compile"
 
 
-FIELDS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "q_lora_rank",
-          "kv_lora_rank", "n_shared_experts", "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace",
-          "num_hidden_layers", "index_n_heads", "qk_rope_head_dim", "num_nextn_predict_layers")  # fmt: skip
-
-
-@pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("value", ["8", "two", -1, 1.5, float("nan"), [8], {}, True, 10**30, 2**31])
-def test_a_wrong_field_is_named(field: str, value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=f"{field} of the model's config must be a whole number"):
-        model.plan(DEEPSEEK_V32 | {field: value})
+def test_modules_that_are_left_out_are_not_served_unless_only_some_layers_are() -> None:
+    asked = groups(IN_BLOCKS, ignore=["lm_head", "re:.*self_attn.*"])
+    found = model.plan(LLAMA_8B | {"quantization_config": asked})
+    assert set(served(found)) == {"mlp.gate_up_proj", "mlp.down_proj"}
+    assert "leaves it as it is" in why_not(found)["o_proj"]
+    names = [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
+    for left, known in ((names[:1], served), (names, why_not)):
+        config = quantised(LLAMA_8B | {"num_hidden_layers": 2}, **BLOCKS | {"modules_to_not_convert": left})
+        assert "mlp.down_proj" in known(model.plan(config))
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("config", "name"),
     [
-        ({"num_key_value_heads": 5}, "multiple of num_key_value_heads"),
-        ({"num_attention_heads": 24}, "multiple of num_attention_heads"),
-        ({"layer_types": "full"}, "layer_types"),
-        ({"quantization_config": "fp8"}, "quantization_config must be an object"),
-        ({"quantization_config": BLOCKS | {"weight_block_size": 128}}, "weight_block_size"),
-        ({"quantization_config": BLOCKS | {"modules_to_not_convert": "lm_head"}}, "modules_to_not_convert"),
-        ({"quantization_config": BLOCKS | {"ignored_layers": ["re:("]}}, "ignored_layers"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
+        *((GLM_45 | {"num_nextn_predict_layers": 1}, "mtp.eh_proj"), (QWEN3_NEXT, "linear_attn.in_proj_ba")),
+        (DEEPSEEK_V32 | {"quantization_config": None}, "mtp.eh_proj"),
     ],
 )
-def test_fields_that_do_not_fit_are_refused_in_words(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidInputError, match=words):
-        model.plan(LLAMA_8B | change)
+def test_a_model_of_16_bits_has_no_layer_that_stays_in_16_bits(config: Config, name: str) -> None:
+    in_16_bits, cast = model.plan(config | {"torch_dtype": "bfloat16"}), model.plan(config)
+    assert {layer.op for layer in in_16_bits.served if layer.name == name} == {BF16}
+    assert name in {layer.name for layer in cast.layers if layer.elsewhere}
+    assert cast.problems == in_16_bits.problems == ()
 
 
-def precompile(folder: Path, config: Any, *arguments: str) -> Result:
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    return CliRunner().invoke(app, ["precompile", "--model", str(path), "--m", "64", *arguments])
+def ops_of_experts(found: Plan) -> set[str]:
+    return {layer.op for layer in of_experts(found) if not layer.why_not}
 
 
-def test_the_command_lists_layers_and_compiles_nothing_of_what_is_not_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[Any] = []
-    monkeypatch.setattr(build, "build", lambda params: built.append(params) or build.Outcome("k", (), params))
-    result = precompile(tmp_path, GLM_45, "--tp", "8")
-    assert result.exit_code == 3
-    assert "shared_expert.down_proj" in result.output
-    assert "--allow-partial" in result.output
-    result = precompile(tmp_path, GLM_45, "--tp", "8", "--dry-run")
-    assert result.exit_code == 3
-    result = precompile(tmp_path, GLM_45, "--tp", "8", "--dry-run", "--allow-partial")
-    assert result.exit_code == 0, result.output
-    assert "kernels would be compiled" in result.output
-    assert not built
-    assert precompile(tmp_path, GLM_45, "--tp", "8", "--allow-partial").exit_code == 1, "the fake builds nothing"
-    assert built
-    assert precompile(tmp_path, BERT, "--allow-partial").exit_code == 3
+@pytest.mark.parametrize(("config", "tp", "ep", "op", "groups", "sizes"), EXPERTS)
+def test_experts_of_a_config(config: Config, tp: int, ep: int, op: str, groups: int, sizes: str) -> None:
+    found = model.plan(config, tp, ep)
+    assert found.problems == ()
+    assert ops_of_experts(found) == set(GROUPED[op])
+    names = ("experts.gate_up_proj", "experts.down_proj")
+    wanted = [(name, groups, *map(int, size.split("x"))) for name, size in zip(names, sizes.split(), strict=True)]
+    assert {(x.name, x.groups, x.n, x.k) for x in of_experts(found)} == set(wanted)
 
 
-def test_a_plan_as_json(tmp_path: Path) -> None:
-    result = precompile(tmp_path, DEEPSEEK_V32, "--tp", "8", "--dry-run", "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.output)
-    assert report["problems"] == []
-    assert report["compiled"] is None
-    layers = {layer["name"]: layer for layer in report["layers"]}
-    assert layers["o_proj"] == {
-        "name": "o_proj",
-        "n": 7168,
-        "k": 2048,
-        "op": "fp8_gemm_nt",
-        "groups": 1,
-        "m": "M = 64",
-        "kernels": 1,
-        "served": True,
-        "why_not": "",
-        "elsewhere": False,
-    }
-    assert not layers["mtp.eh_proj"]["served"]
-    assert json.loads(precompile(tmp_path, BERT, "--json").output)["problems"]
+def test_experts_of_another_format() -> None:
+    assert ops_of_experts(model.plan(QWEN3_MOE, op=FP8)) == set(GROUPED[FP8])
+    assert ops_of_experts(model.plan(DEEPSEEK_V3, op=BF16)) == set(GROUPED[FP8]), "a quantised model keeps its format"
+    for op in (FP16, ROWWISE):
+        found = model.plan(QWEN3_MOE, op=op)
+        said = {layer.why_not for layer in of_experts(found)}
+        assert said == {f"experts run in FP8 or bfloat16, and {op} has no form with groups."}
+        assert [problem.split(" ")[0] for problem in found.problems] == ["experts.gate_up_proj", "experts.down_proj"]
+    left_out = model.plan(quantised(QWEN3_MOE, **BLOCKS | {"modules_to_not_convert": ["experts"]}))
+    assert {layer.why_not for layer in of_experts(left_out)} == {"quantization_config leaves it as it is."}
+    assert left_out.problems == ()
+    awq = of_experts(model.plan(quantised(QWEN3_MOE, quant_method="awq")))
+    assert [layer.why_not for layer in awq] == ["its weights are 4-bit integers (AWQ)."] * 2, "each once"
 
 
-def test_shapes_that_no_call_can_use_are_refused() -> None:
-    result = CliRunner().invoke(app, ["precompile", "--shape", "128x2047", "--m", "64"])
-    assert result.exit_code == 3
-    assert "K must be a multiple of 16" in result.output
-    assert "K = 2048" in result.output
-    with pytest.raises(UnsupportedError, match="multiple of 16"):
-        deep_gemm.precompile([(128, 2047)])
-    result = CliRunner().invoke(app, ["precompile", "--shape", "0x2048"])
-    assert result.exit_code == 2
-    assert "N of the shape '0x2048' must be a whole number from 1" in result.output
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 40))
+def test_every_expert_is_somewhere(log_tp: int, log_ep: int, some: int) -> None:
+    tp, ep = 1 << log_tp, 1 << log_ep
+    groups, parts = shares(some * ep, tp, ep)
+    assert (groups * ep, parts) == (some * ep, max(1, tp // ep))
 
 
-def test_three_numbers_are_one_m_and_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(app, ["precompile", "--shape", "64x7168x2048", "--dry-run"])
-    assert result.exit_code == 0, result.output
-    assert "M = 64" in result.output
-    assert "every M" not in result.output
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [({"HOME": "/dev/null/x"}, "stored nowhere"), ({"DG_JIT_CACHE_DIR": "/proc/nothing"}, "stored")],
-)
-def test_nothing_is_called_compiled_that_is_not_kept(
-    variables: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    monkeypatch.delenv("DG_JIT_CACHE_DIR", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    shape = ("precompile", "--shape", "8x128x256", "--jobs", "2")
-    result = CliRunner().invoke(app, shape)
-    assert result.exit_code == 1
-    assert words in result.output
-    # A pack does not need the cache.
-    assert CliRunner().invoke(app, [*shape, "--pack", str(tmp_path / "a.dgpack")]).exit_code == 0
+def test_all_tokens_of_all_gpus_may_go_to_the_experts_of_one() -> None:
+    found = of_experts(model.plan(DEEPSEEK_V3, 8, 8))
+    # 8 GPUs with 1000 tokens each: each token goes to 8 of the 32 experts here, and each of these begins at 128 rows.
+    rows = {layer.op: layer.most_rows(1000) for layer in found}
+    assert rows == dict(zip(GROUPED[FP8], (64000 + 33 * 127, 64000 + 33 * 127, 8000), strict=True))
+    few = of_experts(model.plan(DEEPSEEK_V3, 1, 64))
+    assert {layer.most_rows(1) for layer in few} == {64 * 8 + 5 * 127, 64}, "a token goes to an expert once"
+    unknown = of_experts(model.plan(DEEPSEEK_V32, 1, 16))
+    assert {layer.most_rows(1) for layer in unknown} == {16 * 16 + 17 * 127, 16}, "it may go to all of them"
+    assert {layer.most_rows(2**31 - 1) for layer in found} == {2**31 - 1}
+    assert Layer("", 1, 16).most_rows(1000) == 1000

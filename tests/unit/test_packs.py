@@ -7,7 +7,6 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jit_fakes import FakeCompiler, builder, cubin_of, request
@@ -187,40 +186,6 @@ def test_bad_packs_are_warned_of_once_and_named(tmp_path: Path, caplog: pytest.L
     assert all(one["problem"] for name, one in found.items() if name != "good")
     assert cache_info(build)["statistics"]["hits"] == {"memory": 3, "pack": 3, "disk": 0}
     assert json.loads(json.dumps(found)) == found
-
-
-def test_a_pack_that_anybody_can_change_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "folder"
-    pack = make(folder / "a.dgpack")
-
-    def layer_of(path: Path = pack, **options: Any) -> str:
-        with settings.override(**options):
-            return (
-                user(tmp_path / "none" / str(len(caplog.records)) / "root", path, include_dir=tmp_path)[0]
-                .build(sources()[0])
-                .layer
-            )
-
-    assert layer_of() == "pack"
-    pack.chmod(0o666)
-    assert layer_of() == "compiled"
-    assert "other users can write to" in messages(caplog)[-1]
-    assert layer_of(trust_cache_dir=True) == "pack"
-    pack.chmod(0o644)
-    for mode in (0o777, 0o775):
-        folder.chmod(mode)
-        reset_warnings()
-        assert layer_of() == "compiled"
-        assert (
-            f"others can replace it, since other users can write to {folder} (mode {mode:04o})" in messages(caplog)[-1]
-        )
-    link = tmp_path / "link.dgpack"
-    link.symlink_to(pack)
-    assert layer_of(link) == "compiled", "the directory of what a link points to counts too"
-    folder.chmod(0o1777)
-    assert layer_of() == "pack"
-    folder.chmod(0o755)
-    assert layer_of(link) == "pack"
 
 
 def test_ptxas_check_holds_for_packs(tmp_path: Path) -> None:

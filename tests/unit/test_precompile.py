@@ -8,90 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from model_cases import BERT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_45, LLAMA_8B, precompile
 
+import deep_gemm
 from deep_gemm.aot import build, workload
 from deep_gemm.aot.workload import GemmShape, Layer
-from deep_gemm.errors import CompileError, InvalidInputError, SettingError
+from deep_gemm.cli.app import app
+from deep_gemm.errors import CompileError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.runtime import engine
-
-DEEPSEEK_V3 = {
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-QWEN3_32B = {
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-
-
-def sizes(config: dict[str, Any], tp: int = 1) -> dict[str, tuple[int, int]]:
-    return {layer.name: (layer.n, layer.k) for layer in workload.model_layers(config, tp)}
-
-
-def test_deepseek_v3() -> None:
-    found = sizes(DEEPSEEK_V3)
-    assert found == {
-        "qkv_a_proj": (2112, 7168),
-        "kv_a_proj": (576, 7168),
-        "q_b_proj": (24576, 1536),
-        "kv_b_proj": (32768, 512),
-        "o_proj": (7168, 16384),
-        "mlp.gate_up_proj": (36864, 7168),
-        "mlp.down_proj": (7168, 18432),
-        "shared_expert.gate_up_proj": (4096, 7168),
-        "shared_expert.down_proj": (7168, 2048),
-        "experts.gate_up_proj": (4096, 7168),
-        "experts.down_proj": (7168, 2048),
-    }
-
-
-def test_tensor_parallel_splits_heads_and_intermediate_sizes_only() -> None:
-    whole, split = sizes(DEEPSEEK_V3), sizes(DEEPSEEK_V3, 8)
-    assert split["qkv_a_proj"] == whole["qkv_a_proj"]
-    assert split["q_b_proj"] == (24576 // 8, 1536)
-    assert split["o_proj"] == (7168, 16384 // 8)
-    assert split["shared_expert.gate_up_proj"] == (4096 // 8, 7168)
-
-
-def test_grouped_query_attention() -> None:
-    assert sizes(LLAMA_8B)["qkv_proj"] == (6144, 4096)
-    assert sizes(QWEN3_32B)["o_proj"] == (5120, 8192)
-    # 8 key-value heads on 16 GPUs: each holds a copy of one, so 4 query heads and one of each.
-    assert sizes(QWEN3_32B, 16)["qkv_proj"] == ((4 + 2) * 128, 5120)
-
-
-def test_a_nested_text_config_and_a_mixture_without_dense_layers() -> None:
-    nested = {"text_config": QWEN3_32B | {"num_experts": 128, "moe_intermediate_size": 1536}}
-    assert set(sizes(nested)) == {"qkv_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"}
-
-
-@pytest.mark.parametrize(
-    ("config", "tp", "words"),
-    [
-        ({"hidden_size": 4096}, 1, "num_attention_heads"),
-        (LLAMA_8B | {"intermediate_size": "many"}, 1, "intermediate_size"),
-        (LLAMA_8B, 3, "multiple of tp"),
-        (LLAMA_8B, 0, "tp must be at least 1"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused_in_words(config: dict[str, Any], tp: int, words: str) -> None:
-    with pytest.raises(InvalidInputError, match=words):
-        workload.model_layers(config, tp)
 
 
 def test_parse_sizes() -> None:
@@ -265,9 +190,70 @@ def test_what_is_no_workload_is_refused_in_words(what: Any) -> None:
         workload.shapes_of(what)
 
 
+def test_the_command_lists_layers_and_compiles_nothing_of_what_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(build, "build", lambda params: built.append(params) or build.Outcome("k", (), params))
+    result = precompile(tmp_path, GLM_45, "--tp", "8")
+    assert result.exit_code == 3
+    assert "shared_expert.down_proj" in result.output
+    assert "--allow-partial" in result.output
+    assert precompile(tmp_path, GLM_45, "--tp", "8", "--dry-run").exit_code == 3
+    result = precompile(tmp_path, GLM_45, "--tp", "8", "--dry-run", "--allow-partial")
+    assert result.exit_code == 0, result.output
+    assert "kernels would be compiled" in result.output
+    assert not built
+    assert precompile(tmp_path, GLM_45, "--tp", "8", "--allow-partial").exit_code == 1, "the fake builds nothing"
+    assert built
+    assert precompile(tmp_path, BERT, "--allow-partial").exit_code == 3
+
+
+def test_a_plan_as_json(tmp_path: Path) -> None:
+    result = precompile(tmp_path, DEEPSEEK_V32, "--tp", "8", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert (report["problems"], report["compiled"]) == ([], None)
+    layers = {layer["name"]: layer for layer in report["layers"]}
+    wanted = {"name": "o_proj", "n": 7168, "k": 2048, "op": "fp8_gemm_nt", "groups": 1, "m": "M = 64", "kernels": 1}
+    assert layers["o_proj"] == wanted | {"served": True, "why_not": "", "elsewhere": False}
+    assert not layers["mtp.eh_proj"]["served"]
+    assert json.loads(precompile(tmp_path, BERT, "--json").output)["problems"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["precompile", *arguments])
+
+
+def test_shapes_that_no_call_can_use_are_refused() -> None:
+    result = run("--shape", "128x2047", "--m", "64")
+    assert result.exit_code == 3
+    assert "K must be a multiple of 16" in result.output
+    assert "K = 2048" in result.output
+    with pytest.raises(UnsupportedError, match="multiple of 16"):
+        deep_gemm.precompile([(128, 2047)])
+    result = run("--shape", "0x2048")
+    assert result.exit_code == 2
+    assert "N of the shape '0x2048' must be a whole number from 1" in result.output
+    result = run("--shape", "64x7168x2048", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "M = 64" in result.output
+    assert "every M" not in result.output
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize(
-    ("config", "ep", "words"), [(DEEPSEEK_V3, 3, "256 routed experts"), (LLAMA_8B, 2, "without routed")]
+    ("variable", "value", "words"),
+    [("HOME", "/dev/null/x", "stored nowhere"), ("DG_JIT_CACHE_DIR", "/proc/nothing", "stored")],
 )
-def test_expert_parallel_degrees_must_fit(config: dict[str, Any], ep: int, words: str) -> None:
-    with pytest.raises(InvalidInputError, match=words):
-        workload.model_layers(config, 1, ep)
+def test_nothing_is_called_compiled_that_is_not_kept(
+    variable: str, value: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    monkeypatch.delenv("DG_JIT_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, value)
+    result = run("--shape", "8x128x256", "--jobs", "2")
+    assert result.exit_code == 1
+    assert words in result.output
+    # A pack does not need the cache.
+    assert run("--shape", "8x128x256", "--jobs", "2", "--pack", str(tmp_path / "a.dgpack")).exit_code == 0

@@ -58,6 +58,9 @@ def test_copies_of_the_kernel_cover_every_byte_once_and_fit_a_stage(units: int, 
     assert end == size
     counts = [len(mine) for mine in found]
     assert max(counts) - min(counts) <= 1
+    most, piece = max(counts), floor.piece_bytes(size, ctas)
+    assert most * piece < size / ctas + (most + 1) * floor.UNIT  # the CTA that reads most has its share, rounded up
+    assert most <= -(-size // (ctas * floor.STAGE_BYTES))
 
 
 @pytest.mark.parametrize("size", [16, 256, 131 * 128, 133 * 128, 208 * 144, 132 * 16384 + 16])
@@ -148,6 +151,16 @@ def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
     assert read == ([([x.b for x in sets], False), ([x.b for x in sets], True)] if has else [])
     found = [row.get(name) for name in ("us_floor", "us_floor_overlapped", "floor_fraction")]
     assert found == ([4.0, 3.0, 0.8] if has else [None] * 3)
+
+
+def test_a_row_has_the_floor_that_was_measured_beside_it() -> None:
+    us = {"ours": 5.0, "ours_unpromised": 6.0, "tensorwise": 9.0}
+    shape = GemmShape(1, 2112, 7168)
+    row = run.make_row(shape, "graph", us | {"floor": 4.0}, {})
+    assert (row["us_floor"], row["floor_fraction"]) == (4.0, 0.76)  # the table has the lower floor
+    assert run.make_row(shape, "graph", us, {})["floor_fraction"] == 0.76
+    assert run.make_row(shape, "graph", us | {"floor": 3.0}, {})["floor_fraction"] == 0.6
+    assert run.make_row(GemmShape(1, 2112, 7184), "graph", us | {"floor": 4.0}, {})["floor_fraction"] == 0.8
 
 
 def test_a_wheel_has_the_kernel() -> None:

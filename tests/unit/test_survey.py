@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import types
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
@@ -19,13 +21,16 @@ from deep_gemm.bench import rows, survey
 from deep_gemm.bench.modes import LAUNCH_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.runtime.timer import CONTENDERS, middle_mean, times_of
+from deep_gemm.runtime.timer import CONTENDERS, Single, middle_mean, times_of
 from deep_gemm.select.calibration import default
 
 
 def test_quality_is_best_over_selected() -> None:
-    row = {"selected": "a", "times": {"a": 4.0, "b": 3.0}}
+    row: survey.Row = {"mode": "flush", "m": 4, "n": 256, "k": 15872, "selected": "a", "times": {"a": 4.0, "b": 3.0}}
     assert survey.quality(row) == 0.75
+    assert "2 configs" in survey.line(row)
+    assert "0.750" in survey.line(row)
+    assert "2 of 596 configs" in survey.line(row | {"legal": 596})
 
 
 def test_packed_rows_are_the_same_rows(tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ def test_a_graphs_time_is_of_one_call_and_its_first_replay_does_not_count(monkey
 
     def capture(*asked: Any) -> Any:
         captured.append(asked)
-        return types.SimpleNamespace(replay="its replay")
+        return SimpleNamespace(replay="its replay")
 
     monkeypatch.setattr(survey.timing, "capture", capture)
     monkeypatch.setattr(survey.timing, "elapsed_us", lambda work: next(times) if work == "its replay" else None)
@@ -158,13 +163,19 @@ def test_only_long_problems_are_timed_back_to_back() -> None:
     assert modes(4096, 576, 7168) == ["flush"]
 
 
-def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def surveyable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU on which nothing is built or timed."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
     monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
     monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
     monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
 
+
+def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(
+    surveyable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
         return ((survey.name_of(config, asked, SM90), lambda: 1.0) for config in configs)
 
@@ -202,13 +213,8 @@ def test_what_is_far_behind_at_first_sight_is_not_timed() -> None:
     assert "slow" in survey.promising(timers, "slow")
 
 
-def test_with_everything_the_model_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_everything_the_model_has_no_say(surveyable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The config that the model ranks last may be the best one."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
-    monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
-    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
-    monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
     shape = GemmShape(300, 2112, 1152)
     asked = survey.spec_of(shape, SM90.num_sms)
     names = [survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)]
@@ -224,3 +230,47 @@ def test_with_everything_the_model_has_no_say(monkeypatch: pytest.MonkeyPatch) -
     assert row["legal"] == len(names) > len(ranked)
     assert row["times"] == {best: 5.0, ranked[0]: 40.0}
     assert survey.quality(row) == 0.125
+
+
+NOISE = 0.05
+"""Single calls on an H200 differ by 2 to 5%."""
+
+
+@given(
+    st.lists(st.tuples(st.floats(2.0, 5000.0), st.floats(1 - NOISE, 1 + NOISE)), min_size=1, max_size=40),
+    st.integers(0, 39),
+)
+def test_noise_of_single_calls_hides_neither_the_best_nor_the_selected(
+    configs: list[tuple[float, float]], selected: int
+) -> None:
+    timers = {
+        f"{i}": SimpleNamespace(look=lambda us=us, noise=noise: us * noise) for i, (us, noise) in enumerate(configs)
+    }
+    chosen = f"{selected % len(configs)}"
+    found = survey.promising(timers, chosen)
+    best = min(range(len(configs)), key=lambda index: configs[index][0])
+    assert {f"{best}", chosen} <= found.keys()
+    assert all(found[name] is timers[name] for name in found)
+
+
+def test_a_look_is_the_less_of_two_cold_calls_after_one_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    ms = iter([0.0120, 0.0112])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def elapsed_time(self, end: Any) -> float:
+            assert log[-1] == "wait"
+            return next(ms)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    scratch = SimpleNamespace(zero_=lambda: log.append("flush"))
+    look = Single(lambda: log.append("call"), scratch, []).look()
+    assert look == pytest.approx(11.2)  # us
+    assert log == ["call", *["flush", "event", "call", "event"] * 2, "wait"]

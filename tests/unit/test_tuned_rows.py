@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from deep_gemm import ops, options, select
 from deep_gemm.arch import SM90
-from deep_gemm.bench import backends, provenance, survey
+from deep_gemm.bench import backends, provenance, rows, survey
 from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.cli.app import app
 from deep_gemm.runtime import measuring
@@ -33,8 +33,11 @@ def _own_cache(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def shapes() -> list[tuned.Shape]:
-    return tuned.shapes_of(HALF)
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> list[tuned.Shape]:
+    """Of every other row, which is enough for the order of the ways; docs/tuning.md has all."""
+    path = tmp_path_factory.mktemp("survey") / "rows.jsonl"
+    path.write_text(rows.pack([row for row in survey.load([HALF]) if row["mode"] == "flush"][::2]))
+    return tuned.shapes_of(path)
 
 
 def test_on_held_out_shapes_learning_beats_the_model_of_fp8() -> None:
@@ -63,8 +66,8 @@ def row(m: int = 64, **changes: Any) -> dict[str, Any]:
     return {"m": m, "n": 7168, "k": 2048, "times": times} | about | changes
 
 
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+def write(path: Path, *given: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in given))
     return path
 
 
@@ -98,15 +101,15 @@ def tune(*arguments: str) -> Any:
 def test_a_survey_is_kept_for_the_tuner_unless_other_sources_measured_it(tmp_path: Path) -> None:
     incomplete = row(m=96)
     del incomplete["times"][next(iter(incomplete["times"]))]
-    rows = [
+    given = [
         row(),
         row(mode="promised"),
         row(m=128, source_digest="another"),
         incomplete | {"selected": "other"},
         row(device=7),
     ]
-    rows[3]["times"]["other"] = 9.5
-    path = write(tmp_path / "rows.jsonl", *rows)
+    given[3]["times"]["other"] = 9.5
+    path = write(tmp_path / "rows.jsonl", *given)
     report = json.loads(tune("--learn", str(path), "--json").output)["learned"][str(path)]
     assert report == {
         "kept": 1,
