@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .registry import (
     Backend,
     Kernel,
+    Operation,
     absent,
     backend,
     get_backend,
@@ -29,7 +30,6 @@ from .registry import (
 )
 
 if TYPE_CHECKING:
-    from .operations import Operation
     from .runner import compare
 
 __all__ = [
@@ -49,10 +49,8 @@ __all__ = [
     "operation_names",
 ]
 
-_NEED_TORCH = {"Operation": "operations", "compare": "runner"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
+    if name != "compare":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+    return importlib.import_module(f"{__name__}.runner").compare

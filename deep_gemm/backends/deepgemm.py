@@ -14,9 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .. import ops
 from ..errors import DeepGemmError
 from .grouped import K_GROUPED, M_GROUPED
-from .operations import HALF_GEMMS, FP8Gemm, WeightGradient
+from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
 
 NAME = "deep_gemm"
@@ -68,17 +69,17 @@ def adding(op: str, a: Any, b: Any, d: Any, *sizes: Any) -> Call:
 
 
 OLDER = {f"m_grouped_{kind}_gemm_nt_masked": f"{kind}_m_grouped_gemm_nt_masked" for kind in ("fp8", "bf16")}
-for _op in (FP8Gemm.name, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
+for _op in (ops.DEFAULT, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("deepgemm", _op, prepares=True)(functools.partial(prepare, _op))
 for _k_grouped in K_GROUPED:
     kernel("deepgemm", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))
 
 
-@kernel("deepgemm", WeightGradient.name, prepares=True)
+@kernel("deepgemm", ops.WGRAD, prepares=True)
 def weight_gradient(a: Any, b: Any, d: Any, c: Any = None) -> Call:
     """A call of its `fp8_gemm_nt`, which needs a c. If there is none, c is d, which is zeroed once."""
     c = d.zero_() if c is None else c
-    return functools.partial(library().fp8_gemm_nt, a, b, d, c=c, recipe=WeightGradient.recipe)
+    return functools.partial(library().fp8_gemm_nt, a, b, d, c=c, recipe=RECIPES[ops.WGRAD])
 
 
 @functools.cache

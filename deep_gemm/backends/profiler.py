@@ -15,8 +15,7 @@ import torch
 
 from ..select import sheets
 from ..testing import timing
-from .operations import Dims, Operation, Rate
-from .registry import Call
+from .registry import Call, Dims, Operation, Rate
 
 MODES = ("flush", "graph", "steady")
 HOST = "host"

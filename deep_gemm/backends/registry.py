@@ -11,19 +11,23 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from ..errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
-
-    from .operations import Operation
+    from torch import Tensor
 
 Call = Callable[[], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+Dims = tuple[int, ...]
+Rate = Literal["fp8", "half", "float32"]
+"""The units whose peak rate bounds the arithmetic: tensor cores with 8 or 16 bits, or the float32 units."""
 
 GROUP = "deep_gemm.backends"
 """The entry point group in which other packages name modules whose decorators register backends."""
@@ -59,6 +63,65 @@ class Backend:
         """Import the modules with its kernels."""
         for module in self.modules:
             importlib.import_module(module)
+
+
+class Operation(ABC):
+    """One operation. Kernels take its operands by position and write one of them in place. A subclass, or an instance,
+    is registered by the decorator `operation`.
+
+    ``dims`` are the names of the sizes of a shape, such as (M, N, K), in the order of "64x512x256" on a command line.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    examples: tuple[Dims, ...]
+    """The default shapes."""
+    host_examples: tuple[Dims, ...]
+    """The default shapes without a GPU."""
+    rate: Rate = "float32"
+    output_at = -1
+    """The index of the operand that is written."""
+
+    def output(self, operands: tuple[Any, ...]) -> Tensor:
+        """The operand that is written."""
+        found: Tensor = operands[self.output_at]
+        return found
+
+    def result(self, operands: tuple[Any, ...]) -> Tensor:
+        """What is compared with the exact result: the output, or the part of it that a kernel must write."""
+        return self.output(operands)
+
+    def put(self, operands: tuple[Any, ...], result: Tensor) -> None:
+        """Store what a kernel returned instead of writing the output."""
+        self.output(operands).copy_(result)
+
+    def refuses(self, dims: Dims) -> str:
+        """Why the operation does not support this shape, as a clause; "" if it does."""
+        return ""
+
+    @abstractmethod
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Random operands with normal data. Zeros would make kernels faster than real data does."""
+
+    @abstractmethod
+    def exact(self, *operands: Any) -> Tensor:
+        """The result in float64."""
+
+    @abstractmethod
+    def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
+        """The largest allowed error of each element; float64."""
+
+    @abstractmethod
+    def flops(self, dims: Dims) -> int:
+        """Floating-point operations; a multiply-add counts as two."""
+
+    @abstractmethod
+    def bytes_moved(self, dims: Dims) -> int:
+        """Bytes of each operand and of the output, the least that must be moved."""
+
+    @abstractmethod
+    def elements(self, dims: Dims) -> int:
+        """Elements of the output."""
 
 
 def _importable(module: str) -> bool:
@@ -110,7 +173,7 @@ _broken: dict[str, str] = {}
 """Entry points that did not load, and why."""
 
 BackendClass = TypeVar("BackendClass", bound=type[Backend])
-OperationOrClass = TypeVar("OperationOrClass", bound="Operation | type[Operation]")
+OperationOrClass = TypeVar("OperationOrClass", bound=Operation | type[Operation])
 
 
 def backend(cls: BackendClass) -> BackendClass:

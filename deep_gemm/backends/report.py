@@ -9,8 +9,7 @@ from typing import Any
 
 from ..log import duration, rate
 from .accuracy import ULP_LABELS
-from .operations import Rate
-from .registry import get_operation, names
+from .registry import Rate, get_operation, names
 from .results import Comparison, Result
 
 MARKERS = ("M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", "M-4.6-4.6h9.2v9.2h-9.2z", "M0-6.4 6.4 0 0 6.4-6.4 0z")

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from .accuracy import ULP_LABELS, Accuracy
-from .operations import Dims
 from .profiler import Roof, Timing
+from .registry import Dims
 
 Status = Literal["ok", "easier", "wrong", "failed", "skipped", "absent"]
 """ok: right. easier: solves an easier problem, so its result was not checked. wrong: outside the bound. failed: raised

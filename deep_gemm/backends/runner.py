@@ -18,8 +18,7 @@ from ..errors import InvalidInputError, UnsupportedError
 from ..timer import FLUSH_BYTES
 from . import profiler
 from .accuracy import examine
-from .operations import Dims, Operation
-from .registry import Kernel, absent, get_backend, get_kernel, get_operation, of
+from .registry import Dims, Kernel, Operation, absent, get_backend, get_kernel, get_operation, of
 from .results import Comparison, Result
 
 HOST_LIMIT = 2.5e11

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .operations import FP8Gemm
 from .registry import kernel
 from .triton_mode import dot_nt, rounded, tl, triton, tuned
 
@@ -149,7 +148,7 @@ def half_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> None:
     half[_grid](_descriptor("a", a), _descriptor("b", b), d, d.stride(0), m, n, k)
 
 
-@kernel("triton", FP8Gemm.name)
+@kernel("triton", "fp8_gemm_nt")
 def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> None:
     """Sums over 128 of K are scaled and accumulated in float32."""
     (x, sfa), (y, sfb) = a, b

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from deep_gemm import arch as archs
 from deep_gemm.bench import rows
+from deep_gemm.bench.backends import spec_of
 from deep_gemm.bench.modes import LAUNCH_MODES
-from deep_gemm.bench.survey import name_of, spec_of
+from deep_gemm.bench.survey import name_of
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import candidates

@@ -9,11 +9,9 @@ from typing import Any
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import rows as lines
-from deep_gemm.bench.modes import FLOOR_MAX_M, meets_power_limit
+from deep_gemm.bench.modes import FLOOR_MAX_M, GEMM_MODES, meets_power_limit
 
 Row = dict[str, Any]
-
-GEMM_MODES = ("flush", "graph", "steady")
 
 RANGES = ((1, 64, "M <= 64"), (65, 512, "M 65-512"), (513, 999, "M 513-999"), (1000, 1 << 30, "M >= 1000"))
 

@@ -18,11 +18,11 @@ from deep_gemm import engine, kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import backends, rows
-from deep_gemm.bench.modes import SURVEY_MODES, meets_power_limit, why_not
+from deep_gemm.bench.backends import spec_of
+from deep_gemm.bench.modes import meets_power_limit, why_not
 from deep_gemm.bench.provenance import environment, source_digest
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import Builder
-from deep_gemm.kernels.base import Strides
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration, tuner
 from deep_gemm.select.heuristic import ranked_as
@@ -30,9 +30,6 @@ from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
 from deep_gemm.timer import FLUSH_BYTES, Single, times_of
 
-MODES = SURVEY_MODES
-"""Cold single calls; for small M, graphs of many calls with and without the weight promise; and, for shapes that power
-limits, calls back to back."""
 STEADY_CONFIGS = 10
 """How many of the best configs by the model are timed back to back, which takes seconds."""
 PROMISING, PROMISING_US = 1.25, 1.0
@@ -40,11 +37,6 @@ PROMISING, PROMISING_US = 1.25, 1.0
 since a look is two single calls, and every other call of an empty kernel took 0.8 us longer."""
 
 Row = dict[str, Any]
-
-
-def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
-    """The spec of a call with fresh tensors of this shape."""
-    return backends.of(shape).spec(shape, num_sms)
 
 
 def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
@@ -147,24 +139,10 @@ def timers_of(
     device: int,
     builder: Builder | None = None,
 ) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
-    """A timer for each config by name. Kernels come from ``builder``, if it is given."""
+    """A timer for each config by name, in random order, so that no config always runs on a GPU heated by another.
+    Kernels come from ``builder``, if it is given."""
     operands = backends.make_operands(shape, backends.sets_for(shape, mode))
     places = [backends.placed(x, device) for x in operands]
-    yield from timers_at(operands, places, asked, configs, mode, spec, device, builder)
-
-
-def timers_at(
-    operands: Sequence[Any],
-    places: Sequence[tuple[Strides, Mapping[str, int]]],
-    asked: GemmSpec,
-    configs: Sequence[GemmConfig],
-    mode: str,
-    spec: archs.ArchSpec,
-    device: int,
-    builder: Builder | None = None,
-) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
-    """The same for operands at ``places``: strides and addresses, one pair for each set. Timers come in random order,
-    so that no config always runs on a GPU heated by another."""
     import torch
 
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")

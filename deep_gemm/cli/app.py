@@ -13,7 +13,7 @@ from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError
 from deep_gemm.settings import settings
 
 COMMANDS = {
-    "bench": "Time kernels beside cuBLASLt; also host time and compiling.",
+    "bench": "Time kernels beside cuBLASLt, or sum up recorded rows.",
     "cache": "Show, check, prune or clear stored kernels; make packs.",
     "calibrate": "Measure a GPU and fit the model that chooses configs to it.",
     "compare": "Run the implementations of an operation side by side.",

@@ -50,7 +50,6 @@ class Sizes(click.ParamType):
 @click.option("--device", type=click.Choice(("cuda", "cpu")), help="[a GPU if there is one]")
 @click.option("--deepgemm", type=click.Path(path_type=Path), help="A directory that DeepGEMM was installed into.")
 @click.option("--html", type=FILE, help="Write one self-contained page.")
-@click.option("--png", type=FILE, help="Draw times and errors; needs matplotlib.")
 @click.option("--trace", type=FILE, help="Write chrome traces NAME-<operation>-<shape>.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -61,7 +60,6 @@ def command(
     device: str | None,
     deepgemm: Path | None,
     html: Path | None,
-    png: Path | None,
     trace: Path | None,
     as_json: bool,
 ) -> None:
@@ -98,10 +96,6 @@ def command(
         if len(dims) not in sizes.values():
             text = "x".join(map(str, dims))
             raise click.UsageError(f"None of {', '.join(ops)} has {len(dims)} sizes, so {text} is no shape of theirs.")
-    if png is not None:
-        from deep_gemm.backends import chart
-
-        chart.prepare()
     found: list[Comparison] = []
     with progress().status("") as status, contextlib.redirect_stdout(sys.stderr):  # what tuners of others print
         for name in ops:
@@ -116,14 +110,12 @@ def command(
 
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render(report), encoding="utf-8")
-    if png is not None:
-        chart.draw(report, png)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
         show(report, out)
-        for path in filter(None, (html, png)):
-            out.print(f"written: {path}")
+        if html is not None:
+            out.print(f"written: {html}")
     if any(row.status == "wrong" for row in report.results):
         raise SystemExit(1)
     if not any(row.status in ("ok", "easier") for row in report.results):

@@ -290,7 +290,6 @@ OPTIONS = {
         "--seed",
         "--seconds",
         "--output",
-        "--chart",
         "--from",
     ],
     ("cache", "info"): ["--json", ""],

@@ -94,28 +94,13 @@ def test_a_chart_of_other_rows_is_out_of_date() -> None:
 
 def test_a_chart_is_drawn_in_both_variants() -> None:
     pytest.importorskip("matplotlib")
-    from deep_gemm.bench import chart
-
     rows = doc_charts.rows_of("fp8-flush-ratio", RESULTS)
-    light, dark = (doc_charts.svg(rows, theme) for theme in chart.THEMES.values())
+    light, dark = (doc_charts.svg(rows, theme) for theme in doc_charts.THEMES.values())
     assert light.lstrip().startswith("<?xml")
     assert light != dark
     assert f"rows {doc_charts.digest(rows)}" in light
     assert rows[0]["device"] in light
     assert rows[0]["date"] in light
-
-
-@pytest.mark.parametrize(("file", "panels"), [("bf16", 7), ("random", 1)])
-def test_bench_draws_a_panel_for_each_matrix_or_one_for_many(file: str, panels: int, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from deep_gemm.bench import chart
-
-    rows = readme.load(RESULTS / f"{file}.jsonl")
-    drawn = tmp_path / "chart.svg"
-    chart.draw(rows, drawn, "flush")
-    assert len(re.findall(r'<g id="axes_\d+">', drawn.read_text())) == 2 * panels, "ratio and TFLOP/s"
-    with pytest.raises(chart.DeepGemmError, match="no rows of mode steady"):
-        chart.draw([row for row in rows if row["mode"] != "steady"], drawn, "steady")
 
 
 # What documents name is there.

@@ -16,7 +16,7 @@ from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.bench import rows, survey
-from deep_gemm.bench.modes import LAUNCH_MODES
+from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.select.calibration import default
@@ -150,7 +150,7 @@ def test_a_graphs_time_is_of_one_call_and_its_first_replay_does_not_count(monkey
 
 def test_only_long_problems_are_timed_back_to_back() -> None:
     def modes(*shape: int) -> list[str]:
-        return [mode for mode in survey.MODES if survey.is_surveyed(GemmShape(*shape, "test"), mode)]
+        return [mode for mode in SURVEY_MODES if survey.is_surveyed(GemmShape(*shape, "test"), mode)]
 
     assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
     assert modes(512, 7168, 2048) == ["flush"]
@@ -170,7 +170,7 @@ def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(monkeypatch: p
 
     monkeypatch.setattr(survey, "timers_of", timers)
     shapes = [GemmShape(512, 7168, 2048), GemmShape(4096, 7168, 2048)]
-    rows = list(survey.Survey(shapes, survey.MODES, within=1.01, progress=lambda text: None).rows())
+    rows = list(survey.Survey(shapes, SURVEY_MODES, within=1.01, progress=lambda text: None).rows())
     assert [(row["m"], row["mode"]) for row in rows] == [(512, "flush"), (4096, "flush"), (4096, "steady")]
     # Even if the model ranks configs outside of the serving set higher.
     assert all(row["selected"] in row["times"] for row in rows)
