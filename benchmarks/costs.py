@@ -190,10 +190,10 @@ print(json.dumps(deep_gemm.cache_info()["statistics"]["hits"]))
 def warm_start_kernels() -> list[KernelParams]:
     """Fifty kernels of DeepSeek-V3's dense layers."""
     from deep_gemm.aot.build import choose
-    from deep_gemm.aot.workload import DEFAULT_M, dense_layers, shapes
+    from deep_gemm.aot.workload import DEFAULT_M, shapes
     from deep_gemm.bench.shapes import DEEPSEEK_V3
 
-    return list(choose(shapes(dense_layers(DEEPSEEK_V3), DEFAULT_M)).kernels)[:WARM_STARTED]
+    return list(choose(shapes(census.dense_layers(DEEPSEEK_V3), DEFAULT_M)).kernels)[:WARM_STARTED]
 
 
 def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:

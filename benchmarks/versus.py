@@ -19,7 +19,8 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import engine, options, select
-from deep_gemm.aot.workload import GemmShape, parse_shape
+from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse
+from deep_gemm.aot.workload import shapes as shapes_at
 from deep_gemm.bench import survey
 from deep_gemm.bench.modes import SURVEY_MODES, why_not
 from deep_gemm.bench.summary import geometric_mean
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     versions = builders(Path(arguments[0]))
-    shapes = [shape for text in arguments[1:] for shape in parse_shape(text)]
+    shapes = shapes_at(map(parse, arguments[1:]), DEFAULT_M)
     device, different = torch.cuda.current_device(), 0
     ratios: dict[str, list[float]] = {}
     kernels = {engine.kernel_params(*chosen(shape, device)) for shape in shapes}

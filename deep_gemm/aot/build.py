@@ -168,7 +168,7 @@ def precompile(
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.
     """
-    work = work_for(plan(what, tp, ep, op), max_m, allow_partial, arch, num_sms, training)
+    work = work_of(what, tp, ep, max_m, op, arch, num_sms, allow_partial, training)
     summary = run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
     if summary.failed:
         log.warning(summary.failures)
@@ -203,11 +203,19 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     )
 
 
-def work_for(
-    found: Plan, max_m: int, allow_partial: bool, arch: str, num_sms: int | None, training: bool = False
+def work_of(
+    what: Any,
+    tp: int = 1,
+    ep: int = 1,
+    max_m: int = MAX_M,
+    op: str = "",
+    arch: str = "sm_90a",
+    num_sms: int | None = None,
+    allow_partial: bool = False,
+    training: bool = False,
 ) -> Work:
-    """The kernels of a workload. If it does not give M, they serve each bucket of M up to `max_m`. Raises as
-    `precompile` does."""
+    """The kernels of a workload; arguments and errors are those of `precompile`."""
+    found = plan(what, tp, ep, op)
     if (problems := found.problems) and not allow_partial:
         told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
         raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
@@ -290,7 +298,6 @@ def build_all(
 def _build_elsewhere(
     work: list[KernelParams], report: Callable[[Outcome], None], executor: Executor
 ) -> dict[KernelParams, Exception]:
-    """The kernels that did not come back or cannot be adopted, and why."""
     futures: dict[Future[Outcome], KernelParams] = {}
     lost: dict[KernelParams, Exception] = {}
     for params in work:
@@ -321,5 +328,4 @@ def _adopted(outcome: Outcome) -> Outcome:
 
 
 def cpus() -> int:
-    """How many CPUs this process may use."""
     return len(os.sched_getaffinity(0))

@@ -31,7 +31,6 @@ class Card:
 
     @property
     def calibration(self) -> Calibration:
-        """That by which calls choose on it."""
         return calibration.of(self.device, self.sms)
 
     @property
@@ -69,7 +68,6 @@ def default(num_sms: int | None = None) -> tuple[Card, ...]:
 
 
 def here() -> list[Card]:
-    """The Hopper GPUs of this machine."""
     import torch
 
     if torch.cuda.is_initialized():

@@ -231,7 +231,7 @@ def _with_heads(name: str, weight: Weight, config: model.ModelConfig | None) -> 
     """The weight with its heads, by which tensor parallelism splits it, if the config gives their number."""
     if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj"}:
         return weight
-    heads, linear = config.num_attention_heads, config.linear_num_value_heads or 0
+    heads, linear = config.num_attention_heads, config.linear_num_value_heads
     if name in ("k_proj", "v_proj"):
         return replace(weight, heads=config.kv_heads, repeats=True)
     if name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):

@@ -25,8 +25,6 @@ WIDE = frozenset(("F16", "BF16", "F32", "F64"))
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as a header describes it."""
-
     dtype: str
     shape: tuple[int, ...]
 

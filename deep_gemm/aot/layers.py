@@ -23,7 +23,6 @@ FP8_OPS = (FP8, WGRAD, ROWWISE)
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
 """The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""
 
-
 FORMS = ("contiguous", "contiguous_psum", "masked")
 """How rows are given to groups: by a label for each row, by the end of each group, by room for each group."""
 GROUPED = {op: tuple(f"m_grouped_{op}_{form}" for form in FORMS) for op in (FP8, OPS["bfloat16"])}
@@ -78,7 +77,6 @@ class Plan:
 
     @classmethod
     def join(cls, plans: Iterable[Plan]) -> Plan:
-        """All plans as one."""
         found = list(plans)
         layers = dict.fromkeys(layer for one in found for layer in one.layers)
         return cls(tuple(layers), tuple(dict.fromkeys(text for one in found for text in one.unknown)))
@@ -96,7 +94,6 @@ class Plan:
 
     @property
     def served(self) -> tuple[Layer, ...]:
-        """The layers that have kernels."""
         return tuple(layer for layer in self.layers if not layer.why_not)
 
 
@@ -114,10 +111,11 @@ class Weight:
     repeats: bool = False
     op: str = FP8
     elsewhere: bool = False
+    broken: str = ""
+    """Why its part on one GPU has no kernel."""
 
     @property
     def n(self) -> int:
-        """All rows."""
         return sum(self.rows)
 
 
@@ -134,46 +132,19 @@ JOINED: dict[str, tuple[str, ...]] = {
 ALSO_ALONE = {"kv_a_proj_with_mqa": "kv_a_proj"}
 """Weights that are prepared alone too: some engines multiply them in a call of their own when decoding."""
 
-COLUMN = frozenset(
-    [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "qkv_proj",
-        "gate_proj",
-        "up_proj",
-        "gate_up_proj",
-        "q_b_proj",
-        "kv_b_proj",
-        "in_proj_qkvz",
-        "in_proj_qkv",
-        "in_proj_z",
-        "in_proj_ba",
-        "in_proj_b",
-        "in_proj_a",
-        "w1",
-        "w3",
-    ]
-)
+COLUMN = frozenset((
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "q_b_proj", "kv_b_proj",
+    "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "w1", "w3",
+))  # fmt: skip
 """Column-parallel: tensor parallelism divides N."""
 
 ROW = frozenset(["o_proj", "down_proj", "out_proj", "w2"])
 """Row-parallel: tensor parallelism divides K."""
 
-WHOLE = frozenset(
-    [
-        "q_a_proj",
-        "kv_a_proj_with_mqa",
-        "fused_qkv_a_proj",
-        "wq_b",
-        "wk",
-        "weights_proj",
-        "eh_proj",
-        "fc",
-        "shared_expert_gate",
-        "gate",
-    ]
-)
+WHOLE = frozenset((
+    "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj", "wq_b", "wk", "weights_proj", "eh_proj", "fc",
+    "shared_expert_gate", "gate",
+))  # fmt: skip
 """Layers that every GPU holds whole."""
 
 KNOWN = COLUMN | ROW | WHOLE
@@ -181,22 +152,6 @@ KNOWN = COLUMN | ROW | WHOLE
 STAYS = frozenset(["eh_proj", "fc", "in_proj_ba", "in_proj_b", "in_proj_a"])
 """Layers that keep 16 bits when a model is cast to FP8: what joins the next token to the hidden state (eh_proj, fc),
 and those with two rows for each head. In a model of 16 bits they are layers like others."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A weight on one GPU."""
-
-    rows: tuple[int, ...]
-    k: int
-    why_not: str
-    op: str
-    elsewhere: bool
-    broken: str = ""
-
-    def layer(self, name: str) -> Layer:
-        why_not = self.why_not or self.broken
-        return Layer(name, sum(self.rows), self.k, why_not, op=self.op, elsewhere=self.elsewhere)
 
 
 def layers_of(
@@ -210,15 +165,15 @@ def layers_of(
     layers: dict[Layer, None] = {}
     for module, weights in modules:
         inside = f"{module}." if module else ""
-        pieces = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
-        for found in _joined(pieces, blocks_fixed):
-            layers[found[1].layer(inside + found[0])] = None
+        parts = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
+        for name, x in _joined(parts, blocks_fixed):
+            layers[Layer(inside + name, x.n, x.k, x.why_not or x.broken, op=x.op, elsewhere=x.elsewhere)] = None
     return Plan(tuple(layers))
 
 
-def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str, _Piece]]:
+def _joined(pieces: Mapping[str, Weight], blocks_fixed: bool) -> list[tuple[str, Weight]]:
     left = dict(pieces)
-    found: list[tuple[str, _Piece]] = []
+    found: list[tuple[str, Weight]] = []
     for name, parts in JOINED.items():
         members = [left[part] for part in parts if part in left]
         if len(members) < len(parts):
@@ -238,20 +193,19 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
     return found + [(ALSO_ALONE.get(name, name), piece) for name, piece in left.items()]
 
 
-def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> _Piece:
-    plain = _Piece(weight.rows, weight.k, weight.why_not, weight.op, weight.elsewhere)
+def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> Weight:
     if tp == 1 or name in WHOLE or weight.why_not:
-        return plain
+        return weight
     if name in ROW:
         k = divided(weight.k, tp, f"K of {inside}{name}", weight.heads, degree)
-        return replace(plain, k=k, broken=_broken("K", (k,), tp, weight.op))
+        return replace(weight, k=k, broken=_broken("K", (k,), tp, weight.op))
     if name in COLUMN:
         count = weight.heads or 0
         copies = weight.repeats and 0 < count < tp
         parts = count if copies and tp % count == 0 else tp
         rows = tuple(divided(row, parts, f"N of {inside}{name}", count, degree) for row in weight.rows)
-        return replace(plain, rows=rows, broken=_broken("N", rows, tp, weight.op))
-    return replace(plain, broken=f"how {tp} GPUs share {name} is not known.")
+        return replace(weight, rows=rows, broken=_broken("N", rows, tp, weight.op))
+    return replace(weight, broken=f"how {tp} GPUs share {name} is not known.")
 
 
 def divided(size: int, parts: int, what: str, heads: int = 0, degree: str = "tp") -> int:

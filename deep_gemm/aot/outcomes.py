@@ -45,7 +45,6 @@ class Summary:
 
     @property
     def failed(self) -> list[Outcome]:
-        """The outcomes without a binary."""
         return [outcome for outcome in self.outcomes if outcome.binary is None]
 
     @property
@@ -86,7 +85,6 @@ class Report:
             self.add(outcome)
 
     def add(self, outcome: Outcome) -> None:
-        """Add the outcome of one kernel."""
         if outcome.params is not None:
             outcome = replace(outcome, shapes=self._work.kernels[outcome.params])
         self._outcomes.append(outcome)
@@ -95,7 +93,6 @@ class Report:
             self._progress(outcome, len(self._outcomes), total)
 
     def missing(self) -> list[KernelParams]:
-        """The kernels without an outcome."""
         heard = {outcome.params for outcome in self._outcomes}
         return [params for params in self._work.kernels if params not in heard]
 

@@ -20,7 +20,6 @@ _SIDES = (16, 32, 64, 128, 256, 512)
 
 
 def of_weight(base: str, tensors: Mapping[str, Stored]) -> Stored | None:
-    """The scales of the layer `base`, or None."""
     names = (f"{base}{dot}{name}" for name in NAMES for dot in "._")
     return next((tensors[name] for name in names if name in tensors), None)
 

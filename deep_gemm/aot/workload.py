@@ -13,29 +13,11 @@ from typing import Any
 
 from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
-from deep_gemm.aot.inputs import parse_sizes, shown
+from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, Plan, check_op, is_masked
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import counted
 from deep_gemm.select import representatives
-
-__all__ = [
-    "DEFAULT_M",
-    "MAX_M",
-    "GemmShape",
-    "Layer",
-    "Plan",
-    "dense_layers",
-    "for_every_m",
-    "load",
-    "model_layers",
-    "parse",
-    "parse_shape",
-    "parse_sizes",
-    "plan",
-    "shapes",
-    "shapes_of",
-]
 
 DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 """Sizes of M from decode to prefill that reach the selector's choices; M itself is no part of a kernel's identity."""
@@ -74,7 +56,6 @@ class GemmShape:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds, counted as two operations each."""
         return 2 * self.rows * self.n * self.k
 
     def bytes_moved(self) -> int:
@@ -119,29 +100,9 @@ def parse(text: str) -> Layer:
     return Layer("", n, k, ms=tuple(m))
 
 
-def parse_shape(text: str, ms: Sequence[int] = DEFAULT_M) -> list[GemmShape]:
-    """The shapes of this text; N x K means every M of `ms`."""
-    return shapes([parse(text)], ms)
-
-
-def load(path: Path, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
-    """The shapes of a file, as `plan` reads it."""
-    return shapes(plan(path, tp, ep).layers, ms)
-
-
 def shapes_of(what: Any, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
     """The shapes of a workload in any form that `plan` takes; where M is not given, each of `ms`."""
     return shapes(plan(what, tp, ep).layers, ms)
-
-
-def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[Layer]:
-    """The layers of a model's Hugging Face configuration that have kernels. Raises InvalidInputError."""
-    return [layer for layer in model.plan(config, tp, ep).layers if not layer.why_not]
-
-
-def dense_layers(config: Mapping[str, Any], tp: int = 1) -> list[Layer]:
-    """The layers of `model_layers` without those of routed experts."""
-    return [layer for layer in model_layers(config, tp) if layer.op not in GROUPED_OPS]
 
 
 def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:

@@ -36,7 +36,6 @@ class Accuracy:
 
     @property
     def right(self) -> bool:
-        """Whether every element is within the allowed error."""
         return not self.outside and not self.not_finite
 
     @property

@@ -67,7 +67,6 @@ class Timing:
     def of(
         cls, mode: str, samples: Sequence[float], op: Operation, dims: Dims, limit: Roof | None, extra: int | None
     ) -> Timing:
-        """The timing for samples in microseconds."""
         us = statistics.median(samples)
         quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [us] * 3
         flops, moved = op.flops(dims), op.bytes_moved(dims)

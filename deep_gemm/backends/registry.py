@@ -60,7 +60,6 @@ class Backend:
         return 1.0
 
     def load(self) -> None:
-        """Import the modules with its kernels."""
         for module in self.modules:
             importlib.import_module(module)
 
@@ -149,7 +148,6 @@ class Kernel:
 
     @property
     def backend(self) -> str:
-        """The name of the backend."""
         return self.name.partition(":")[0]
 
     def prepare(self, *operands: Any) -> Call:
@@ -160,7 +158,6 @@ class Kernel:
         return functools.partial(self.function, *operands)
 
     def __call__(self, *operands: Any) -> None:
-        """Compute the operation on its operands."""
         result = self.prepare(*operands)()
         if result is not None:
             get_operation(self.op).put(operands, result)
@@ -293,7 +290,6 @@ def _load(found: Backend) -> None:
 
 
 def operation_names() -> list[str]:
-    """The operations that can be compared."""
     _find()
     return list(_operations)
 

@@ -44,13 +44,11 @@ class Axis:
         return cls(low, max(high, low + 1), start, end)
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
         share = (math.log10(value) - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Pixels and labels of the decades."""
         return [(self.at(10.0**power), f"{10.0**power:g}") for power in range(self.low, self.high + 1)]
 
 
@@ -68,7 +66,6 @@ class Roofline:
 
     @classmethod
     def of(cls, report: Comparison) -> Roofline | None:
-        """None if there is nothing to draw."""
         timed = [row for row in report.results if row.timing]
         if not timed:
             return None
@@ -95,7 +92,6 @@ class Roofline:
 
 
 def render(report: Comparison) -> str:
-    """The page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("deep_gemm.backends", "")

@@ -68,8 +68,6 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Backends side by side."""
-
     device: str
     mode: str
     roof: Roof | None
@@ -78,7 +76,6 @@ class Comparison:
 
     @property
     def ops(self) -> list[str]:
-        """Its operations."""
         return list(dict.fromkeys(row.op for row in self.results))
 
     @property
@@ -88,7 +85,6 @@ class Comparison:
 
     @property
     def cases(self) -> list[tuple[str, Dims]]:
-        """Its pairs of an operation and a shape."""
         return list(dict.fromkeys((row.op, row.dims) for row in self.results))
 
     def rows(self, op: str, dims: Dims) -> list[Result]:
@@ -135,7 +131,6 @@ class Comparison:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Comparison:
-        """The comparison that `to_json` wrote."""
         rows = []
         for row in data["results"]:
             timing = Timing(**row["timing"]) if row["timing"] else None
@@ -146,7 +141,6 @@ class Comparison:
         return cls(data["device"], data["mode"], roof, tuple(rows), data["environment"])
 
     def to_json(self) -> dict[str, Any]:
-        """The whole comparison, for `json.dumps`."""
         rows = [asdict(row) for row in self.results]
         for row in rows:
             if row["accuracy"]:

@@ -76,7 +76,6 @@ class Runner:
         return replace(skipped, why=why) if why else kernel
 
     def _compare(self, op: Operation, dims: Dims, kernels: dict[str, Kernel]) -> dict[str, Result]:
-        """Make operands, check each kernel, and time those that are right."""
         what = f"{op.name} {' x '.join(map(str, dims))}"
         self.progress(f"{what}: making operands, and the exact result in float64")
         try:
@@ -221,7 +220,6 @@ def _tensors(operands: Any) -> Iterable[Tensor]:
 
 
 def _said(error: Exception) -> str:
-    """An exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 

@@ -84,7 +84,6 @@ def fold(row: Row) -> int:
 
 
 def is_held_out(row: Row) -> bool:
-    """Whether a row is held out."""
     return fold(row) == 0
 
 
@@ -150,7 +149,6 @@ class Data:
         return torch.exp(-self._least(chosen))
 
     def estimates(self, speed: Any) -> Tensor:
-        """The estimates of all pairs, in us."""
         total: Tensor = parts(self.x, speed, _maximum)["total"]
         return total
 
@@ -171,12 +169,10 @@ class Data:
         return (lost + LARGE_WEIGHT * torch.clamp(lost - LARGE, min=0) + wrong).mean()
 
     def _least(self, values: Tensor) -> Tensor:
-        """By row."""
         most = torch.full((len(self.rows),), math.inf, dtype=values.dtype)
         return most.scatter_reduce(0, self.row, values, "amin")
 
     def _mean(self, values: Tensor, weights: Tensor) -> Tensor:
-        """By row."""
         none = torch.zeros(len(self.rows), dtype=values.dtype)
         return none.index_add(0, self.row, weights * values) / none.index_add(0, self.row, weights)
 

@@ -40,7 +40,6 @@ def driver_version() -> str:
 
 
 def today() -> str:
-    """The date in UTC, as in 2026-01-31."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 

@@ -93,7 +93,7 @@ DEEPSEEK_V3: dict[str, int] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-"""The sizes in the published `config.json` of DeepSeek-V3, as `workload.model_layers` reads them."""
+"""The sizes in the published `config.json` of DeepSeek-V3, as `workload.plan` reads them."""
 
 _LLAMA_3: dict[str, int | str] = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}
 LLAMA_3: dict[str, dict[str, int | str]] = {

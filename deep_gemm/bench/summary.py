@@ -60,7 +60,6 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    """The summary of one operation."""
     out = []
     for mode in GEMM_MODES:
         of_mode = [row for row in rows if row["mode"] == mode]

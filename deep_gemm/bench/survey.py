@@ -205,7 +205,6 @@ def quality(row: Row) -> float:
 
 
 def line(row: Row) -> str:
-    """One row for a person."""
     times, selected = row["times"], row["selected"]
     best = min(times, key=times.__getitem__)
     where = f"{row['mode']:10} {row['m']:5} x {row['n']:5} x {row['k']:5}"

@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
+from deep_gemm.aot import workload
+from deep_gemm.aot.inputs import parse_sizes
 from deep_gemm.aot.layers import FP8
-from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 from deep_gemm.bench import shapes
 from deep_gemm.bench.modes import GEMM_MODES
 from deep_gemm.bench.summary import summary
@@ -125,11 +126,11 @@ def command(
 
 def _shapes(
     set_name: str | None, texts: tuple[str, ...], m_text: str | None, random_count: int | None, seed: int
-) -> list[GemmShape]:
-    chosen: list[GemmShape] = []
+) -> list[workload.GemmShape]:
+    chosen: list[workload.GemmShape] = []
     sizes = parse_sizes(m_text, "--m") if m_text is not None else None
     for text in texts:
-        chosen += parse_shape(text, sizes or DEFAULT_M)
+        chosen += workload.shapes([workload.parse(text)], sizes or workload.DEFAULT_M)
     if random_count:
         chosen += shapes.log_uniform(random_count, seed)
     if set_name or not chosen:

@@ -28,7 +28,6 @@ class Sizes(click.ParamType):
     name = "SIZES"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """A tuple, or a usage error."""
         parts = value.lower().split("x")
         if not all(part.isascii() and part.isdigit() for part in parts):
             self.fail(f"{value!r} is no shape: 4096x7168x2048 is.", param, ctx)

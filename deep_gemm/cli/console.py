@@ -60,7 +60,6 @@ class Size(click.ParamType):
     name = "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes, or a usage error."""
         if isinstance(value, int) or value.strip() == "0":
             return int(value)
         try:
@@ -78,7 +77,6 @@ class Number(click.FloatRange):
         super().__init__(min=0)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """A float, or a usage error."""
         found = float(super().convert(value, param, ctx))
         if math.isnan(found):
             self.fail(f"{value!r} is no number.", param, ctx)
@@ -86,7 +84,6 @@ class Number(click.FloatRange):
 
 
 def size(count: int) -> str:
-    """Bytes as a person reads them."""
     value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -23,7 +23,6 @@ class Finding(NamedTuple):
 
 
 def judge(report: dict[str, Any]) -> list[Finding]:
-    """The findings of a report of `doctor.examine`."""
     return [*_of_compilers(report), *_of_packs(report), *_of_install(report), *_of_gpus(report), *_of_cache(report)]
 
 

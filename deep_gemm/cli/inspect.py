@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from deep_gemm.aot import layers
-from deep_gemm.aot.workload import GemmShape, parse_shape
+from deep_gemm.aot.workload import GemmShape, parse
 from deep_gemm.cli.console import console, duration, fact, size, table
 from deep_gemm.errors import InvalidInputError
 
@@ -39,16 +39,15 @@ def command(
 
     The best config is compiled if it is not in the cache. Nothing runs, so no GPU is needed.
     """
-    found = parse_shape(shape)
-    if len(found) != 1:
+    found = parse(shape)
+    if len(found.ms) != 1:
         raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
-    op = op or layers.FP8
     layers.check_op(op, grouped=True)
     if groups > 1 and op not in layers.GROUPED_OPS:
         raise click.UsageError(f"--groups is for {', '.join(layers.GROUPED_OPS)}: name one of them with --op, not {op}")
     if expected_m is not None and not layers.is_masked(op):
         raise click.UsageError(f"--expected-m is for masked operations, not {op}")
-    asked = dataclasses.replace(found[0], op=op, groups=groups, expected_m=expected_m or 0)
+    asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0)
     report = examine(asked, arch, num_sms, top, with_sass)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
@@ -57,7 +56,6 @@ def command(
 
 
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
-    """What inspect shows, as plain data."""
     from deep_gemm import arch as archs
     from deep_gemm import engine, kernels, select
     from deep_gemm.aot import build

@@ -90,7 +90,6 @@ class CustomPlan(engine.Plan):
 
     @property
     def config(self) -> str:
-        """Threads and constants."""
         return str(self.spec.config)
 
     def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
@@ -172,7 +171,6 @@ class CustomOperation(Operation):
         return CustomSpec(CustomConfig(self.name, config.block, constants), LaunchPlan(shape, packed))
 
     def work(self, x: CustomOperands, device: int) -> Work:
-        """One launch."""
         spec: Any = x.spec
         return Work((Step(spec, {}, self.operands),))
 

@@ -70,7 +70,6 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """Its name in the kernel."""
         return self.argument.name
 
     @classmethod
@@ -148,7 +147,6 @@ class Declared:
 
     @property
     def signature(self) -> str:
-        """The parameters in C++."""
         return ", ".join(parameter.argument.declaration for parameter in self.parameters)
 
     @property

@@ -91,7 +91,6 @@ class Calibration:
         return cls(Speed.from_json(data["speed"]), Power.from_json(data["power"]), origin, named)
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """For a calibration file."""
         others = {PREFIX + name: asdict(speed) for name, speed in self.others}
         return {"speed": asdict(self.speed), **others, "power": asdict(self.power)}
 
@@ -151,15 +150,6 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
     found = load(path) if path.is_file() else scaled[0]
     others = {name: speed for each in [*reversed(scaled), found] for name, speed in each.others}
     return replace(found, others=tuple(sorted(others.items())))
-
-
-def every() -> list[Calibration]:
-    """The calibrations of all GPU models that have one, the default first."""
-    from .sheets import SHEETS
-
-    names = {file_of(sheet.device): sheet.device for sheet in SHEETS}
-    found = [of(names.get(path, path.stem)) for path in sorted(FOLDER.glob("*.json"))]
-    return [default(), *(each for each in found if each != default())]
 
 
 def default() -> Calibration:

@@ -31,5 +31,4 @@ class Constants:
         return cls(**{name: float(data[name]) for name in names})
 
     def to_json(self) -> dict[str, float]:
-        """For a calibration file."""
         return asdict(self)

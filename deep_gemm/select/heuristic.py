@@ -135,7 +135,6 @@ def order(
 
 
 def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> Choice:
-    """The first of `rank`."""
     return rank(spec, arch, calibration)[0]
 
 

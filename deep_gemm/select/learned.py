@@ -51,7 +51,6 @@ class Timed(Generic[Config]):
         return {config: weight / whole for config, weight in weights.items()}
 
     def errors(self) -> dict[Config, float]:
-        """The error of each config."""
         errors = {config: math.log(us / modelled) for config, (us, modelled) in self.times.items()}
         mean = sum(weight * errors[config] for config, weight in self.weights().items())
         return {config: error - mean for config, error in errors.items()}

@@ -5,7 +5,7 @@
 - steady: back to back for seconds, at the clocks that the power limit allows; in graphs, so that the host is no limit.
 
 All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks affects all
-alike. `flush`, `graph` and `steady` give medians; `SAMPLERS` gives the samples that these are of.
+alike. `flush`, `graph` and `steady` give medians.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ Samples = dict[str, list[float]]
 
 
 def medians(samples: Samples) -> dict[str, float]:
-    """The median of each."""
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict[str, float]:
-    """Median of `repeats` single calls or more, each between two events, with 512 MB written before it."""
-    return medians(flush_samples(calls, repeats, rounds))
+def flush(calls: Mapping[str, Call], **options: int) -> dict[str, float]:
+    """The medians of `flush_samples`."""
+    return medians(flush_samples(calls, **options))
 
 
 def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> Samples:
-    """What `flush` gives the medians of."""
+    """`repeats` single calls or more, each between two events, with 512 MB written before it."""
     import torch
 
     from deep_gemm.timer import FLUSH_BYTES
@@ -74,16 +73,16 @@ def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3)
     return samples
 
 
-def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays: int = 10) -> dict[str, float]:
-    """Median over `replays` of one CUDA graph of `calls_in_graph` calls or more, divided by their number.
-
-    `calls` gives, for each name, one callable for each set of weights; the graph goes through them in turn.
-    """
-    return medians(graph_samples(calls, calls_in_graph, replays))
+def graph(calls: Mapping[str, Sequence[Call]], **options: int) -> dict[str, float]:
+    """The medians of `graph_samples`."""
+    return medians(graph_samples(calls, **options))
 
 
 def graph_samples(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays: int = 10) -> Samples:
-    """What `graph` gives the medians of."""
+    """`replays` of one CUDA graph of `calls_in_graph` calls or more, divided by their number.
+
+    `calls` gives, for each name, one callable for each set of weights; the graph goes through them in turn.
+    """
     counts = {name: max(calls_in_graph, len(sets)) for name, sets in calls.items()}
     graphs = {name: capture(sets, counts[name]) for name, sets in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -114,13 +113,13 @@ def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
 
 
 def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[str, float]:
-    """The time of `back_to_back` for each callable. The first of several runs twice and its second time counts, since
-    it alone would begin on a rested GPU."""
+    """The medians of `steady_samples`."""
     return medians(steady_samples(calls, seconds))
 
 
 def steady_samples(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> Samples:
-    """What `steady` gives the medians of."""
+    """`back_to_back_samples` of each callable. The first of several runs twice and its second time counts, since it
+    alone would begin on a rested GPU."""
     first = next(iter(calls))
     if len(calls) > 1:
         back_to_back_samples(calls[first], seconds)
@@ -132,15 +131,15 @@ GRAPH_US, BATCH_US = 2_000, 20_000
 
 
 def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> float:
-    """Median of the second half of at least `seconds` of back-to-back calls, which go through the sets in turn.
-
-    Calls run in graphs (see `capture`): small calls that are launched one by one would wait for the host.
-    """
+    """The median of `back_to_back_samples`."""
     return statistics.median(back_to_back_samples(sets, seconds, stream))
 
 
 def back_to_back_samples(sets: Sequence[Call], seconds: float, stream: Any = None) -> list[float]:
-    """What `back_to_back` gives the median of."""
+    """The second half of at least `seconds` of back-to-back calls, which go through the sets in turn.
+
+    Calls run in graphs (see `capture`): small calls that are launched one by one would wait for the host.
+    """
     import torch
 
     once = capture(sets, len(sets), stream)

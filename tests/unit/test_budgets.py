@@ -10,13 +10,14 @@ from pathlib import Path
 
 import compile_cost
 import pytest
+from census import dense_layers
 
 import deep_gemm
 from deep_gemm import engine
 from deep_gemm.aot import attention
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.layers import Layer
-from deep_gemm.aot.workload import dense_layers, model_layers, shapes
+from deep_gemm.aot.workload import plan, shapes
 from deep_gemm.arch import SM90
 from deep_gemm.bench.shapes import DEEPSEEK_V3, LLAMA_3
 from deep_gemm.jit.compilers import Compiler
@@ -76,7 +77,7 @@ def test_kernels_compile_fast(kernels: list[KernelParams], nvrtc: Compiler) -> N
 @pytest.mark.parametrize("model", LLAMA_3)
 def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
     """For every fourth bucket of M. All buckets need 11 to 16 kernels more."""
-    layers = model_layers(LLAMA_3[model], tp)
+    layers = plan(LLAMA_3[model], tp).served
     work = choose(shapes(layers, representatives(16384)[::4]))
     assert {layer.op for layer in layers} == {"bf16_gemm_nt"}
     assert not work.impossible
