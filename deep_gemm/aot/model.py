@@ -47,8 +47,8 @@ SIZES = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads",
     "index_head_dim", "moe_intermediate_size", "n_routed_experts", "num_experts", "num_local_experts",
     "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
-    "decoder_sparse_step", "num_nextn_predict_layers", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim",
+    "decoder_sparse_step", "num_nextn_predict_layers", "full_attention_interval", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 """The fields of a config.json that give sizes of layers. The first two are in each config."""
 

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import (
-    fp8_gemm_reference,
-    group_rows,
-    half_gemm_reference,
-    k_grouped_reference,
-    m_grouped_reference,
-)
+from ..reference import fp8_gemm_reference, group_rows, half_gemm_reference, k_grouped_reference, m_grouped_reference
 from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
 from .operations import HALF_GEMMS, Gemm, unpaired
 from .registry import Call, get_operation, kernel

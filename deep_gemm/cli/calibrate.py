@@ -50,24 +50,11 @@ def command(context: click.Context, seconds: float) -> None:
 
 @command.command("survey")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Append JSON rows to this file.")
-@click.option(
-    "--random",
-    "count",
-    type=COUNT,
-    default=160,
-    show_default=True,
-    help="Log-uniform random shapes.",
-)
+@click.option("--random", "count", type=COUNT, default=160, show_default=True, help="Log-uniform random shapes.")
 @click.option("--seed", default=1, show_default=True, help="Their seed.")
 @click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
 @click.option("--min-m", type=TOKENS, default=1, show_default=True, help="Leave out shapes with a smaller M.")
-@click.option(
-    "--max-m",
-    type=TOKENS,
-    default=8192,
-    show_default=True,
-    help="Leave out shapes with a larger M.",
-)
+@click.option("--max-m", type=TOKENS, default=8192, show_default=True, help="Leave out shapes with a larger M.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(SURVEY_MODES), help="How to time; repeatable. [all]")
 @operation_options
 @click.option(
@@ -78,11 +65,7 @@ def command(context: click.Context, seconds: float) -> None:
     help="Time configs whose predicted time is at most this multiple of the best one's; 0: all.",
 )
 @click.option(
-    "--seconds",
-    type=Number(),
-    default=900.0,
-    show_default=True,
-    help="Begin no new measurement after this long.",
+    "--seconds", type=Number(), default=900.0, show_default=True, help="Begin no new measurement after this long."
 )
 def survey_command(
     output: Path,
@@ -230,11 +213,7 @@ def _summary(data: Data, speed: calibration.Speed) -> dict[str, dict[str, float]
         mode = "flush" if row["mode"] == "flush" else "graph"
         found.setdefault(f"{mode} {range_of(row['m'])}", []).append(quality)
     return {
-        name: {
-            "rows": len(each),
-            "selected_over_best": round(geometric_mean(each), 4),
-            "worst": round(min(each), 3),
-        }
+        name: {"rows": len(each), "selected_over_best": round(geometric_mean(each), 4), "worst": round(min(each), 3)}
         for name, each in sorted(found.items())
     }
 

@@ -11,19 +11,20 @@ import click
 from deep_gemm.aot import layers
 from deep_gemm.aot.workload import GemmShape, parse
 from deep_gemm.cli.console import console, duration, fact, size, table
+from deep_gemm.cli.options import arch_option, json_option, sms_option
 from deep_gemm.errors import InvalidInputError
 
 
 @click.command("inspect")
 @click.argument("shape", metavar="MxNxK")
-@click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
+@arch_option
 @click.option("--op", default=layers.FP8, show_default=True, help="The operation.")
 @click.option("--groups", type=click.IntRange(1), default=1, show_default=True, help="Groups of a grouped operation.")
 @click.option("--expected-m", type=click.IntRange(1), help="Rows expected in a masked group. [all]")
-@click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that the call may use. [all]")
+@sms_option
 @click.option("--top", default=8, show_default=True, type=click.IntRange(1), help="How many configs to list.")
 @click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     shape: str,
     arch: str,
@@ -68,15 +69,11 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
     post_pass = kernels.get(params.kernel).post_pass(params)
-    configs = [
-        {
-            "config": dataclasses.asdict(choice.config),
-            "estimate": dataclasses.asdict(choice.estimate) | {"sustained_us": choice.sustained_us},
-        }
-        for choice in ranked[:top]
-    ]
-    for entry, choice in zip(configs, ranked, strict=False):
-        entry["config"]["name"] = kernels.get(choice.config.family).describe(choice.config)
+    configs = []
+    for choice in ranked[:top]:
+        config = dataclasses.asdict(choice.config) | {"name": kernels.get(choice.config.family).describe(choice.config)}
+        estimate = dataclasses.asdict(choice.estimate) | {"sustained_us": choice.sustained_us}
+        configs.append({"config": config, "estimate": estimate})
     report: dict[str, Any] = {
         "spec": dataclasses.asdict(asked),
         "configs_ranked": len(ranked),

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pack
 import pytest
 import torch
 from click.testing import CliRunner
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
-from deep_gemm.bench import rows, survey
+from deep_gemm.bench import survey
 from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.errors import InvalidInputError
@@ -33,7 +34,7 @@ def test_packed_rows_are_the_same_rows(tmp_path: Path) -> None:
     row: dict[str, Any] = {"mode": "flush", "m": 1, "n": 8, "k": 16, "selected": "b", "device": "x"}
     some = [row | {"times": {"a": 2.0, "b": 1.5}}, row | {"times": {"b": 3.0}, "date": "today"}]
     path = tmp_path / "rows.jsonl"
-    path.write_text(rows.pack(some))
+    path.write_text(pack.pack(some))
     assert path.read_text().count('"b"') == 3, "once as a name, and selected twice"
     with path.open("a") as file:
         file.write(json.dumps(some[0]) + "\n")
