@@ -28,8 +28,7 @@ def indexers(layers: Iterable[Layer]) -> set[tuple[int, int]]:
 
 
 def kernels_of(layers: Iterable[Layer], arch: ArchSpec) -> list[KernelParams]:
-    """The kernels of the layers' indexers: logits of prompts, logits of pages, and their schedule. None for heads that
-    have no kernel."""
+    """Logits of prompts and of pages, and their schedule. None for heads that have no kernel."""
     found: list[KernelParams] = []
     for heads, size in sorted(indexers(layers)):
         if heads not in HEADS or size not in DIMS:

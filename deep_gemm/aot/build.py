@@ -1,9 +1,4 @@
-"""Compiling ahead: choose the kernels that a workload can need, and build each once, in parallel, with or without a
-GPU.
-
-summary = deep_gemm.precompile("config.json", tp=8, max_m=16384, progress=True)
-assert not summary.failed, summary.failed[0].error
-"""
+"""Compiling ahead: the kernels that a workload can need, each built once, in parallel, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -94,11 +89,7 @@ def choose(
     layers: Iterable[Layer] = (),
 ) -> Work:
     """The kernels that calls of these shapes would use on the GPU models `on` (`cards.default` if None), with `num_sms`
-    SMs (all of the GPU if None).
-
-    Helpers that any call may need, such as the transpose of scales, are included, and so are the kernels of the
-    `layers`' indexers.
-    """
+    SMs (all of the GPU if None); helpers that any call may need; and the kernels of the `layers`' indexers."""
     spec, models = archs.get(arch), tuple(cards.default(num_sms) if on is None else on)
     wanted: dict[KernelParams, list[GemmShape]] = {}
     impossible = []
@@ -224,10 +215,8 @@ def work_of(
 
 
 def pack(summary: Summary, path: Path) -> list[Kernel]:
-    """Write all kernels of `summary` to the pack `path`, whole or not at all, and return what it holds.
-
-    Raises InvalidInputError, and writes nothing, if one failed, there is none, or the file cannot be written.
-    """
+    """Write all kernels of `summary` to the pack `path`, whole or not at all, and return what it holds. Raises
+    InvalidInputError if one failed, there is none, or the file cannot be written."""
     if summary.failed:
         raise InvalidInputError(
             f"summary has {counted(len(summary.failed), 'kernel')} that failed, so {path} was not written: a pack that "
@@ -274,8 +263,7 @@ def build_all(
     executor: Executor | None = None,
     jobs: int | None = None,
 ) -> None:
-    """`build` each kernel, by `executor` or in `jobs` threads; call `report` for each that is done, from this
-    thread."""
+    """`build` each kernel, by `executor` or in `jobs` threads; call `report` for each, from this thread."""
     if executor is None:
         with ThreadPoolExecutor(max_workers=jobs or cpus()) as pool:
             futures = [pool.submit(build, params) for params in work]

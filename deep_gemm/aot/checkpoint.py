@@ -15,7 +15,6 @@ from deep_gemm.aot.layers import ALSO_ALONE, COLUMN, FP8, JOINED, KNOWN, OPS, ST
 from deep_gemm.errors import InvalidInputError
 
 MAX_EXPERTS = 1 << 16
-"""Far above the number of experts that any model has."""
 
 OTHER_LAYERS = re.compile(
     r"(^|\.)(lm_head|embed_tokens|embeddings?|\w*_embeddings?|wte|wpe|\w*norm\w*|conv1d|gate|"
@@ -131,8 +130,7 @@ def _is_weight(name: str, stored: Stored) -> bool:
 
 
 def _to_run(base: str, weight: Weight, dtype: str, kept: set[str], op: str) -> Weight:
-    """The weight with its operation: that of its format, or of its `dtype` if it is not quantised. `kept` are the
-    dtypes of quantised weights of the checkpoint."""
+    """The weight with its operation. `kept` are the dtypes of quantised weights of the checkpoint."""
     if dtype not in WIDE or weight.why_not:
         return weight
     own, runs = base.rpartition(".")[2], FP8 if kept else op or OPS.get(dtype, FP8)
@@ -157,8 +155,6 @@ def _is_lost(name: str, base: str, stored: Stored) -> bool:
 
 
 def _expert_number(name: str) -> int | None:
-    """The number of the expert that a tensor belongs to, if it is one of many. Raises InvalidInputError for a number
-    that no model has."""
     match = re.search(r"(^|\.)experts\.([0-9]+)\.", name)
     if match is None:
         return None
@@ -198,7 +194,7 @@ def _named(modules: Mapping[str, dict[str, Weight]]) -> Iterator[tuple[str, dict
 
 
 def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored]) -> Weight | None:
-    """A tensor as a linear layer's weight, or None if it is none."""
+    """None if the tensor is no weight of a linear layer."""
     if last in ("qweight", "weight_packed") and len(stored.shape) == 2:
         rows, columns = stored.shape
         groups = tensors.get(f"{base}.scales")

@@ -1,8 +1,4 @@
-"""Compiling ahead on all ranks of a torch.distributed job: each kernel is compiled once and sent to all ranks.
-
-from deep_gemm.aot import distributed
-summary = distributed.precompile("config.json", tp=8)  # on every rank, after torch.distributed.init_process_group
-"""
+"""Compiling ahead on all ranks of a torch.distributed job: each kernel is compiled once and sent to all ranks."""
 
 from __future__ import annotations
 

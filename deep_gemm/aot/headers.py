@@ -1,8 +1,4 @@
-"""The headers of safetensors files: which tensors there are, by name, dtype and shape. No data is read.
-
-A safetensors file begins with eight bytes, the length of a JSON object that describes each tensor by dtype, shape and
-place. An index, `*.safetensors.index.json`, says which file of several holds a tensor.
-"""
+"""The headers of safetensors files: which tensors there are, by name, dtype and shape. No data is read."""
 
 from __future__ import annotations
 

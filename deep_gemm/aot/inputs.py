@@ -1,7 +1,5 @@
-"""Checks of numbers, sizes and files from outside. A refusal is one sentence.
-
-All functions raise InvalidInputError. A message shows at most one line of the value, however large it is.
-"""
+"""Checks of numbers, sizes and files from outside. All raise InvalidInputError, in one line however large the value
+is."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ MAX_SIZES = 1 << 16
 """How many sizes of M a list may name: more would rank for minutes, and neighbouring M share a kernel."""
 
 MAX_FILE_BYTES = 256 << 20
-"""Far above the 10 MB of the largest published index."""
 
 _RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?(?::([0-9]{1,20}))?")
 

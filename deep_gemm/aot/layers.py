@@ -36,8 +36,7 @@ def is_masked(op: str) -> bool:
 
 
 def check_op(op: str, grouped: bool = False) -> None:
-    """Raises InvalidInputError unless `op` is an operation of layers, or "", which leaves it to their dtype. `grouped`:
-    it may have groups."""
+    """Raises InvalidInputError unless `op` is an operation of layers, or "". `grouped`: it may have groups."""
     known = dict.fromkeys((*FP8_OPS, *OPS.values(), *(GROUPED_OPS if grouped else ())))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
@@ -83,8 +82,7 @@ class Plan:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What was not understood, and each layer that needs a kernel and has none, in a sentence. Layers that other
-        libraries multiply, such as an embedding, are no problem."""
+        """What was not understood, and each layer that needs a kernel and has none, in a sentence."""
         lacking = (
             f"{f'{x.name} ({x.n} x {x.k})' if x.name else f'{x.n} x {x.k}'} cannot be served: {x.why_not}"
             for x in self.layers
@@ -157,11 +155,9 @@ and those with two rows for each head. In a model of 16 bits they are layers lik
 def layers_of(
     modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool, degree: str = "tp"
 ) -> Plan:
-    """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs.
-
-    `blocks_fixed` says that weights come with their scales: then a part can be joined with the next only if it ends
-    where a block of 128 ends. Raises InvalidInputError where `tp`, called `degree`, does not divide heads or sizes.
-    """
+    """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs. `blocks_fixed`: weights come
+    with their scales, so that a part can be joined with the next only if it ends where a block of 128 ends. Raises
+    InvalidInputError where `tp`, called `degree`, does not divide heads or sizes."""
     layers: dict[Layer, None] = {}
     for module, weights in modules:
         inside = f"{module}." if module else ""
@@ -209,8 +205,7 @@ def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) ->
 
 
 def divided(size: int, parts: int, what: str, heads: int = 0, degree: str = "tp") -> int:
-    """`size` / `parts`, which must be whole, and so must `heads` / `parts` if there are heads. `degree` is the name of
-    `parts` in messages."""
+    """`size` / `parts`, and `heads` / `parts` must be whole. `degree` names `parts` in messages."""
     for count, named in ((heads, f"the number of heads of {what}"), (size, what)):
         if count % parts:
             raise InvalidInputError(

@@ -1,8 +1,5 @@
-"""The linear layers of a model from its Hugging Face `config.json`: sizes by family, formats by quantization_config.
-
-A config gives sizes, not weights, so only families with known layers are accepted; nothing is guessed. A checkpoint
-says more (`deep_gemm.aot.checkpoint`).
-"""
+"""The linear layers of a model from its Hugging Face `config.json`. Only families with known layers are accepted:
+nothing is guessed. A checkpoint says more (`deep_gemm.aot.checkpoint`)."""
 
 from __future__ import annotations
 
@@ -105,14 +102,10 @@ def is_config(data: Mapping[str, Any]) -> bool:
 
 
 def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> Plan:
-    """The linear layers of a model on one of its GPUs, from its Hugging Face configuration.
-
-    `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and the rest stays whole.
-    Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts (`experts.shares`).
-    Without a quantization_config layers run `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and
-    float16 stay as they are, others are cast to FP8 when they are loaded. Raises InvalidInputError for a wrong field,
-    and for a `tp` or `ep` that does not divide sizes evenly.
-    """
+    """The layers of a model on one of its GPUs. `tp` GPUs share each: column-parallel layers divide N, row-parallel
+    layers divide K, the rest stays whole. `ep` GPUs share the routed experts. Without a quantization_config layers run
+    `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and float16 stay, others are cast to FP8 when they
+    are loaded. Raises InvalidInputError for a wrong field, and for a `tp` or `ep` that does not divide sizes evenly."""
     degrees(tp, ep)
     check_op(op)
     text, outside = text_part(config)
@@ -299,8 +292,7 @@ def _op_of(*configs: Mapping[str, Any]) -> str:
 
 
 def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int], op: str) -> dict[str, Weight]:
-    """The weights with their format; they run ``op`` if there is none. A weight counts as left out of quantisation if
-    all of its layers are."""
+    """They run ``op`` if there is no format. A weight is left out of quantisation if all of its layers are."""
     if not form.given:
         return {name: unquantised(name, weight, op) for name, weight in weights.items()}
     found = {}

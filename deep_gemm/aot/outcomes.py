@@ -15,10 +15,7 @@ from deep_gemm.params import KernelParams
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result for one kernel: a binary, or the error that stopped it. `shapes` are those that need it.
-
-    If a worker of an executor built the binary, its layer is the one that the worker reported.
-    """
+    """The result for one kernel: a binary, or the error that stopped it. `shapes` are those that need it."""
 
     name: str
     shapes: tuple[GemmShape, ...]

@@ -1,7 +1,4 @@
-"""Which GEMMs will run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint.
-
-Pure functions of plain data: no torch, no GPU.
-"""
+"""Which GEMMs will run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint. Pure functions."""
 
 from __future__ import annotations
 
@@ -89,8 +86,8 @@ def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -
 
 
 def for_every_m(layers: Iterable[Layer], tokens: int) -> list[Layer]:
-    """The layers with every M that the selector tells apart, as far as calls go where each GPU has up to `tokens`
-    tokens. Layers with sizes of their own keep these."""
+    """The layers with every M that the selector tells apart, up to `tokens` on each GPU. Layers keep sizes of their
+    own."""
     return [x if x.ms else replace(x, ms=tuple(representatives(x.most_rows(tokens)))) for x in layers]
 
 

@@ -3,9 +3,7 @@
 `get_kernel(backend, op)` returns one of them; its operands are those of our own function. `of(op)` lists them.
 `compare` runs them on the same operands, checks them against float64 and times them. A backend, a kernel or an
 operation of your own is one class or function with a decorator. A package names its module in the entry point group
-``deep_gemm.backends``.
-
-Importing this package imports no backend. Each is imported when it is needed; an absent one says why it is absent.
+``deep_gemm.backends``. Importing this package imports no backend.
 """
 
 from __future__ import annotations

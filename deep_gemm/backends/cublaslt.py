@@ -17,8 +17,7 @@ Pair = tuple[Tensor, Tensor]
 
 @kernel("cublaslt", ops.DEFAULT, prepares=True)
 def blockwise(a: Pair, b: Pair, d: Tensor) -> Call:
-    """The same 1 x 128 and 128 x 128 scales, so the same problem. It needs other layouts of scales, and returns its
-    result."""
+    """The same scales in other layouts, so the same problem. It returns its result."""
     from torch.nn.functional import ScalingType, pad, scaled_mm
 
     (values, sfa), weights, sfb = a, b[0].t(), b[1]

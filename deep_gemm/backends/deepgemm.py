@@ -1,9 +1,6 @@
-"""Loads DeepGEMM into the same process, although its package has the same name as ours.
-
-It is the package ``deep_gemm`` of another directory: one on ``sys.path`` that is not ours, or one that was filled by
-``pip install --target DIRECTORY`` and passed to `load`, whose result is passed to `use`. It compiles a kernel for each
-shape at the first call, which takes seconds.
-"""
+"""Loads DeepGEMM into the same process, although its package has the same name as ours: from a directory on
+``sys.path`` that is not ours, or one that was filled by ``pip install --target DIRECTORY``. It compiles at the first
+call."""
 
 from __future__ import annotations
 
@@ -84,12 +81,8 @@ def weight_gradient(a: Any, b: Any, d: Any, c: Any = None) -> Call:
 
 @functools.cache
 def load(directory: Path) -> ModuleType:
-    """The package ``deep_gemm`` in ``directory``, for example one that ``pip install --target`` made. It is loaded only
-    once, since an extension cannot be loaded twice.
-
-    Our package is removed from the table of modules during the import, and restored afterwards. So later imports of
-    DeepGEMM must be relative, or of other packages. Both packages read `DG_JIT_CACHE_DIR`, and have entries with
-    different names there.
+    """The package ``deep_gemm`` in ``directory``. It is loaded once, since an extension cannot be loaded twice. Our
+    package is removed from the table of modules during the import, and restored afterwards.
 
     Raises DeepGemmError if the directory has no such package, or the package does not import or is not DeepGEMM.
     """

@@ -1,7 +1,4 @@
-"""GEMMs of groups that can be compared: their operands, the exact result, and the allowed error.
-
-Sizes of groups differ from their mean by up to 30%, and are the same in every run.
-"""
+"""GEMMs of groups that can be compared. Sizes of groups are the same in every run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Times of calls, their rates, and the GPU's roof.
-
-On a GPU calls are timed in one of three modes, see `deep_gemm.testing.timing`. Without a GPU the host's clock is used.
-"""
+"""Times of calls, their rates, and the GPU's roof. Without a GPU the host's clock is used."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The registry of backends, kernels and operations.
-
-A backend's modules are imported when one of its kernels is needed, never before. Decorators register kernels and
-operations in the tables below.
-"""
+"""The registry of backends, kernels and operations. A backend's modules are imported when a kernel is needed."""
 
 from __future__ import annotations
 
@@ -55,8 +51,7 @@ class Backend:
         return "" if device.type == "cuda" else "it needs a GPU"
 
     def slowness(self, device: torch.device) -> float:
-        """The rough time of its products on ``device`` relative to torch's reference. Only backends that emulate a GPU
-        return more than 1."""
+        """Its rough time relative to torch's reference. Only backends that emulate a GPU return more than 1."""
         return 1.0
 
     def load(self) -> None:
@@ -65,10 +60,9 @@ class Backend:
 
 
 class Operation(ABC):
-    """One operation. Kernels take its operands by position and write one of them in place. A subclass, or an instance,
-    is registered by the decorator `operation`.
+    """One operation. Kernels take its operands by position and write one of them in place.
 
-    ``dims`` are the names of the sizes of a shape, such as (M, N, K), in the order of "64x512x256" on a command line.
+    ``dims`` are the names of the sizes of a shape, in the order of "64x512x256" on a command line.
     """
 
     name: str
@@ -132,10 +126,8 @@ def _importable(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A backend's implementation of an operation. A call takes the operation's operands and writes the output.
-
-    ``name`` is the backend's name, followed by ":" and a variant if it has several.
-    """
+    """A backend's implementation of an operation. ``name`` is the backend's, followed by ":" and a variant if it has
+    several."""
 
     name: str
     op: str

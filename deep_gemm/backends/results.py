@@ -92,8 +92,7 @@ class Comparison:
         return sorted((row for row in self.results if (row.op, row.dims) == (op, dims)), key=lambda row: row.us)
 
     def ranking(self, op: str) -> list[Rank]:
-        """Backends with right results, the best first. A backend with an easier problem is listed, but does not count
-        as the fastest."""
+        """Backends with right results, the best first. One with an easier problem does not count as the fastest."""
         ratios: dict[str, list[float]] = {}
         easier = set()
         for case in self.cases:
@@ -115,8 +114,7 @@ class Comparison:
         return sorted(ranks, key=lambda rank: -rank.of_best)
 
     def left_out(self) -> list[LeftOut]:
-        """Backends that did not run or are wrong, by reason. Shapes are left out if a backend ran no shape for the same
-        reason."""
+        """By reason. Shapes are not named if a backend ran no shape for the same reason."""
         asked = Counter(row.backend for row in self.results)
         rows: dict[tuple[str, str], list[Result]] = {}
         for row in self.results:

@@ -110,8 +110,7 @@ class Runner:
     def _check(
         self, op: Operation, dims: Dims, kernel: Kernel, operands: tuple[Any, ...], exact: Tensor, allowed: Tensor
     ) -> Result:
-        """Call a kernel once. Its output is filled with NaN before, so that elements that it does not write are
-        found."""
+        """Call a kernel once. Its output is filled with NaN before."""
         row = Result(op.name, dims, kernel.name, "ok")
         output = op.output(operands)
         output.fill_(float("nan"))
@@ -233,11 +232,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def candidates(op: str, names: Sequence[str] = ()) -> list[str]:
-    """The names that `compare` runs: the given backends and variants, or all that have the operation and all absent
-    ones.
-
-    A backend's name includes its variants. Raises InvalidInputError for an unknown one.
-    """
+    """The given backends with their variants, or all that have the operation and all absent ones. Raises
+    InvalidInputError."""
     here = of(op)
     for name in names:
         if name != "all":

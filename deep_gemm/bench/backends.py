@@ -86,11 +86,8 @@ def element_bytes(shape: GemmShape) -> int:
 
 
 def make_operands(shape: GemmShape, sets: int, device: str = "cuda") -> list[Operands]:
-    """Random normal data; zeros would run faster than any user's data.
-
-    The sets share the activations and have weights and outputs of their own, as the layers of a model do. Where a
-    product is added to `d`, that begins as zeros.
-    """
+    """Random normal data; zeros would run faster. The sets share the activations and have weights and outputs of their
+    own, as the layers of a model do. Where a product is added to `d`, that begins as zeros."""
     one, gemm, made = Problem.of(shape), get_operation(shape.op), []  # type: tuple[Problem, Any, list[Operands]]
     for seed in range(sets):
         a, b, d = gemm.make((one.m, one.n, one.k), torch.device(device), seed)
@@ -150,10 +147,7 @@ EASIER = ("tensorwise",)
 
 
 def ours_promised(x: Operands) -> Call:
-    """`ours` on weights that are declared constant before the first call.
-
-    Take it back with `retract` after the timing.
-    """
+    """`ours` on weights that are declared constant before the first call. `retract` takes it back."""
     if x.b.is_cuda:
         torch.cuda.synchronize(x.b.device)  # the promise: nothing that still runs writes them
     deep_gemm.declare_constant(*x.weights.values())
@@ -184,11 +178,8 @@ def add_deepgemm(library: Any) -> dict[str, str]:
 
 
 def usable(name: str, x: Operands) -> str | None:
-    """Why a backend cannot run this problem, in its own words, or None. Runs it once.
-
-    The result of a backend that solves the same problem is compared with ours, so that a misread scale layout is not
-    taken for a fast kernel.
-    """
+    """Why a backend cannot run this problem, in its own words, or None. Runs it once, and compares the result with
+    ours, so that a misread scale layout is not taken for a fast kernel."""
     if name == "ours":
         BACKENDS[name](x)()  # our own errors are raised
         return None

@@ -38,8 +38,7 @@ instead of 6.5."""
 
 
 def piece_bytes(size: int, ctas: int) -> int:
-    """The size of the pieces that CTAs read in turn, of `size` bytes in all: the largest that fits a stage and gives
-    all CTAs the same number of pieces, except for the remainder."""
+    """The pieces that CTAs read in turn, of `size` bytes in all: the largest that fit a stage and deal evenly."""
     return -(-size // (ctas * _rounds(size, ctas) * UNIT)) * UNIT
 
 
@@ -63,10 +62,8 @@ def request(target: str) -> BuildRequest:
 
 
 def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: int = 10) -> float:
-    """Microseconds a launch in a graph that reads these tensors, all of one size, in turn, as `timing.graph` times
-    calls.
-
-    `overlapped`: with no more shared memory than data to read, so that launches overlap."""
+    """Microseconds a launch in a graph that reads these tensors, all of one size, in turn. `overlapped`: with no more
+    shared memory than data to read, so that launches overlap."""
     import torch
 
     device = weights[0].get_device()

@@ -44,8 +44,7 @@ class Packed:
         self._common: Row = {}
 
     def unpack(self, row: Row, where: str) -> None:
-        """Take a line of mode "packed", or complete a row in place. Raises InvalidInputError for one that names no
-        config."""
+        """Take a line of mode "packed", or complete a row in place. Raises InvalidInputError."""
         if row["mode"] == PACKED:
             self._configs, self._common = row.get("configs", self._configs), row.get("common", self._common)
             return

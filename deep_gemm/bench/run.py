@@ -1,8 +1,5 @@
-"""Side-by-side timing in one process: ours against cuBLASLt, one JSON row for each shape and mode, written when
-measured.
-
-Two H200s differ by a few percent, so compare ratios within one run.
-"""
+"""Side-by-side timing in one process: one JSON row for each shape and mode, written when measured. Two H200s differ by
+a few percent, so compare ratios within one run."""
 
 from __future__ import annotations
 

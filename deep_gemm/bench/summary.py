@@ -44,13 +44,9 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """For each operation, mode and range of M: our speed relative to each peer, by geometric mean. Entries name
-    the operation where one is not FP8's.
-
-    `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise", or for
-    16 bits "cuBLASLt"; "DeepGEMM" if it was there, or the "read floor": the floor over our time, for M <= 64 where
-    it is known. Ratios above 1 mean that we are faster.
-    """
+    """For each operation, mode and range of M: our speed relative to each peer of `_AGAINST`, by geometric mean, and
+    the worst shape. Above 1 we are faster. Entries name the operation where one is not FP8's. The read floor is for M
+    <= 64."""
     timed = [row for row in rows if row["mode"] in GEMM_MODES]
     names = dict.fromkeys(map(lines.operation_of, timed))
     if any(names):

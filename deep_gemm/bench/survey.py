@@ -88,8 +88,7 @@ class Survey:
             yield row | common
 
     def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec, known: calibration.Calibration) -> list[GemmConfig]:
-        """The configs to time, the selected one first: it is always timed, even if configs outside the serving set rank
-        higher."""
+        """The selected one first: it is timed even if configs outside the serving set rank higher."""
         if self.everything:
             return select.legal(asked, spec)
         selected = select.rank(asked, spec, known)[0].config
@@ -107,16 +106,16 @@ class Survey:
 
 
 def is_surveyed(shape: GemmShape, mode: str) -> bool:
-    """Whether configs of a shape are timed in a mode. Steady mode is only for shapes that power limits, since a fit
-    uses it for nothing else. Operands that TMA cannot read are left out, since they would be copied first."""
+    """Steady mode is only for shapes that power limits: a fit uses it for nothing else. Operands that TMA cannot read
+    would be copied first, and are left out."""
     if why_not(shape, mode) is not None or not backends.addressable(shape):
         return False
     return mode != "steady" or meets_power_limit(shape)
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The mean of two times of each, once in order and once in reverse, so that a drift of the GPU's power affects all
-    alike. A first call, which warms it up, is not counted."""
+    """The mean of two times of each, in order and in reverse: a drift of the GPU's power affects all alike. A first
+    call, which warms it up, is not counted."""
     next(iter(timers.values()))()
     there = {name: timer() for name, timer in timers.items()}
     back = {name: timers[name]() for name in reversed(list(timers))}

@@ -53,8 +53,6 @@ class Source:
 
 @dataclass(frozen=True)
 class CustomConfig(Config):
-    """The config of a binary of a user's kernel: its threads and constants."""
-
     num_threads: int
     constants: Constants
 
@@ -65,8 +63,6 @@ class CustomConfig(Config):
 
 @dataclass(frozen=True)
 class CustomSpec:
-    """The spec of a user's kernel: a binary, and its launch."""
-
     config: CustomConfig
     launch: LaunchPlan
 
@@ -199,7 +195,6 @@ class CustomOperation(Operation):
         )
 
     def request(self, params: KernelParams) -> BuildRequest:
-        """The builder's input: the rendered source, and its parameters."""
         config = params.config
         if not isinstance(config, CustomConfig):
             raise TypeError(f"{self.name} is built for a CustomConfig, not {config}")

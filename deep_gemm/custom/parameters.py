@@ -57,10 +57,8 @@ def is_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel: a pointer to a tensor, a tensor map of one, or a number.
-
-    ``operand`` is the tensor's name, or empty for a number. ``element`` is the type of the elements or of the number.
-    """
+    """A pointer to a tensor, a tensor map of one, or a number. ``operand`` is the tensor's name, or empty for a
+    number."""
 
     argument: Argument
     operand: str

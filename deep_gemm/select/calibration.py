@@ -137,9 +137,8 @@ def load(path: Path) -> Calibration:
 
 @functools.cache
 def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
-    """The calibration of a GPU model. If there is none, the nearest card's, scaled by the spec sheets; so too for
-    speeds of some products that the model's own lacks. The sheet of an unknown card is found by SMs and bandwidth; 0
-    means unknown."""
+    """The calibration of a GPU model. If it has none, or lacks speeds of some products, the nearest card's, scaled by
+    the spec sheets. The sheet of an unknown card is found by SMs and bandwidth; 0 means unknown."""
     from . import sheets  # here: a process whose kernels are all known needs none
 
     sheet = sheets.of(device_name, num_sms, hbm_gb_per_s)

@@ -12,8 +12,6 @@ Kind = TypeVar("Kind", bound="Constants")
 
 @dataclass(frozen=True)
 class Constants:
-    """Base class of calibration constants."""
-
     WHAT: ClassVar[str]
     """Their name in an error message."""
 

@@ -50,8 +50,7 @@ class Power(Constants):
 
 
 def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
-    """The factor of each constant of `Power`: products; rows read, filled and requested, in units of 128 products;
-    elements of D; and the launch."""
+    """The factor of each constant of `Power`."""
     tiles = ceil_div(spec.m, config.block_m * config.cluster_m) * config.cluster_m
     tiles *= ceil_div(spec.n, config.block_n * config.cluster_n) * config.cluster_n
     blocks = tiles * ceil_div(spec.k * int(x.element_bytes), BLOCK_BYTES)

@@ -95,8 +95,8 @@ def graph_samples(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64,
 
 
 def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
-    """One CUDA graph of `count` calls, which go through the sets in turn; on a stream of its own, or on ``stream`` if
-    the calls are bound to it."""
+    """One CUDA graph of `count` calls, which go through the sets in turn; on ``stream`` if the calls are bound to
+    it."""
     import torch
 
     stream = stream or torch.cuda.Stream()
@@ -184,10 +184,7 @@ def host_samples(calls: Mapping[str, Call], seconds: float = 1.0, repeats: int =
 
 
 def host(call: Call, calls: int = 200, rounds: int = 60) -> float:
-    """Host time of one call: the least of `rounds` means, with the queue emptied between rounds.
-
-    The least, since other processes can only add time.
-    """
+    """Host time of one call: the least of `rounds` means, since other processes can only add time."""
     import torch
 
     for _ in range(20):
@@ -209,7 +206,6 @@ def host_in_turns(calls: Mapping[str, Call], passes: int = 6, rounds: int = 20) 
 
 
 def least_of_passes(measure: Callable[[], dict[str, float]], passes: int = 6) -> dict[str, float]:
-    """The least of each reading over several calls of `measure`, so that a short slowdown of the host cannot spoil a
-    reading."""
+    """A short slowdown of the host cannot spoil the least of several readings."""
     found = [measure() for _ in range(passes)]
     return {name: min(times[name] for times in found) for name in found[0]}
