@@ -1,4 +1,4 @@
-"""The charts of the documentation, from recorded rows. Needs matplotlib (the `plot` extra).
+"""The charts of the documentation, from recorded rows. Needs matplotlib (the `docs` extra).
 
 python benchmarks/doc_charts.py          draw docs/charts/*.svg from benchmarks/results
 python benchmarks/doc_charts.py --check  say whether they show today's rows, by the exit status

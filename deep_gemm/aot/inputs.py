@@ -44,13 +44,13 @@ def whole(value: Any, where: str, least: int = 1, most: int = MAX_SIZE) -> int:
     return value
 
 
-def number(text: str, where: str, least: int = 1, most: int = MAX_SIZE) -> int:
+def number(text: str, where: str) -> int:
     """The same from text, in decimal digits."""
     digits = text.strip()
     # No limit has twenty digits, and for thousands of them Python takes quadratic time.
     if not re.fullmatch(r"[0-9]{1,20}", digits):
-        raise InvalidInputError(f"{where} must be a whole number from {least} to {most}, but it is {shown(text)}.")
-    return whole(int(digits), where, least, most)
+        raise InvalidInputError(f"{where} must be a whole number from 1 to {MAX_SIZE}, but it is {shown(text)}.")
+    return whole(int(digits), where)
 
 
 def sizes(value: Any, where: str) -> list[int]:

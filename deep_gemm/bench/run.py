@@ -164,7 +164,7 @@ def load(path: Path) -> list[Row]:
 
 
 def _check(row: Row, where: str) -> None:
-    """Check the fields of a GEMM's row that means and charts need."""
+    """Check the fields of a GEMM's row that means need."""
     if row["mode"] not in GEMM_MODES:
         return
     rows.check_shape(row, where)

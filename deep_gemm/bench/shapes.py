@@ -89,13 +89,6 @@ DEEPSEEK_V3: dict[str, int] = {
 }
 """The sizes in the published `config.json` of DeepSeek-V3, as `workload.plan` reads them."""
 
-_LLAMA_3: dict[str, int | str] = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}
-LLAMA_3: dict[str, dict[str, int | str]] = {
-    "8B": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
-    "70B": _LLAMA_3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
-}
-"""The same of Llama 3, which is published in BF16."""
-
 MODEL_NK: dict[str, tuple[tuple[int, int], ...]] = {
     "DeepSeek-V3": REFERENCE_NK,
     "Llama-3.1-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deep_gemm import arch as archs
 from deep_gemm import engine, kernels, options, select
 from deep_gemm.aot.inputs import shown
@@ -60,8 +62,6 @@ class Survey:
 
     def rows(self) -> Iterator[Row]:
         """One row for each shape and mode: times in us by config, and the choice of the present calibration."""
-        import torch
-
         device = torch.cuda.current_device()
         spec, start = archs.for_device(device), time.monotonic()
         common = environment()
@@ -142,8 +142,6 @@ def timers_of(
     Kernels come from ``builder``, if it is given."""
     operands = backends.make_operands(shape, backends.sets_for(shape, mode))
     places = [backends.placed(x, device) for x in operands]
-    import torch
-
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     order = list(configs)
     random.Random(asked.m * asked.n + asked.k).shuffle(order)

@@ -15,6 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from deep_gemm.timer import FLUSH_BYTES
+
 Call = Callable[[], Any]
 
 GRAPH_WEIGHT_BYTES = 256 << 20
@@ -44,10 +48,6 @@ def flush(calls: Mapping[str, Call], **options: int) -> dict[str, float]:
 
 def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> Samples:
     """`repeats` single calls or more, each between two events, with 512 MB written before it."""
-    import torch
-
-    from deep_gemm.timer import FLUSH_BYTES
-
     if repeats < 20:
         raise ValueError(f"repeats must be at least 20 for a median to mean something, but it is {repeats}.")
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -60,17 +60,22 @@ def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3)
         for name, call in calls.items():
             if not short:
                 time.sleep(REST_SECONDS)
-            pairs = []
-            for _ in range(-(-repeats // rounds)):
-                scratch.zero_()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                call()
-                end.record()
-                pairs.append((start, end))
-            torch.cuda.synchronize()
-            samples[name] += [start.elapsed_time(end) * 1e3 for start, end in pairs]
+            samples[name] += singles(call, scratch, -(-repeats // rounds))
     return samples
+
+
+def singles(call: Call, scratch: torch.Tensor, count: int) -> list[float]:
+    """Single calls, each between two events, with ``scratch`` written before it."""
+    pairs = []
+    for _ in range(count):
+        scratch.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
 
 def graph(calls: Mapping[str, Sequence[Call]], **options: int) -> dict[str, float]:
@@ -97,8 +102,6 @@ def graph_samples(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64,
 def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
     """One CUDA graph of `count` calls, which go through the sets in turn; on ``stream`` if the calls are bound to
     it."""
-    import torch
-
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -140,8 +143,6 @@ def back_to_back_samples(sets: Sequence[Call], seconds: float, stream: Any = Non
 
     Calls run in graphs (see `capture`): small calls that are launched one by one would wait for the host.
     """
-    import torch
-
     once = capture(sets, len(sets), stream)
     once.replay()
     estimate = elapsed_us(once.replay)
@@ -159,8 +160,6 @@ def back_to_back_samples(sets: Sequence[Call], seconds: float, stream: Any = Non
 
 def elapsed_us(work: Call) -> float:
     """The time of `work` on the GPU, from start to end."""
-    import torch
-
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     work()
@@ -185,8 +184,6 @@ def host_samples(calls: Mapping[str, Call], seconds: float = 1.0, repeats: int =
 
 def host(call: Call, calls: int = 200, rounds: int = 60) -> float:
     """Host time of one call: the least of `rounds` means, since other processes can only add time."""
-    import torch
-
     for _ in range(20):
         call()
     best = float("inf")
