@@ -86,7 +86,11 @@ class LazyGroup(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 @click.version_option(package_name="deep-gemm-jit", prog_name="deep-gemm")
 @click.pass_context
 def app(ctx: click.Context) -> None:

@@ -27,7 +27,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--accumulate", is_flag=True, help="Add the product to D, in place."),
         click.option("--output-dtype", "dtype", type=click.Choice(shapes.OUTPUTS), help="dtype of D. [that of A]"),
-        click.option("--op", type=ops, default=FP8, show_default=True, metavar="NAME", help="The operation."),
+        click.option("--op", type=ops, default=FP8, metavar="NAME", help="The operation."),
     ):
         command = option(command)
     return command
@@ -41,7 +41,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--random", "random_count", type=click.IntRange(1, 100_000), metavar="COUNT", help="Random shapes, log-uniform."
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of --random.")
+@click.option("--seed", default=0, help="Seed of --random.")
 @click.option(
     "--against",
     multiple=True,

@@ -38,8 +38,8 @@ class Sizes(click.ParamType):
 @click.option(
     "--shape", "shapes", multiple=True, type=Sizes(), metavar="MxNxK", help="Sizes; repeatable. [those of examples]"
 )
-@click.option("--backends", default="all", show_default=True, metavar="NAMES", help="With commas between them.")
-@click.option("--mode", type=click.Choice(("flush", "graph", "steady")), default="flush", show_default=True)
+@click.option("--backends", default="all", metavar="NAMES", help="With commas between them.")
+@click.option("--mode", type=click.Choice(("flush", "graph", "steady")), default="flush")
 @click.option("--device", type=click.Choice(("cuda", "cpu")), help="[a GPU if there is one]")
 @click.option("--deepgemm", type=PATH, help="A directory that DeepGEMM was installed into.")
 @click.option("--html", type=FILE, help="Write one self-contained page.")

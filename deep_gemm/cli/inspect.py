@@ -18,11 +18,11 @@ from deep_gemm.errors import InvalidInputError
 @click.command("inspect")
 @click.argument("shape", metavar="MxNxK")
 @arch_option
-@click.option("--op", default=layers.FP8, show_default=True, help="The operation.")
-@click.option("--groups", type=click.IntRange(1), default=1, show_default=True, help="Groups of a grouped operation.")
+@click.option("--op", default=layers.FP8, help="The operation.")
+@click.option("--groups", type=click.IntRange(1), default=1, help="Groups of a grouped operation.")
 @click.option("--expected-m", type=click.IntRange(1), help="Rows expected in a masked group. [all]")
 @sms_option
-@click.option("--top", default=8, show_default=True, type=click.IntRange(1), help="How many configs to list.")
+@click.option("--top", default=8, type=click.IntRange(1), help="How many configs to list.")
 @click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
 @json_option
 def command(

@@ -17,7 +17,6 @@ from deep_gemm.cli.console import console
 @click.option(
     "--directory",
     default=".",
-    show_default=True,
     type=click.Path(path_type=Path, file_okay=False),
     help="Where the files go; it is made if it is not there.",
 )

@@ -40,12 +40,11 @@ FAILED, PARTIAL = 1, 3
 @shape_option
 @model_option
 @tp_option
-@click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Expert-parallel GPUs of a model.")
+@click.option("--ep", type=click.IntRange(1), default=1, help="Expert-parallel GPUs of a model.")
 @click.option(
     "--groups",
     type=click.IntRange(1, inputs.MAX_SIZE),
     default=1,
-    show_default=True,
     help="Weights of each --shape, for products grouped by expert.",
 )
 @click.option("--m", "m_text", metavar="SIZES", help="M of shapes without one: 1,2,64-4096:64. [all up to --max-m]")
@@ -53,7 +52,6 @@ FAILED, PARTIAL = 1, 3
     "--max-m",
     type=click.IntRange(1, inputs.MAX_SIZE),
     default=workload.MAX_M,
-    show_default=True,
     help="The largest M to serve; of a model, the tokens of each GPU.",
 )
 @op_option

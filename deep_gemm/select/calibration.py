@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InvalidInputError
-from .constants import Constants
 from .power import Power
 
 if TYPE_CHECKING:
@@ -22,10 +21,8 @@ PREFIX = "speed "
 
 
 @dataclass(frozen=True)
-class Speed(Constants):
+class Speed:
     """The speed of one GPU model, fitted by `deep-gemm calibrate`. Times in us; cycles are those of the SM clock."""
-
-    WHAT: ClassVar[str] = "A calibration's part about speed"
 
     clock_ghz: float
     """The boost clock, from the spec sheet. Cycles are counted at this clock."""
@@ -87,8 +84,8 @@ class Calibration:
                 f"A calibration file holds constants of speed and power, but this one of {', '.join(data)}. "
                 "Make a new one with `deep-gemm calibrate fit`."
             )
-        named = tuple((name.removeprefix(PREFIX), Speed.from_json(data[name])) for name in others)
-        return cls(Speed.from_json(data["speed"]), Power.from_json(data["power"]), origin, named)
+        named = tuple((name.removeprefix(PREFIX), _read(Speed, data[name])) for name in others)
+        return cls(_read(Speed, data["speed"]), _read(Power, data["power"]), origin, named)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         others = {PREFIX + name: asdict(speed) for name, speed in self.others}
@@ -120,6 +117,20 @@ class Calibration:
         )
         others = tuple((name, scale(speed)) for name, speed in self.others)
         return Calibration(scale(self.speed), power, f"the spec sheet of {to.name}, scaled from {self.origin}", others)
+
+
+Kind = TypeVar("Kind", Speed, Power)
+
+
+def _read(kind: type[Kind], data: dict[str, Any]) -> Kind:
+    """The constants in ``data``, which must name each of them and nothing else. Raises InvalidInputError."""
+    names = [field.name for field in fields(kind)]
+    if sorted(data) != sorted(names) or not all(isinstance(x, (int, float)) and x > 0 for x in data.values()):
+        raise InvalidInputError(
+            f"A calibration's part about {kind.__name__.lower()} holds positive numbers named {', '.join(names)}, but "
+            f"this one holds {data}. Make a new one with `deep-gemm calibrate fit`."
+        )
+    return kind(**{name: float(data[name]) for name in names})
 
 
 def file_of(device_name: str) -> Path:

@@ -13,12 +13,10 @@ for the last tiles of others, Stream-K) fits these within 2%, but its choices we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..kernels.features import Features
 from ..params import GemmConfig
 from ..spec import GemmSpec, ceil_div
-from .constants import Constants
 
 ROW_BYTES = 128
 BLOCK_BYTES = 128
@@ -29,11 +27,9 @@ calls of 200 to 1900 us took 2 to 28% less than the estimate (H100)."""
 
 
 @dataclass(frozen=True)
-class Power(Constants):
+class Power:
     """Constants of one GPU model, fitted to launches timed back to back. Moving a row is counted in products that draw
     as much power."""
-
-    WHAT: ClassVar[str] = "A calibration's part about power"
 
     products_per_us: float
     """Multiply-adds of eight-bit elements a microsecond, if nothing else drew power. Of 16-bit ones half as many are

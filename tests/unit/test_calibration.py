@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -67,8 +67,8 @@ def test_files_are_named_after_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"speed": {"clock_ghz": 1.0}, "power": default().power.to_json()}, "positive numbers named clock_ghz"),
-        ({"speed": default().speed.to_json() | {"launch_us": -1.0}, "power": {}}, "positive numbers named clock_ghz"),
+        ({"speed": {"clock_ghz": 1.0}, "power": asdict(default().power)}, "positive numbers named clock_ghz"),
+        ({"speed": asdict(default().speed) | {"launch_us": -1.0}, "power": {}}, "positive numbers named clock_ghz"),
         ({"few_tokens": {}, "power": {}}, "constants of speed and power, but this one of few_tokens, power"),
     ],
 )
