@@ -105,7 +105,7 @@ def test_the_fit_finds_what_draws_power() -> None:
     assert fitted is not None
     found, summary = fitted
     assert summary == {"pairs": 36, "deviation": 0.0}
-    for name, value in POWER.to_json().items():
+    for name, value in asdict(POWER).items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
 
 
