@@ -93,7 +93,7 @@ def sample(work: Sequence[KernelParams]) -> list[KernelParams]:
 
 def record(work: Sequence[KernelParams]) -> dict[str, Any]:
     """The cost of kernels: CPU seconds, and relative to the trial kernel, which is compiled beside each of them."""
-    from deep_gemm import engine
+    from deep_gemm.runtime import engine
 
     compiler = nvrtc()
     seconds, trials = {}, []

@@ -175,7 +175,7 @@ WARM_START = f"""
 import json, sys, time, torch, deep_gemm
 sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
 import costs
-from deep_gemm import engine
+from deep_gemm.runtime import engine
 torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 params = costs.warm_start_kernels()
@@ -268,9 +268,9 @@ def first_call_seconds(kind: str, root: str) -> tuple[float, float]:
 
 def build_seconds(params: KernelParams, kind: str) -> tuple[str, float, float]:
     """(name, seconds to build into an empty cache, seconds to look the kernel up on disk as a new process would)."""
-    from deep_gemm import engine
     from deep_gemm.jit.builder import Builder
     from deep_gemm.jit.cache.packs import Packs
+    from deep_gemm.runtime import engine
     from deep_gemm.settings import settings
 
     with tempfile.TemporaryDirectory() as root, settings.override(use_nvrtc=kind == "nvrtc"):

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from deep_gemm.bench.rows import operation_of
@@ -29,12 +30,16 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, CHARTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "charts"
 
-EVERY = {"fp8-flush-ratio": "reference", "bf16-flush-ratio": "bf16"}
-"""The charts, and their files of rows. They show single calls of the first operation of the file."""
-
+OVERVIEW = "fp8-overview"
+EVERY = {OVERVIEW: "reference", "fp8-flush-ratio": "reference", "bf16-flush-ratio": "bf16"}
+"""The charts, and their files of rows. They show the first operation of the file, in single calls; the overview shows
+graphs too, and of single calls those from `PREFILL` tokens on."""
+PREFILL = 128
 
 WIDTH = 8.4
 """Inches: some 800 pixels in a browser."""
+PHONE = (4.2, 5.2)
+"""Width and height that a phone shows without making them smaller, for `overview`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,10 @@ FINE = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8)
 def rows_of(name: str, results: Path = RESULTS) -> list[Row]:
     """The rows that a chart of `EVERY` shows."""
     rows = latest(load(results / f"{EVERY[name]}.jsonl"))
-    return [row for row in rows if row["mode"] == "flush" and operation_of(row) == operation_of(rows[0])]
+    rows = [row for row in rows if operation_of(row) == operation_of(rows[0])]
+    if name == OVERVIEW:
+        return [row for row in rows if row["mode"] == "graph" or (row["mode"] == "flush" and row["m"] >= PREFILL)]
+    return [row for row in rows if row["mode"] == "flush"]
 
 
 def digest(rows: Sequence[Row]) -> str:
@@ -99,8 +107,12 @@ def digest(rows: Sequence[Row]) -> str:
 
 def svg(rows: Sequence[Row], theme: Theme) -> str:
     """A chart as the text of an SVG file; the same for the same rows and matplotlib."""
-    figure = new_figure(rows, theme)
-    ratio(figure, rows, theme)
+    if len({row["mode"] for row in rows}) > 1:
+        figure = new_figure(theme, *PHONE)
+        overview(figure, rows, theme)
+    else:
+        figure = new_figure(theme, WIDTH, 1.2 + 1.7 * -(-len(_pairs(rows)) // 4))
+        ratio(figure, rows, theme)
     text = io.StringIO()
     import matplotlib
 
@@ -125,8 +137,37 @@ def ratio(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     _caption(figure, rows, theme)
 
 
-def new_figure(rows: Sequence[Row], theme: Theme) -> Any:
-    """A figure of `WIDTH` inches, as high as the panels of ``rows`` need."""
+def overview(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
+    """Two panels that a phone can show: decode in CUDA graphs, and prefill in single calls. Speed relative to cuBLASLt
+    by geometric mean over all N x K, and for ours the range that these span."""
+    base, *lines = [series for series in SERIES if series.field in ("us_tensorwise", "us_deepgemm", "us")]
+    panels = {"graph": "Decode: calls in a CUDA graph", "flush": "Prefill: single calls"}
+    for axis, (mode, title) in zip(figure.subplots(len(panels), 1, sharey=True), panels.items(), strict=True):
+        chosen = [row for row in rows if row["mode"] == mode]
+        sizes = sorted({row["m"] for row in chosen})
+        for series in lines:
+            found = [[row[base.field] / row[series.field] for row in chosen if row["m"] == m] for m in sizes]
+            axis.plot(sizes, list(map(geometric_mean, found)), **_look(series, theme))
+            if series.peer < 0:
+                low, high = (list(map(each, found)) for each in (min, max))
+                axis.fill_between(sizes, low, high, color=series.colour(theme), alpha=0.2, linewidth=0)
+        axis.axhline(1.0, color=base.colour(theme), linewidth=1.2, zorder=1.5)
+        axis.set(xscale="log", yscale="log")
+        axis.grid(color=theme.grid, linewidth=0.7)
+        axis.set_title(title, fontsize=10, color=theme.text, pad=4)
+        _log_ticks(axis.xaxis, [m for m in sizes if m & (m - 1) == 0 or m > 512])
+        _log_ticks(axis.yaxis, (0.8, 1, 1.2, 1.5, 2, 2.5, 3))
+    figure.supylabel("speed, cuBLASLt = 1", fontsize=9, color=theme.text)
+    _legend(figure, [base, *lines], rows, theme, 1)
+    cards, dates = ({str(row[field]) for row in rows} for field in ("device", "date"))
+    shapes = len({(row["n"], row["k"]) for row in rows})
+    said = f"fp8_gemm_nt. {', '.join(sorted(cards))}, {', '.join(sorted(dates))}. Higher is faster.\n"
+    said += f"Lines: geometric means over {shapes} N x K. Band: all of these."
+    figure.supxlabel(f"M (tokens)\n{said}", fontsize=8.5, color=theme.text, linespacing=1.5)
+
+
+def new_figure(theme: Theme, width: float, height: float) -> Any:
+    """A figure of ``width`` x ``height`` inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -145,8 +186,7 @@ def new_figure(rows: Sequence[Row], theme: Theme) -> Any:
             "legend.frameon": False,
         }
     )
-    size = (WIDTH, 1.2 + 1.7 * -(-len(_pairs(rows)) // 4))
-    return Figure(figsize=size, layout="constrained", facecolor=theme.background)
+    return Figure(figsize=(width, height), layout="constrained", facecolor=theme.background)
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[int, int]]:
@@ -200,13 +240,13 @@ def _log_ticks(axis: Any, ticks: Sequence[float]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
 
 
-def _legend(figure: Any, lines: Iterable[Series], rows: Sequence[Row], theme: Theme) -> None:
+def _legend(figure: Any, lines: Iterable[Series], rows: Sequence[Row], theme: Theme, columns: int = 0) -> None:
     """Above the panels."""
     from matplotlib.lines import Line2D
 
     shown = [series for series in reversed(list(lines)) if any(series.field in row for row in rows)]
     handles = [Line2D([], [], label=series.label, **_look(series, theme)) for series in shown]
-    columns = len(handles) if len(handles) <= 4 else 3
+    columns = columns or (len(handles) if len(handles) <= 4 else 3)
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, fontsize=8.5)
 
 

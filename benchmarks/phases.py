@@ -35,10 +35,11 @@ COLUMNS = ("render_ms", "preprocess_ms", "frontend_ms", "optimiser_ms", "ptxas_m
 def kernels() -> list[KernelParams]:
     """Four kernels from small to large: the smallest tile of swapped operands, a tile for decoding, 128 x 128 and the
     largest, each the plainest of its size."""
-    from deep_gemm import arch, engine
+    from deep_gemm import arch
     from deep_gemm.aot import build
     from deep_gemm.aot.workload import GemmShape
     from deep_gemm.kernels import gemm_family
+    from deep_gemm.runtime import engine
 
     asked = build.spec_of(GemmShape(4096, 7168, 2048), arch.SM90)
     found = []
@@ -115,8 +116,8 @@ def breakdown(
 
     "other_ms" is the compiler's time outside of its phases. `load` times loading a cubin; None leaves it out.
     """
-    from deep_gemm import engine
     from deep_gemm.kernels import get
+    from deep_gemm.runtime import engine
 
     samples: list[dict[str, float]] = []
     for _ in range(repeats):

@@ -33,13 +33,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def environment_table() -> str:
     """One line for each variable, from `settings.describe()`."""
-    lines = ["| variable | kind | default | what it does |", "|---|---|---|---|"]
+    lines = ["| variable | what it does |", "|---|---|"]
     for info in settings.describe():
         names = " or ".join(f"`{name}`" for name in info.variable.split(" or "))
         default = (
             "" if info.default in (None, "", ()) else f"`{int(info.default)}`" if info.type == "bool" else info.default
         )
-        lines.append(f"| {names} | {info.type} | {default} | {info.doc.replace('|', '/')} |")
+        kind = f"{info.type}; default {default}" if default else info.type
+        lines.append(f"| {names} | {info.doc.replace('|', '/')} *{kind}* |")
     return "\n".join(lines)
 
 

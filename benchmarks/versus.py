@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, options, select
+from deep_gemm import options, select
 from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse
 from deep_gemm.aot.workload import shapes as shapes_at
 from deep_gemm.bench import survey
@@ -27,6 +27,7 @@ from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec
 
 OTHERS, THESE = "others", "these"

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         fp8_paged_mqa_logits,
         get_paged_mqa_logits_metadata,
     )
-    from deep_gemm.constant import declare_constant, retract_constant
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
         fp16_gemm_tn,
         fp16_gemm_tt,
     )
-    from deep_gemm.engine import debug_info, dump_debug_info
     from deep_gemm.grouped import (
         bf16_m_grouped_gemm_nt_masked,
         fp8_m_grouped_gemm_nt_masked,
@@ -86,8 +84,7 @@ if TYPE_CHECKING:
         set_mk_alignment_for_contiguous_layout,
         transform_sf_into_required_layout,
     )
-    from deep_gemm.measuring import tuning
-    from deep_gemm.monitoring import monitor
+    from deep_gemm.ops.cast_reference import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
     from deep_gemm.options import (
         get_batch_invariant,
         get_block_size_multiple_of,
@@ -104,8 +101,11 @@ if TYPE_CHECKING:
         use_deterministic_algorithms,
     )
     from deep_gemm.prenorm import tf32_hc_prenorm_gemm
-    from deep_gemm.quantisation import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
     from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
+    from deep_gemm.runtime.engine import debug_info, dump_debug_info
+    from deep_gemm.runtime.measuring import tuning
+    from deep_gemm.runtime.monitor import monitor
+    from deep_gemm.runtime.weight_promises import declare_constant, retract_constant
     from deep_gemm.spec import align, ceil_div
 
 __version__ = "0.1.0"
@@ -219,7 +219,7 @@ _LATE = {
         "fp8_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
     ),
-    "deep_gemm.constant": (
+    "deep_gemm.runtime.weight_promises": (
         "declare_constant",
         "retract_constant",
     ),
@@ -247,7 +247,7 @@ _LATE = {
         "fp8_gemm_tn",
         "fp8_gemm_tt",
     ),
-    "deep_gemm.engine": (
+    "deep_gemm.runtime.engine": (
         "debug_info",
         "dump_debug_info",
     ),
@@ -280,8 +280,8 @@ _LATE = {
         "set_mk_alignment_for_contiguous_layout",
         "transform_sf_into_required_layout",
     ),
-    "deep_gemm.measuring": ("tuning",),
-    "deep_gemm.monitoring": ("monitor",),
+    "deep_gemm.runtime.measuring": ("tuning",),
+    "deep_gemm.runtime.monitor": ("monitor",),
     "deep_gemm.options": (
         "get_batch_invariant",
         "get_block_size_multiple_of",
@@ -302,7 +302,7 @@ _LATE = {
         "align",
         "ceil_div",
     ),
-    "deep_gemm.quantisation": (
+    "deep_gemm.ops.cast_reference": (
         "ceil_to_ue8m0",
         "dequantise",
         "pack_ue8m0_to_int",
@@ -343,8 +343,10 @@ def __getattr__(name: str) -> Any:
         missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if importlib.util.find_spec(f"{__name__}.{name}"):  # `from deep_gemm import arch` asks here first
             raise missing
-        from deep_gemm.unsupported import REASONS, unsupported
+        from deep_gemm.unsupported import REASONS, RENAMED, unsupported
 
+        if name in RENAMED:
+            missing = AttributeError(f"{missing}, a name of DeepGEMM 1. Call deep_gemm.{RENAMED[name]}.")
         if name not in REASONS:
             raise missing
         found = unsupported(name)

@@ -56,12 +56,12 @@ def m_grouped_fp8_gemm_nt_contiguous(
             and each group lies right after the one before.
         d: (M, N) bfloat16, row-major, with any row stride; written in place.
         grouped_layout: int32, contiguous, on the device of the other tensors. It is read on the device, when the kernel
-            runs, so a CUDA graph can be replayed with other groups. What it says is not checked on a GPU.
+            runs, so a CUDA graph can be replayed with other groups. On a GPU, only DG_CHECK=1 checks what it says.
 
             - The index form: (M,), the group of each row, or -1 for padding. Padding may be anywhere, but the rows of a
-              group follow each other: on average, 128 rows of padding alone may interrupt a group once.
+              group follow each other: on average, 64 rows or more of padding alone may interrupt a group once.
             - The psum form: (G,), the end row of each group, without padding. A group begins where the previous one
-              ends, rounded up to the alignment. The end of an empty group is its own start.
+              ends, rounded up to the alignment. The end of an empty group is its own start, or the end before it.
         recipe: None or (1, 128, 128): the rows of a, the rows of b and the K that share a scale.
         recipe_a, recipe_b: the same as pairs, (1, 128) and (128, 128).
         compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
@@ -150,8 +150,8 @@ def m_grouped_fp8_gemm_nt_masked(
             and each group lies right after the one before.
         d: (G, max_m, N) bfloat16, row-major, each group right after the one before; written in place.
         masked_m: (G,) int32, contiguous, on the device of the other tensors: the number of rows of each group, from 0
-            to max_m. It is read when the kernel runs, so a CUDA graph can be replayed with other numbers. They are not
-            checked on a GPU.
+            to max_m. It is read when the kernel runs, so a CUDA graph can be replayed with other numbers. On a GPU,
+            only DG_CHECK=1 checks them.
         expected_m: an estimate of the rows of a group, positive. It guides the choice of a kernel and nothing else: a
             wrong estimate is slow, and the result right.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: see `m_grouped_fp8_gemm_nt_contiguous`.
@@ -268,7 +268,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
         d: (G, M, N) float32 or bfloat16, row-major, each group right after the one before; written in place.
         ks_cpu: K of each group, a list or tuple. It may be left out if ``grouped_layout`` is given.
         grouped_layout: the same as int32 (G,) on the device. It is read there when the kernel runs, so a CUDA graph can
-            be replayed with other sizes. Without it the list is copied, which waits for the GPU.
+            be replayed with other sizes; on a GPU, only DG_CHECK=1 checks them. Without it the list is copied, which
+            waits for the GPU.
         c: None, or what is added: of d's dtype and shape. It may be d itself; otherwise it shares no memory with d. An
             empty group gives c, or zeros.
         recipe: (1, 1, 128).

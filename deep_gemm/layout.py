@@ -229,7 +229,8 @@ def transform_sf_into_required_layout(
 def _check_scales(sf: Tensor) -> None:
     if not isinstance(sf, Tensor) or sf.dtype != torch.float32:
         kind = sf.dtype if isinstance(sf, Tensor) else type(sf).__name__
-        raise InvalidInputError(f"sf must be a torch.float32 tensor, but it is {kind}.")
+        more = " Pass the scales alone, the second of a pair."
+        raise InvalidInputError(f"sf must be a torch.float32 tensor, but it is {kind}.{more}")
     if sf.dim() not in (2, 3):
         raise InvalidInputError(f"sf must have 2 or 3 dimensions, but it has {sf.dim()}: {tuple(sf.shape)}.")
 

@@ -70,7 +70,8 @@ class GemmConfig(Config):
     @property
     def slices(self) -> int:
         """m64 slices of rows that one consumer multiplies."""
-        return self.height // (64 * self.num_consumers // self.consumers_k)
+        height = self.block_n if self.swap_ab else self.block_m
+        return height // (64 * self.num_consumers // self.consumers_k)
 
     @property
     def cluster_size(self) -> int:

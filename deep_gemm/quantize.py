@@ -8,12 +8,13 @@ values are NaN or zero.
 
 Common arguments:
 
-- ``x``: bfloat16, float16 or float32, row-major, with any row stride: (M, K), or (M, 2 K) if ``gated``. On the CPU
-  torch computes the same bytes.
+- ``x``: bfloat16, float16 or float32, row-major, with any row stride: (M, K), or (M, 2 K) if ``gated``. It is copied
+  first if it is expanded along its rows, as the gradient of a sum is. On the CPU torch computes the same bytes.
 - ``out``: values and scales to write, with the shapes and dtypes of fresh ones. Values are row-major; scales are
   contiguous along one dimension. The rows of fresh values begin at multiples of 16 bytes.
 - ``use_ue8m0``: scales are powers of two.
-- ``epsilon``: the least magnitude from which a scale is computed. With 0, blocks of zeros have the scale 0.
+- ``epsilon``: the least magnitude from which a scale is computed. With 0, blocks of zeros have the scale 0. Other
+  scales are 2^-128 at least, so that 1 / scale is a float32: blocks below 1.3e-36 have values below 448.
 - ``gated``: cast silu(left half of x) * right half, computed in float32, instead of x.
 - ``rows``: int32, contiguous, of any length R, on the device of x. Row i of the result is row ``rows[i]`` of x, as in
   ``rows(x[rows])``, but x is read once and not copied: tokens go to their experts and become FP8 in one pass. A number
@@ -36,11 +37,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm import arch, quantisation
+from deep_gemm import arch
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.ops import checks
+from deep_gemm.ops import cast_reference, checks
 from deep_gemm.ops import quantize as ops
-from deep_gemm.quantisation import AMAX_MIN
+from deep_gemm.ops.cast_reference import AMAX_MIN
 from deep_gemm.spec import SCALE_BLOCK, Blocks
 
 Quantized: TypeAlias = tuple[Tensor, Tensor]
@@ -154,7 +155,7 @@ def per_token_cast_to_fp8(
         out = _dense(x, "row")
         ops.plain(x, None, None, out, "row", use_ue8m0, AMAX_MIN, False)
         return out
-    return quantisation.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
+    return cast_reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:
@@ -163,7 +164,7 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOC
         out = _dense(x, "column")
         ops.plain(x, None, None, out, "column", use_ue8m0, AMAX_MIN, False)
         return out
-    return quantisation.per_channel_cast_to_fp8(x, use_ue8m0, gran_k)
+    return cast_reference.per_channel_cast_to_fp8(x, use_ue8m0, gran_k)
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:
@@ -175,7 +176,7 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
         out = _dense(x, "tile")
         ops.plain(x, None, None, out, "tile", use_ue8m0, AMAX_MIN, False)
         return out
-    return quantisation.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
+    return cast_reference.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
 
 
 def _empty(
@@ -188,8 +189,11 @@ def _empty(
 ) -> Quantized:
     """Fresh outputs for a cast of x."""
     if not isinstance(x, Tensor) or x.dim() != 2:
+        from deep_gemm import advice
+
         kind = f"{x.dim()} dimensions" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-        raise InvalidInputError(f"x must be a torch.Tensor with 2 dimensions, but it has {kind}.")
+        instead = advice.of_rank("x", x, 2) if isinstance(x, Tensor) else advice.of_type("x", x)
+        raise InvalidInputError(f"x must be a torch.Tensor with 2 dimensions, but it has {kind}.{instead}")
     if not isinstance(gated, bool) or not isinstance(row_major, bool):
         raise InvalidInputError(f"gated and row_major must be True or False, not {gated!r} and {row_major!r}.")
     rows, columns = x.shape
@@ -214,8 +218,8 @@ def _has_kernel(x: object, gran_k: object) -> bool:
         and x.is_cuda
         and x.dim() == 2
         and x.dtype in ops.INPUTS
+        and isinstance(gran_k, int)
         and gran_k == SCALE_BLOCK
         and arch.has_kernels(x.get_device())
-        and (x.shape[1] <= 1 or x.stride(1) == 1)
-        and (x.shape[0] <= 1 or x.stride(0) >= x.shape[1])
+        and (x.shape[1] <= 1 or x.stride(1) <= 1)
     )

@@ -247,6 +247,11 @@ class Settings:
         "DG_FORBID_TRANSPOSE",
         "Refuse FP8 operands whose K is not contiguous, which each call would transpose first, on CUDA and CPU alike.",
     )
+    check = _flag(
+        "DG_CHECK",
+        "Check, in each call, what kernels take on trust: labels, counts, ends and sizes of groups, ranges, lengths, "
+        "pages and schedules in GPU memory. Each such call waits for the GPU.",
+    )
     print_configs = _flag("DG_PRINT_CONFIGS", "Print the configuration chosen for each new problem.")
     print_compiler_command = _flag("DG_JIT_PRINT_COMPILER_COMMAND", "Print each compiler command before it runs.")
     ptxas_verbose = _flag("DG_JIT_PTXAS_VERBOSE", "Print what ptxas says of each kernel that is compiled.")
@@ -278,12 +283,7 @@ class Settings:
         "or a chrome trace (.trace.json). %p in it becomes the process's id.",
     )
     monitor_every: Setting[int] = Setting(
-        "DG_MONITOR_EVERY",
-        "number",
-        _parse_count,
-        16,
-        "a positive integer",
-        "Of how many calls of a shape DG_MONITOR times one.",
+        "DG_MONITOR_EVERY", "number", _parse_count, 16, "a positive integer", "DG_MONITOR times one of so many calls."
     )
     tune: Setting[str] = Setting(
         "DG_TUNE",
@@ -395,5 +395,4 @@ def child_environment(*removed: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in removed}
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=settings._after_fork)
+os.register_at_fork(after_in_child=settings._after_fork)

@@ -33,6 +33,19 @@ REASONS = {
 """What this version lacks, by name, and what to do instead."""
 
 
+RENAMED = {
+    "gemm_fp8_fp8_bf16_nt": "fp8_gemm_nt",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous": "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked": "m_grouped_fp8_gemm_nt_masked",
+    "wgrad_gemm_fp8_fp8_fp32_nt": "fp8_gemm_nt with c=d and recipe=(1, 1, 128)",
+    "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt": "k_grouped_fp8_gemm_nt_contiguous",
+    "get_col_major_tma_aligned_tensor": "get_mn_major_tma_aligned_tensor",
+    "calc_diff": "testing.calc_diff",
+    "bench_kineto": "testing.bench_kineto",
+}
+"""Names of DeepGEMM 1, which are absent here, and what to call instead."""
+
+
 def unsupported(name: str) -> Callable[..., NoReturn]:
     """The function of that name. KeyError for others."""
     reason = REASONS[name]

@@ -25,7 +25,6 @@ from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
 from deep_gemm.jit.key import build_key, source_key
-from deep_gemm.jit.refusal import forbidden
 from deep_gemm.jit.source import source_file
 from deep_gemm.log import log, say, warn_once
 from deep_gemm.settings import settings
@@ -147,8 +146,8 @@ class Builder:
     def build(self, request: BuildRequest) -> Binary:
         """The binary, compiled if need be.
 
-        Raises CompileError, also for what DG_JIT_PTXAS_CHECK refuses, and CompilerNotFoundError. No problem of the
-        cache raises.
+        Raises CompileError, also for what DG_JIT_PTXAS_CHECK refuses; CompilerNotFoundError; and InvalidInputError for
+        a header that is no regular file. No problem of the cache raises.
         """
         start, source = time.perf_counter(), self.source_key(request)
         binary = self._from_packs(request, source, start)
@@ -159,8 +158,7 @@ class Builder:
                 if not settings.forbid_compile:
                     raise
                 self._count("misses")
-                self._count("forbidden")
-                raise forbidden(request, source, self.packs, str(error)) from error
+                raise self._forbidden(request, source, str(error)) from error
             try:
                 binary = self._from_memory(plan) or self._build(plan)
             except CompileError:
@@ -242,13 +240,18 @@ class Builder:
                 return self._memory.put(plan.memory_key, of_entry(address, plan.source_key, entry, plan.start))
         return None
 
+    def _forbidden(self, request: BuildRequest, source_key: str, on_disk: str, key: str = "") -> Exception:
+        from deep_gemm.jit.refusal import forbidden  # here, because few processes need it
+
+        self._count("forbidden")
+        return forbidden(request, source_key, self.packs, on_disk, key)
+
     def _compile_once(self, plan: _Plan) -> Binary:
         if settings.forbid_compile:
             # Before the lock: taking it creates files, and it may wait for a process that never publishes.
             self._missed(plan)
-            self._count("forbidden")
             places = [str(plan.disk.directory(at)) for at in plan.addresses] if plan.disk else ["no directory"]
-            raise forbidden(plan.request, plan.source_key, self.packs, ", ".join(places), plan.key)
+            raise self._forbidden(plan.request, plan.source_key, ", ".join(places), plan.key)
         allowed = settings.cache_limit  # read first: an invalid setting must fail before the compilation, not after it
         # Another process may have published it while this one waited.
         binary = self._locked(plan, lambda: self._from_disk(plan) or self._compile(plan))

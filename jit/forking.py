@@ -8,6 +8,7 @@ a fork. So whatever must be undone afterwards is done and undone by functions in
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
@@ -48,14 +49,15 @@ class ForkWaits:
 
     Otherwise a child could find such a lock held by a thread that does not exist there, and wait for ever. Any number
     of threads may be inside at once; one that is inside must not fork. One that comes during a fork waits for its end,
-    but at most `limit` seconds. Each of these objects lives as long as the process.
+    but at most `limit` seconds. A fork does not wait for a thread that has been inside for `longest` seconds. Each of
+    these objects lives as long as the process.
     """
 
-    def __init__(self, limit: float = 60.0) -> None:
-        self._limit = limit
+    def __init__(self, limit: float = 60.0, longest: float = math.inf) -> None:
+        self._limit, self._longest = limit, longest
         self._closed = False
-        # One for each thread in `run`, locked while it is inside.
-        self._marks: list[threading.Lock] = []
+        # One for each thread in `run`, locked while it is inside; and until when forks wait for it.
+        self._marks: list[tuple[threading.Lock, float]] = []
         # Locked during a fork.
         self._gate = threading.Lock()
         # Before a fork, what was registered last is called first.
@@ -66,8 +68,9 @@ class ForkWaits:
     def run(self, work: Callable[[], T], for_main: bool = False) -> T:
         """`work()`, with this thread inside. `for_main`: the main thread waits for it, so that it may also be done at
         exit."""
-        end, mark = time.monotonic() + self._limit, threading.Lock()
-        self._marks.append(mark)
+        now, mark = time.monotonic(), threading.Lock()
+        end, entry = now + self._limit, (mark, now + self._longest)
+        self._marks.append(entry)
         try:
             while True:
                 # The mark first: then either the fork sees it, or it is seen here that the fork has begun.
@@ -77,7 +80,7 @@ class ForkWaits:
                         return work()
                 time.sleep(_POLL)
         finally:
-            self._marks.remove(mark)
+            self._marks.remove(entry)
             while self._closed and not for_main:
                 time.sleep(1)  # the process ends meanwhile; a daemon thread has nothing to report any more
 
@@ -92,8 +95,8 @@ class ForkWaits:
         return not self._occupied()
 
     def _wait(self) -> None:
-        while self._occupied():
+        while self._occupied(time.monotonic()):
             time.sleep(_POLL)
 
-    def _occupied(self) -> bool:
-        return any(mark.locked() for mark in self._marks.copy())
+    def _occupied(self, now: float = -math.inf) -> bool:
+        return any(mark.locked() and now < until for mark, until in self._marks.copy())

@@ -14,10 +14,13 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from deep_gemm.errors import InvalidInputError
 
 # Raise it when the meaning of an entry changes: two versions of the package can then share a root.
 SCHEMA = 5
@@ -28,6 +31,7 @@ _INCLUDE = re.compile(r'#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
 # A file that is younger may change again and keep its size and time, since the clocks of filesystems are coarse.
 YOUNG_NS = 3_000_000_000
 _MAX_MEMO = 256
+_LARGEST = 1 << 26
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 Signature = tuple[int, int, int, int, int]
@@ -61,7 +65,7 @@ def source_key(
     """A hex digest of everything that decides what a kernel does: `build_key` without the compiler.
 
     `name` is the kernel's symbol, `flags` are those that every compiler gets, `post_pass` is the identity of the pass
-    over the cubin.
+    over the cubin. Raises InvalidInputError for a header that is no regular file, or too large.
     """
     content = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
     reached = _reached(source, include_dir)
@@ -115,6 +119,7 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             path = os.path.join(include_dir, candidate)
             # Taken before the file is read: if it changes in between, the signature differs next time.
             looked_at[path] = signature(path)
+            _check_end(path)
             content = _content(path)
             if content is None:
                 continue
@@ -131,6 +136,18 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
     settled = not unread and all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
     by_name = tuple(sorted(found.items()))
     return _Reached(by_name, tuple(looked_at.items()), digest(by_name)), settled
+
+
+def _check_end(path: str) -> None:
+    """Raises InvalidInputError for a header that might have no end: reading /dev/zero filled the memory."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return
+    regular = stat.S_ISREG(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) and (not regular or status.st_size > _LARGEST):
+        what = f"has {status.st_size} bytes, more than {_LARGEST}" if regular else "is no regular file"
+        raise InvalidInputError(f"The source includes {path}, which {what}. Include a file of text.")
 
 
 def _content(path: str) -> bytes | OSError | None:

@@ -17,11 +17,12 @@ from jit_fakes import FakeCompiler
 from launches import encoder
 
 import deep_gemm
-from deep_gemm import LaunchConfig, arch, calls, engine
+from deep_gemm import LaunchConfig, arch
 from deep_gemm.custom import operation
 from deep_gemm.jit.builder import Builder
 from deep_gemm.jit.driver import api
 from deep_gemm.kernels.base import Argument
+from deep_gemm.runtime import calls, engine
 
 REAL_LAUNCH = engine.launch
 C_TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}

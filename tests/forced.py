@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from deep_gemm import engine, kernels, ops, quantisation
+from deep_gemm import kernels, ops
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
 from deep_gemm.kernels.gemm import SCALINGS
+from deep_gemm.ops import cast_reference
+from deep_gemm.ops.reference import Scalings
 from deep_gemm.params import KernelParams
-from deep_gemm.reference import Scalings
+from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 from deep_gemm.spec import GemmSpec, align
 from deep_gemm.testing import Operand, assert_close_to_exact, assert_half_close_to_exact
@@ -88,10 +90,10 @@ def operands(params: KernelParams, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             found[name] = cast if major == "k" else cast.t().contiguous().t()
             continue
         if kind == "1x128":
-            cast, sf = quantisation.per_token_cast_to_fp8(values, False)
+            cast, sf = cast_reference.per_token_cast_to_fp8(values, False)
             sf = mn_major(sf)
         elif kind == "128x128":
-            cast, sf = quantisation.per_block_cast_to_fp8(values, False)
+            cast, sf = cast_reference.per_block_cast_to_fp8(values, False)
         else:
             sf = values.abs().amax(1, keepdim=True) / 448
             cast = (values / sf).to(torch.float8_e4m3fn)

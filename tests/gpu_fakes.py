@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from deep_gemm import UnsupportedError, arch, calls, constant, engine, options
+from deep_gemm import UnsupportedError, arch, options
 from deep_gemm.ops import dense
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.k_grouped import KGrouped
@@ -19,6 +19,7 @@ from deep_gemm.ops.logits import MqaLogits
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.ops.paged_logits import PagedMqaLogits, PagedMqaLogitsMetadata
 from deep_gemm.ops.quantize import Quantize
+from deep_gemm.runtime import calls, engine, weight_promises
 from deep_gemm.spec import (
     CopySpec,
     GemmSpec,
@@ -98,10 +99,11 @@ class FakeGpu:
         for operation in (Dense, MGrouped, KGrouped, Quantize, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
-        monkeypatch.setattr(constant, "_callbacks_work", lambda: True)
+        monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: True)
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
         monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
         monkeypatch.setattr(options, "num_sms_for", lambda device: 132)

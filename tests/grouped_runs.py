@@ -8,13 +8,14 @@ import torch
 from grouped_cases import BF16, Case, Routing, strides
 from k_grouped_cases import DEVICE, exact, operands, sizes
 
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.ops import table
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.params import Config, KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import guarded, guarded_copy
 

@@ -25,7 +25,7 @@ from typing import Any, get_args
 from house_refusals import digest, refusals
 
 import deep_gemm
-from deep_gemm import engine, kernels, select
+from deep_gemm import kernels, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit.binary import Binary
@@ -33,6 +33,7 @@ from deep_gemm.jit.compilers import choose
 from deep_gemm.kernels import ffma_bursts
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.select import calibration
 from deep_gemm.settings import settings
 from deep_gemm.spec import Accumulate, Dtype, GemmSpec, Grouping, Operand, Scaling, align, ceil_div

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deep_gemm.reference import k_grouped_reference
+from deep_gemm.ops.reference import k_grouped_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -3,11 +3,9 @@ wrong result, and no wait for something that never comes."""
 
 from __future__ import annotations
 
+from logit_runs import params_of
 from mutation import Mutation
 
-from deep_gemm import kernels
-from deep_gemm.arch import SM90
-from deep_gemm.params import KernelParams
 from deep_gemm.spec import LogitsScheduleSpec, LogitsSpec, PagedLogitsSpec, PrenormSpec, Spec
 
 SPECS: dict[str, Spec] = {
@@ -16,13 +14,6 @@ SPECS: dict[str, Spec] = {
     "schedule": LogitsScheduleSpec(40, 9, 1),
     "product": PrenormSpec(300, 24, 4096, 1, 132),
 }
-
-
-def params_of(spec: Spec) -> KernelParams:
-    """The kernel that a call runs."""
-    kernel = kernels.for_helper(spec, SM90)
-    return kernel.params(spec, kernel.config_of(spec, SM90), SM90)
-
 
 KERNELS = {name: params_of(spec) for name, spec in SPECS.items()}
 

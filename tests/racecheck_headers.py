@@ -13,9 +13,9 @@ from headers import edit, edited_headers
 
 
 def racecheck_headers(folder: Path) -> Path:
-    """Copy the device headers to ``folder``, changed so that each lane arrives for itself, at the ring of its own CTA
-    and in the exchange of sums. In a ring that a cluster fills together, one lane still arrives for a warp; no sums
-    pass through such a ring."""
+    """Copy the device headers to ``folder``, changed so that each lane arrives for itself, at the ring of its own CTA,
+    at visits of logits, and in the exchange of sums. In a ring that a cluster fills together, one lane still arrives
+    for a warp; no sums pass through such a ring."""
     edited_headers(
         folder,
         "split_k_exchange.cuh",
@@ -33,6 +33,14 @@ def racecheck_headers(folder: Path) -> Path:
         folder / "pipeline.cuh",
         ("kConsumerWarps * kClusterSize);", "kConsumerWarps * (kClusterSize == 1 ? 32 : +kClusterSize));"),
         ("if (lane == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
+    )
+    edit(
+        folder / "logits.cuh",
+        (
+            "barrier_init(visit_empty(slot), 4 * C::kConsumers);",
+            "barrier_init(visit_empty(slot), 128 * C::kConsumers);",
+        ),
+        ("if (lane() == 0) barrier_arrive(places.visit_empty(slot));", "barrier_arrive(places.visit_empty(slot));"),
     )
     return folder
 
@@ -64,6 +72,16 @@ RACES = {
         "128x256_s3_p1_tma",
         "next_tile_hint.cuh",
         (("    place ^= 8;\n  }\n\n  // Moves `tile`", f"    {_PUBLISH}\n    place ^= 8;\n  }}\n\n  // Moves `tile`"),),
+    ),
+    "logits": Race(  # read logits in shared memory that other threads may not have written
+        "fp8_paged_mqa_logits_h64_d128_f32_q2",
+        "logits.cuh",
+        (("named_barrier_sync(kConsumerBarrier + consumer, 128);", ""),),
+    ),
+    "product": Race(  # add up partial sums that other warps may not have written
+        "tf32_hc_prenorm_gemm_n24_128x1",
+        "prenorm.cuh",
+        (("    } else {\n      __syncthreads();\n    }\n", "    }\n"),),
     ),
     "exchange": Race(  # send sums to a slot whose last sums may not have been read
         "swapped_16x64_s20_p2_k1x2_tma",

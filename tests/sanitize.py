@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import grouped_mutations
 import half_mutations
+import logit_runs
 import scaled_mutations
 from chosen import case, entry
 from cover import cover, everything, features
@@ -39,8 +40,8 @@ from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels.families import FP8_SCALED, FP8_SCALED_SWAPPED, HALF_GEMM, HALF_SWAP_AB
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.params import GemmConfig, KernelParams
-from deep_gemm.reference import exact_product
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
 
@@ -65,6 +66,11 @@ def chosen(every: int) -> list[KernelParams]:
     """The cover, or with ``every`` one config in so many."""
     known = everything()
     return known[::every] if every else cover(known, features)
+
+
+def everyone(every: int) -> list[KernelParams]:
+    """All but grouped GEMMs and casts: dense ones, and those of indexer logits and of the prenorm product."""
+    return [*chosen(every), *OTHERS, *logit_runs.RUNS]
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
@@ -131,10 +137,15 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     if race:
         include, every, name = RACES[race].put_into(include), 1, RACES[race].kernel
     builder = Builder(place / "cache", nvrtc(), include)
-    with compiled((params, builder, params) for params in named([*chosen(every), *OTHERS], name)) as binaries:
+    with compiled((params, builder, params) for params in named(everyone(every), name)) as binaries:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong, count = torch.cuda.current_stream().cuda_stream, 0, len(functions)
     for params, function in functions.items():
+        if params in logit_runs.RUNS:
+            if not logit_runs.Run(params, logit_runs.RUNS[params], function, launches=2).is_right():
+                wrong += 1
+                print(f"wrong: {params}")
+            continue
         if params in OTHERS:
             if not run_other(params, function, stream):
                 wrong += 1

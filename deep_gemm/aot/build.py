@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, ops, options, select
+from deep_gemm import kernels, ops, options, select
 from deep_gemm.aot import attention, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
@@ -27,6 +27,7 @@ from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.select import tuner
 from deep_gemm.spec import GemmSpec, align
 

@@ -11,14 +11,28 @@ from typing import Any
 from deep_gemm.aot import experts, headers, inputs, model, scales, stacks
 from deep_gemm.aot.headers import WIDE, Stored
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import ALSO_ALONE, COLUMN, FP8, JOINED, KNOWN, OPS, STAYS, Plan, Weight, check_op, layers_of
+from deep_gemm.aot.layers import (
+    ALSO_ALONE,
+    COLUMN,
+    FP8,
+    HYPER,
+    JOINED,
+    KNOWN,
+    MXFP4,
+    OPS,
+    STAYS,
+    Plan,
+    Weight,
+    check_op,
+    layers_of,
+)
 from deep_gemm.errors import InvalidInputError
 
 MAX_EXPERTS = 1 << 16
 
 OTHER_LAYERS = re.compile(
-    r"(^|\.)(lm_head|embed_tokens|embeddings?|\w*_embeddings?|wte|wpe|\w*norm\w*|conv1d|gate|"
-    r"shared_expert_gate|weights_proj)$"
+    r"(^|\.)((lm_)?head|embed(_tokens)?|embeddings?|\w*_embeddings?|wte|wpe|\w*norm\w*|conv1d|gate|"
+    r"shared_expert_gate|weights_proj|compressor\.(wkv|wgate))$"
 )
 """Weights of two dimensions that engines multiply by other libraries: embeddings, heads, routers, gates."""
 BESIDE = re.compile(r"(^|[._])(scale\w*|bias|qzeros|g_idx|zero_point|shape|absmax|quant_map)$")
@@ -90,6 +104,8 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
     unknown: dict[str, None] = {}
     for name, stored in sorted(tensors.items()):
         base, _, last = name.rpartition(".")
+        if last in HYPER:
+            base, last = name, "weight"
         module, _, own = name.removesuffix(".weight").rpartition(".")
         if stacks.is_stack(own, stored):
             stacked.setdefault(module, {})[own] = stored
@@ -206,6 +222,9 @@ def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored])
     n, k = stored.shape
     if stored.dtype in WIDE:
         return Weight((n,), k)
+    scale = scales.of_weight(base, tensors)
+    if stored.dtype in ("I8", "U8") and scale is not None and scale.shape == (n, k // 16):
+        return Weight((n,), 2 * k, MXFP4)
     op, why_not = scales.operation(base, stored, tensors)
     return Weight((n,), k, why_not, op=op)
 
@@ -225,12 +244,16 @@ def _read_config(config: Mapping[str, Any] | None) -> model.ModelConfig | None:
 
 def _with_heads(name: str, weight: Weight, config: model.ModelConfig | None) -> Weight:
     """The weight with its heads, by which tensor parallelism splits it, if the config gives their number."""
-    if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj"}:
+    if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj", "wo_b", "h_proj"}:
         return weight
+    if name == "h_proj":
+        return replace(weight, copies=config.hc_mult or 1)
+    if name == "wo_b":
+        return replace(weight, heads=config.o_groups)
     heads, linear = config.num_attention_heads, config.linear_num_value_heads
     if name in ("k_proj", "v_proj"):
         return replace(weight, heads=config.kv_heads, repeats=True)
-    if name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):
+    if name in ("q_proj", "q_b_proj", "wq_b", "kv_b_proj", "o_proj"):
         return replace(weight, heads=heads)
     if name == "qkv_proj":
         keys = config.kv_heads * config.head_size
@@ -253,10 +276,15 @@ def _general(name: str) -> str:
 
 def _short(module: str) -> str:
     """A module's name in the table: without the model's own, the layer's number, and the attention's name."""
-    name = re.sub(r"^.*?layers\.\*\.", "", _general(module))
+    name = re.sub(r"^(.*?layers|mtp)\.\*\.", "", _general(module))
     for long, short in (
         ("self_attn.indexer", "indexer"),
         ("self_attn", ""),
+        ("attn.indexer", "indexer"),
+        ("attn.compressor", "compressor"),
+        ("attn", ""),
+        ("ffn.shared_experts", "shared_expert"),
+        ("ffn.experts.*", "experts"),
         ("mlp.shared_experts", "shared_expert"),
         ("mlp.shared_expert", "shared_expert"),
         ("mlp.experts.*", "experts"),

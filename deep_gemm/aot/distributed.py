@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deep_gemm import engine
 from deep_gemm.aot import build, shard
 from deep_gemm.aot.exchange import Exchange, StoreError
 from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary
@@ -18,6 +17,7 @@ from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.builder import BuildRequest, default_builder
 from deep_gemm.log import counted, log
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 
 
 def precompile(

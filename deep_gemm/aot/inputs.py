@@ -127,9 +127,7 @@ def read_file(path: Path) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise InvalidInputError(
-            f"{path} is YAML, and pyyaml is not installed: pip install 'deep-gemm-jit[cli]'."
-        ) from error
+        raise InvalidInputError(f"{path} is YAML, and pyyaml is not installed: pip install pyyaml.") from error
     try:
         return yaml.safe_load(text)
     except Exception as error:  # its constructors of dates, numbers and flags do not always raise a YAMLError

@@ -100,7 +100,7 @@ class Weight:
     """One weight of a checkpoint, whole: `rows` are the parts of its n that are split one by one (three for q, k and v
     in one matrix). `heads` is the number by which a part is split, if it is not split by rows; a part that `repeats` is
     copied once there are more GPUs than heads. `why_not` says why its format has no kernel, and `elsewhere` that it
-    needs none, as of a `Layer`; `op` is its operation."""
+    needs none, as of a `Layer`; `op` is its operation. It multiplies `copies` rows for each token."""
 
     rows: tuple[int, ...]
     k: int
@@ -109,6 +109,7 @@ class Weight:
     repeats: bool = False
     op: str = FP8
     elsewhere: bool = False
+    copies: int = 1
     broken: str = ""
     """Why its part on one GPU has no kernel."""
 
@@ -124,6 +125,8 @@ JOINED: dict[str, tuple[str, ...]] = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "w13": ("w1", "w3"),
+    "fused_wqa_wkv": ("wq_a", "wkv"),
+    "fused_wkv_wgate": ("wkv", "wgate"),
 }
 """Layers that serving engines multiply at once, and the weights that each is made of."""
 
@@ -131,21 +134,30 @@ ALSO_ALONE = {"kv_a_proj_with_mqa": "kv_a_proj"}
 """Weights that are prepared alone too: some engines multiply them in a call of their own when decoding."""
 
 COLUMN = frozenset((
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "q_b_proj", "kv_b_proj",
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "q_b_proj", "wq_b", "kv_b_proj",
     "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "w1", "w3",
 ))  # fmt: skip
 """Column-parallel: tensor parallelism divides N."""
 
-ROW = frozenset(["o_proj", "down_proj", "out_proj", "w2"])
+ROW = frozenset(["o_proj", "down_proj", "out_proj", "w2", "wo_b"])
 """Row-parallel: tensor parallelism divides K."""
 
 WHOLE = frozenset((
-    "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj", "wq_b", "wk", "weights_proj", "eh_proj", "fc",
-    "shared_expert_gate", "gate",
+    "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj", "wq_a", "wkv", "wgate", "wk", "weights_proj", "eh_proj",
+    "e_proj", "h_proj", "fc", "shared_expert_gate", "gate",
 ))  # fmt: skip
-"""Layers that every GPU holds whole."""
+"""Layers that every GPU holds whole, beside those of an indexer."""
 
-KNOWN = COLUMN | ROW | WHOLE
+HYPER = frozenset(["hc_attn_fn", "hc_ffn_fn"])
+"""Float32 weights of hyper-connections, which `tf32_hc_prenorm_gemm` multiplies by."""
+
+EINSUM = frozenset(["wo_a"])
+"""Weights of which each group of heads has a part of its own."""
+
+KNOWN = COLUMN | ROW | WHOLE | EINSUM
+
+MXFP4 = "its weights are 4-bit floats (MXFP4)."
+"""Why no kernel for Hopper serves such weights."""
 
 STAYS = frozenset(["eh_proj", "fc", "in_proj_ba", "in_proj_b", "in_proj_a"])
 """Layers that keep 16 bits when a model is cast to FP8: what joins the next token to the hidden state (eh_proj, fc),
@@ -163,7 +175,9 @@ def layers_of(
         inside = f"{module}." if module else ""
         parts = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
         for name, x in _joined(parts, blocks_fixed):
-            layers[Layer(inside + name, x.n, x.k, x.why_not or x.broken, op=x.op, elsewhere=x.elsewhere)] = None
+            why_not = x.why_not or x.broken
+            layer = Layer(inside + name, x.n, x.k, why_not, op=x.op, copies=x.copies, elsewhere=x.elsewhere)
+            layers[layer] = None
     return Plan(tuple(layers))
 
 
@@ -190,7 +204,14 @@ def _joined(pieces: Mapping[str, Weight], blocks_fixed: bool) -> list[tuple[str,
 
 
 def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> Weight:
-    if tp == 1 or name in WHOLE or weight.why_not:
+    if name in HYPER:
+        why_not = "tf32_hc_prenorm_gemm multiplies by it, with kernels of its own."
+        return replace(weight, why_not=why_not, elsewhere=True)
+    if name in EINSUM and not weight.why_not:
+        fp8 = weight.op in FP8_OPS
+        by = "fp8_einsum, which does not exist here yet" if fp8 else "other libraries"
+        return replace(weight, why_not=f"it is a product for each group of heads, by {by}.", elsewhere=not fp8)
+    if tp == 1 or name in WHOLE or "indexer." in inside or weight.why_not:
         return weight
     if name in ROW:
         k = divided(weight.k, tp, f"K of {inside}{name}", weight.heads, degree)

@@ -8,17 +8,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from deep_gemm.aot import experts, inputs
+from deep_gemm.aot import deepseek_v4, experts, inputs
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import FP8, OPS, STAYS, Plan, Weight, check_op, layers_of
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
 FAMILIES = frozenset((
-    "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granite", "kimi_k2", "llama", "minimax_m2", "mistral",
-    "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+    "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granite", "kimi_k2", "llama", "minimax_m2",
+    "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
 ))  # fmt: skip
 """Values of model_type with these layers: attention with q, k, v and o, latent attention or gated delta nets; and a
 gated MLP, dense or of experts. Encoders, state-space models and MLPs of two matrices are not among them."""
@@ -42,10 +42,10 @@ OTHER_PARTS = {
 SIZES = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "intermediate_size",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads",
-    "index_head_dim", "moe_intermediate_size", "n_routed_experts", "num_experts", "num_local_experts",
-    "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
-    "decoder_sparse_step", "num_nextn_predict_layers", "full_attention_interval", "linear_num_key_heads",
-    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "index_head_dim", "o_groups", "o_lora_rank", "hc_mult", "moe_intermediate_size", "n_routed_experts", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size",
+    "first_k_dense_replace", "decoder_sparse_step", "num_nextn_predict_layers", "full_attention_interval",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 """The fields of a config.json that give sizes of layers. The first two are in each config."""
 
@@ -125,15 +125,21 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
         for name in outside
         if not form.names_any(OTHER_PARTS[name])
     ]
-    kinds, strange = _attention_kinds(text, known)
-    problems += [f"Layers of the type {shown(word)} are not known: no kernel is prepared for them." for word in strange]
-    modules = _modules(text, known, kinds, str(kind))
+    if kind == deepseek_v4.KIND:
+        modules, strange = deepseek_v4.modules(text, known)
+        problems += strange
+    else:
+        kinds, strange = _attention_kinds(text, known)
+        problems += [f"Layers of the type {shown(x)} are not known: no kernel is prepared for them." for x in strange]
+        modules = _modules(text, known, kinds, str(kind))
     op = op or _op_of(text, config)
     named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
     found = layers_of(named, tp, form.fixed)
     routed = Plan(())
     if known.experts:
-        one = [("experts", _formatted(form, "mlp.experts.0", *_expert(known), op))]
+        v4 = kind == deepseek_v4.KIND
+        shown_as, where, weights, at = deepseek_v4.expert(text, known, form.given) if v4 else _expert(known)
+        one = [(shown_as, _formatted(form, where, weights, at, op))]
         routed = experts.plan(one, known.experts, known.num_experts_per_tok, tp, ep, form.fixed)
     return Plan.join([Plan((), tuple(problems)), found, routed])
 
@@ -278,10 +284,11 @@ def _mlp(hidden: int, size: int) -> dict[str, Weight]:
     }
 
 
-def _expert(x: ModelConfig) -> tuple[dict[str, Weight], list[int]]:
-    """The weights of one routed expert, and the layers that have experts."""
+def _expert(x: ModelConfig) -> Module:
+    """One routed expert."""
     first, count = x.first_k_dense_replace, min(x.num_hidden_layers or 1, 4096)
-    return _mlp(x.hidden_size, x.moe_intermediate_size or x.need("intermediate_size")), list(range(first, count))
+    weights = _mlp(x.hidden_size, x.moe_intermediate_size or x.need("intermediate_size"))
+    return "experts", "mlp.experts.0", weights, list(range(first, count))
 
 
 def _op_of(*configs: Mapping[str, Any]) -> str:

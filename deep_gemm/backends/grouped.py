@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_gemm.ops.reference import group_rows
+
 from ..layout import get_mn_major_tma_aligned_tensor
-from ..quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
-from ..reference import group_rows
 from ..spec import SCALE_BLOCK, Grouping, align, ceil_div
 from .operations import Operand, Product, k_refused, normal, unpaired
 from .registry import Dims, Rate, operation
@@ -77,25 +78,25 @@ class MGrouped(Grouped):
         of_b = [torch.stack(parts) for parts in zip(*(per_block_cast_to_fp8(x, False) for x in b), strict=True)]
         return of_a, tuple(of_b), *given
 
-    def groups(self, d: Tensor, groups: int, layout: Tensor) -> list[tuple[int, slice]]:
+    def groups(self, d: Tensor, layout: Tensor) -> list[tuple[int, slice]]:
         """Each group and its rows of the flat output."""
-        return [pair for pair in group_rows(layout, self.grouping, groups, d.shape[-2]) if pair[0] >= 0]
+        return [pair for pair in group_rows(layout, self.grouping, d.shape[-2]) if pair[0] >= 0]
 
     def products(self, a: Any, b: Any, d: Tensor, layout: Tensor, *more: Any) -> Iterator[tuple[Operand, Operand]]:
         (x, sfa), (y, sfb) = unpaired(a), unpaired(b)
-        for group, where in self.groups(d, len(y), layout):
+        for group, where in self.groups(d, layout):
             scales = (None, None) if sfa is None or sfb is None else (sfa.flatten(0, -2)[where], sfb[group])
             yield (x.flatten(0, -2)[where], scales[0]), (y[group], scales[1])
 
     def result(self, operands: tuple[Any, ...]) -> Tensor:
         """The rows of all groups, without padding."""
-        _, b, d, layout, *_ = operands
-        return torch.cat([d.flatten(0, -2)[where] for _, where in self.groups(d, len(unpaired(b)[0]), layout)])
+        *_, d, layout = operands[:4]
+        return torch.cat([d.flatten(0, -2)[where] for _, where in self.groups(d, layout)])
 
     def put(self, operands: tuple[Any, ...], result: Tensor) -> None:
-        _, b, d, layout, *_ = operands
+        *_, d, layout = operands[:4]
         start = 0
-        for _, where in self.groups(d, len(unpaired(b)[0]), layout):
+        for _, where in self.groups(d, layout):
             rows = where.stop - where.start
             d.view(-1, d.shape[-1])[where].copy_(result[start : start + rows])
             start += rows

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.cast_reference import per_token_cast_to_fp8
+from deep_gemm.ops.reference import BLOCKS, Scalings, exact_product
+
 from .. import ops
 from ..layout import get_mn_major_tma_aligned_tensor
 from ..ops import table
-from ..quantisation import per_token_cast_to_fp8
-from ..reference import BLOCKS, Scalings, exact_product
 from ..spec import SCALE_BLOCK, ceil_div
 from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tolerance
 from ..testing.operands import random_operands

@@ -10,6 +10,7 @@ from torch import Tensor
 import deep_gemm
 from deep_gemm import ops
 
+from .attention import MqaLogits, PagedMqaLogits, Prenorm
 from .grouped import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
@@ -36,3 +37,21 @@ for _op, _recipe in RECIPES.items():
     kernel("cuda", _op, prepares=True)(functools.partial(scaled, _recipe))
 for _k_grouped in K_GROUPED:
     kernel("cuda", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))
+
+
+@kernel("cuda", MqaLogits.name, prepares=True)
+def logits(*operands: Any) -> Call:
+    """A call that returns the logits."""
+    return prepare(MqaLogits.name, *operands[:-1])
+
+
+@kernel("cuda", PagedMqaLogits.name, prepares=True)
+def paged_logits(*operands: Any) -> Call:
+    """A call that returns the logits."""
+    return prepare(PagedMqaLogits.name, *operands[:-1], operands[-1].shape[1])
+
+
+@kernel("cuda", Prenorm.name, prepares=True)
+def prenorm(a: Tensor, b: Tensor, out: Tensor) -> Call:
+    """A call that writes both results."""
+    return prepare(Prenorm.name, *Prenorm.arguments(a, b, out))

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.runtime.timer import FLUSH_BYTES
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..timer import FLUSH_BYTES
 from . import profiler
 from .accuracy import examine
 from .registry import Dims, Kernel, Operation, absent, get_backend, get_kernel, get_operation, of

@@ -1,4 +1,4 @@
-"""The reference: GEMMs of `deep_gemm.reference`, which accumulate in float64."""
+"""The reference: GEMMs of `deep_gemm.ops.reference`, which accumulate in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..reference import fp8_gemm_reference, group_rows, half_gemm_reference, k_grouped_reference, m_grouped_reference
+from ..ops.logits import MqaLogits
+from ..ops.paged_logits import PagedMqaLogits
+from ..ops.prenorm import HcPrenormGemm
+from ..ops.reference import (
+    fp8_gemm_reference,
+    group_rows,
+    half_gemm_reference,
+    k_grouped_reference,
+    m_grouped_reference,
+)
+from ..runtime.operation import Operation
+from .attention import Prenorm
 from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
 from .operations import HALF_GEMMS, Gemm, unpaired
 from .registry import Call, get_operation, kernel
@@ -34,7 +45,7 @@ def m_grouped(op: MGrouped, a: Any, b: Any, d: Tensor, layout: Tensor, expected_
 
 def grouped_mm(a: Tensor, b: Tensor, d: Tensor, layout: Tensor) -> Call:
     """torch's own grouped GEMM. It needs no padding, and gets none."""
-    groups = [(group, where) for group, where in group_rows(layout, "contiguous", len(b), len(a)) if group >= 0]
+    groups = [(group, where) for group, where in group_rows(layout, "contiguous", len(a)) if group >= 0]
     ends = torch.tensor([where.stop - where.start for _, where in groups], device=a.device).cumsum(0).int()
     rows = torch.cat([a[where] for _, where in groups])
     return functools.partial(torch._grouped_mm, rows, b.transpose(1, 2), offs=ends)
@@ -51,3 +62,15 @@ for _m_grouped in M_GROUPED:
         kernel("torch:grouped_mm", _m_grouped.name, prepares=True)(grouped_mm)
 for _k_grouped in K_GROUPED:
     kernel("torch", _k_grouped.name)(k_grouped)
+
+
+def on_any_device(operation: Operation, *arguments: Any) -> None:
+    """An operation's reference, where its public function would run a kernel."""
+    checked = operation.check(*arguments)
+    if checked is not None:
+        operation.reference(checked)
+
+
+kernel("torch", MqaLogits.name)(lambda *operands: on_any_device(MqaLogits(), *operands, True, 0))
+kernel("torch", PagedMqaLogits.name)(functools.partial(on_any_device, PagedMqaLogits()))
+kernel("torch", Prenorm.name)(lambda *operands: on_any_device(HcPrenormGemm(), *Prenorm.arguments(*operands), None))

@@ -18,11 +18,11 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.backends import deepgemm, get_kernel, get_operation
 from deep_gemm.backends.operations import RECIPES
 from deep_gemm.bench.shapes import Problem
-from deep_gemm.calls import Operation
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.kernels.base import Strides
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.layouts import TMA_BYTES
+from deep_gemm.runtime.calls import Operation
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import calc_diff, timing
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deep_gemm import arch as archs
-from deep_gemm import engine, kernels, options, select
+from deep_gemm import kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import backends, rows
@@ -26,11 +26,12 @@ from deep_gemm.bench.provenance import environment, source_digest
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import Builder
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import engine
+from deep_gemm.runtime.timer import FLUSH_BYTES, Single, times_of
 from deep_gemm.select import calibration, tuner
 from deep_gemm.select.heuristic import ranked_as
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
-from deep_gemm.timer import FLUSH_BYTES, Single, times_of
 
 STEADY_CONFIGS = 10
 """How many of the best configs by the model are timed back to back, which takes seconds."""

@@ -14,7 +14,7 @@ def main() -> None:
     except ImportError as error:
         print(
             f"deep-gemm: the command line needs {error.name}, which is not installed. "
-            "Install it with: pip install 'deep-gemm-jit[cli]'",
+            "Install it with: pip install click rich pyyaml",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -61,7 +61,8 @@ def command(
     Each is checked against float64, and those that are right are timed in turns. Without OP: what there is.
 
     OP is an operation such as fp8_gemm_nt, several with commas between them, or all. A GEMM's shape is MxNxK, that of
-    GEMMs of groups GROUPSxROWSxNxK or GROUPSxKxMxN, with the mean of the groups' rows or K.
+    GEMMs of groups GROUPSxROWSxNxK or GROUPSxKxMxN, with the mean of the groups' rows or K. Logits of an indexer have
+    QUERIESxKEYS or REQUESTSxTOKENSxKEYS, and a hyper-connection's product MxK.
 
     Without a GPU, torch's reference runs on the host, and Triton in its interpreter; the times are the host's.
 

@@ -99,7 +99,7 @@ def _gpus() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    from deep_gemm import engine
+    from deep_gemm.runtime import engine
 
     found = []
     for index in range(torch.cuda.device_count()):

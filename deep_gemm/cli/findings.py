@@ -61,7 +61,7 @@ def _unneeded(compilers: list[dict[str, Any]]) -> Iterator[Finding]:
     used = next((one for one in compilers if one["chosen"] and one["kind"] == "nvrtc"), None)
     wheels = [one for one in compilers if one["kind"] == "nvrtc" and NVRTC_WHEEL in one["path"]]
     if used is not None and wheels and used not in wheels:
-        wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB)"
+        wheel = f"{NVRTC} ({wheels[0]['version']}, 217 MB on disk)"
         text = f"NVRTC {used['version']} is used: the wheel {wheel} is not needed here, and may be uninstalled."
         yield Finding(text)
 
@@ -75,7 +75,7 @@ def _of_packs(report: dict[str, Any]) -> Iterator[Finding]:
 
 def _of_install(report: dict[str, Any]) -> Iterator[Finding]:
     if not report["headers"]["files"]:
-        action = "Install the package again: `pip install --force-reinstall --no-deps deep-gemm-jit`."
+        action = "Install the package again, in its checkout: `pip install --force-reinstall --no-deps .`."
         yield Finding(f"The device headers are missing from {report['headers']['path']}.", action, problem=True)
     if others := "; ".join(report["other_packages"]):
         action = f"Keep one deep_gemm: uninstall the other, or take it off PYTHONPATH ({others})."

@@ -58,8 +58,9 @@ def command(
 
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
     from deep_gemm import arch as archs
-    from deep_gemm import engine, kernels, select
+    from deep_gemm import kernels, select
     from deep_gemm.aot import build
+    from deep_gemm.runtime import engine
 
     spec = archs.get(arch)
     if why := build.refusal(shape.n, shape.k, shape.op, shape.groups):

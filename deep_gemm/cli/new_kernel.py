@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import keyword
 import sys
 from pathlib import Path
@@ -10,6 +11,13 @@ from pathlib import Path
 import click
 
 from deep_gemm.cli.console import console
+
+
+def _has_pytest() -> bool:
+    try:
+        return importlib.util.find_spec("pytest") is not None
+    except ValueError:  # a module that is set to None
+        return False
 
 
 @click.command("new-kernel")
@@ -44,4 +52,5 @@ def command(name: str, directory: Path) -> None:
             opened.write(text.replace("@NAME@", name))
     shown = console()
     shown.print(f"Wrote {', '.join(texts)} into {directory}.")
-    shown.print(f"Try it: cd {directory} && python -m pytest test_{name}.py")
+    pytest = "" if _has_pytest() else "pip install pytest && "
+    shown.print(f"Try it: {pytest}cd {directory} && python -m pytest test_{name}.py")

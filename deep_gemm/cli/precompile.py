@@ -113,6 +113,7 @@ def command(
     --allow-partial goes on with the rest, if there is any. Layers that engines multiply by other libraries
     ("elsewhere") need no kernel. Exits with 1 and writes no pack if a kernel failed or could not be stored.
     """
+    from deep_gemm import kernels
     from deep_gemm.aot import build, cards, shard
 
     if not texts and path is None:
@@ -138,6 +139,7 @@ def command(
         "problems": list(found.problems),
         "unknown": list(found.unknown),
         "kernels": len(work.kernels),
+        "others": sorted(kernels.get(x.kernel).entry(x) for x, asking in work.kernels.items() if not asking),
     }
     where = f"{arch} ({', '.join(report['cards'])})"
     lacking, nothing = bool(found.problems or work.impossible), not work.kernels
@@ -233,6 +235,8 @@ def _print_plan(report: dict[str, Any]) -> None:
         rows.append(["all together", "", "", report["kernels"], ""])
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
+    if report["others"]:
+        fact(out, "also", f"{', '.join(report['others'])}, which belong to no layer")
     for problem in report["unknown"]:  # the table has the others
         fact(out, "problem", problem)
 
@@ -262,9 +266,9 @@ def _reason(outcome: Outcome) -> str:
 
 def _nowhere(work: Work) -> str:
     """Why missing kernels could not be stored; "" if none is missing or they can be."""
-    from deep_gemm import engine
     from deep_gemm.errors import CompilerNotFoundError
     from deep_gemm.jit.builder import default_builder
+    from deep_gemm.runtime import engine
 
     why = _cache_problem()
     if not why:

@@ -18,7 +18,7 @@ from deep_gemm.errors import DeepGemmError
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
-    from deep_gemm.measuring import Tuned
+    from deep_gemm.runtime.measuring import Tuned
 
 
 @click.command("tune")
@@ -101,7 +101,7 @@ def _tune(chosen: list[GemmShape], seconds: float, quiet: bool, left_out: list[s
     import torch
 
     from deep_gemm.bench import backends
-    from deep_gemm.measuring import tuning
+    from deep_gemm.runtime.measuring import tuning
 
     if not torch.cuda.is_available():
         raise click.ClickException("the tuner times kernels on a GPU, and torch sees none here.")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec
 
-from ..calls import entry
+from deep_gemm.runtime.calls import entry
+
 from ..errors import InvalidInputError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arch, engine, record
-from ..calls import Operation, Parameter, Step, Work
+from deep_gemm import arch
+from deep_gemm.runtime import debug_record, engine
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
+
 from ..errors import InvalidInputError, UnsupportedError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
 from ..jit.driver.launch import LaunchShape
 from ..jit.driver.module import Function, load_function
-from ..jit.generator import include_dir, render, render_text, variables
+from ..jit.generator import render, render_text, variables
 from ..kernels.base import LaunchPlan, Strides
 from ..ops import checks
 from ..params import Config, KernelParams
@@ -95,7 +96,7 @@ class CustomPlan(engine.Plan):
 
 
 class CustomOperation(Operation):
-    """A user's kernel as an operation, so that `deep_gemm.calls`, monitors and DG_FALLBACK work with it."""
+    """A user's kernel as an operation, so that `deep_gemm.runtime.calls`, monitors and DG_FALLBACK work with it."""
 
     apart = False
 
@@ -205,7 +206,6 @@ class CustomOperation(Operation):
             **dict(config.constants),
         }
         meta, source = {"params": params.to_json()}, self.source.render(fields)
-        _check_includes(self.name, source)
         return BuildRequest(name=self.name, source=source, arch=params.arch, meta=meta)
 
     def reference(self, x: CustomOperands) -> None:
@@ -219,19 +219,11 @@ class CustomOperation(Operation):
             self.in_torch(*x.arguments)
 
 
-def _check_includes(name: str, source: str) -> None:
-    """Refuse to include what is no regular file: NVRTC would read a device such as /dev/zero until memory is full."""
-    for match in re.finditer(r'^\s*#\s*include\s*["<]([^">\n]+)[">]', source, re.MULTILINE):
-        path = include_dir() / match[1]
-        if path.exists() and not path.is_file():
-            raise InvalidInputError(f"The source of {name} includes {match[1]}, which is no regular file.")
-
-
 def _load(request: BuildRequest, shape: LaunchShape, device: int) -> tuple[Function, Binary]:
     binary = default_builder().build(request)
     function = load_function(binary.cubin, binary.name, device, shape.dynamic_shared)
-    record.add_plan(
-        {
+    debug_record.add_plan(
+        lambda: {
             "spec": {"kernel": request.name, "first_launch": asdict(shape)},
             "device": device,
             "params": dict(request.meta)["params"],

@@ -12,7 +12,6 @@ from ..params import GemmConfig, KernelParams
 from ..spec import GemmSpec, align
 from .gemm_features import Counts
 from .template import BARRIER_BYTES, MAX_STAGES, Template, stages_that_fit
-from .tiles import segments
 
 CONSUMERS = {64: 1, 128: 2, 256: 2}
 """Consumer warpgroups by tile height."""
@@ -71,7 +70,7 @@ class Fp8Gemm(Template):
         """A config with two sets of partial sums if they fit in registers with instructions of the tile's width. Two
         sets, with products issued ahead, beat one set by 2.6% (H200, 217 shapes, geometric mean over all pairs that are
         legal with both; most for narrow tiles; measured with older schedules)."""
-        one = GemmConfig(
+        config = GemmConfig(
             family,
             block_m,
             block_n,
@@ -81,12 +80,11 @@ class Fp8Gemm(Template):
             *cluster,
             ctas_per_sm=ctas_per_sm,
             persistent=persistent,
-            num_partials=1,
+            num_partials=2,
         )
-        two = replace(one, num_partials=2)
-        config = two if two.slices <= 2 and mma_n(two) == block_n else one
-        rest = _config_bytes(replace(config, num_stages=0), tma_store=True)
-        return replace(config, num_stages=stages_that_fit(arch, config, rest, _stage_bytes(config)))
+        partials = 2 if config.slices <= 2 and mma_n(config) == block_n else 1
+        rest, stage = _fixed_bytes(config, tma_store=True), _stage_bytes(config)
+        return replace(config, num_partials=partials, num_stages=stages_that_fit(arch, config, rest, stage))
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
@@ -180,7 +178,8 @@ class Fp8Gemm(Template):
 def mma_n(config: GemmConfig) -> int:
     """Columns of one wgmma. Wide instructions read the least from shared memory. A tile has two instructions along n
     only if the accumulators of one would not fit beside the sums."""
-    return config.block_n if _fits(config, config.block_n) else config.block_n // 2
+    columns = config.block_n
+    return columns if _needed(config, columns) <= _register_splits(config)[-1][1] else columns // 2
 
 
 def _fits(config: GemmConfig, columns: int) -> bool:
@@ -196,11 +195,12 @@ def _register_splits(config: GemmConfig) -> tuple[tuple[int, int], ...]:
 
 def _needed(config: GemmConfig, columns: int) -> int:
     """Registers of a consumer thread with instructions of so many columns."""
-    others = _OTHER_REGISTERS + config.slices * _OTHER_REGISTERS_PER_SLICE
-    others += (len(segments(config.block_n)) - 1) * _OTHER_REGISTERS_PER_SEGMENT
+    slices = config.slices
+    others = _OTHER_REGISTERS + slices * _OTHER_REGISTERS_PER_SLICE
+    others += (config.block_n.bit_count() - 1) * _OTHER_REGISTERS_PER_SEGMENT
     if columns < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
-    return accumulators(config, columns) + others
+    return slices * config.block_n // 2 + config.num_partials * columns // 2 + others
 
 
 def accumulators(config: GemmConfig, columns: int) -> int:
@@ -222,11 +222,15 @@ def _stage_bytes(config: GemmConfig) -> int:
 
 
 def _config_bytes(config: GemmConfig, tma_store: bool) -> int:
-    """Stages; the split-K exchange, in which each consumer has two barriers and a slot for the sums of each other
+    """Stages and `_fixed_bytes`."""
+    return config.num_stages * _stage_bytes(config) + _fixed_bytes(config, tma_store)
+
+
+def _fixed_bytes(config: GemmConfig, tma_store: bool) -> int:
+    """The split-K exchange, in which each consumer has two barriers and a slot for the sums of each other
     split; and the staging area, if there is a TMA store and it has memory of its own, with the slots in which the store
     warp publishes the next tile for two consumers."""
-    c = config
-    total = c.num_stages * _stage_bytes(c)
+    c, total = config, 0
     if c.cluster_k > 1:
         slot = c.slices * c.block_n // c.cluster_k * 256
         total += c.num_consumers * ((c.cluster_k - 1) * slot + BARRIER_BYTES)

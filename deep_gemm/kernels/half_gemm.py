@@ -156,7 +156,8 @@ class HalfGemm(Template):
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Not if a CTA would load a part of an MN-major operand that is not whole boxes of 64 rows, nor if a part of
         split K has no block."""
-        if config.k_splits > ceil_div(spec.k, self.block_k):
+        splits = config.cluster_k * config.consumers_k
+        if (splits > 1 or not spec.k) and splits > ceil_div(spec.k, self.block_k):
             return False
         if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
             return False
@@ -177,16 +178,16 @@ class HalfGemm(Template):
     def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
         """With groups along K elements of D cost what 16-bit ones do. Without groups there are 128x128 tiles in pairs
         for few blocks of K; with them they would be alone, and 128x256 tiles take 10% less time."""
-        wide = output == "f32" and self.groups != "k"
+        wide, width = output == "f32" and self.groups != "k", config.width
         return Counts(
             groups=config.num_consumers,
             slices=config.slices,
-            width=config.width,
-            mma_n=config.width,
+            width=width,
+            mma_n=width,
             direct=not aligned,
             store_warp=aligned,
             promotion=0.0,
-            stored_row=self.box_columns(config, output) * BYTES[output],
+            stored_row=_box_columns(config, output) * BYTES[output],
             element=_SWAPPED_ELEMENT if self.swap_ab else _F32_ELEMENT if wide else 1.0,
             buffered=_staging_buffers(config, "f32") * _staging_bytes(config, "f32") // 4 if wide and aligned else 0,
             hides_epilogue=aligned and _stores_late(config, output),
@@ -228,7 +229,8 @@ class HalfGemm(Template):
 
 def sums(config: GemmConfig) -> int:
     """Registers of a consumer thread that hold sums."""
-    return config.slices * config.width // 2
+    height, width = (config.block_n, config.block_m) if config.swap_ab else (config.block_m, config.block_n)
+    return height // (64 * config.num_consumers // config.consumers_k) * width // 2
 
 
 def _stage_bytes(config: GemmConfig) -> int:

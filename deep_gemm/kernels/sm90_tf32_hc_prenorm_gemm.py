@@ -60,8 +60,11 @@ class Prenorm(Kernel):
         return None
 
     def configs(self, arch: ArchSpec, columns: int = 24) -> tuple[PrenormConfig, ...]:
-        """Tall tiles first: they read B less often. For few rows low tiles are faster."""
-        tiles = ((128, 1), (128, 2), (64, 2), (64, 4), (32, 8), (64, 8))
+        """A tile for each SM without a cluster comes first; then tall tiles, which read B less often.
+
+        On an H100 4096 x 7168 took 28.8 us in 32x1 and 31.3 us in 64x2, of which the clusters took 1.5.
+        """
+        tiles = ((32, 1), (128, 2), (64, 2), (64, 4), (32, 8), (64, 8))
         return tuple(PrenormConfig(self.name, rows, cluster, columns) for rows, cluster in tiles)
 
     def config_of(self, spec: PrenormSpec, arch: ArchSpec = SM90) -> PrenormConfig:
@@ -70,7 +73,7 @@ class Prenorm(Kernel):
         def busy(config: PrenormConfig) -> float:
             ctas = ceil_div(spec.m, config.rows) * config.cluster * spec.splits
             rounds = ceil_div(ctas, max(1, spec.num_sms * FIT[config.cluster] // 100))
-            return 0 if rounds > 1 and config.cluster > 2 else ctas / rounds
+            return 0 if rounds > 1 and (config.cluster > 2 or config.rows == 32) else ctas / rounds
 
         if spec.batch_invariant:
             return PrenormConfig(self.name, 64, 4, spec.n)
@@ -98,8 +101,8 @@ class Prenorm(Kernel):
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: a, b, d (splits, M, N), sqr_sum (splits, M)."""
         config = self.of(params)
-        a = TensorMapSpec("bf16", (spec.k, spec.m), (2 * strides["a"][0],), (BLOCK_K, config.rows), 128)
-        b = TensorMapSpec("f32", (spec.k, spec.n), (4 * strides["b"][0],), (BLOCK_K // 2, config.columns), 128)
+        a = TensorMapSpec("bf16", (spec.k, spec.m), (2 * strides["a"][0],), (BLOCK_K, config.rows), 128, 256)
+        b = TensorMapSpec("f32", (spec.k, spec.n), (4 * strides["b"][0],), (BLOCK_K // 2, config.columns), 128, 256)
         shape = LaunchShape(
             grid=(ceil_div(spec.m, config.rows) * config.cluster, spec.splits, 1),
             block=32 * (config.warps + 1),

@@ -64,8 +64,7 @@ class Swapped(Template):
             consumers_k=consumers_k,
             num_partials=self.num_partials,
         )
-        rest = self._bytes(replace(config, num_stages=0), staged=True)
-        stages = stages_that_fit(arch, config, rest, self._stage_bytes(config, "1d2d"))
+        stages = stages_that_fit(arch, config, self._fixed_bytes(config, True), self._stage_bytes(config, "1d2d"))
         return replace(config, num_stages=stages // consumers_k * consumers_k)
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
@@ -135,14 +134,16 @@ class Swapped(Template):
         return (config.block_m + config.block_n) * 128 + scales + BARRIER_BYTES
 
     def _bytes(self, config: GemmConfig, staged: bool, scaling: str = "1d2d") -> int:
-        """Stages; a staging area of each consumer, if tiles are staged; and the split-K exchange, in which each
-        consumer has two barriers and a slot for the sums of each other split."""
-        c = config
-        chunks = ceil_div(c.block_m // 8, c.k_splits)  # of eight tokens, whose sums one split stores
-        total = c.num_stages * self._stage_bytes(c, scaling)
-        if c.k_splits > 1:
-            total += c.num_consumers * ((c.k_splits - 1) * chunks * 2048 + BARRIER_BYTES)
-        return total + (c.num_consumers * chunks * 1024 if staged else 0)
+        """Stages and `_fixed_bytes`."""
+        return config.num_stages * self._stage_bytes(config, scaling) + self._fixed_bytes(config, staged)
+
+    def _fixed_bytes(self, config: GemmConfig, staged: bool) -> int:
+        """A staging area of each consumer, if tiles are staged; and the split-K exchange, in which each consumer has
+        two barriers and a slot for the sums of each other split."""
+        splits = config.k_splits
+        chunks = ceil_div(config.block_m // 8, splits)  # of eight tokens, whose sums one split stores
+        exchange = (splits - 1) * chunks * 2048 + BARRIER_BYTES if splits > 1 else 0
+        return config.num_consumers * (exchange + (chunks * 1024 if staged else 0))
 
 
 class Fp8Swapped(Swapped):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import byte_range
+from deep_gemm.ops.reference import EPILOGUES
+from deep_gemm.runtime.calls import byte_range
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import EPILOGUES
 from ..spec import Accumulate
 
 MAX_SIZE = 2**31 - 1
@@ -58,13 +59,13 @@ def refuse_alpha(alpha: Any) -> None:
 
 
 def pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(operand, (tuple, list)):
+    is_sequence = isinstance(operand, (tuple, list))
+    if not is_sequence or len(operand) != 2:
+        kind = f"has {len(operand)} elements" if is_sequence else f"is {kind_of(operand)}"
         raise InvalidInputError(
-            f"{name} must be a pair (tensor, scales), but it is {kind_of(operand)}. An FP8 operand comes with its "
-            "scales; per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
+            f"{name} must be a pair (tensor, scales), but it {kind}. An FP8 operand comes with its scales; "
+            "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
         )
-    if len(operand) != 2:
-        raise InvalidInputError(f"{name} must be a pair (tensor, scales), but it has {len(operand)} elements.")
     return operand[0], operand[1]
 
 
@@ -89,7 +90,10 @@ def check_tensors(
 def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
     """Refuse everything except ordinary tensors whose number of dimensions is one of ``dims``."""
     if not isinstance(tensor, Tensor):
-        raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(tensor)}.")
+        from .. import advice  # here, since first calls that are right shall import little
+
+        instead = advice.of_type(name, tensor)
+        raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(tensor)}.{instead}")
     if tensor.is_quantized:
         raise InvalidInputError(
             f"{name} is a quantised tensor ({tensor.dtype}). Pass a plain tensor, and scales beside it."
@@ -103,8 +107,11 @@ def check_plain(name: str, tensor: Any, dims: tuple[int, ...] = (2,)) -> None:
     if tensor.is_neg():
         raise InvalidInputError(f"{name} is a view whose sign is applied when it is read. Call .resolve_neg() on it.")
     if tensor.dim() not in dims:
+        from .. import advice
+
         raise InvalidInputError(
             f"{name} must have {dims[-1]} dimensions, but it has {tensor.dim()}: {shape_of(tensor)}."
+            f"{advice.of_rank(name, tensor, dims[-1])}"
         )
 
 

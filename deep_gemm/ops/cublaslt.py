@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.reference import dequantised, half_gemm_reference, plain_arithmetic
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import dequantised, half_gemm_reference, plain_arithmetic
 from . import checks
 from .checks import shape_of
 

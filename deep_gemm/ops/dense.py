@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Parameter, entry
+from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference, half_gemm_reference
+from deep_gemm.runtime.calls import Parameter, entry
+
 from ..errors import InvalidInputError
-from ..reference import BLOCKS, Scalings, fp8_gemm_reference, half_gemm_reference
 from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
@@ -51,7 +52,8 @@ class Dense(Gemm):
         named, form = self.named(given), given["form"]
         device = checks.check_tensors(named, dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2)), (2,))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
-        scaling = scales.check_dense(named, asked) if self.is_scaled else self._check_plain(named, form)
+        self._check_values(named, form)
+        scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
         self._check_outputs(named)
         if checks.is_fake(named.values()):
             return None
@@ -70,13 +72,19 @@ class Dense(Gemm):
         tensors = dict(zip(self.operands, named.values(), strict=True))
         return GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate, epilogue=epilogue)
 
-    def _check_plain(self, named: Mapping[str, Tensor], form: str) -> Scalings:
-        """Check a (M, K) and b (N, K) of 16 bits."""
+    def _check_values(self, named: Mapping[str, Tensor], form: str) -> None:
+        """Check a (M, K) and b (N, K), without their scales."""
         for name in ("a", "b"):
+            if self.is_scaled:
+                scales.check_values(name, named[name])
+                continue
             other = _TAKES.get(dtype := named[name].dtype)
+            if dtype == torch.float8_e4m3fn:
+                other = "fp8_gemm_nt, with scales,"
             instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({self.dtype})."
             self.check_dtype(name, named[name], instead)
-        self._check_output_dtypes(named)
+        if not self.is_scaled:
+            self._check_output_dtypes(named)
         a, b = named["a"], named["b"]
         if a.shape[1] != b.shape[1]:
             a_given = f"{shape_of(a)} (M, K)" if form[0] == "n" else f"{shape_of(a.t())} (K, M)"
@@ -85,7 +93,6 @@ class Dense(Gemm):
                 f"a and b must agree in K, but in the form {form}, a is {a_given} and b is {b_given}."
                 f"{self._other_form(a, b, named['d'], form)}"
             )
-        return PLAIN
 
     def _other_form(self, a: Tensor, b: Tensor, d: Tensor, form: str) -> str:
         """The form in which these tensors agree, as a sentence; "" if there is none."""
@@ -101,7 +108,9 @@ class Dense(Gemm):
         if d.dtype not in outputs:
             *most, last = map(str, outputs)
             of = "" if self.is_scaled else f" of {self.name}"
-            raise InvalidInputError(f"d{of} must be {', '.join(most)} or {last}, but it is {d.dtype}.")
+            raise InvalidInputError(
+                f"d{of} must be {', '.join(most)} or {last}, but it is {d.dtype}. Cast d after the call."
+            )
 
     def _check_outputs(self, named: Mapping[str, Tensor]) -> None:
         shape = (named["a"].shape[0], named["b"].shape[0])
@@ -110,13 +119,19 @@ class Dense(Gemm):
             self._check_output_dtypes(named)
         for name in ("c", "d"):
             if name in named and tuple(named[name].shape) != shape:
+                from .. import advice
+
                 raise InvalidInputError(
                     f"{name} must have the shape {shape}, {rows}, but it has {shape_of(named[name])}."
+                    f"{advice.of_shape(name, named[name], shape)}"
                 )
         for name in ("a", "b", "d"):
             checks.check_sizes(name, named[name])
         if "c" in named and named["c"].dtype != named["d"].dtype:
-            raise InvalidInputError(f"c must have d's dtype, {named['d'].dtype}, but it is {named['c'].dtype}.")
+            wanted = named["d"].dtype
+            raise InvalidInputError(
+                f"c must have d's dtype, {wanted}, but it is {named['c'].dtype}. Pass c.to({wanted})."
+            )
 
     def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """FP8 that is not K-major, and scales that TMA cannot read, are transposed first; 16-bit values are copied."""

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.reference import Scalings
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
+
 from .. import options
-from ..calls import Operation, Parameter, Step, Work
 from ..errors import InvalidInputError
-from ..reference import Scalings
 from ..spec import Accumulate, Major
 from . import checks, layouts, scales
 from .layouts import Preparation

@@ -3,17 +3,19 @@ own part of K, and has its own matrix D."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..calls import Parameter, Step, entry
+from deep_gemm.ops.reference import k_grouped_reference
+from deep_gemm.runtime.calls import Parameter, Step, entry
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import k_grouped_reference
+from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, KGroupMapsSpec, Major, align, ceil_div
-from . import checks, layouts, scales
+from . import checks, device_values, layouts, scales
 from .checks import shape_of
 from .gemm import COMPILED_DIMS, TENSOR, C, Gemm, GemmOperands
 from .layouts import TMA_BYTES, Preparation
@@ -55,6 +57,7 @@ class KGrouped(Gemm):
                 Parameter("ks_tensor", "Tensor | None", None, "before", keyword=True),
             )
         self.absent = () if accumulates else ("c",)
+        self.settings = ("check",)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
@@ -146,6 +149,13 @@ class KGrouped(Gemm):
         found.steps.append(Step(maps, strides, {name: found.operands[name] for name in ("a", "b", "layout", "maps")}))
         return self.product.majors
 
+    def faults(self, x: GemmOperands) -> Sequence[Fault]:
+        """Sizes of groups."""
+        if self.is_padded:
+            return device_values.padded_sizes(x.tensors["layout"], x.k)
+        columns = {name: x.tensors[f"sf{name}"].shape[1] for name in ("a", "b") if self.is_scaled}
+        return device_values.sizes(x.tensors["layout"], x.k, TMA_BYTES if self.is_scaled else 1, columns)
+
     def reference(self, x: GemmOperands) -> None:
         """See `k_grouped_reference`."""
         k_grouped_reference(**(_each_matrix(x) if self.is_padded else x.tensors))
@@ -204,10 +214,8 @@ def _each_matrix(x: GemmOperands) -> dict[str, Any]:
     """The tensors of a padded product as those of a flat one."""
     tensors, parts, begin = dict(x.tensors), [], 0
     for size in tensors["layout"].tolist():
-        parts.append(slice(begin, begin + max(0, size)))
+        parts.append(slice(begin, begin + size))
         begin = align(parts[-1].stop, SCALE_BLOCK)
-    if parts and parts[-1].stop > x.k:
-        raise InvalidInputError(f"{LAYOUT} says that groups end at {parts[-1].stop} of K, but K of a is {x.k}.")
     for name in ("a", "b"):
         flat = [tensors[name][:, part].reshape(-1).view(torch.uint8) for part in parts]
         tensors[name] = torch.cat(flat).view(torch.float8_e4m3fn)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls import Step
+from deep_gemm.runtime.calls import Step
+
 from ..errors import InvalidInputError
 from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
 from ..spec import CopySpec, Major, Spec, TransposeBytesSpec, TransposeSpec, align

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.reference import CHUNK_ELEMENTS, plain_arithmetic
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+
 from .. import options
-from ..calls import Operation, Parameter, Step, Work, entry
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels.logits import DIMS, HEADS
-from ..reference import CHUNK_ELEMENTS, plain_arithmetic
+from ..runtime.operation import Fault
 from ..spec import Dtype, LogitsSpec, align
-from . import checks
+from . import checks, device_values
 from .checks import shape_of
 from .layouts import TMA_BYTES
 
@@ -63,6 +65,7 @@ class MqaLogits(Operation):
         }
     )
     output = "out"
+    settings = ("check",)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> LogitsOperands | None:
         """None for fake tensors and where there is nothing to compute."""
@@ -106,14 +109,19 @@ class MqaLogits(Operation):
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
         return Work((Step(spec, strides, {name: name for name in x.tensors}),))
 
+    def faults(self, x: LogitsOperands) -> Sequence[Fault]:
+        """Ranges of keys."""
+        names = (("cu_seq_len_k_start", "starts"), ("cu_seq_len_k_end", "ends"))
+        found = [device_values.counts(name, x.tensors[operand], x.spec.keys, "keys") for name, operand in names]
+        return [*found[0], *found[1]]
+
     def reference(self, x: LogitsOperands) -> None:
         """Sums of heads in float64."""
         t, spec = x.tensors, x.spec
         with torch.inference_mode():
             positions = torch.arange(spec.keys, device=x.device)
             for rows, logits in chunks(t["q"], t["keys"], t["scales"], t["weights"]):
-                start = t["starts"][rows].long().clamp(min=0)[:, None]
-                end = t["ends"][rows].long().clamp(max=spec.keys)[:, None]
+                start, end = t["starts"][rows].long()[:, None], t["ends"][rows].long()[:, None]
                 attended = (positions >= start) & (positions < end)
                 out = t["out"][rows]
                 if not spec.compressed:

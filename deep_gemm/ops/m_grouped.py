@@ -7,17 +7,19 @@ its groups right after one another.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..calls import Parameter, entry
+from deep_gemm.ops.reference import m_grouped_reference
+from deep_gemm.runtime.calls import Parameter, entry
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import m_grouped_reference
+from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, Major, align, ceil_div
-from . import checks, layouts, scales
+from . import checks, device_values, layouts, scales
 from .checks import MAX_SIZE, shape_of
 from .gemm import TENSOR, Gemm, GemmOperands
 from .layouts import Preparation, flat_stride
@@ -41,6 +43,7 @@ class MGrouped(Gemm):
         """Whether a and d have the group in front."""
         self.layout = "masked_m" if self.is_masked else "grouped_layout"
         super().__init__(name)
+        self.settings = ("check",)
         tensors = *self.first, Parameter(self.layout, TENSOR)
         if self.is_masked:
             overlap = _OVERLAP if self.is_scaled else ()
@@ -136,6 +139,15 @@ class MGrouped(Gemm):
             found.row_scales("sfa", x.tensors["sfa"])
             found.strides["sfb"] = x.tensors["sfb"].stride()
         return "k", major
+
+    def faults(self, x: GemmOperands) -> Sequence[Fault]:
+        """Labels, ends or counts."""
+        layout = x.tensors["layout"]
+        if self.is_masked:
+            return device_values.counts(self.layout, layout, x.m, "rows of a group")
+        if x.op.endswith(PSUM):
+            return device_values.ends(layout, x.m, x.size)
+        return device_values.labels(layout, x.groups, x.size)
 
     def reference(self, x: GemmOperands) -> None:
         """See `m_grouped_reference`."""

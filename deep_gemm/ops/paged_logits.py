@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+
 from ..errors import InvalidInputError, UnsupportedError
+from ..runtime.operation import Fault
 from ..spec import LogitsScheduleSpec, PagedLogitsSpec, ceil_div
-from . import checks
+from . import checks, device_values
 from .checks import shape_of
 from .layouts import TMA_BYTES
 from .logits import OUTPUTS, check_aligned, check_dense, check_queries, check_weights, chunks
@@ -53,6 +55,7 @@ class PagedMqaLogits(Operation):
         }
     )
     output = "out"
+    settings = ("check",)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> PagedLogitsOperands | None:
         """None for fake tensors and where there is nothing to compute."""
@@ -106,6 +109,15 @@ class PagedMqaLogits(Operation):
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
         return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
 
+    def faults(self, x: PagedLogitsOperands) -> Sequence[Fault]:
+        """Lengths, pages and the schedule."""
+        t, spec = x.tensors, x.spec
+        last = t["lengths"].view(spec.batch, -1)[:, -1]
+        return [
+            *device_values.pages(t["lengths"], t["table"], spec.pages, spec.page_keys, spec.columns),
+            *device_values.schedule(t["schedule"], last, SPLIT_KEYS),
+        ]
+
     def reference(self, x: PagedLogitsOperands) -> None:
         """Each request's keys, gathered from its pages; sums of heads in float64."""
         t, spec = x.tensors, x.spec
@@ -113,7 +125,6 @@ class PagedMqaLogits(Operation):
             for request in range(spec.batch):
                 lengths = t["lengths"][request].expand(spec.next_n).tolist()
                 for token, length in enumerate(lengths):
-                    length = min(length, spec.columns, spec.table_width * spec.page_keys)
                     row = request * spec.next_n + token
                     if length > 0:
                         blocks = t["table"][request, : ceil_div(length, spec.page_keys)].long()
@@ -124,11 +135,9 @@ class PagedMqaLogits(Operation):
 
 
 def pages_of(cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (n, D) and scales (n) of pages of a cache (pages, page_keys, 1, D + 4). A number that is no page gives
-    zeros, as TMA does."""
+    """Keys (n, D) and scales (n) of pages of a cache (pages, page_keys, 1, D + 4)."""
     page_keys, dim = cache.shape[1], cache.shape[3] - SCALE_BYTES
-    known = (blocks >= 0) & (blocks < cache.shape[0])
-    found = cache[blocks.clamp(0, cache.shape[0] - 1)].flatten(1).masked_fill(~known[:, None], 0)
+    found = cache[blocks].flatten(1)
     keys = found[:, : page_keys * dim].reshape(-1, dim).view(torch.float8_e4m3fn)
     return keys, found[:, page_keys * dim :].contiguous().view(torch.float32).flatten()
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.reference import plain_arithmetic
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+
 from .. import options
-from ..calls import Operation, Parameter, Step, Work, entry
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import plain_arithmetic
 from ..spec import PrenormSpec
 from . import checks, layouts
 from .checks import shape_of

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.ops.cast_reference import AMAX_MIN, cast_blocks
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+
 from ..errors import InvalidInputError
-from ..quantisation import AMAX_MIN, cast_blocks
 from ..spec import SCALE_BLOCK, Blocks, QuantizeSpec, align, ceil_div
 from . import checks
 from .checks import shape_of
@@ -112,7 +113,7 @@ class Quantize(Operation):
         for name in self.read:
             checks.check_sizes(name, named[name])
         if x.numel():
-            checks.check_row_major("x", x)
+            named["x"] = rows_in_memory(x)
         self._check_places(named)
         if rows == 0 or columns == 0:
             return None
@@ -166,6 +167,18 @@ class Quantize(Operation):
                     found = (values.t(), scales.t()) if prefix else (values, scales)
                     x.tensors[f"{prefix}values"].view(torch.uint8).copy_(found[0].view(torch.uint8))
                     x.tensors[f"{prefix}scales"].copy_(found[1])
+
+
+def rows_in_memory(x: Tensor) -> Tensor:
+    """x, or a copy if its rows repeat one element, as those of an expanded gradient do. Refuses other strides."""
+    if x.shape[1] == 1 or x.stride(1) == 1:
+        return x
+    if x.stride(1) == 0:
+        return x.detach().contiguous()
+    raise InvalidInputError(
+        f"x must be row-major (stride 1 along its last dimension), but it is {shape_of(x)} with strides {x.stride()}. "
+        "Pass x.contiguous(), or to cast a transpose without a copy, pass x.t() to columns or blocks_transposed."
+    )
 
 
 def check_index(rows: Tensor) -> None:

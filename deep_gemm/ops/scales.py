@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.ops.reference import BLOCKS, Scalings
+
 from ..errors import InvalidInputError, UnsupportedError
-from ..reference import BLOCKS, Scalings
 from ..settings import settings
 from ..spec import SCALE_BLOCK, align, ceil_div
 from . import checks
@@ -62,7 +63,7 @@ def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
     for x in recipe if right else ():
         right = right and isinstance(x, int) and not isinstance(x, bool) and x > 0
     if not right:
-        meaning = "(gran_m, gran_n, gran_k)" if length == 3 else "(gran_mn, gran_k)"
+        meaning = {3: "(gran_m, gran_n, gran_k), as (1, 128, 128)", 2: "(gran_mn, gran_k), as (1, 128)"}.get(length, "")
         raise InvalidInputError(f"{name} must be {length} positive integers {meaning}, but it is {recipe!r}.")
     return tuple(recipe)
 
@@ -72,10 +73,13 @@ def check_e4m3(name: str, x: Tensor) -> None:
     if x.dtype in FP4_CARRIERS:
         raise UnsupportedError(
             f"{name} is {x.dtype}, as packed FP4 operands are: FP4 is not supported by this version or on Hopper. "
-            "Pass torch.float8_e4m3fn."
+            "Pass torch.float8_e4m3fn; bytes that are E4M3 with .view(torch.float8_e4m3fn)."
         )
     if x.dtype != torch.float8_e4m3fn:
-        raise InvalidInputError(f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}.")
+        cast = "per_block_cast_to_fp8" if name == "b" else "per_token_cast_to_fp8"
+        raise InvalidInputError(
+            f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}. {cast} casts to it, and returns scales."
+        )
 
 
 def check_k(k: int, found: str) -> None:
@@ -100,21 +104,14 @@ def check_scales_dtype(name: str, sf: Tensor) -> None:
 
 
 def check_dense(named: Mapping[str, Tensor], asked: Scalings | None) -> Scalings:
-    """Check a (M, K) and b (N, K), and their scales. Returns the scalings."""
+    """Check the scales of a (M, K) and b (N, K). Returns the scalings."""
     a, sfa, b, sfb = (named[name] for name in ("a", "the scales of a", "b", "the scales of b"))
-    for name in ("a", "b"):
-        _check_values(name, named[name])
-    if a.shape[1] != b.shape[1]:
-        raise InvalidInputError(
-            f"a and b must agree in K, their last dimension, but a is {shape_of(a)} and b is {shape_of(b)}. "
-            "b is N x K, the transpose of the usual weight-times-input order."
-        )
     check_scales_dtype("a", sfa)
     check_scales_dtype("b", sfb)
     return _check_scales(sfa, sfb, a.shape[0], b.shape[0], ceil_div(a.shape[1], SCALE_BLOCK), asked)
 
 
-def _check_values(name: str, x: Tensor) -> None:
+def check_values(name: str, x: Tensor) -> None:
     """Check A or B: E4M3, and K-major with strides that TMA allows, or MN-major and transposed later."""
     rows, k = x.shape
     check_e4m3(name, x)
@@ -152,20 +149,34 @@ def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: 
     scaling = asked or BLOCKS
     if asked is None and tuple(sfb.shape) == (n, blocks) and not _are_blocks(sfa, sfb, m, n, blocks):
         scaling = ROWS_ON_BOTH_SIDES  # as Transformers gives weights whose scales were E8M0
-    more = (
-        "" if asked else " Or give one scale, or one for each row, for a and for b; or the recipe that they belong to."
-    )
+    shapes = [tuple(sf.shape) for sf in (sfa, sfb)]
+    more = ""
+    for kinds, recipe in ((BLOCKS, "recipe=(1, 128, 128)"), (ROWS_ON_BOTH_SIDES, "recipe=(1, 1, 128)")):
+        if shapes == [_wanted(kind, rows, blocks) for kind, rows in zip(kinds, (m, n), strict=True)]:
+            more = f" These scales fit {recipe}."
+    if asked and whole_rows(sfa, m) and whole_rows(sfb, n):
+        more = " Scales of whole rows have no recipe: leave it out."
+    elif not asked and whole_rows(sfa, m) != whole_rows(sfb, n):
+        more = " Give one scale, or one for each row, for both a and b or for neither."
+    elif shapes == [_wanted("128x128", m, blocks), _wanted("1x128", n, blocks)]:
+        more = " They fit b and a: swap the two."
     for name, sf, rows, kind in (("a", sfa, m, scaling[0]), ("b", sfb, n, scaling[1])):
         each = kind == "1x128"
         meaning = f"one per row per {SCALE_BLOCK} of K" if each else f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block"
-        wanted = (rows if each else ceil_div(rows, SCALE_BLOCK), blocks)
-        check_scales_shape(name, sf, wanted, f"{meaning} of {name}", more)
+        check_scales_shape(name, sf, _wanted(kind, rows, blocks), f"{meaning} of {name}", more)
     return scaling
 
 
+def _wanted(kind: str, rows: int, blocks: int) -> tuple[int, int]:
+    return rows if kind == "1x128" else ceil_div(rows, SCALE_BLOCK), blocks
+
+
 def check_scales_shape(name: str, sf: Tensor, wanted: tuple[int, ...], meaning: str, more: str = "") -> None:
-    """Refuse scales of another shape."""
+    """Refuse scales of another shape. ``more`` says what to do, if it is not the usual."""
     if tuple(sf.shape) != wanted:
+        is_turned = len(wanted) > 1 and tuple(sf.mT.shape if sf.dim() > 1 else sf.shape) == wanted
+        cast = "per_token_cast_to_fp8" if meaning.startswith("one per row") else "per_block_cast_to_fp8"
+        more = " They are transposed: pass .mT of them." if is_turned else more or f" {cast} returns such scales."
         raise InvalidInputError(
             f"the scales of {name} must have the shape {wanted}, {meaning}, but they have {shape_of(sf)}.{more}"
         )

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from deep_gemm.ops.reference import BLOCKS, Scalings
+
 from .. import options
-from ..reference import BLOCKS, Scalings
 from ..spec import Accumulate, Dtype, GemmSpec, Grouping, Major, Operand
 
 DTYPES: dict[torch.dtype, Dtype] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import engine
+from deep_gemm.runtime import engine
+
 from ..errors import InvalidInputError
 from ..spec import TransposeSpec, align
 from . import checks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -125,7 +126,8 @@ Kind = TypeVar("Kind", Speed, Power)
 def _read(kind: type[Kind], data: dict[str, Any]) -> Kind:
     """The constants in ``data``, which must name each of them and nothing else. Raises InvalidInputError."""
     names = [field.name for field in fields(kind)]
-    if sorted(data) != sorted(names) or not all(isinstance(x, (int, float)) and x > 0 for x in data.values()):
+    strange = [x for x in data.values() if not isinstance(x, (int, float)) or x <= 0]
+    if sorted(data) != sorted(names) or strange:
         raise InvalidInputError(
             f"A calibration's part about {kind.__name__.lower()} holds positive numbers named {', '.join(names)}, but "
             f"this one holds {data}. Make a new one with `deep-gemm calibrate fit`."
@@ -135,7 +137,7 @@ def _read(kind: type[Kind], data: dict[str, Any]) -> Kind:
 
 def file_of(device_name: str) -> Path:
     """The path of the file for a GPU model, such as "NVIDIA H200"; it need not exist."""
-    stem = "".join(c if c.isalnum() else "_" for c in device_name.lower()).strip("_")
+    stem = re.sub(r"\W", "_", device_name.lower()).strip("_")
     return FOLDER / f"{stem}.json"
 
 

@@ -1,8 +1,8 @@
 """Choices by measured times.
 
-The model prunes (`worth_measuring`), and `deep_gemm.measuring` measures. Times are kept in the cache directory, by GPU
-model and spec, until device code changes. Specs with the same `ranked_as` share them. Where a spec has no times, those
-of other shapes correct the model (`learned`), if that helps.
+The model prunes (`worth_measuring`), and `deep_gemm.runtime.measuring` measures. Times are kept in the cache directory,
+by GPU model and spec, until device code changes. Specs with the same `ranked_as` share them. Where a spec has no times,
+those of other shapes correct the model (`learned`), if that helps.
 """
 
 from __future__ import annotations

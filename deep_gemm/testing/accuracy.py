@@ -36,7 +36,7 @@ import math
 import torch
 from torch import Tensor
 
-from deep_gemm.reference import BLOCKS, Scalings, exact_product
+from deep_gemm.ops.reference import BLOCKS, Scalings, exact_product
 from deep_gemm.spec import SCALE_BLOCK, ceil_div
 
 INSTRUCTION_K = 32

@@ -12,8 +12,8 @@ from typing import Any, overload
 import torch
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.runtime.timer import FLUSH_BYTES
 from deep_gemm.testing.timing import singles
-from deep_gemm.timer import FLUSH_BYTES
 
 
 def get_arch_major() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deep_gemm.quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_gemm.spec import SCALE_BLOCK, ceil_div
 
 Operand = tuple[Tensor, Tensor]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deep_gemm.timer import FLUSH_BYTES
+from deep_gemm.runtime.timer import FLUSH_BYTES
 
 Call = Callable[[], Any]
 

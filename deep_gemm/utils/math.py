@@ -1,10 +1,10 @@
 """Casts to FP8 and small arithmetic, under the names that callers import them by."""
 
-from deep_gemm.quantisation import ceil_to_ue8m0 as ceil_to_ue8m0
-from deep_gemm.quantisation import dequantise as dequantise
-from deep_gemm.quantisation import pack_ue8m0_to_int as pack_ue8m0_to_int
-from deep_gemm.quantisation import per_custom_dims_cast_to_fp8 as per_custom_dims_cast_to_fp8
-from deep_gemm.quantisation import unpack_ue8m0_from_int as unpack_ue8m0_from_int
+from deep_gemm.ops.cast_reference import ceil_to_ue8m0 as ceil_to_ue8m0
+from deep_gemm.ops.cast_reference import dequantise as dequantise
+from deep_gemm.ops.cast_reference import pack_ue8m0_to_int as pack_ue8m0_to_int
+from deep_gemm.ops.cast_reference import per_custom_dims_cast_to_fp8 as per_custom_dims_cast_to_fp8
+from deep_gemm.ops.cast_reference import unpack_ue8m0_from_int as unpack_ue8m0_from_int
 from deep_gemm.quantize import per_block_cast_to_fp8 as per_block_cast_to_fp8
 from deep_gemm.quantize import per_channel_cast_to_fp8 as per_channel_cast_to_fp8
 from deep_gemm.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8

@@ -51,9 +51,11 @@ _CACHES = (12, 9)
 which a build needs: after our own cache was cleared, a kernel could not be built again."""
 
 _EXIT_LIMIT = 3.0  # seconds
+_COMPILE_LIMIT = 600.0
+"""Seconds: far more than a kernel takes on a busy machine."""
 
 # NVRTC holds locks while it compiles: of children that were forked meanwhile, one in ten hung when it compiled.
-_at_work = ForkWaits()
+_at_work = ForkWaits(longest=_COMPILE_LIMIT)
 _cancels: list[ctypes.Array[ctypes.c_char]] = []
 """What asks each compilation under way to end."""
 
@@ -122,7 +124,15 @@ class Nvrtc(Compiler):
             finally:
                 _cancels.remove(cancelled)
 
-        return interruptible(work, lambda: setattr(cancelled, "value", b"1"))
+        try:
+            return interruptible(work, lambda: setattr(cancelled, "value", b"1"), _COMPILE_LIMIT)
+        except TimeoutError as error:
+            raise CompileError(
+                f"{self.identity} did not finish {name} within {_COMPILE_LIMIT:g} s. A thread of this process may go "
+                "on with it until the process ends. Make the source simpler, or compile with NVCC.",
+                source_path=source_path,
+                options=options,
+            ) from error
 
     def _compile(
         self,

@@ -15,6 +15,7 @@ import _thread
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -67,14 +68,13 @@ def _import_slot(libc: ctypes.CDLL, library: ctypes.CDLL, name: bytes) -> int:
     raise ValueError(f"the library imports no function {name.decode()}")
 
 
-def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
-    """Run `work()`, which spends seconds in C. For the main thread, another thread runs it: Python runs signal handlers
-    in the main thread only, and only between Python instructions.
+def interruptible(work: Callable[[], T], cancel: Callable[[], None], limit: float) -> T:
+    """Run `work()`, which spends seconds in C. Another thread runs it: Python runs signal handlers in the main thread
+    only, and only between Python instructions; and C code cannot be stopped from outside.
 
-    If a handler raises, such as KeyboardInterrupt, the exception comes at once, and `cancel` asks the work to end.
+    If a handler raises, such as KeyboardInterrupt, the exception comes at once. After `limit` seconds TimeoutError is
+    raised. In both cases `cancel` asks the work to end.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return work()
     done, results, errors = threading.Lock(), list[T](), list[BaseException]()
     done.acquire()
 
@@ -86,6 +86,7 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
         finally:
             done.release()
 
+    end = time.monotonic() + limit
     try:
         # Not `threading.Thread` or a `Future`: these are waited for in Python code with locks, and where an exception
         # left one taken, the thread hung.
@@ -95,7 +96,8 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
             return work()
         # In short waits: a signal that arrives just before a wait begins does not end it.
         while not done.acquire(timeout=_WAIT):
-            pass
+            if time.monotonic() >= end:
+                raise TimeoutError
     finally:
         cancel()
     if errors:

@@ -1,6 +1,6 @@
 // What the casts to FP8 (E4M3) share. A block of a matrix is cast to value / scale, where scale = max(largest magnitude, epsilon) /
-// 448, or the next power of two. Every step is an IEEE float32 operation, so that torch computes the same bytes (see
-// quantisation.py).
+// 448, or the next power of two. Scales below 2^-128 would have no reciprocal in float32: except for 0, they count as that. Every
+// step is an IEEE float32 operation, so that torch computes the same bytes (see quantisation.py).
 #pragma once
 #include "barrier.cuh"
 
@@ -44,9 +44,9 @@ struct ScaleRule {
 
   // Magnitudes are compared as integers, so that NaN is the largest.
   DG_DEVICE float scale(u32 largest) const {
-    const float exact = __fdiv_rn(__uint_as_float(max_of(largest, epsilon)), 448.0f);
-    const u32 bits = __float_as_uint(exact);
-    return power_of_two && exact == exact ? __uint_as_float((bits + 0x007FFFFF) & 0x7F800000) : exact;
+    const u32 exact = __float_as_uint(__fdiv_rn(__uint_as_float(max_of(largest, epsilon)), 448.0f));
+    const u32 bits = exact == 0 ? 0 : max_of(exact, 0x00200000);
+    return __uint_as_float(power_of_two && bits <= 0x7F800000 ? (bits + 0x007FFFFF) & 0x7F800000 : bits);
   }
 
   // The factor for values: 1 / scale. Blocks of zeros without an epsilon stay zeros.

@@ -11,9 +11,9 @@ from chosen import PLAIN, SWAPPED, argument_names, find_config, make_params
 from headers import edited_headers
 from kernel_builds import loaded_maps, open_compiler, ptx
 
-from deep_gemm import engine
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import engine
 
 CONFIGS = [
     find_config(PLAIN, block_m=128, block_n=128),

@@ -10,10 +10,10 @@ from chosen import PLAIN, find_config, make_params
 from headers import edited_headers
 from kernel_builds import open_compiler
 
-from deep_gemm import engine
 from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import engine
 
 CONFIGS = [
     find_config(PLAIN, block_m=128, block_n=144),

@@ -17,11 +17,11 @@ from headers import edited_headers
 from kernel_builds import open_compiler, ptx
 from mutation import Mutation
 
-from deep_gemm import engine
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels.families import K_GROUP_MAPS
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 
 MODULES: tuple[Any, ...] = (mutations, scaled_mutations, grouped_mutations, half_mutations, logits_mutations)
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]

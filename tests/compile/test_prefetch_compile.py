@@ -9,10 +9,10 @@ import pytest
 from chosen import PLAIN, SWAPPED, find_config, make_params
 from kernel_builds import open_compiler
 
-from deep_gemm import engine
 from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.runtime import engine
 
 IN_L2 = 65536
 """The most bytes of weights that a CTA prefetches."""

@@ -20,11 +20,13 @@ from chosen import find_config, make_params
 from processes import wait_for
 from signal_worker import SIGNALS, slow_source
 
-from deep_gemm import engine
 from deep_gemm.errors import CompileError
 from deep_gemm.jit.compilers import Compiler, Nvrtc, choose
+from deep_gemm.jit.compilers import nvrtc as nvrtc_module
 from deep_gemm.jit.compilers.signals import interruptible
+from deep_gemm.jit.forking import ForkWaits
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
 WORKER = Path(__file__).parents[1] / "signal_worker.py"
@@ -162,7 +164,7 @@ def test_handlers_are_those_of_the_program_all_the_time() -> None:
             reader.kill()
 
 
-def test_the_main_thread_waits_for_another_one() -> None:
+def test_another_thread_works() -> None:
     ran: list[threading.Thread] = []
     cancelled: list[bool] = []
     ended = threading.Event()
@@ -171,21 +173,49 @@ def test_the_main_thread_waits_for_another_one() -> None:
         ran.append(threading.current_thread())
         return 3
 
-    assert interruptible(work, lambda: None) == 3
+    assert interruptible(work, lambda: None, LIMIT) == 3
     assert ran[0] is not threading.main_thread()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(interruptible, work, lambda: None).result() == 3
-        assert ran[1] is pool.submit(threading.current_thread).result()
+        assert pool.submit(interruptible, work, lambda: None, LIMIT).result() == 3
+        assert ran[1] is not pool.submit(threading.current_thread).result()
     with pytest.raises(CompileError, match="no"):
-        interruptible(lambda: (_ for _ in ()).throw(CompileError("no")), lambda: None)
+        interruptible(lambda: (_ for _ in ()).throw(CompileError("no")), lambda: None, LIMIT)
 
     def interrupted() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         ended.wait(LIMIT)
 
     with pytest.raises(KeyboardInterrupt):
-        interruptible(interrupted, lambda: cancelled.append(ended.set() is None))
+        interruptible(interrupted, lambda: cancelled.append(ended.set() is None), LIMIT)
     assert cancelled == [True]
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_nvrtc_has_a_limit(where: str, nvrtc: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its front end waits for ever for the other end of a FIFO, and does not ask whether to end."""
+    monkeypatch.setattr(nvrtc_module, "_COMPILE_LIMIT", 0.2)
+    monkeypatch.setattr(nvrtc_module, "_at_work", ForkWaits(longest=0.2))
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    source = f'#define HEADER "{fifo}"\n#include HEADER\n'
+
+    def compiled() -> None:
+        with pytest.raises(CompileError, match=r"did not finish k within 0\.2 s.*compile with NVCC"):
+            nvrtc.compile("k", source, "k.cu", nvrtc.flags("sm_90a"), None)
+
+    threads = _thread._count()
+    try:
+        if where == "main":
+            compiled()
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(compiled).result(LIMIT)
+        before = time.monotonic()
+        nvrtc_module._at_work._wait()  # as a fork does
+        assert time.monotonic() - before < LIMIT
+    finally:
+        with open(fifo, "w"):
+            wait_for(lambda: _thread._count() <= threads)
 
 
 def test_without_another_thread_it_works_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +223,7 @@ def test_without_another_thread_it_works_in_this_one(monkeypatch: pytest.MonkeyP
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(_thread, "start_new_thread", refused)
-    assert interruptible(threading.current_thread, lambda: None) is threading.main_thread()
+    assert interruptible(threading.current_thread, lambda: None, LIMIT) is threading.main_thread()
 
 
 def test_interrupts_leave_no_thread_behind() -> None:
@@ -209,7 +239,7 @@ def test_interrupts_leave_no_thread_behind() -> None:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 20e-6 + (turn % 97) * 3e-6)
                 for _ in range(20):
-                    assert interruptible(lambda: 3, lambda: None) == 3
+                    assert interruptible(lambda: 3, lambda: None, LIMIT) == 3
             except KeyboardInterrupt:
                 interrupts += 1
     finally:

@@ -9,9 +9,9 @@ import pytest
 from chosen import find_config, make_params
 from kernel_builds import open_compiler
 
-from deep_gemm import engine
 from deep_gemm.jit import Builder, sass
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import engine
 
 
 def divisions_between_products(kernels_root: Path, config: GemmConfig) -> list[str]:

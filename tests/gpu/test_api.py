@@ -13,7 +13,7 @@ from gpu_cases import DEVICE, call, nan_output
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
-from deep_gemm.reference import exact_product
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.spec import align
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 

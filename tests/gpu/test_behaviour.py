@@ -11,7 +11,7 @@ from gpu_cases import DEVICE, busy, call, nan_output
 
 import deep_gemm
 from deep_gemm import NotWarmError
-from deep_gemm.reference import exact_product
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.testing import Operand, assert_close_to_exact, integer_operands, random_operands
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

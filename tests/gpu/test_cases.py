@@ -13,12 +13,12 @@ from cover import cover
 from forced import DTYPES, assert_right, compiled, fits, force_gemm, load, nvrtc, operands
 from gpu_cases import DEVICE
 
-from deep_gemm import engine
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.spec import align
 from deep_gemm.testing import guarded, guarded_copy
 

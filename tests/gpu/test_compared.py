@@ -11,17 +11,24 @@ from deep_gemm.backends import profiler
 from deep_gemm.backends.report import render
 
 SHAPES = {3: ((70, 264, 272), (256, 512, 1024)), 4: ((3, 70, 264, 272), (5, 300, 512, 1024))}
+OTHERS = {
+    "fp8_mqa_logits": ((70, 264), (300, 8192)),
+    "fp8_paged_mqa_logits": ((7, 1, 264), (40, 3, 2000)),
+    "tf32_hc_prenorm_gemm": ((70, 1024), (137, 28672)),
+}
 
 
 @pytest.mark.parametrize("op", backends.operation_names())
 def test_every_backend_is_right(op: str) -> None:
-    report = backends.compare(op, SHAPES[len(backends.get_operation(op).dims)])
+    report = backends.compare(op, OTHERS.get(op) or SHAPES[len(backends.get_operation(op).dims)])
     wrong = [group for group in report.left_out() if group.shapes]
     # cuBLASLt's block scales need M a multiple of 4; TMA in TileLang and Triton needs rows at multiples of 16 bytes.
     refused = [group for group in wrong if not any(row.status == "wrong" for row in report.results)]
     assert wrong == refused, [str(group) for group in wrong]
     ran = {row.backend for row in report.results if row.status in ("ok", "easier")}
-    assert {"torch", "cuda", *(() if "grouped" in op else ("cublaslt",))} <= ran, [str(group) for group in wrong]
+    assert {"torch", "cuda", *(() if "grouped" in op or op in OTHERS else ("cublaslt",))} <= ran, [
+        str(group) for group in wrong
+    ]
     for name in ("triton", "tilelang"):
         if name in backends.of(op):
             assert name in ran, [str(group) for group in wrong]

@@ -11,12 +11,13 @@ from chosen import FAMILIES, entry, make_params
 from forced import compiled, force, load, nvrtc
 from gpu_cases import DEVICE
 
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.params import KernelParams
-from deep_gemm.reference import exact_product
+from deep_gemm.runtime import engine
 from deep_gemm.spec import align
 from deep_gemm.testing import Operand, assert_close_to_exact, guarded, integer_operands, random_operands
 

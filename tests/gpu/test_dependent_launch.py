@@ -14,7 +14,7 @@ import torch
 from gpu_cases import DEVICE, busy
 
 import deep_gemm
-from deep_gemm import constant, engine
+from deep_gemm.runtime import engine, weight_promises
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import Operand, integer_operands, one_hot_operand, random_operands
 
@@ -22,7 +22,9 @@ REPEATS = 200
 ROUNDS = 3
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-promises_only = pytest.mark.skipif(not constant._callbacks_work(), reason="promises have no effect with this torch")
+promises_only = pytest.mark.skipif(
+    not weight_promises._callbacks_work(), reason="promises have no effect with this torch"
+)
 MODES = ["eager", pytest.param("graph", marks=cuda_only)]
 
 Step = Callable[[int, Callable[[], None]], None]

@@ -12,9 +12,10 @@ from forced import DTYPES
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm import engine, quantisation
 from deep_gemm.kernels.gemm import SCALINGS
-from deep_gemm.reference import exact_product
+from deep_gemm.ops import cast_reference
+from deep_gemm.ops.reference import exact_product
+from deep_gemm.runtime import engine
 from deep_gemm.spec import Scaling, TransposeBytesSpec, align, ceil_div
 from deep_gemm.testing import assert_close_to_exact, calc_diff, guarded, guarded_copy, integer_operands
 
@@ -31,9 +32,9 @@ def normal(rows: int, columns: int, seed: int) -> torch.Tensor:
 def operand(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
     """x (rows, K) in E4M3, with scales of this kind."""
     if scaling == "1x128":
-        return quantisation.per_token_cast_to_fp8(x, False)
+        return cast_reference.per_token_cast_to_fp8(x, False)
     if scaling == "128x128":
-        return quantisation.per_block_cast_to_fp8(x, False)
+        return cast_reference.per_block_cast_to_fp8(x, False)
     sf = x.abs().amax(1, keepdim=True).clamp(1e-4) / 448
     return (x / sf).to(E4M3), sf
 

@@ -11,9 +11,10 @@ import torch
 from gpu_cases import DEVICE, busy
 
 import deep_gemm
-from deep_gemm import arch, engine, ops, select
+from deep_gemm import arch, ops, select
 from deep_gemm.aot import build
 from deep_gemm.kernels.families import COPY_ROWS
+from deep_gemm.runtime import engine
 from deep_gemm.select import calibration
 from deep_gemm.spec import CopySpec, GemmSpec
 from deep_gemm.testing import (

@@ -12,9 +12,9 @@ from forced import DTYPES, assert_right, compiled, force_gemm, load, nvrtc, oper
 from gpu_cases import DEVICE
 from late_loaders import KERNELS, SHAPE, late_headers
 
-from deep_gemm import engine
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
+from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
 

@@ -12,8 +12,9 @@ from gpu_cases import DEVICE
 from grouped_cases import BF16, FORMS, KINDS, Case, Routing, call
 
 import deep_gemm
-from deep_gemm import UnsupportedError, calls, engine
+from deep_gemm import UnsupportedError
 from deep_gemm.kernels import groups
+from deep_gemm.runtime import calls, engine
 from deep_gemm.testing import assert_close_to_exact, assert_half_close_to_exact, guarded_copy
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

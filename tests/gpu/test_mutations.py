@@ -16,11 +16,11 @@ from forced import DTYPES, assert_right, compiled, force, force_gemm, load, nvrt
 from gpu_cases import DEVICE, nan_output
 from mutation import Mutation, mutants
 
-from deep_gemm import engine
 from deep_gemm.jit import Binary, Builder
+from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.params import KernelParams
-from deep_gemm.quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
-from deep_gemm.reference import exact_product
+from deep_gemm.runtime import engine
 from deep_gemm.spec import align
 from deep_gemm.testing import calc_diff, integer_operands
 

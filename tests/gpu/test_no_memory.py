@@ -7,8 +7,9 @@ import torch
 from gpu_cases import DEVICE, nan_output
 
 import deep_gemm
-from deep_gemm import InvalidInputError, calls
-from deep_gemm.reference import exact_product
+from deep_gemm import InvalidInputError
+from deep_gemm.ops.reference import exact_product
+from deep_gemm.runtime import calls
 from deep_gemm.testing import integer_operands
 
 M, N, K = 72, 520, 784

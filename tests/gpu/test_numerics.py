@@ -10,8 +10,8 @@ import torch
 from gpu_cases import DEVICE, PROJECTIONS, Layout, call, guarded_call, projection
 
 import deep_gemm
-from deep_gemm.quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
-from deep_gemm.reference import exact_product
+from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.testing import (
     Operand,
     assert_close_to_exact,

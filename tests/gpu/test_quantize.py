@@ -12,11 +12,13 @@ import torch
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm import calls, engine, quantisation, quantize
+from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import QUANTIZE, Quantize
+from deep_gemm.ops import cast_reference
 from deep_gemm.ops.table import DTYPES
 from deep_gemm.params import TileConfig
+from deep_gemm.runtime import calls, engine
 from deep_gemm.spec import QuantizeSpec
 from deep_gemm.testing import guarded, guarded_copy
 
@@ -45,7 +47,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def reference(x: torch.Tensor, block: tuple[int, int], use_ue8m0: bool, epsilon: float) -> tuple[Any, Any]:
-    return quantisation.cast_blocks(x.cpu(), *block, use_ue8m0, epsilon)
+    return cast_reference.cast_blocks(x.cpu(), *block, use_ue8m0, epsilon)
 
 
 @contextlib.contextmanager
@@ -86,6 +88,41 @@ def test_bytes(cast: str, dtype: torch.dtype, use_ue8m0: bool, epsilon: float) -
         assert same(values.t() if flip else values, expected), f"values of {what}"
 
 
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("cast", CASTS)
+def test_bytes_of_tiny_blocks(cast: str, use_ue8m0: bool) -> None:
+    """Around 448 * 2^-128, below which 1 / scale is more than a float32 can hold, and down to nothing."""
+    function, block, flip = CASTS[cast]
+    sizes = torch.exp2(torch.arange(-149.0, -105.0).double()).float()
+    edge = torch.full((), 448 * 2.0**-128).view(torch.int32)
+    sizes = torch.cat([sizes, (edge + torch.arange(-9, 10, dtype=torch.int32)).view(torch.float32), torch.zeros(1)])
+    for size in sizes.tolist():
+        x = size * torch.linspace(-1, 1, 129 * 136).view(129, 136)
+        values, scales = function(x.to(DEVICE), use_ue8m0=use_ue8m0, epsilon=0.0)
+        expected, sf = reference(x, block, use_ue8m0, 0.0)
+        assert same(scales.t() if flip else scales, sf), f"scales of {size}"
+        assert same(values.t() if flip else values, expected), f"values of {size}"
+
+
+@pytest.mark.parametrize("cast", ["rows", "columns", "blocks"])
+def test_expanded_gradients(cast: str) -> None:
+    for shape in ((1, 1), (300, 1), (1, 272)):
+        x = torch.randn(shape, device=DEVICE).bfloat16().expand(300, 272)
+        found, expected = getattr(quantize, cast)(x), getattr(quantize, cast)(x.contiguous())
+        assert all(same(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    token = deep_gemm.per_token_cast_to_fp8(x, False)
+    assert all(same(mine, theirs) for mine, theirs in zip(token, quantize.rows(x), strict=True))
+
+
+@pytest.mark.parametrize("name", ["per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"])
+def test_options_are_refused_as_on_the_cpu(name: str) -> None:
+    x = torch.ones(128, 128, device=DEVICE)
+    with pytest.raises(InvalidInputError, match="use_ue8m0 must be True or False, but it is 1"):
+        getattr(deep_gemm, name)(x, 1)
+    with pytest.raises(InvalidInputError, match=r"gran_k must be a whole number from 1, but it is 128\.0"):
+        getattr(deep_gemm, name)(x, False, 128.0)
+
+
 _config_of = Quantize.config_of  # tests replace it
 
 
@@ -112,7 +149,7 @@ def test_bytes_of_each_config(cast: str, config: TileConfig, monkeypatch: pytest
                 chosen = torch.arange(rows, dtype=torch.int32).flip(0) if "gathered" in cast else None
                 given = {"rows": chosen.to(DEVICE)} if chosen is not None else {}
                 values, scales = function(x.to(DEVICE), **given)
-                expected, sf = reference(x if chosen is None else x[chosen], block, False, quantisation.AMAX_MIN)
+                expected, sf = reference(x if chosen is None else x[chosen], block, False, cast_reference.AMAX_MIN)
             assert same(scales.t() if flip else scales, sf), f"scales of {rows} x {columns} {dtype}"
             assert same(values.t() if flip else values, expected), f"values of {rows} x {columns} {dtype}"
 
@@ -138,7 +175,7 @@ def test_gathered_rows_are_the_cast_of_those_rows(rows: int, columns: int, gated
 def test_gathering_from_a_matrix_without_rows() -> None:
     x = torch.empty(0, 256, device=DEVICE, dtype=torch.bfloat16)
     values, scales = quantize.rows(x, rows=torch.full((5,), -1, dtype=torch.int32, device=DEVICE))
-    expected, sf = reference(torch.zeros(5, 256), (1, 128), False, quantisation.AMAX_MIN)
+    expected, sf = reference(torch.zeros(5, 256), (1, 128), False, cast_reference.AMAX_MIN)
     assert same(values, expected)
     assert same(scales, sf)
 
@@ -241,13 +278,13 @@ def test_gated() -> None:
         x[0, :4] = torch.tensor([-0.0, 88.0, -88.0, -8.0])
         exact = torch.nn.functional.silu(x[:, :columns].double()) * x[:, columns:].double()
         (values, scales), (turned, turned_scales) = quantize.rows_and_columns(x.to(DEVICE), gated=True)
-        expected, sf = quantisation.cast_blocks(exact.float(), 1, 128, False)
+        expected, sf = cast_reference.cast_blocks(exact.float(), 1, 128, False)
         assert torch.allclose(scales.cpu(), sf, rtol=1e-5)
-        plain = quantisation.dequantise(values, scales).double().cpu()
+        plain = cast_reference.dequantise(values, scales).double().cpu()
         # Half a step of E4M3, relative and, below its normal range, in units of the scale.
         allowed = exact.abs() / 15 + sf.double().repeat_interleave(128, 1)[:, :columns] * 2.0**-9
         assert bool(((plain - exact).abs() <= allowed).all())
-        back = quantisation.dequantise(turned, turned_scales).double().cpu().t()
+        back = cast_reference.dequantise(turned, turned_scales).double().cpu().t()
         limit = turned_scales.double().cpu().repeat_interleave(128, 1)[:, :rows].t()
         assert bool(((back - exact).abs() <= exact.abs() / 15 + limit * 2.0**-9).all())
         assert float((values.cpu().float() != expected.float()).float().mean()) < 1e-3
@@ -259,7 +296,7 @@ def test_the_casts_of_the_interface_have_torchs_bytes(use_ue8m0: bool) -> None:
         x = awkward(rows, columns, torch.bfloat16)
         for name in ("per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"):
             found = getattr(deep_gemm, name)(x.to(DEVICE), use_ue8m0)
-            expected = getattr(quantisation, name)(x, use_ue8m0)
+            expected = getattr(cast_reference, name)(x, use_ue8m0)
             for mine, theirs in zip(found, expected, strict=True):
                 assert mine.is_contiguous()
                 assert same(mine, theirs), f"{name} of {rows} x {columns}"

@@ -11,12 +11,12 @@ import torch
 from gpu_cases import DEVICE, call, nan_output
 
 import deep_gemm
-from deep_gemm import calls, engine
 from deep_gemm.jit.driver.launch import Map
 from deep_gemm.jit.driver.module import primary_context
 from deep_gemm.jit.driver.tensor_map import SIZE
 from deep_gemm.ops.dense import Dense
-from deep_gemm.reference import exact_product
+from deep_gemm.ops.reference import exact_product
+from deep_gemm.runtime import calls, engine
 from deep_gemm.testing import Operand, integer_operands
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import deep_gemm
-from deep_gemm import calls, engine, options, settings
+from deep_gemm import options, settings
 from deep_gemm.errors import NotWarmError
+from deep_gemm.runtime import calls, engine
 from deep_gemm.select import tuner
 from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
 

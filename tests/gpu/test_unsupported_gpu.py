@@ -10,8 +10,9 @@ import torch
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm import UnsupportedError, arch, engine, options
+from deep_gemm import UnsupportedError, arch, options
 from deep_gemm.log import reset_warnings
+from deep_gemm.runtime import engine
 from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -12,10 +12,12 @@ import torch
 from comparisons import MulAdd, registry_is_left_alone
 from test_import import child
 
+import deep_gemm
 from deep_gemm import backends
-from deep_gemm.backends import deepgemm, registry
+from deep_gemm.backends import accuracy, deepgemm, registry
 from deep_gemm.backends.operations import normal
 from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.ops.prenorm import rounded_to_tf32
 
 CPU = torch.device("cpu")
 
@@ -42,7 +44,7 @@ def test_the_backends_have_the_operations() -> None:
 SMALL = {
     op: (3, 40, 24, 48) if op.startswith("m_") else (3, 256, 40, 24) if op.startswith("k_") else (5, 24, 48)
     for op in backends.operation_names()
-}
+} | {"fp8_mqa_logits": (40, 300), "fp8_paged_mqa_logits": (3, 2, 200), "tf32_hc_prenorm_gemm": (40, 256)}
 
 
 @pytest.mark.parametrize("op", SMALL)
@@ -55,7 +57,7 @@ def test_the_reference_is_right_on_the_cpu_and_ours_takes_the_same_operands(op: 
         output.fill_(float("nan"))
         backends.get_kernel(name, op)(*operands)
         result = operation.result(operands)
-        assert bool(((result.double() - exact).abs() <= operation.allowed(exact, *operands)).all()), name
+        assert accuracy.examine(result, exact, operation.allowed(exact, *operands)).right, name
     assert result.numel() == operation.elements(SMALL[op])
     if not op.startswith("m_"):  # rows of padding are not counted
         tensors = [x for group in operands for x in (group if isinstance(group, tuple) else (group,))]
@@ -70,6 +72,59 @@ def test_a_group_with_the_matrix_of_another_is_wrong(op: str) -> None:
     exact, wrong = operation.exact(*operands), operation.exact(*operation.make(SMALL[op], CPU, seed=1))
     assert not bool(((wrong - exact).abs() <= operation.allowed(exact, *operands)).all())
     assert len(set(operation.counts(SMALL[op]))) > 1  # type: ignore[attr-defined]
+
+
+def bf16_scores(q: torch.Tensor, k: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    scores = torch.einsum("mhd,nd->mnh", q.float(), k.float()).clamp(min=0).bfloat16().float()
+    return torch.einsum("mnh,mh->mn", scores, weights) * scales
+
+
+def test_a_logit_without_a_head_or_of_another_key_is_wrong_and_one_of_rounded_scores_is_right() -> None:
+    operation = backends.get_operation("fp8_mqa_logits")
+    q, (k, scales), weights, start, end, out = operation.make((64, 512), CPU)
+    operands = (q, (k, scales), weights, start, end, out)
+    exact = operation.exact(*operands)
+    allowed, known = operation.allowed(exact, *operands), exact.isfinite()
+    assert torch.equal(known, torch.arange(512) < end[:, None])
+
+    def share(found: torch.Tensor) -> torch.Tensor:
+        return ((found.double() - exact).abs() / allowed)[known]
+
+    assert 0.1 < float(share(bf16_scores(q, k, scales, weights)).max()) < 0.6
+    short = weights.clone()
+    short[:, 7] = 0
+    for wrong in (bf16_scores(q, k, scales, short), bf16_scores(q, k.roll(1, 0), scales, weights)):
+        assert float((share(wrong) > 1).float().mean()) > 0.3  # half of the scores are below 0
+
+
+def test_a_prenorm_product_in_tf32_is_right_and_one_without_a_block_of_k_is_wrong() -> None:
+    operation = backends.get_operation("tf32_hc_prenorm_gemm")
+    a, b, out = operation.make((40, 28672), CPU)
+    exact = operation.exact(a, b, out)
+    allowed = operation.allowed(exact, a, b, out)
+    cut = (b.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    x = a.float()
+    for right in (b, cut, rounded_to_tf32(b)):
+        found = torch.cat([(x @ right.t()).flatten(), x.square().sum(1)])
+        assert float(((found - exact).abs() / allowed).max()) < 0.7
+    x[:, :64] = 0
+    found = torch.cat([(x @ b.t()).flatten(), x.square().sum(1)])
+    wrong = (found - exact).abs() > allowed
+    assert float(wrong[: 40 * 24].float().mean()) > 0.5
+    assert float(wrong[40 * 24 :].float().mean()) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("op", "dims", "why"),
+    [
+        ("fp8_mqa_logits", (5, 4), "there must be as many keys as queries, but there are 4"),
+        ("fp8_paged_mqa_logits", (1, 5, 4), "there must be as many keys as tokens, but there are 4"),
+        ("tf32_hc_prenorm_gemm", (5, 65), "K must be a multiple of 64, but it is 65"),
+    ],
+)
+def test_shapes_without_logits_or_a_product_are_skipped_with_the_reason(op: str, dims: Any, why: str) -> None:
+    (row,) = backends.compare(op, [dims], ["torch"], device="cpu").results
+    assert (row.status, row.why) == ("skipped", why)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +260,38 @@ def test_deepgemm_is_found_beside_ours_and_called_as_ours_is(tmp_path: Path, mon
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # syspath_prepend would put the shorter path back
     assert "deepgemm" not in backends.absent()
     assert backends.get_kernel("deepgemm", "fp8_gemm_nt").prepare(1, 2, 3)() == (1, 2, 3)
+    with pytest.raises(UnsupportedError, match="this version has no fp8_mqa_logits"):
+        backends.get_kernel("deepgemm", "fp8_mqa_logits").prepare(1, 2, 3)
     with pytest.raises(AttributeError, match="bf16_gemm_tt"):
         backends.get_kernel("deepgemm", "bf16_gemm_tt").prepare(1, 2, 3)
     assert deepgemm.use(SimpleNamespace(__version__="2.6")) == "2.6"
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "q_is_a_pair", "options"),
+    [
+        ("fp8_mqa_logits", "fp8_mqa_logits", False, {"clean_logits": True}),
+        ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", False, {"clean_logits": False}),
+        ("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits", True, {}),
+        ("tf32_hc_prenorm_gemm", "tf32_hc_prenorm_gemm", False, {}),
+    ],
+)
+def test_deepgemms_logits_and_product_have_our_operands(
+    op: str, name: str, q_is_a_pair: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its function is ours here, called as DeepGEMM's is: what it gives must be right."""
+    given: dict[str, Any] = {}
+
+    def theirs(first: Any, *rest: Any, **named: Any) -> Any:
+        given.update(named)
+        assert isinstance(first, tuple) == q_is_a_pair
+        return getattr(deep_gemm, name)(first, *rest, **named)
+
+    monkeypatch.setattr(deepgemm, "_loaded", [SimpleNamespace(**{name: theirs})])
+    operation = backends.get_operation(op)
+    operands = operation.make(SMALL[op], CPU)
+    exact = operation.exact(*operands)
+    operation.output(operands).fill_(float("nan"))
+    backends.get_kernel("deepgemm", op)(*operands)
+    assert accuracy.examine(operation.result(operands), exact, operation.allowed(exact, *operands)).right
+    assert given == options

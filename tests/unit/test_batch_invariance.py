@@ -10,9 +10,10 @@ import torch
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import InvalidInputError, engine, ops, select
+from deep_gemm import InvalidInputError, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.ops.dense import Dense
+from deep_gemm.runtime import engine
 from deep_gemm.testing import random_operands
 
 PAIRS = [

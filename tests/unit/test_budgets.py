@@ -13,7 +13,6 @@ import pytest
 from census import dense_layers
 
 import deep_gemm
-from deep_gemm import engine
 from deep_gemm.aot import attention
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.layers import Layer
@@ -24,6 +23,7 @@ from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.quantize import Variant
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.select import representatives
 from deep_gemm.spec import PrenormSpec
 
@@ -103,10 +103,20 @@ def test_few_kernels_train_a_model() -> None:
 
 
 def test_few_kernels_serve_an_indexer_and_a_prenorm_product() -> None:
-    indexer = [Layer("indexer.wq_b", 64 * 128, 1536), Layer("indexer.wk", 128, 7168)]
+    indexer = [Layer("indexer.wq_b", 64 * 128, 1536), Layer("indexer.weights_proj", 64, 7168)]
     assert 1 <= len(attention.kernels_of(indexer, SM90)) <= BUDGETS["indexer_kernels"]
     specs = [PrenormSpec(m, 24, 28672, splits, 132) for m in range(1, 20000, 7) for splits in (1, 4, 16)]
     assert len({PRENORM.config_of(spec) for spec in specs}) <= 6
+
+
+@pytest.mark.parametrize("operation", ["fp8_gemm_nt", "bf16_gemm_nt"])
+def test_a_cold_call_enters_few_functions(operation: str) -> None:
+    script = Path(__file__).parents[1] / "cold_calls.py"
+    found = subprocess.run([sys.executable, script, operation], capture_output=True, text=True, check=True, timeout=120)
+    first, next_m = json.loads(found.stdout)
+    most = BUDGETS["python_calls"][operation]
+    assert 100 < first <= most[0]
+    assert 100 < next_m <= most[1]
 
 
 def test_importing_is_cheap() -> None:

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_gemm
-from deep_gemm import InvalidInputError, calls, constant, engine
+from deep_gemm import InvalidInputError
 from deep_gemm.ops import layouts
 from deep_gemm.ops.dense import Dense
+from deep_gemm.runtime import calls, engine, weight_promises
 from deep_gemm.testing import Operand, random_operands
 
 M, N, K = 24, 136, 272
@@ -303,7 +304,7 @@ def test_a_warm_call_at_a_reused_address_inherits_no_promise(
         return torch.frombuffer(buffer, dtype=torch.float8_e4m3fn).view(N, K)
 
     if not told:  # broken on purpose, to show that the test can fail
-        monkeypatch.setattr(constant, "_freed", lambda promise: None)
+        monkeypatch.setattr(weight_promises, "_freed", lambda promise: None)
     a, (_, sfb) = operands()
     d = output()
     buffer = bytearray(N * K)

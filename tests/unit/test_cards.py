@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deep_gemm import arch, engine, ops
+from deep_gemm import arch, ops
 from deep_gemm.aot import build, cards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.layers import GROUPED_OPS
@@ -21,6 +21,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.select import representatives, sheets
 from deep_gemm.spec import GemmSpec
 

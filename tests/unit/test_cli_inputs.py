@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import engine
 from deep_gemm.aot import inputs
 from deep_gemm.cli import console
 from deep_gemm.cli.app import COMMANDS, app
 from deep_gemm.errors import CompileError, InvalidInputError
+from deep_gemm.runtime import engine
 from deep_gemm.settings import child_environment
 
 LONG = "9" * 5000

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from deep_gemm import engine
 from deep_gemm.aot import build, workload
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError
+from deep_gemm.runtime import engine
 
 
 def run(*arguments: str | Path) -> Result:

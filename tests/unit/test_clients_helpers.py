@@ -9,7 +9,7 @@ import torch
 
 import deep_gemm
 from deep_gemm import InvalidInputError, testing
-from deep_gemm.quantisation import per_token_cast_to_fp8
+from deep_gemm.ops.cast_reference import per_token_cast_to_fp8
 from deep_gemm.testing import assert_bitwise_equal, calc_diff, ignore_env
 
 

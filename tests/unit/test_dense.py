@@ -13,8 +13,9 @@ import torch
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import InvalidInputError, UnsupportedError, engine, ops
-from deep_gemm.reference import exact_product
+from deep_gemm import InvalidInputError, UnsupportedError, ops
+from deep_gemm.ops.reference import exact_product
+from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 from deep_gemm.testing import Operand, integer_operands
 

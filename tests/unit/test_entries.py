@@ -16,12 +16,12 @@ from call_kinds import KINDS, G, K, k_tensors
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import calls
-from deep_gemm.operation import REQUIRED, Operation
 from deep_gemm.ops import PRODUCTS, table
 from deep_gemm.ops.dense import Dense, fp8
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.m_grouped import MGrouped
+from deep_gemm.runtime import calls
+from deep_gemm.runtime.operation import REQUIRED, Operation
 
 # fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function.
 CLASSES = {"none": Dense, "contiguous": MGrouped, "masked": MGrouped, "k": KGrouped}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_expert_layers import BF16, DEEPSEEK_V3, FP8, QWEN3_MOE, of_experts
 
 import deep_gemm
-from deep_gemm import engine, kernels, ops, select
+from deep_gemm import kernels, ops, select
 from deep_gemm.aot import build, cards, model, workload
 from deep_gemm.aot.layers import FORMS, GROUPED_OPS, Layer, is_masked
 from deep_gemm.aot.workload import GemmShape
@@ -22,6 +22,7 @@ from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops.m_grouped import check_expected_m
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 
 
 def test_operations_are_those_that_exist() -> None:

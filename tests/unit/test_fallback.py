@@ -12,10 +12,11 @@ import torch
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import UnsupportedError, fallback, settings
+from deep_gemm import UnsupportedError, settings
 from deep_gemm.errors import InvalidInputError, SettingError
 from deep_gemm.ops import cublaslt
-from deep_gemm.reference import half_gemm_reference
+from deep_gemm.ops.reference import half_gemm_reference
+from deep_gemm.runtime import fallback
 from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
 
 M, N, K = 24, 136, 272

@@ -13,11 +13,12 @@ from driver_fakes import FakeDriver
 from forced import compiled, force, load, nvrtc
 from jit_fakes import FakeCompiler, cubin_of
 
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver import api
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 from deep_gemm.testing import random_operands
 
 PARAMS = [

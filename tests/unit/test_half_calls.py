@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_gemm
-from deep_gemm import InvalidInputError, calls, ops
+from deep_gemm import InvalidInputError, ops
 from deep_gemm.ops import dense
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.layouts import addressed
+from deep_gemm.runtime import calls
 from deep_gemm.spec import CopySpec, GemmSpec, Operand
 from deep_gemm.testing import guarded
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_gemm
-from deep_gemm import InvalidInputError, UnsupportedError, reference
-from deep_gemm.ops import checks, cublaslt
+from deep_gemm import InvalidInputError, UnsupportedError
+from deep_gemm.ops import checks, cublaslt, reference
 from deep_gemm.testing import guarded
 
 FORMS = ("nt", "nn", "tn", "tt")

@@ -21,6 +21,7 @@ def test_the_same_kernels_are_chosen_and_launched(chunk: int) -> None:
     ]
 
 
+@pytest.mark.limit(300)  # every refusal of every function: 80 s on a machine with 15 other processes
 @pytest.mark.parametrize("part", ["signatures", "refusals", "families"])
 def test_what_users_see_is_as_recorded(part: str) -> None:
     assert getattr(house, part)() == house.recorded()[part]

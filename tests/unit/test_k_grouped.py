@@ -13,8 +13,8 @@ import deep_gemm
 from deep_gemm import options
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops import table
+from deep_gemm.ops.cast_reference import per_token_cast_to_fp8
 from deep_gemm.ops.k_grouped import KGrouped
-from deep_gemm.quantisation import per_token_cast_to_fp8
 from deep_gemm.spec import GemmSpec, KGroupMapsSpec, TransposeSpec
 
 M, N = 24, 40

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from deep_gemm import kernels, ops, select
 from deep_gemm.arch import SM90
-from deep_gemm.engine import build_request
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.jit.generator import variables
 from deep_gemm.kernels.base import Kernel
@@ -22,6 +21,7 @@ from deep_gemm.kernels.families import COPY_ROWS, FAMILIES, GEMMS, TRANSPOSE_BYT
 from deep_gemm.kernels.gemm import SCALINGS, GemmFamily
 from deep_gemm.kernels.template import MAX_STAGES
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime.engine import build_request
 from deep_gemm.spec import CopySpec, GemmSpec, Operand, TransposeBytesSpec, TransposeSpec
 
 of_all = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

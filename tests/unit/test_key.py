@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import key as key_module
 from deep_gemm.jit.key import build_key, headers, source_key
 
@@ -198,3 +199,14 @@ def test_a_header_that_cannot_be_read_is_not_left_out_of_the_key(
     assert (key(include) == known) == (times == 1)
     assert key(include) == known
     assert key(include, source=absent) == without
+
+
+@pytest.mark.parametrize("what", ["/dev/zero", "fifo", "large.cuh", "inner.cuh"])
+def test_what_might_have_no_end_is_no_header(include: Path, what: str) -> None:
+    """Reading /dev/zero filled the memory, and a FIFO blocked for ever."""
+    os.mkfifo(include / "fifo")
+    with open(include / "large.cuh", "wb") as file:
+        file.truncate(1 << 40)
+    (include / "inner.cuh").write_text("#include </dev/zero>\n")
+    with pytest.raises(InvalidInputError, match=r"The source includes /.*, which .*\. Include a file of text\."):
+        headers(f'#include "{what}"\n', include)

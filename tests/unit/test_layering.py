@@ -17,17 +17,23 @@ MAX_LINES = 400
 # Every module belongs to the first layer with a matching prefix; it may import its own layer and those before it. The
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
-    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings", "deep_gemm.templates", "deep_gemm.timer"),
+    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.settings", "deep_gemm.templates"),
+    ("deep_gemm.runtime.__init__", "deep_gemm.runtime.timer"),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec"),
     ("deep_gemm.arch",),
     ("deep_gemm.kernels",),
     ("deep_gemm.select",),
-    ("deep_gemm.constant", "deep_gemm.options", "deep_gemm.record"),
-    ("deep_gemm.engine",),
-    ("deep_gemm.operation", "deep_gemm.reports"),
-    ("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.measuring", "deep_gemm.monitoring"),
-    ("deep_gemm.calls",),
-    ("deep_gemm.quantisation", "deep_gemm.reference"),
+    ("deep_gemm.runtime.weight_promises", "deep_gemm.options", "deep_gemm.runtime.debug_record"),
+    ("deep_gemm.runtime.engine",),
+    ("deep_gemm.runtime.operation", "deep_gemm.runtime.reports"),
+    (
+        "deep_gemm.runtime.call_code",
+        "deep_gemm.runtime.fallback",
+        "deep_gemm.runtime.measuring",
+        "deep_gemm.runtime.monitor",
+    ),
+    ("deep_gemm.runtime.calls",),
+    ("deep_gemm.advice", "deep_gemm.ops.cast_reference", "deep_gemm.ops.reference"),
     ("deep_gemm.ops",),
     ("deep_gemm.custom",),
     (
@@ -44,7 +50,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("deep_gemm.utils",),
     ("deep_gemm.aot.headers", "deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
-    ("deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
+    ("deep_gemm.aot.deepseek_v4", "deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
     ("deep_gemm.aot.attention", "deep_gemm.aot.experts", "deep_gemm.aot.model"),
     ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
@@ -135,12 +141,24 @@ def violations(module: str, tree: ast.AST) -> list[str]:
 
 
 CORE = (
-    *("deep_gemm.arch", "deep_gemm.calls", "deep_gemm.constant", "deep_gemm.engine", "deep_gemm.options"),
-    *("deep_gemm.call_code", "deep_gemm.fallback", "deep_gemm.monitoring", "deep_gemm.operation", "deep_gemm.reports"),
     *(
-        "deep_gemm.measuring",
-        "deep_gemm.timer",
-        "deep_gemm.record",
+        "deep_gemm.arch",
+        "deep_gemm.runtime.calls",
+        "deep_gemm.runtime.weight_promises",
+        "deep_gemm.runtime.engine",
+        "deep_gemm.options",
+    ),
+    *(
+        "deep_gemm.runtime.call_code",
+        "deep_gemm.runtime.fallback",
+        "deep_gemm.runtime.monitor",
+        "deep_gemm.runtime.operation",
+        "deep_gemm.runtime.reports",
+    ),
+    *(
+        "deep_gemm.runtime.measuring",
+        "deep_gemm.runtime.timer",
+        "deep_gemm.runtime.debug_record",
         "deep_gemm.select",
         "deep_gemm.jit",
         "deep_gemm.kernels.__init__",
@@ -195,7 +213,7 @@ def test_the_core_names_no_family_and_no_dtype() -> None:
     ],
 )
 def test_a_name_of_a_family_is_found(source: str) -> None:
-    assert particulars("deep_gemm.engine", ast.parse(source))
+    assert particulars("deep_gemm.runtime.engine", ast.parse(source))
 
 
 def test_families_are_found_by_the_registry_alone() -> None:
@@ -227,12 +245,12 @@ def test_imports_point_one_way() -> None:
     ("module", "source"),
     [
         ("deep_gemm.jit.builder", "from deep_gemm.params import KernelParams"),
-        ("deep_gemm.kernels.base", "from deep_gemm import engine"),
-        ("deep_gemm.errors", "import deep_gemm.log, deep_gemm.engine"),
+        ("deep_gemm.kernels.base", "from deep_gemm.runtime import engine"),
+        ("deep_gemm.errors", "import deep_gemm.log, deep_gemm.runtime.engine"),
         ("deep_gemm.arch", "from .kernels import base"),
-        ("deep_gemm.kernels.base", "from ..engine import plan"),
-        ("deep_gemm.engine", "def f():\n    from deep_gemm.dense import fp8_gemm_nt"),
-        ("deep_gemm.engine", "from deep_gemm import fp8_gemm_nt"),
+        ("deep_gemm.kernels.base", "from ..runtime.engine import plan"),
+        ("deep_gemm.runtime.engine", "def f():\n    from deep_gemm.dense import fp8_gemm_nt"),
+        ("deep_gemm.runtime.engine", "from deep_gemm import fp8_gemm_nt"),
     ],
 )
 def test_an_arrow_that_points_back_is_found(module: str, source: str) -> None:

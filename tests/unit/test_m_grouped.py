@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
-from deep_gemm.reference import group_rows
+from deep_gemm.ops.reference import group_rows
 
 ROUTINGS = [
     Routing((3, 0, 130, 17)),
@@ -316,6 +316,6 @@ def test_the_reference_finds_rows_and_groups_that_do_not_exist(form: str, value:
 
 def test_an_empty_group_may_end_where_the_previous_one_does() -> None:
     layout = torch.tensor([5, 5, 128, 131], dtype=torch.int32)
-    rows = [range(*where.indices(256)) for _, where in group_rows(layout, "psum", 4, 256, 128)]
+    rows = [range(*where.indices(256)) for _, where in group_rows(layout, "psum", 256, 128)]
     assert [len(x) for x in rows] == [5, 0, 0, 3]
     assert rows[-1].start == 128

@@ -12,11 +12,12 @@ import torch
 from gpu_fakes import FakeGpu, FakeLaunch, calls_behind
 
 import deep_gemm
-from deep_gemm import arch, calls, engine, measuring, ops, options, select, settings
+from deep_gemm import arch, ops, options, select, settings
 from deep_gemm.arch import SM90
 from deep_gemm.errors import CompileError, DriverError, UnsupportedError
 from deep_gemm.ops import dense
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import calls, engine, measuring
 from deep_gemm.select import tuner
 from deep_gemm.select.calibration import default
 from deep_gemm.spec import GemmSpec

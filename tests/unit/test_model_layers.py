@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import deep_gemm
-from deep_gemm import engine
 from deep_gemm.aot import attention, build, model
 from deep_gemm.aot.layers import Plan
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.runtime import engine
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 LLAMA_8B = {

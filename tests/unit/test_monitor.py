@@ -16,9 +16,10 @@ import torch
 from gpu_fakes import FakeGpu, calls_behind
 
 import deep_gemm
-from deep_gemm import InvalidInputError, monitoring, reports, settings
+from deep_gemm import InvalidInputError, settings
 from deep_gemm.errors import SettingError
 from deep_gemm.ops import dense
+from deep_gemm.runtime import monitor, reports
 from deep_gemm.settings import child_environment
 
 M, N, K = 24, 136, 272
@@ -51,9 +52,9 @@ class Clock:
             def elapsed_time(self, end: Event) -> float:
                 return self.us / 1e3
 
-        monkeypatch.setattr(monitoring, "_new_event", Event)
-        monkeypatch.setattr(monitoring, "_is_capturing", lambda: self.capturing)
-        monkeypatch.setattr(monitoring, "beside_captures", contextlib.nullcontext)
+        monkeypatch.setattr(monitor, "_new_event", Event)
+        monkeypatch.setattr(monitor, "_is_capturing", lambda: self.capturing)
+        monkeypatch.setattr(monitor, "beside_captures", contextlib.nullcontext)
 
 
 @pytest.fixture
@@ -65,8 +66,8 @@ def operands(m: int = M, n: int = N, k: int = K) -> tuple[torch.Tensor, torch.Te
     return torch.ones(m, k).bfloat16(), torch.ones(n, k).bfloat16(), torch.zeros(m, n).bfloat16()
 
 
-def entries(monitor: monitoring.Monitor) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(entry["operation"], entry["shape"]): entry for entry in monitor.report()["calls"]}
+def entries(watched: monitor.Monitor) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(entry["operation"], entry["shape"]): entry for entry in watched.report()["calls"]}
 
 
 def test_calls_are_counted_and_timed_by_operation_shape_and_config(gpu: FakeGpu, clock: Clock) -> None:
@@ -140,12 +141,12 @@ def test_inside_graph_capture_calls_are_counted_and_not_timed(gpu: FakeGpu, cloc
 
 
 def test_events_are_used_again_and_bounded(gpu: FakeGpu, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "MAX_PENDING", 100)
+    monkeypatch.setattr(monitor, "MAX_PENDING", 100)
     case = operands()
     with deep_gemm.monitor(every=1) as m:
         for _ in range(1000):
             deep_gemm.bf16_gemm_nt(*case)
-        assert clock.made <= 2 * monitoring.MANY_PENDING
+        assert clock.made <= 2 * monitor.MANY_PENDING
         clock.done = False  # the GPU has fallen behind
         for _ in range(1000):
             deep_gemm.bf16_gemm_nt(*case)
@@ -178,8 +179,8 @@ def test_threads_lose_no_count(gpu: FakeGpu, clock: Clock) -> None:
 
 
 def test_what_is_kept_is_bounded(gpu: FakeGpu, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "KEPT_TIMES", 4)
-    monkeypatch.setattr(monitoring, "MAX_SERIES", 2)
+    monkeypatch.setattr(monitor, "KEPT_TIMES", 4)
+    monkeypatch.setattr(monitor, "MAX_SERIES", 2)
     with deep_gemm.monitor(every=1) as m:
         for m_rows in range(1, 6):
             case = operands(m=m_rows)
@@ -232,13 +233,13 @@ def test_an_error_of_a_call_is_passed_on_and_leaves_no_event(gpu: FakeGpu, clock
         raise KeyError("launch")
 
     with deep_gemm.monitor(every=1) as m:
-        series = m.series(monitoring.Labels("op", "1", "c", "k", "cuda:0"), 0, 0)
+        series = m.series(monitor.Labels("op", "1", "c", "k", "cuda:0"), 0, 0)
         with pytest.raises(KeyError):
             series.call(fail)
     assert m.report()["calls"][0]["timed"] == 0
 
 
-def watched(clock: Clock) -> monitoring.Monitor:
+def watched(clock: Clock) -> monitor.Monitor:
     with deep_gemm.monitor(every=1) as m:
         for us in (1.5, 2.5, 4.0):
             clock.us = us
@@ -298,7 +299,7 @@ def test_every_is_a_positive_integer(every: Any) -> None:
 
 @pytest.mark.parametrize(("values", "part", "wanted"), [([3.0, 1.0, 2.0], 50, 2.0), ([1.0], 99, 1.0), ([1, 2], 99, 2)])
 def test_percentiles(values: list[float], part: int, wanted: float) -> None:
-    assert monitoring.percentile(values, part) == wanted
+    assert monitor.percentile(values, part) == wanted
 
 
 RUN = """
@@ -340,7 +341,7 @@ def test_a_setting_that_cannot_be_read_is_an_error(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(monitoring, "_begun", False)
+    monkeypatch.setattr(monitor, "_begun", False)
     with pytest.raises(SettingError, match=re.escape(says)):
         deep_gemm.bf16_gemm_nt(*operands())
 

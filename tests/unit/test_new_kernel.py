@@ -31,6 +31,12 @@ def test_its_own_test_passes(tmp_path: Path) -> None:
     assert "2 passed" in done.stdout or "6 passed" in done.stdout
 
 
+def test_without_pytest_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pip install" not in run("blend", "--directory", str(tmp_path / "one")).output
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert "Try it: pip install pytest && cd" in run("blend", "--directory", str(tmp_path / "two")).output
+
+
 def test_no_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "test_blend.py").write_text("mine")
     result = run("blend", "--directory", str(tmp_path))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from deep_gemm import engine
 from deep_gemm.aot import build, inputs, workload
 from deep_gemm.aot.layers import Layer
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.errors import CompileError, InvalidInputError, SettingError
+from deep_gemm.runtime import engine
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError
-from deep_gemm import quantisation as q
+from deep_gemm.ops import cast_reference as q
 from deep_gemm.spec import ceil_div
 
 Cast = Callable[[torch.Tensor, bool, int], tuple[torch.Tensor, torch.Tensor]]
@@ -85,6 +86,30 @@ def test_zeros(use_ue8m0: bool) -> None:
     assert not y.float().any()
     assert bool((sf > 0).all())
     assert float(sf[0, 0]) == pytest.approx(scale_of(torch.zeros(1), use_ue8m0), rel=1e-6)
+
+
+TINY = [2.0**-114, 2.0**-120, 448 * 2.0**-127, 448 * 2.0**-128, 1e-36, 1e-38, 9.2e-41, 2.0**-134]
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("size", TINY)
+def test_tiny_blocks_are_what_they_were_again(size: float, use_ue8m0: bool) -> None:
+    """The reciprocal of a scale below 2^-128 would be more than a float32 can hold. Down to 2^-134, 6 bits before the
+    least normal value of E4M3, nothing more than E4M3's rounding is lost."""
+    x = torch.tensor([[size, -size / 2, 0.0] + [size / 4] * 125], dtype=torch.float64).float()
+    y, sf = q.cast_blocks(x, 1, 128, use_ue8m0, 0.0)
+    assert bool(((q.dequantise(y, sf).double() - x.double()).abs() <= x.double().abs() / 16 + sf * 2.0**-10).all())
+    if size >= 448 * 2.0**-128:
+        exact = x.abs().amax(1, keepdim=True) / torch.full((), 448.0)
+        assert torch.equal(sf, q.ceil_to_ue8m0(exact) if use_ue8m0 else exact)
+
+
+def test_scales_of_zeros_and_of_tiny_blocks_without_an_epsilon() -> None:
+    x = torch.zeros(4, 128)
+    x[1:, 0] = torch.tensor([2.0**-149, 448 * 2.0**-128, float("nan")])
+    _, sf = q.cast_blocks(x, 1, 128, False, 0.0)
+    assert sf.flatten()[:3].tolist() == [0.0, 0.0, 2.0**-128]  # 2^-149 / 448 is zero
+    assert bool(sf[3].isnan())
 
 
 def test_no_rows() -> None:
@@ -167,6 +192,15 @@ def test_infinity_and_nan_have_no_ceiling() -> None:
             "gran_k must be a whole number from 1, but it is 0",
         ),
         (lambda: q.per_custom_dims_cast_to_fp8(torch.ones(2, 2), (2,), False), r"dims must name.*\(2,\)"),
+        *(
+            (functools.partial(cast, torch.ones(2, 2), *dims, 1), "use_ue8m0 must be True or False, but it is 1")
+            for cast, dims in (
+                (q.per_token_cast_to_fp8, ()),
+                (q.per_channel_cast_to_fp8, ()),
+                (q.per_block_cast_to_fp8, ()),
+                (q.per_custom_dims_cast_to_fp8, ((0,),)),
+            )
+        ),
         (
             lambda: q.dequantise(torch.ones(2, 256).to(torch.float8_e4m3fn), torch.ones(2, 3)),
             r"shape \(2, 2\).*\(2, 3\)",

@@ -11,7 +11,7 @@ from gpu_fakes import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import InvalidInputError, quantisation, quantize
+from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize import (
     FEW_ROWS,
@@ -21,6 +21,7 @@ from deep_gemm.kernels.quantize import (
     TILES,
     TILES_OF_FLOATS,
 )
+from deep_gemm.ops import cast_reference
 from deep_gemm.params import TileConfig
 from deep_gemm.spec import Blocks, Dtype, QuantizeSpec
 from deep_gemm.testing import guarded
@@ -48,7 +49,7 @@ def test_a_value_times_its_scale_is_the_input_again(
     values, scales = getattr(quantize, cast)(given, use_ue8m0=use_ue8m0, epsilon=epsilon)
     block = (1, 128) if cast in ("rows", "columns") else (128, 128)
     source = given.t() if cast in ("columns", "blocks_transposed") else given
-    error = (quantisation.dequantise(values, scales, block) - source.float()).abs()
+    error = (cast_reference.dequantise(values, scales, block) - source.float()).abs()
     step = scales.repeat_interleave(block[0], 0)[: rows if source is given else columns]
     step = step.repeat_interleave(block[1], 1)[:, : source.shape[1]]
     assert bool((error <= source.float().abs() / 15 + step * 2.0**-9).all())
@@ -100,11 +101,42 @@ def test_warm_calls_are_prepared_once_and_replays_keep_outputs_apart(gpu: FakeGp
         quantize.rows(sources[0], out=(values, inside))
 
 
+@pytest.mark.parametrize("cast", ["rows", "columns", "rows_and_columns", "blocks", "blocks_transposed"])
+@pytest.mark.parametrize("expanded", [(1, 1), (M, 1), (1, K)], ids=["all", "along rows", "along columns"])
+def test_an_expanded_gradient_is_cast(cast: str, expanded: tuple[int, int]) -> None:
+    """As `sum().backward()` gives it: a copy where the kernel needs one."""
+    source = x(*expanded).expand(M, K)
+    for found, wanted in zip(
+        flat(getattr(quantize, cast)(source)), flat(getattr(quantize, cast)(source.contiguous())), strict=True
+    ):
+        assert torch.equal(found.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+def flat(out: Any) -> list[torch.Tensor]:
+    return [each.contiguous() for pair in out for each in (pair if isinstance(pair, tuple) else (pair,))]
+
+
+def test_a_copied_gradient_is_copied_by_each_call(gpu: FakeGpu) -> None:
+    source, kept = x(M, 1).expand(M, K), x(1, K).expand(M, K)
+    out = quantize.rows(x())
+    gpu.launched.clear()
+    for _ in range(3):
+        quantize.rows(source, out=out)
+        quantize.rows(kept, out=out)
+    copies, others = gpu.launched[::2], gpu.launched[1::2]
+    assert all(launched.at["x"] != source.data_ptr() for launched in copies)
+    assert {launched.strides["x"] for launched in copies} == {(K, 1)}
+    assert {(launched.at["x"], launched.strides["x"]) for launched in others} == {(kept.data_ptr(), (0, 1))}
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensor": (lambda: quantize.rows([1.0]), "x must be a torch.Tensor with 2 dimensions"),
     "rank 3": (lambda: quantize.rows(x()[None]), "x must be .* 2 dimensions, but it has 3 dimensions"),
     "integers": (lambda: quantize.rows(torch.ones(4, 4, dtype=torch.int32)), "x must be one of torch.bfloat16"),
-    "column-major": (lambda: quantize.rows(x().t()), "x must be row-major"),
+    "column-major": (
+        lambda: quantize.rows(x().t()),
+        r"x must be row-major .*strides \(1, 272\). Pass x.contiguous\(\), or .* x.t\(\) to columns",
+    ),
     "odd and gated": (lambda: quantize.rows(x(4, 255), gated=True), "even number of columns"),
     "gated is a number": (lambda: quantize.rows(x(), gated=1), "gated and row_major must be True or False"),
     "use_ue8m0 is a number": (lambda: quantize.rows(x(), use_ue8m0=1), "use_ue8m0 must be True or False"),
@@ -318,6 +350,6 @@ def test_nothing_outside_of_out_is_written() -> None:
     assert quantize.rows(source, out=out) is out
     values.check("values")
     scales.check("scales")
-    expected = quantisation.per_token_cast_to_fp8(source, False)
+    expected = cast_reference.per_token_cast_to_fp8(source, False)
     assert torch.equal(out[0].float(), expected[0].float())
     assert torch.equal(out[1], expected[1])

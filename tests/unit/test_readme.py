@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import click
@@ -92,15 +93,31 @@ def test_a_chart_of_other_rows_is_out_of_date() -> None:
     assert doc_charts.digest(rows) != doc_charts.digest([*rows[1:], rows[0] | {"us": 1.0}])
 
 
-def test_a_chart_is_drawn_in_both_variants() -> None:
+@pytest.mark.parametrize("name", doc_charts.EVERY)
+def test_a_chart_is_drawn_in_both_variants(name: str) -> None:
     pytest.importorskip("matplotlib")
-    rows = doc_charts.rows_of("fp8-flush-ratio", RESULTS)
+    rows = doc_charts.rows_of(name, RESULTS)
     light, dark = (doc_charts.svg(rows, theme) for theme in doc_charts.THEMES.values())
     assert light.lstrip().startswith("<?xml")
     assert light != dark
     assert f"rows {doc_charts.digest(rows)}" in light
     assert rows[0]["device"] in light
     assert rows[0]["date"] in light
+
+
+def test_the_overview_shows_means_and_a_band_and_fits_a_phone() -> None:
+    pytest.importorskip("matplotlib")
+
+    rows, theme = doc_charts.rows_of(doc_charts.OVERVIEW, RESULTS), doc_charts.THEMES["light"]
+    figure = doc_charts.new_figure(theme, *doc_charts.PHONE)
+    doc_charts.overview(figure, rows, theme)
+    assert doc_charts.PHONE[0] * 96 < 420
+    for axis, mode in zip(figure.axes, ("graph", "flush"), strict=True):
+        (ours,) = [line for line in axis.lines if line.get_color() == theme.ours]
+        found = [row["us_tensorwise"] / row["us"] for row in rows if (row["mode"], row["m"]) == (mode, 128)]
+        assert ours.get_ydata()[list(ours.get_xdata()).index(128)] == pytest.approx(geometric_mean(found))
+        band = axis.collections[0].get_paths()[0].vertices
+        assert {min(found), max(found)} <= set(band[band[:, 0] == 128][:, 1])
 
 
 # What documents name is there.
@@ -182,12 +199,17 @@ def test_refusals_begin_as_the_page_of_errors_says() -> None:
     fp8 = deep_gemm.fp8_gemm_nt
     refused = {
         "a must be a pair (tensor, scales)": lambda: fp8(x, b, d),  # type: ignore[arg-type]
+        "a must have 2 dimensions": lambda: deep_gemm.bf16_gemm_nt(x[None], w, d),
+        "c must have the shape": lambda: deep_gemm.bf16_gemm_nt(x, w, d, c=d[:1]),
         "K must be a multiple of 16": lambda: fp8(*narrow, d),
         "a and b must agree in K": lambda: deep_gemm.bf16_gemm_nn(x, w, d),
         "the scales of b must have the shape": lambda: fp8(a, (b[0], torch.ones(127, 2)), d),
         "recipe (1, 1, 32) is not supported": lambda: fp8(a, b, d, recipe=(1, 1, 32)),
         "c must have d's dtype": lambda: fp8(a, b, d, c=d.float()),
         "d has no memory": lambda: fp8(a, b, freed),
+        "grouped_layout has the groups 1 and 2 in rows": lambda: deep_gemm.m_grouped_bf16_gemm_nt_contiguous(
+            x, w.expand(3, 128, 256).contiguous(), d, torch.tensor([1, 1, 2, 2], dtype=torch.int32)
+        ),
     }
     table = (ROOT / "docs" / "errors.md").read_text().partition("| message begins with |")[2].partition("\n\n")[0]
     listed = re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_gemm
-from deep_gemm import reference
+from deep_gemm.ops import reference
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import assert_close_to_exact, calc_diff, integer_operands, one_hot_operand, random_operands
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from pack_kernels import make
 
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
 from deep_gemm.jit import Builder, BuildRequest, render
 from deep_gemm.jit import render_key as module
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.render_key import render_key
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 
 FIELDS: dict[str, Any] = {"wide": True, "width": 128}
 

@@ -6,20 +6,31 @@ from pathlib import Path
 
 import pytest
 import sanitize
+from chosen import entry
 from racecheck_headers import RACES, Race, racecheck_headers
 
+from deep_gemm.arch import SM90
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 
 
 def test_headers_for_racecheck(tmp_path: Path) -> None:
-    assert changed(racecheck_headers(tmp_path / "include"), include_dir()) == {"pipeline.cuh", "split_k_exchange.cuh"}
+    edited = {"logits.cuh", "pipeline.cuh", "split_k_exchange.cuh"}
+    assert changed(racecheck_headers(tmp_path / "include"), include_dir()) == edited
 
 
 @pytest.mark.parametrize("race", RACES.values(), ids=list(RACES))
 def test_a_race_is_in_one_header_and_a_kernel_shows_it(tmp_path: Path, race: Race) -> None:
     sound = racecheck_headers(tmp_path / "sound")
     assert changed(race.put_into(racecheck_headers(tmp_path / "racy")), sound) == {race.file}
-    assert len(sanitize.named(sanitize.chosen(1), race.kernel)) == 1
+    assert len(sanitize.named(sanitize.everyone(1), race.kernel)) == 1
+
+
+def test_logits_their_schedule_and_the_prenorm_product_are_run() -> None:
+    kernels = {params.kernel for params in sanitize.everyone(0)}
+    assert {"sm90_fp8_mqa_logits", "sm90_fp8_paged_mqa_logits", "paged_mqa_logits_metadata"} <= kernels
+    products = [entry(params) for params in sanitize.everyone(0) if params.kernel == PRENORM.name]
+    assert len(products) == len(set(products)) == len(PRENORM.configs(SM90))
 
 
 def test_kernels_can_be_named() -> None:

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deep_gemm import arch, kernels, ops
-from deep_gemm.engine import kernel_params
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels.gemm_features import L2_SHARING
 from deep_gemm.kernels.tiles import last_rows, left
 from deep_gemm.params import GemmConfig
+from deep_gemm.runtime.engine import kernel_params
 from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select
 from deep_gemm.select.calibration import default
 from deep_gemm.select.model import estimate, features

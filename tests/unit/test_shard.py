@@ -82,7 +82,7 @@ def test_precompile_builds_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
         built.append(params)
         raise CompileError("enough")
 
-    monkeypatch.setattr("deep_gemm.engine.build", fails)
+    monkeypatch.setattr("deep_gemm.runtime.engine.build", fails)
     summaries = [build.precompile(SHAPES, shard=(index, 5)) for index in range(5)]
     assert len(built) == len(set(built)) == len(KERNELS)
     assert [len(summary.outcomes) for summary in summaries] == [len(shard.deal(KERNELS, i, 5)) for i in range(5)]

@@ -20,8 +20,8 @@ from deep_gemm.bench import survey
 from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.runtime.timer import CONTENDERS, middle_mean, times_of
 from deep_gemm.select.calibration import default
-from deep_gemm.timer import CONTENDERS, middle_mean, times_of
 
 
 def test_quality_is_best_over_selected() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm.bench import survey
-from deep_gemm.timer import Single
+from deep_gemm.runtime.timer import Single
 
 NOISE = 0.05
 """Single calls on an H200 differ by 2 to 5%."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deep_gemm import InvalidInputError, testing
-from deep_gemm.quantisation import per_block_cast_to_fp8, per_token_cast_to_fp8
-from deep_gemm.reference import exact_product
+from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_gemm.ops.reference import exact_product
 from deep_gemm.testing import (
     assert_close_to_exact,
     assert_half_close_to_exact,

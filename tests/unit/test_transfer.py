@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 from jit_fakes import FakeCompiler, builder, cubin_of
 from pack_kernels import make, packed, sources, user
 
-from deep_gemm import engine
 from deep_gemm.aot import build
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.cli.app import app
@@ -20,6 +19,7 @@ from deep_gemm.errors import CompileError, InvalidInputError
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
 
 NEWER = FakeCompiler(identity="fake 2.0 build 1")
 NEWER.version = (13, 0)

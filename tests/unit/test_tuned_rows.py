@@ -13,11 +13,12 @@ import torch
 import tuned
 from click.testing import CliRunner
 
-from deep_gemm import measuring, ops, options, select
+from deep_gemm import ops, options, select
 from deep_gemm.arch import SM90
 from deep_gemm.bench import backends, provenance, survey
 from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.cli.app import app
+from deep_gemm.runtime import measuring
 from deep_gemm.select import tuner
 from deep_gemm.select.calibration import default
 

@@ -11,10 +11,10 @@ import torch
 import versus
 from chosen import PLAIN, find_config, make_params
 
-from deep_gemm import engine
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
+from deep_gemm.runtime import engine
 from deep_gemm.select.calibration import default
 
 SHAPE = GemmShape(4096, 7168, 2048)

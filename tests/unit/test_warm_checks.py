@@ -17,7 +17,8 @@ from custom_gpu import CustomGpu, own
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import DeepGemmError, LaunchConfig, calls, options, settings
+from deep_gemm import DeepGemmError, LaunchConfig, options, settings
+from deep_gemm.runtime import calls
 
 __all__ = ["own"]
 

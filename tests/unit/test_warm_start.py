@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from jit_fakes import FakeCompiler
 
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
 from deep_gemm.jit import Builder, include_dir, template_dir
 from deep_gemm.jit.binary import packed
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.packs import Packs
+from deep_gemm.runtime import engine
 
 # Cases of one kernel family; the first includes what a process does once.
 FAMILY = "sm90_fp8_gemm"
@@ -24,7 +25,8 @@ START = """
 import json, os, sys
 from pathlib import Path
 from jit_fakes import FakeCompiler
-from deep_gemm import engine, kernels
+from deep_gemm import kernels
+from deep_gemm.runtime import engine
 from deep_gemm.jit import Builder
 from deep_gemm.jit.cache.packs import Packs
 

@@ -6,19 +6,20 @@ import atexit
 import json
 import platform
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .log import warn_once
-from .settings import settings
+from deep_gemm.log import warn_once
+from deep_gemm.settings import settings
 
 _lock = threading.Lock()
-_plans: list[dict[str, Any]] = []
+_plans: list[Callable[[], dict[str, Any]]] = []
 _dump_registered = False
 
 
-def add_plan(entry: dict[str, Any]) -> None:
-    """Keep ``entry``. If DG_JIT_DEBUG_DUMP names a file, the record is written to it at exit."""
+def add_plan(entry: Callable[[], dict[str, Any]]) -> None:
+    """Keep ``entry``, which makes a plan's entry. If DG_JIT_DEBUG_DUMP is set, the record is written to it at exit."""
     global _dump_registered
     with _lock:
         _plans.append(entry)
@@ -33,8 +34,8 @@ def debug_info() -> dict[str, Any]:
     seconds. JSON-ready."""
     import torch
 
-    from .jit.builder import default_builder
-    from .jit.driver.version import driver_release
+    from deep_gemm.jit.builder import default_builder
+    from deep_gemm.jit.driver.version import driver_release
 
     release = driver_release()
     with _lock:
@@ -49,7 +50,7 @@ def debug_info() -> dict[str, Any]:
             if described.value != described.default
         },
         "builder": default_builder().stats,
-        "plans": plans,
+        "plans": [entry() for entry in plans],
     }
 
 

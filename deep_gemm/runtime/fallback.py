@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from . import monitoring
-from .errors import DeepGemmError, UnsupportedError
-from .log import warn_once
-from .operation import Operation
-from .settings import settings
+from deep_gemm.errors import DeepGemmError, UnsupportedError
+from deep_gemm.log import warn_once
+from deep_gemm.runtime import monitor
+from deep_gemm.runtime.operation import Operation
+from deep_gemm.settings import settings
 
 TORCH = "torch"
 BACKENDS = "deep_gemm.backends"
@@ -26,7 +26,7 @@ def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
     refused = []
     for way in settings.fallback:
         try:
-            monitoring.run(operation, x, f"fallback {way}", _way(operation, way, x))
+            monitor.run(operation, x, f"fallback {way}", _way(operation, way, x))
         except (UnsupportedError, ImportError) as error:
             refused.append(f"{way} cannot either: {error}")
             continue
@@ -48,6 +48,7 @@ _NAMES = {TORCH: "the reference implementation", "cublaslt": "cuBLAS, through to
 
 def _way(operation: Operation, way: str, x: Any) -> Callable[[Any], None]:
     if way == TORCH:
+        operation.check_values(x)  # as on the CPU
         return operation.reference
     if way in operation.fallbacks:
         return operation.fallbacks[way]

@@ -9,9 +9,9 @@ import linecache
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from .jit.driver.tensor_map import ADDRESS_ALIGNMENT
-from .operation import Operation, Parameter
-from .settings import Settings
+from deep_gemm.jit.driver.tensor_map import ADDRESS_ALIGNMENT
+from deep_gemm.runtime.operation import Operation, Parameter
+from deep_gemm.settings import Settings
 
 Places: TypeAlias = Sequence[int]
 """Addresses of the operands, in the operation's order."""

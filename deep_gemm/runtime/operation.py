@@ -13,9 +13,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from . import engine
-from .kernels.base import Strides
-from .spec import Spec
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.kernels.base import Strides
+from deep_gemm.runtime import engine
+from deep_gemm.spec import Spec
 
 
 class Operands(Protocol):
@@ -46,6 +47,15 @@ class Work:
 
     steps: tuple[Step, ...]
     scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Values in the memory of operands that kernels take on trust. ``where`` is true for each that is wrong. ``say``
+    makes the sentence for one of them, from its indices."""
+
+    where: Tensor
+    say: Callable[..., str]
 
 
 REQUIRED: Any = inspect.Parameter.empty
@@ -115,6 +125,24 @@ class Operation(ABC):
     @abstractmethod
     def check(self, *arguments: Any, **named: Any) -> Any:
         """The checked operands; None if there is nothing to do. Raises InvalidInputError and UnsupportedError."""
+
+    def faults(self, x: Any) -> Sequence[Fault]:
+        """What may be wrong with values on the device, for operations whose `settings` include "check"."""
+        return ()
+
+    def check_values(self, x: Any) -> None:
+        """Refuse values in the memory of checked operands that break the contract. Waits for the device once."""
+        if "check" not in self.settings:
+            return
+        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"DG_CHECK=1 reads values of {self.name} on the host, and a CUDA graph is being captured, during which "
+                "nothing can wait for the GPU. Unset DG_CHECK for the capture, and check a call before it."
+            )
+        faults = self.faults(x)
+        for fault, found in zip(faults, torch.stack([fault.where.any() for fault in faults]).tolist(), strict=True):
+            if found:
+                raise InvalidInputError(fault.say(*fault.where.nonzero()[0].tolist()))
 
     @abstractmethod
     def work(self, x: Any, device: int) -> Work:

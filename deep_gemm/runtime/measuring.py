@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import arch as archs
-from . import engine, options
-from .errors import CompileError, DeepGemmError
-from .jit.forking import ForkLock
-from .log import log, warn_once
-from .operation import Operation, Step, Work
-from .params import GemmConfig
-from .select import tuner
-from .settings import settings
-from .spec import GemmSpec
-from .timer import FLUSH_BYTES, Single, times_of
+from deep_gemm import arch as archs
+from deep_gemm import options
+from deep_gemm.errors import CompileError, DeepGemmError
+from deep_gemm.jit.forking import ForkLock
+from deep_gemm.log import log, warn_once
+from deep_gemm.params import GemmConfig
+from deep_gemm.runtime import engine
+from deep_gemm.runtime.operation import Operation, Step, Work
+from deep_gemm.runtime.timer import FLUSH_BYTES, Single, times_of
+from deep_gemm.select import tuner
+from deep_gemm.settings import settings
+from deep_gemm.spec import GemmSpec
 
 ROUNDS = 7
 """How often the fastest few are timed again."""

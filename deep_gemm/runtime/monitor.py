@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .call_code import Places
-from .errors import InvalidInputError
-from .jit.driver.module import beside_captures
-from .jit.forking import ForkLock
-from .log import warn_once
-from .operation import Operation
-from .settings import settings
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.driver.module import beside_captures
+from deep_gemm.jit.forking import ForkLock
+from deep_gemm.log import warn_once
+from deep_gemm.runtime.call_code import Places
+from deep_gemm.runtime.operation import Operation
+from deep_gemm.settings import settings
 
 KEPT_TIMES, KEPT_SAMPLES = 512, 16384
 """The last times of each series, from which percentiles are computed, and the last samples of the trace."""
@@ -51,13 +51,13 @@ def percentile(values: Collection[float], part: int) -> float:
 
 
 class Call(Protocol):
-    """The launches of a call; see `deep_gemm.calls.Replay`."""
+    """The launches of a call; see `deep_gemm.runtime.calls.Replay`."""
 
     constant: bool
     device: int
     fits: Callable[[Places], bool]
 
-    def is_for(self, batch_invariant: bool) -> bool: ...
+    def is_for(self, key: Any) -> bool: ...
 
     def record(self) -> Callable[[], None]: ...
 
@@ -239,19 +239,19 @@ class Monitor:
 
     def json(self) -> str:
         """`report` as JSON."""
-        from . import reports
+        from deep_gemm.runtime import reports
 
         return reports.as_json(self.report())
 
     def prometheus(self) -> str:
         """`report` in Prometheus' text format."""
-        from . import reports
+        from deep_gemm.runtime import reports
 
         return reports.as_prometheus(self.report())
 
     def trace(self) -> str:
         """The timed calls, for chrome://tracing and Perfetto. Each begins at the time when the host made it."""
-        from . import reports
+        from deep_gemm.runtime import reports
 
         self.collect(wait=True)
         with self.lock.lock:
@@ -261,7 +261,7 @@ class Monitor:
     def write(self, path: str | Path) -> None:
         """Write a report: a trace if the name ends in .trace.json, Prometheus' text for .prom, JSON for .json. ``%p``
         is replaced with the process's id. Raises InvalidInputError for another name, and OSError."""
-        from . import reports
+        from deep_gemm.runtime import reports
 
         place = reports.place(path)
         written = {reports.PROMETHEUS: self.prometheus, reports.TRACE: self.trace, reports.JSON: self.json}
@@ -293,8 +293,8 @@ class Watched:
         self.constant, self.device, self.fits = replay.constant, replay.device, replay.fits
         self._replay, self._series = replay, series
 
-    def is_for(self, batch_invariant: bool) -> bool:
-        return self._replay.is_for(batch_invariant)
+    def is_for(self, key: Any) -> bool:
+        return self._replay.is_for(key)
 
     def record(self) -> Callable[[], None]:
         call, count = self._replay.record(), self._series.call

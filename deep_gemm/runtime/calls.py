@@ -16,15 +16,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import constant, engine, monitoring, options
-from .call_code import Places, entry_source, function, runner
-from .call_code import fits as _fits
-from .errors import UnsupportedError
-from .jit.driver.launch import Launch
-from .monitoring import Call
-from .operation import Operands, Operation, Parameter, Step, Work
-from .settings import environment, settings
-from .spec import GemmSpec
+from deep_gemm import options
+from deep_gemm.errors import UnsupportedError
+from deep_gemm.jit.driver.launch import Launch
+from deep_gemm.runtime import engine, monitor, weight_promises
+from deep_gemm.runtime.call_code import Places, entry_source, function, runner
+from deep_gemm.runtime.call_code import fits as _fits
+from deep_gemm.runtime.monitor import Call
+from deep_gemm.runtime.operation import Operands, Operation, Parameter, Step, Work
+from deep_gemm.settings import environment, settings
+from deep_gemm.spec import GemmSpec
 
 __all__ = ["Calls", "Operands", "Operation", "Parameter", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
 
@@ -62,7 +63,7 @@ class Calls:
 
     def first(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
-        monitoring.begin()
+        monitor.begin()
         warm, replays = self.warm, self.replays  # read first: see `forget`
         if key is not None and key not in warm and self._replay(replays, key, rest, tensors):
             _remember(warm, key, None)
@@ -71,20 +72,24 @@ class Calls:
         if x is None:
             return
         if x.device.type == "cpu":
-            monitoring.run(self.operation, x, "reference", self.operation.reference)
+            self.operation.check_values(x)
+            monitor.run(self.operation, x, "reference", self.operation.reference)
             return
         device, current = x.device.index, _current_device()
+        checked = "check" in self.operation.settings and settings.check  # each call is: none is remembered
         with torch.cuda.device(device):
+            if checked:
+                self.operation.check_values(x)
             try:
                 replay = self._prepare(x, device)
             except UnsupportedError as error:
-                from . import fallback
+                from deep_gemm.runtime import fallback
 
                 fallback.run(self.operation, x, error)
                 return
             call = replay.record()
             call()
-        if key is None or not replay.is_for(key[-1]):
+        if key is None or checked or not replay.is_for(key):
             return
         # The common case, tensors on the current device, needs no device guard.
         _remember(warm, key, (rest, call if current == device else functools.partial(_on_device, device, call)))
@@ -98,7 +103,7 @@ class Calls:
         """Make the call of ``key`` as a replay of one that differs in addresses. False if there is none that fits."""
         promised = True
         for index in self._weights:
-            if not constant.is_constant(tensors[index]):
+            if not weight_promises.is_constant(tensors[index]):
                 promised = False
                 break
         replay = replays.get((promised, key[self._count :], rest))
@@ -117,14 +122,14 @@ class Calls:
         """The launches of a call on the current stream of ``device``."""
         work = self.operation.work(x, device)
         if settings.tune == "on":
-            from . import measuring  # here, so that processes that do not tune do not import it
+            from deep_gemm.runtime import measuring  # here, so that processes that do not tune do not import it
 
             measuring.consider(self.operation, work, x.tensors, device)
-        promised = all(constant.is_constant(x.tensors[name]) for name in self.operation.weights)
+        promised = all(weight_promises.is_constant(x.tensors[name]) for name in self.operation.weights)
         # The last step first: it is the operation itself, so an error names its sizes.
         plans = [self.operation.plan(step, device) for step in reversed(work.steps)][::-1]
         replay = Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
-        return monitoring.watch(replay, self.operation, x, plans[-1].config, plans[-1].symbol)
+        return monitor.watch(replay, self.operation, x, plans[-1].config, plans[-1].symbol)
 
 
 class Replay:
@@ -156,10 +161,12 @@ class Replay:
         and outputs overlap no other operand, except the one that the output was identical to the first time."""
         self._run: Callable[[Places], None] | None = None
 
-    def is_for(self, batch_invariant: bool) -> bool:
-        """Whether the kernels were chosen for this position of the switch: another thread may set it meanwhile."""
+    def is_for(self, key: Any) -> bool:
+        """Whether a call with this key may be remembered: the check copied no operand, and the kernels were chosen for
+        the key's position of the switch for batch invariance, which another thread may set meanwhile."""
         specs = [step.spec for step in self._work.steps]
-        return all(spec.batch_invariant == batch_invariant for spec in specs if isinstance(spec, GemmSpec))
+        same = all(spec.batch_invariant == key[-1] for spec in specs if isinstance(spec, GemmSpec))
+        return same and key[: len(self._first)] == self._first
 
     def record(self) -> Callable[[], None]:
         """The call at the first addresses: a launch record of its own, if there is one kernel and no scratch memory."""
@@ -247,6 +254,6 @@ def _forget_readers(names: Collection[str]) -> None:
 
 options.on_change(forget_all)
 settings.on_change(_forget_readers)
-constant.on_change(forget_all)
-monitoring.on_change(forget_all)
+weight_promises.on_change(forget_all)
+monitor.on_change(forget_all)
 os.register_at_fork(after_in_child=forget_all)  # a thread of the parent may have held a record's lock

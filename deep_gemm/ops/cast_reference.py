@@ -3,8 +3,8 @@
 Every cast returns (tensor, scales): E4M3 values of the input's shape, and float32 scales. Value times scale is the
 input, rounded. A scale is the block's largest magnitude / 448 (the largest E4M3 value). Magnitudes below 1e-4 count as
 1e-4, so that a block of zeros has a scale above 0. With ``use_ue8m0`` the scale is rounded up to a power of two. Values
-are the input times 1 / scale; each step is a float32 operation. Sizes need not be multiples of the block: the last
-block is then smaller. Casts have no gradient.
+are the input times 1 / scale; each step is a float32 operation. Scales below 2^-128, except for 0, count as that. Sizes
+need not be multiples of the block: the last block is then smaller. Casts have no gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
+SCALE_MIN = 2.0**-128
+"""The least scale above 0: the reciprocal of a smaller one is more than a float32 can hold."""
 
 
 def per_token_cast_to_fp8(
@@ -28,8 +30,7 @@ def per_token_cast_to_fp8(
 
     ``use_packed_ue8m0``, scales as exponents packed into int32, is an UnsupportedError: Hopper cannot use them.
     """
-    if not isinstance(use_packed_ue8m0, bool):
-        raise InvalidInputError(f"use_packed_ue8m0 must be True or False, but it is {use_packed_ue8m0!r}.")
+    _check_bool("use_packed_ue8m0", use_packed_ue8m0)
     if use_packed_ue8m0:
         raise UnsupportedError(
             "use_packed_ue8m0 is True, and Hopper cannot use packed UE8M0 scales. Leave it False: scales are float32 "
@@ -57,6 +58,7 @@ def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool)
     Returns E4M3 of x's shape, and float32 whose shape is that of ``dims``, in the order of x.
     """
     _check_input("x", x)
+    _check_bool("use_ue8m0", use_ue8m0)
     named = tuple(dims) if isinstance(dims, Iterable) else (dims,)
     if not all(_is_whole(dim) and -x.dim() <= dim < x.dim() for dim in named):
         raise InvalidInputError(f"dims must name dimensions of x, which has {x.dim()}, but it is {dims!r}.")
@@ -142,6 +144,7 @@ def cast_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Cast x (rows, columns) with one scale for each block. Magnitudes below ``epsilon`` count as ``epsilon``."""
     _check_input("x", x, 2)
+    _check_bool("use_ue8m0", use_ue8m0)
     if not (_is_whole(block_rows, 1) and _is_whole(block_columns, 1)):
         wrong = block_columns if _is_whole(block_rows, 1) else block_rows
         raise InvalidInputError(f"gran_k must be a whole number from 1, but it is {wrong!r}.")
@@ -155,8 +158,8 @@ def cast_blocks(
 
 
 def inverse(sf: Tensor) -> Tensor:
-    """The factor for values: 1 / scale, or the largest float32 where that is infinite. A scale of zero has the factor
-    zero, so that blocks of zeros stay zeros."""
+    """The factor for values: 1 / scale, or the largest float32 for 2^-128, the least scale above 0. A scale of zero has
+    the factor zero, so that blocks of zeros stay zeros."""
     largest = torch.finfo(torch.float32).max
     return torch.where(sf == 0, torch.zeros_like(sf), (1.0 / sf).clamp(max=largest))
 
@@ -164,16 +167,25 @@ def inverse(sf: Tensor) -> Tensor:
 def _scale(amax: Tensor, use_ue8m0: bool, epsilon: float = AMAX_MIN) -> Tensor:
     # By a tensor: by a number, torch would multiply by its reciprocal on a GPU, which is another float32 now and then.
     sf = amax.clamp(min=epsilon) / amax.new_full((), E4M3_MAX)
+    sf = torch.where(sf == 0, sf, sf.clamp(min=SCALE_MIN))
     return ceil_to_ue8m0(sf) if use_ue8m0 else sf
 
 
 def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
+        from deep_gemm import advice
+
         raise InvalidInputError(
             f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."
+            f"{advice.of_type(name, x)}"
         )
     if rank is not None and x.dim() != rank:
-        raise InvalidInputError(f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}.")
+        from deep_gemm import advice
+
+        raise InvalidInputError(
+            f"{name} must have {rank} dimensions, but it has {x.dim()}: {tuple(x.shape)}."
+            f"{advice.of_rank(name, x, rank)}"
+        )
     _check_memory(name, x)
 
 
@@ -194,6 +206,11 @@ def _check_memory(name: str, x: Tensor) -> None:
             f"{name} {tuple(x.shape)} has no memory: its storage holds {held} bytes. It was freed, as FSDP does "
             "between uses; call this where its parameters are gathered."
         )
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be True or False, but it is {value!r}.")
 
 
 def _is_whole(value: object, least: int | None = None) -> bool:

@@ -2,8 +2,8 @@
 
 A spec says what is asked. The selector chooses a config for it. Spec and config give the params, which identify a
 binary. The builder finds or compiles the binary, which becomes a plan when it is loaded on a device. A plan, the
-operands' strides and their addresses give a launch record, which is all that a warm call needs (`deep_gemm.calls` keeps
-the records).
+operands' strides and their addresses give a launch record, which is all that a warm call needs
+(`deep_gemm.runtime.calls` keeps the records).
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from . import arch as archs
-from . import kernels, options, record, select
-from .errors import NotWarmError
-from .jit.binary import Binary
-from .jit.builder import Builder, BuildRequest, default_builder
-from .jit.driver.launch import Launch
-from .jit.driver.module import Function, load_function, primary_context
-from .jit.generator import render
-from .jit.render_key import render_key
-from .kernels.base import Kernel, LaunchPlan, Strides
-from .log import say
-from .params import Config, KernelParams
-from .record import debug_info, dump_debug_info
-from .select import calibration
-from .settings import settings
-from .spec import GemmSpec, Spec
+from deep_gemm import arch as archs
+from deep_gemm import kernels, options, select
+from deep_gemm.errors import NotWarmError
+from deep_gemm.jit.binary import Binary
+from deep_gemm.jit.builder import Builder, BuildRequest, default_builder
+from deep_gemm.jit.driver.launch import Launch
+from deep_gemm.jit.driver.module import Function, load_function, primary_context
+from deep_gemm.jit.generator import render
+from deep_gemm.jit.render_key import render_key
+from deep_gemm.kernels.base import Kernel, LaunchPlan, Strides
+from deep_gemm.log import say
+from deep_gemm.params import Config, KernelParams
+from deep_gemm.runtime import debug_record
+from deep_gemm.runtime.debug_record import debug_info, dump_debug_info
+from deep_gemm.select import calibration
+from deep_gemm.settings import settings
+from deep_gemm.spec import GemmSpec, Spec
 
 __all__ = [
     "Plan",
@@ -171,6 +174,26 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     selected = time.perf_counter()
     function, binary = load(params, device, str(spec))
     loaded = time.perf_counter()
+    seconds = {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected}
+    post_pass = kernels.get(params.kernel).post_pass(params)
+    changed = post_pass.identity if post_pass else None
+    debug_record.add_plan(partial(_entry, spec, device, params, binary, changed, seconds, ranked[:4]))
+    if settings.print_configs:
+        measured = f", measured {ranked[0].measured_us:.2f} us" if ranked and ranked[0].measured_us else ""
+        say(f"{spec}: {config}" + measured + (f", {ranked[0].estimate}" if ranked else ""))
+    return Plan(spec, device, params, function)
+
+
+def _entry(
+    spec: Spec,
+    device: int,
+    params: KernelParams,
+    binary: Binary,
+    post_pass: str | None,
+    seconds: dict[str, float],
+    ranked: list[select.Choice],
+) -> dict[str, Any]:
+    """What the debug record says about a plan, made when it is asked for: that takes 500 Python calls."""
     entry = {
         "spec": asdict(spec),
         "device": device,
@@ -181,18 +204,14 @@ def _make_plan(spec: Spec, device: int) -> Plan:
         "compiler": binary.compiler,
         "source": binary.source_path,
         "resources": binary.resources.to_json(),
-        "post_pass": post_pass.identity if (post_pass := kernels.get(params.kernel).post_pass(params)) else None,
-        "seconds": {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected},
+        "post_pass": post_pass,
+        "seconds": seconds,
     }
     if ranked:
-        others = [{"config": asdict(other.config), "total_us": other.estimate.total_us} for other in ranked[1:4]]
+        others = [{"config": asdict(other.config), "total_us": other.estimate.total_us} for other in ranked[1:]]
         entry |= {"estimate": asdict(ranked[0].estimate), "next_best": others}
         entry |= {"measured_us": ranked[0].measured_us} if ranked[0].measured_us else {}
-    record.add_plan(entry)
-    if settings.print_configs:
-        measured = f", measured {ranked[0].measured_us:.2f} us" if ranked and ranked[0].measured_us else ""
-        say(f"{spec}: {config}" + measured + (f", {ranked[0].estimate}" if ranked else ""))
-    return Plan(spec, device, params, function)
+    return entry
 
 
 def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
@@ -201,7 +220,7 @@ def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
     arch, known = archs.for_device(device), calibration_of(device)
     if not options.measured_times():
         return select.rank(spec, arch, known)
-    from .select import tuner  # here, so that processes that do not tune do not import it
+    from deep_gemm.select import tuner  # here, so that processes that do not tune do not import it
 
     return tuner.rank(spec, arch, known, device_name(device))
 
@@ -209,7 +228,7 @@ def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
 def worth_measuring(spec: GemmSpec, device: int) -> list[select.Choice]:
     """The configs for ``spec`` that a tuner measures on CUDA device ``device``: first those that the model or measured
     times prefer."""
-    from .select import tuner
+    from deep_gemm.select import tuner
 
     return tuner.worth_measuring(spec, archs.for_device(device), calibration_of(device), device_name(device))
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .errors import InvalidInputError
-from .log import warn_once
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.log import warn_once
 
 
 class _Promise(weakref.ref):

@@ -18,24 +18,25 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import deep_gemm
-from deep_gemm import InvalidInputError, constant, log
+from deep_gemm import InvalidInputError, log
+from deep_gemm.runtime import weight_promises
 from deep_gemm.settings import child_environment
 
-CALLBACKS_WORK = constant._callbacks_work()
+CALLBACKS_WORK = weight_promises._callbacks_work()
 
 
 @pytest.fixture(autouse=True)
 def no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constant, "_promises", {})
+    monkeypatch.setattr(weight_promises, "_promises", {})
     # An old torch reports nearly all ends: enough for all tests but one.
-    monkeypatch.setattr(constant, "_callbacks_work", lambda: True)
+    monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: True)
 
 
 @pytest.fixture
 def changes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
     """One item for each call of the listeners."""
     told: list[None] = []
-    monkeypatch.setattr(constant, "_listeners", [*constant._listeners, lambda: told.append(None)])
+    monkeypatch.setattr(weight_promises, "_listeners", [*weight_promises._listeners, lambda: told.append(None)])
     return told
 
 
@@ -51,15 +52,15 @@ class Memory:
 
 def test_all_views_of_a_storage_are_constant() -> None:
     w = torch.zeros(8, 16)
-    assert not constant.is_constant(w)
+    assert not weight_promises.is_constant(w)
     deep_gemm.declare_constant(w[2:3])
     views = [w, w[1:], w.t(), w.view(torch.uint8), w.detach(), torch.nn.Parameter(w), w.reshape(-1), w[0, 0]]
     views += [torch.empty(0).set_(w.untyped_storage(), 4, (3, 2), (2, 1))]
     with torch.inference_mode():
         views.append(w[:4])
-    assert all(constant.is_constant(view) for view in views)
-    assert not constant.is_constant(w.clone())
-    assert not constant.is_constant(torch.zeros(8, 16))
+    assert all(weight_promises.is_constant(view) for view in views)
+    assert not weight_promises.is_constant(w.clone())
+    assert not weight_promises.is_constant(torch.zeros(8, 16))
 
 
 def test_a_view_that_outlives_the_tensor_keeps_the_promise(changes: list[None]) -> None:
@@ -68,10 +69,10 @@ def test_a_view_that_outlives_the_tensor_keeps_the_promise(changes: list[None]) 
     last = w[1:3].t()
     del w
     gc.collect()
-    assert constant.is_constant(last)
+    assert weight_promises.is_constant(last)
     assert len(changes) == 1
     del last
-    assert constant._promises == {}
+    assert weight_promises._promises == {}
     assert len(changes) == 2
 
 
@@ -81,15 +82,15 @@ def test_any_of_several_tensors_of_one_storage_declares_and_retracts(changes: li
     deep_gemm.declare_constant(first, second)
     deep_gemm.declare_constant(first)
     deep_gemm.declare_constant(whole)
-    assert constant.is_constant(second)
+    assert weight_promises.is_constant(second)
     assert len(changes) == 1, "declaring again changes nothing"
     deep_gemm.retract_constant(second)
-    assert not constant.is_constant(first)
+    assert not weight_promises.is_constant(first)
     deep_gemm.retract_constant(first)
     deep_gemm.retract_constant(torch.zeros(3))
     assert len(changes) == 2, "retracting what was not declared changes nothing"
     deep_gemm.declare_constant(first)
-    assert constant.is_constant(whole)
+    assert weight_promises.is_constant(whole)
 
 
 def test_nothing_at_all() -> None:
@@ -103,25 +104,25 @@ def test_an_address_that_is_used_again_is_not_constant() -> None:
     w = memory.tensor()
     address = w.data_ptr()
     deep_gemm.declare_constant(w)
-    assert constant.is_constant(w)
+    assert weight_promises.is_constant(w)
     other = memory.tensor()
     assert other.data_ptr() == address
-    assert not constant.is_constant(other), "the promise belongs to the storage"
+    assert not weight_promises.is_constant(other), "the promise belongs to the storage"
     del w
-    assert not constant.is_constant(memory.tensor())
+    assert not weight_promises.is_constant(memory.tensor())
 
 
 def test_an_address_is_not_enough_even_if_nobody_told_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the callback the record stays, under a key that Python may reuse for another storage."""
-    monkeypatch.setattr(constant, "_freed", lambda promise: None)
+    monkeypatch.setattr(weight_promises, "_freed", lambda promise: None)
     memory = Memory()
     w = memory.tensor()
     deep_gemm.declare_constant(w)
     del w
-    (promise,) = constant._promises.values()
+    (promise,) = weight_promises._promises.values()
     w = memory.tensor()
-    constant._promises[id(w.untyped_storage())] = promise
-    assert not constant.is_constant(w)
+    weight_promises._promises[id(w.untyped_storage())] = promise
+    assert not weight_promises.is_constant(w)
 
 
 @pytest.mark.parametrize("owned_by_torch", [False, True])
@@ -135,7 +136,7 @@ def test_the_promise_ends_before_the_memory_is_given_back(
     memory = Memory()
     alive = weakref.ref(memory.buffer)
     seen: list[bool] = []
-    monkeypatch.setattr(constant, "_listeners", [lambda: seen.append(alive() is not None)])
+    monkeypatch.setattr(weight_promises, "_listeners", [lambda: seen.append(alive() is not None)])
     w = memory.tensor()
     deep_gemm.declare_constant(w)
     storage = w.untyped_storage()
@@ -147,7 +148,7 @@ def test_the_promise_ends_before_the_memory_is_given_back(
         del w, storage
     assert seen == [True, True]
     assert alive() is None
-    assert constant._promises == {}
+    assert weight_promises._promises == {}
     del other
 
 
@@ -155,8 +156,8 @@ def test_a_parameter_whose_data_is_exchanged() -> None:
     p = torch.nn.Parameter(torch.zeros(16))
     deep_gemm.declare_constant(p)
     p.data = torch.ones(16)
-    assert not constant.is_constant(p)
-    assert constant._promises == {}
+    assert not weight_promises.is_constant(p)
+    assert weight_promises._promises == {}
 
 
 def test_a_storage_that_is_resized_is_not_constant_and_may_be_declared_again() -> None:
@@ -164,9 +165,9 @@ def test_a_storage_that_is_resized_is_not_constant_and_may_be_declared_again() -
     deep_gemm.declare_constant(w)
     w.untyped_storage().resize_(0)
     w.untyped_storage().resize_(64 << 20)  # too large for the place that was freed
-    assert not constant.is_constant(w)
+    assert not weight_promises.is_constant(w)
     deep_gemm.declare_constant(w)
-    assert constant.is_constant(w)
+    assert weight_promises.is_constant(w)
 
 
 def test_the_garbage_collector_ends_promises_in_any_thread() -> None:
@@ -178,11 +179,11 @@ def test_the_garbage_collector_ends_promises_in_any_thread() -> None:
     module.weight = torch.zeros(16)
     deep_gemm.declare_constant(module.weight)
     del module
-    assert len(constant._promises) == 1
+    assert len(weight_promises._promises) == 1
     thread = threading.Thread(target=gc.collect)
     thread.start()
     thread.join()
-    assert constant._promises == {}
+    assert weight_promises._promises == {}
 
 
 def test_autograd_keeps_the_promise_as_long_as_it_keeps_the_tensor() -> None:
@@ -194,9 +195,9 @@ def test_autograd_keeps_the_promise_as_long_as_it_keeps_the_tensor() -> None:
         return (x * w).sum()
 
     y = product()
-    assert len(constant._promises) == 1
+    assert len(weight_promises._promises) == 1
     y.backward()
-    assert constant._promises == {}
+    assert weight_promises._promises == {}
 
 
 def test_threads_that_declare_and_free() -> None:
@@ -204,7 +205,7 @@ def test_threads_that_declare_and_free() -> None:
         for _ in range(300):
             w = torch.zeros(8)
             deep_gemm.declare_constant(w)
-            assert constant.is_constant(w)
+            assert weight_promises.is_constant(w)
             deep_gemm.retract_constant(torch.zeros(8))
             del w
 
@@ -213,7 +214,7 @@ def test_threads_that_declare_and_free() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert constant._promises == {}
+    assert weight_promises._promises == {}
 
 
 @pytest.mark.parametrize("function", [deep_gemm.declare_constant, deep_gemm.retract_constant])
@@ -230,19 +231,19 @@ def test_what_is_no_tensor_with_memory(function: Any) -> None:
             InvalidInputError, match=rf"tensors\[1\] of {name} must have memory of its own.*{empty.device}"
         ):
             function(good, empty)
-    assert not constant.is_constant(good), "nothing is declared where one is wrong"
+    assert not weight_promises.is_constant(good), "nothing is declared where one is wrong"
 
 
 def test_a_torch_that_does_not_tell_of_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(constant, "_callbacks_work", lambda: False)
+    monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: False)
     log.reset_warnings()
     w = torch.zeros(4)
     with caplog.at_level(logging.WARNING, "deep_gemm"):
         deep_gemm.declare_constant(w)
         deep_gemm.declare_constant(w)
-    assert not constant.is_constant(w)
+    assert not weight_promises.is_constant(w)
     assert [record.message for record in caplog.records if "declare_constant has no effect" in record.message] != []
     assert len(caplog.records) == 1
 
@@ -258,20 +259,20 @@ def test_promises_after_a_fork_and_at_exit() -> None:
     """A child has its own copy of the promises, and a process with promises ends without a message."""
     code = """
 import os, torch, deep_gemm
-from deep_gemm import constant
-constant._callbacks_work = lambda: True
+from deep_gemm.runtime import weight_promises
+weight_promises._callbacks_work = lambda: True
 w, v = torch.zeros(16), torch.zeros(16)
 deep_gemm.declare_constant(w, v)
 pid = os.fork()
 if pid == 0:
-    good = constant.is_constant(w)
+    good = weight_promises.is_constant(w)
     del v
-    good = good and len(constant._promises) == 1
+    good = good and len(weight_promises._promises) == 1
     deep_gemm.retract_constant(w)
-    good = good and not constant.is_constant(w)
+    good = good and not weight_promises.is_constant(w)
     os._exit(0 if good else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert constant.is_constant(w) and constant.is_constant(v)
+assert weight_promises.is_constant(w) and weight_promises.is_constant(v)
 """
     env = child_environment("HOME")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)

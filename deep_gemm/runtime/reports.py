@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidInputError
+from deep_gemm.errors import InvalidInputError
 
 JSON, PROMETHEUS, TRACE = ".json", ".prom", ".trace.json"
 _LABELS = ("operation", "shape", "config", "kernel", "device")

@@ -1,0 +1,53 @@
+"""What to do about a wrong tensor: sentences that end messages, each after a space; "" where there is none.
+
+``name`` is that of the argument in messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BIAS = " A bias has no argument: call d.copy_(bias) first, and pass c=d."
+
+
+def of_type(name: str, value: Any) -> str:
+    """For what is no tensor."""
+    if name == "d":
+        return " It is written in place: pass torch.empty of the result's shape, dtype and device."
+    if type(value).__module__ == "numpy":
+        return f" Pass torch.from_numpy({_code(name)}), on the device of the others."
+    if isinstance(value, torch.nn.Module):
+        return f" Pass {_code(name)}.weight."
+    if isinstance(value, (tuple, list)):
+        pair = any(isinstance(each, Tensor) for each in value)
+        return " Only FP8 functions take pairs of values and scales." if pair else f" Pass torch.tensor({_code(name)})."
+    return ""
+
+
+def of_rank(name: str, tensor: Tensor, wanted: int) -> str:
+    """For a tensor with more or fewer than ``wanted`` dimensions."""
+    code, more = _code(name), tensor.dim() - wanted
+    if more < 0:
+        is_bias = name == "c" and tensor.dim() == 1
+        return BIAS if is_bias else f" Pass {code}[None], which adds a dimension in front."
+    if name == "b" and wanted == 2:
+        return " Pass one matrix; m_grouped_* functions take one for each group."
+    if name in ("c", "d") and wanted == 2:
+        return f" Pass {name}.view(-1, {tensor.shape[-1]})."  # flatten() may copy
+    return f" Pass {code}.flatten(0, {-2 if wanted == 2 else more})."
+
+
+def of_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> str:
+    """For a c or d of another shape."""
+    if name == "c" and tensor.numel() == wanted[-1]:
+        return BIAS
+    if tuple(tensor.shape) == wanted[::-1]:
+        return f" It is N x M: swap a and b, or pass an M x N {name}."
+    return f" Pass torch.empty({wanted}) of the same dtype and device." if name == "d" else ""
+
+
+def _code(name: str) -> str:
+    return name if name.isidentifier() else "it"

@@ -1,0 +1,1 @@
+"""The way of a call, from its arguments to a launch."""

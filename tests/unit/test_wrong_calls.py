@@ -1,0 +1,210 @@
+"""Calls that users get wrong: each message ends with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deep_gemm
+from deep_gemm import quantize
+
+M, N, K = 32, 384, 512
+BF16, I32 = torch.bfloat16, torch.int32
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=BF16)
+
+
+def by_token(*shape: int) -> Pair:
+    return deep_gemm.per_token_cast_to_fp8(bf16(*shape), use_ue8m0=False)
+
+
+def by_block(*shape: int) -> Pair:
+    return deep_gemm.per_block_cast_to_fp8(bf16(*shape), use_ue8m0=False)
+
+
+def fp8(**changes: Any) -> Callable[[], object]:
+    """A product of FP8, right but for ``changes``. ``sfa`` and ``sfb`` change only scales, ``xa`` and ``xb`` values."""
+
+    def call() -> None:
+        given, (a, sfa), (b, sfb) = dict(changes), by_token(M, K), by_block(N, K)
+        pairs = {"a": (given.pop("xa", a), given.pop("sfa", sfa)), "b": (given.pop("xb", b), given.pop("sfb", sfb))}
+        deep_gemm.fp8_gemm_nt(**{**pairs, "d": bf16(M, N), **given})
+
+    return call
+
+
+def half(**changes: Any) -> Callable[[], object]:
+    return lambda: deep_gemm.bf16_gemm_nt(**{"a": bf16(M, K), "b": bf16(N, K), "d": bf16(M, N), **changes})
+
+
+def grouped(**changes: Any) -> Callable[[], object]:
+    """Two experts, with a label for each row."""
+    labels = torch.zeros(256, dtype=I32)
+    right = {"a": bf16(256, K), "b": bf16(2, N, K), "d": bf16(256, N), "grouped_layout": labels}
+    return lambda: deep_gemm.m_grouped_bf16_gemm_nt_contiguous(**right | changes)
+
+
+def masked(**changes: Any) -> Callable[[], object]:
+    counts = torch.zeros(2, dtype=I32)
+    right = {"a": bf16(2, 64, K), "b": bf16(2, N, K), "d": bf16(2, 64, N), "masked_m": counts, "expected_m": 9}
+    return lambda: deep_gemm.m_grouped_bf16_gemm_nt_masked(**right | changes)
+
+
+def name(old: str) -> Callable[[], object]:
+    return lambda: getattr(deep_gemm, old)
+
+
+class Array:
+    """As one of numpy, which need not be installed."""
+
+
+Array.__module__ = "numpy"
+NUMPY: Any = Array()
+BIAS = "A bias has no argument: call d.copy_(bias) first, and pass c=d."
+CASTS = "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
+FRONT = "[None], which adds a dimension in front."
+PLACE = "It is written in place: pass torch.empty of the result's shape, dtype and device."
+SCALES: Any = by_token(M, K)
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    # what is no tensor
+    "numpy x": (half(a=NUMPY), "Pass torch.from_numpy(a), on the device of the others."),
+    "numpy scales": (fp8(sfb=NUMPY), "Pass torch.from_numpy(it), on the device of the others."),
+    "numpy, rows": (lambda: quantize.rows(NUMPY), "Pass torch.from_numpy(x), on the device of the others."),
+    "numpy, cast": (
+        lambda: deep_gemm.per_token_cast_to_fp8(NUMPY, use_ue8m0=False),
+        "Pass torch.from_numpy(x), on the device of the others.",
+    ),
+    "a list": (half(a=[[1.0]]), "Pass torch.tensor(a)."),
+    "counts in a list": (masked(masked_m=[10, 20]), "Pass torch.tensor(masked_m)."),
+    "a layer": (half(b=torch.nn.Linear(4, 4)), "Pass b.weight."),
+    "no d": (half(d=None), PLACE),
+    "a dtype for d": (half(d=BF16), PLACE),
+    "pairs for bfloat16": (half(a=by_token(M, K)), "Only FP8 functions take pairs of values and scales."),
+    "a tensor for a pair": (fp8(a=bf16(M, K)), CASTS),
+    "FP8 without scales": (fp8(b=by_block(N, K)[0]), CASTS),
+    "three for a pair": (fp8(a=(*by_token(M, K), None)), CASTS),
+    "a pair to a layout": (
+        lambda: deep_gemm.get_mn_major_tma_aligned_tensor(SCALES),
+        "Pass the scales alone, the second of a pair.",
+    ),
+    "a pair declared constant": (lambda: deep_gemm.declare_constant(SCALES), "Unpack a pair: declare_constant(*b)."),
+    # dimensions
+    "x of 3 dimensions": (half(a=bf16(2, 16, K)), "Pass a.flatten(0, -2)."),
+    "x of 4 dimensions": (half(a=bf16(2, 2, 8, K)), "Pass a.flatten(0, -2)."),
+    "x of 3 dimensions, FP8": (fp8(xa=by_token(M, K)[0].view(2, 16, K)), "Pass a.flatten(0, -2)."),
+    "x of 3 dimensions, rows": (lambda: quantize.rows(bf16(2, 16, K)), "Pass x.flatten(0, -2)."),
+    "x of 3 dimensions, cast": (lambda: by_token(2, 16, K), "Pass x.flatten(0, -2)."),
+    "x of 3 dimensions, grouped": (grouped(a=bf16(2, 128, K)), "Pass a.flatten(0, -2)."),
+    "one row": (half(a=bf16(K)), "Pass a" + FRONT),
+    "several weights": (half(b=bf16(2, N, K)), "Pass one matrix; m_grouped_* functions take one for each group."),
+    "d of 3 dimensions": (half(d=bf16(2, 16, N)), f"Pass d.view(-1, {N})."),
+    "one expert": (grouped(b=bf16(N, K)), "Pass b" + FRONT),
+    "flat x, masked": (masked(a=bf16(64, K)), "Pass a" + FRONT),
+    # c and d
+    "bias as c": (half(c=bf16(N)), BIAS),
+    "bias of one row as c": (half(c=bf16(1, N)), BIAS),
+    "bias as c, FP8": (fp8(c=bf16(N)), BIAS),
+    "bias as c, cuBLASLt": (lambda: deep_gemm.cublaslt_gemm_nt(bf16(M, K), bf16(N, K), bf16(M, N), bf16(N)), BIAS),
+    "expanded bias as c": (half(c=bf16(N).expand(M, N)), "Pass .contiguous()."),
+    "c of another dtype": (half(c=torch.ones(M, N)), "Pass c.to(torch.bfloat16)."),
+    "bfloat16 c for float32 d": (fp8(d=torch.empty(M, N), c=bf16(M, N)), "Pass c.to(torch.float32)."),
+    "float16 d": (half(d=torch.empty(M, N).half()), "Cast d after the call."),
+    "FP8 d": (fp8(d=by_token(M, N)[0]), "Cast d after the call."),
+    "float32 d, grouped": (grouped(d=torch.empty(256, N)), "Pass a bfloat16 d, and cast it after the call."),
+    "d of N x M": (half(d=bf16(N, M)), "It is N x M: swap a and b, or pass an M x N d."),
+    "d too small": (half(d=bf16(M, 8)), f"Pass torch.empty(({M}, {N})) of the same dtype and device."),
+    "transposed d": (half(d=bf16(N, M).t()), "or swap the operands to get the transpose."),
+    "rows of d that overlap": (half(d=bf16(1, N).expand(M, N)), "Pass a tensor with rows of its own."),
+    # order, form, dtype
+    "a and b swapped": (half(a=bf16(N, K), b=bf16(M, K)), "It is N x M: swap a and b, or pass an M x N d."),
+    "a and b swapped, FP8": (fp8(a=by_block(N, K), b=by_token(M, K)), "They fit b and a: swap the two."),
+    "weight of K x N": (half(b=bf16(K, N)), "They agree in the form nn: call bf16_gemm_nn."),
+    "weight of K x N, FP8": (fp8(b=by_block(K, N)), "They agree in the form nn: call fp8_gemm_nn."),
+    "float32 x": (half(a=torch.ones(M, K)), "Pass a.to(torch.bfloat16)."),
+    "float16 x": (half(a=bf16(M, K).half()), "fp16_gemm_nt takes torch.float16."),
+    "FP8 for bfloat16": (half(a=by_token(M, K)[0]), "fp8_gemm_nt, with scales, takes torch.float8_e4m3fn."),
+    "bfloat16 with scales": (fp8(xa=bf16(M, K)), "per_token_cast_to_fp8 casts to it, and returns scales."),
+    "E5M2": (fp8(xb=bf16(N, K).to(torch.float8_e5m2)), "per_block_cast_to_fp8 casts to it, and returns scales."),
+    "bytes of E4M3": (fp8(xa=by_token(M, K)[0].view(torch.uint8)), "E4M3 with .view(torch.float8_e4m3fn)."),
+    "K of 200": (fp8(a=by_token(M, 200), b=by_block(N, 200)), "Pad a and b with zero columns up to K = 208."),
+    "each second column": (fp8(xa=by_token(M, 2 * K)[0][:, ::2]), "Call .contiguous() on it."),
+    "odd rows": (fp8(xa=by_token(M, K + 8)[0][:, :K]), "Pass .contiguous(), or allocate its rows with padding."),
+    "labels of int64": (grouped(grouped_layout=torch.zeros(256).long()), "Pass .to(torch.int32)."),
+    "ends for labels": (
+        grouped(grouped_layout=torch.tensor([128, 256], dtype=I32)),
+        "Layouts of that length are for use_psum_layout=True.",
+    ),
+    # scales and recipes
+    "scales of blocks for a": (fp8(sfa=by_block(M, K)[1]), "per_token_cast_to_fp8 returns such scales."),
+    "scales of rows, recipe of blocks": (
+        fp8(b=by_token(N, K), recipe=(1, 128, 128)),
+        "These scales fit recipe=(1, 1, 128).",
+    ),
+    "scales of blocks, recipe of rows": (fp8(recipe=(1, 1, 128)), "These scales fit recipe=(1, 128, 128)."),
+    "scales of whole rows, with a recipe": (
+        fp8(sfa=torch.ones(M, 1), sfb=torch.ones(1, N), recipe=(1, 128, 128)),
+        "Scales of whole rows have no recipe: leave it out.",
+    ),
+    "scales of whole rows for a alone": (
+        fp8(sfa=torch.ones(M, 1)),
+        "Give one scale, or one for each row, for both a and b or for neither.",
+    ),
+    "transposed scales": (fp8(sfa=torch.ones(4, M)), "They are transposed: pass .mT of them."),
+    "scales of 64": (fp8(sfa=torch.ones(M, 8)), "per_token_cast_to_fp8 returns such scales."),
+    "scales of 64 for b": (fp8(sfb=torch.ones(6, 8)), "per_block_cast_to_fp8 returns such scales."),
+    "bfloat16 scales": (fp8(sfb=bf16(3, 4)), "Call .float() on them."),
+    "packed scales": (fp8(sfa=torch.ones((M, 1), dtype=I32)), "their values may be powers of two."),
+    "recipe of two": (fp8(recipe=(1, 128)), "as (1, 128, 128), but it is (1, 128)."),
+    "one recipe of two": (fp8(recipe_a=(1, 128)), "give both or neither."),
+    # names
+    "DeepGEMM 1, dense": (name("gemm_fp8_fp8_bf16_nt"), "Call deep_gemm.fp8_gemm_nt."),
+    "DeepGEMM 1, grouped": (
+        name("m_grouped_gemm_fp8_fp8_bf16_nt_masked"),
+        "Call deep_gemm.m_grouped_fp8_gemm_nt_masked.",
+    ),
+    "DeepGEMM 1, weight gradient": (
+        name("wgrad_gemm_fp8_fp8_fp32_nt"),
+        "Call deep_gemm.fp8_gemm_nt with c=d and recipe=(1, 1, 128).",
+    ),
+    "DeepGEMM 1, scales": (name("get_col_major_tma_aligned_tensor"), "deep_gemm.get_mn_major_tma_aligned_tensor."),
+    "batched": (lambda: name("fp8_einsum")()(), "Use torch.einsum."),  # type: ignore[operator]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_message_says_what_to_do(what: str) -> None:
+    call, ending = WRONG[what]
+    with pytest.raises((deep_gemm.DeepGemmError, AttributeError)) as caught:
+        call()
+    assert str(caught.value).endswith(ending)
+
+
+def test_what_is_advised_is_right() -> None:
+    bias, d = torch.arange(N).to(BF16), bf16(M, N)
+    d.copy_(bias)
+    half(c=d, d=d)()
+    assert torch.equal(d, (K + bias.float()).to(BF16).expand(M, N))
+    swapped = bf16(N, M)
+    half(a=bf16(N, K), b=bf16(M, K), d=swapped)()
+    assert torch.equal(swapped, torch.full((N, M), K).to(BF16))
+    deep_gemm.fp8_gemm_nn(by_token(M, K), by_block(K, N), d)
+    torch.testing.assert_close(d, torch.full((M, N), K).to(BF16))
+    fp8(b=by_token(N, K), recipe=(1, 1, 128))()
+
+
+def test_old_names_are_absent_and_their_new_ones_exist() -> None:
+    """Clients ask for names to choose between versions."""
+    from deep_gemm.unsupported import RENAMED
+
+    for old, new in RENAMED.items():
+        assert not hasattr(deep_gemm, old)
+        found: Any = deep_gemm
+        for part in new.split()[0].split("."):
+            found = getattr(found, part)
