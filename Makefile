@@ -83,7 +83,7 @@ bench: $(STAMP)
 		--output benchmarks/results/bf16.jsonl
 	$(RUN) -m deep_gemm bench --random 60 --mode flush --mode graph --mode steady --seconds $(BUDGET) --output benchmarks/results/random.jsonl
 	$(RUN) benchmarks/selection.py benchmarks/results/selection.jsonl
-	$(RUN) -m deep_gemm bench --mode host --mode cold --mode compile --mode dims --mode kernels --output benchmarks/results/costs.jsonl
+	$(RUN) benchmarks/costs.py benchmarks/results/costs.jsonl
 	$(RUN) benchmarks/readme.py
 	$(RUN) benchmarks/doc_charts.py
 

@@ -36,8 +36,10 @@ def trial() -> BuildRequest:
 
 def kernels() -> list[KernelParams]:
     """All kernels that DeepSeek-V3's dense layers can need, on any GPU model."""
+    from census import dense_layers
+
     from deep_gemm.aot.build import choose
-    from deep_gemm.aot.workload import dense_layers, for_every_m, shapes
+    from deep_gemm.aot.workload import for_every_m, shapes
 
     return list(choose(shapes(for_every_m(dense_layers(DEEPSEEK_V3), MAX_M), ())).kernels)
 
@@ -46,9 +48,9 @@ def serving_kernels(step: int = 1) -> list[KernelParams]:
     """All kernels that one of eight GPUs (TP 8, EP 8) can need to serve DeepSeek-V3 with its experts, whatever the
     routing. With `step`, only every `step`-th bucket of M is looked at."""
     from deep_gemm.aot.build import choose
-    from deep_gemm.aot.workload import for_every_m, model_layers, shapes
+    from deep_gemm.aot.workload import for_every_m, plan, shapes
 
-    layers = [replace(x, ms=x.ms[::step]) for x in for_every_m(model_layers(DEEPSEEK_V3, 8, 8), MAX_M)]
+    layers = [replace(x, ms=x.ms[::step]) for x in for_every_m(plan(DEEPSEEK_V3, 8, 8).served, MAX_M)]
     return list(choose(shapes(layers, ())).kernels)
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import phases
+
 from deep_gemm.aot.layers import FP8
 from deep_gemm.backends.results import Comparison
-from deep_gemm.bench import phases
+from deep_gemm.bench.modes import GEMM_MODES
 from deep_gemm.bench.rows import operation_of
 from deep_gemm.bench.run import load
-from deep_gemm.bench.summary import GEMM_MODES, RANGES, latest, summary
+from deep_gemm.bench.summary import RANGES, latest, summary
 from deep_gemm.settings import settings
 
 Row = dict[str, Any]

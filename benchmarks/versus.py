@@ -19,9 +19,10 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import options, select
-from deep_gemm.aot.workload import GemmShape, parse_shape
+from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse
+from deep_gemm.aot.workload import shapes as shapes_at
 from deep_gemm.bench import survey
-from deep_gemm.bench.modes import why_not
+from deep_gemm.bench.modes import SURVEY_MODES, why_not
 from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.jit import Builder
@@ -60,7 +61,7 @@ def in_turns(timers: Mapping[str, Callable[[], float]], turns: int = TURNS) -> d
 
 
 def compare(shape: GemmShape, mode: str, versions: Mapping[str, Builder], device: int) -> tuple[dict[str, float], bool]:
-    """The times in us of one shape in a mode of `survey.MODES`, and whether results are equal to the bit."""
+    """The times in us of one shape in a mode of `SURVEY_MODES`, and whether results are equal to the bit."""
     import torch
 
     asked, config, spec = chosen(shape, device)
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     versions = builders(Path(arguments[0]))
-    shapes = [shape for text in arguments[1:] for shape in parse_shape(text)]
+    shapes = shapes_at(map(parse, arguments[1:]), DEFAULT_M)
     device, different = torch.cuda.current_device(), 0
     ratios: dict[str, list[float]] = {}
     kernels = {engine.kernel_params(*chosen(shape, device)) for shape in shapes}
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         for builder in versions.values():
             list(pool.map(builder.build, map(engine.build_request, kernels)))
     for shape in shapes:
-        for mode in survey.MODES:
+        for mode in SURVEY_MODES:
             if why_not(shape, mode) is not None:
                 continue
             times, equal = compare(shape, mode, versions, device)

@@ -30,8 +30,8 @@ def indexers(layers: Iterable[Layer]) -> set[tuple[int, int]]:
 
 
 def kernels_of(layers: Iterable[Layer], arch: ArchSpec) -> list[KernelParams]:
-    """The kernels of the layers' indexers: logits of prompts, logits of pages, and their schedule; and those of their
-    hyper-connections, for every M and every number of splits. None for sizes that have no kernel."""
+    """Logits of prompts and of pages, and their schedule; and products of hyper-connections, for every M and every
+    number of splits. None for sizes that have no kernel."""
     found: list[KernelParams] = []
     known = list(layers)
     for n, k in sorted({(layer.n, layer.k) for layer in known if layer.name.rpartition(".")[2] in HYPER}):

@@ -1,9 +1,4 @@
-"""Compiling ahead: choose the kernels that a workload can need, and build each once, in parallel, with or without a
-GPU.
-
-summary = deep_gemm.precompile("config.json", tp=8, max_m=16384, progress=True)
-assert not summary.failed, summary.failed[0].error
-"""
+"""Compiling ahead: the kernels that a workload can need, each built once, in parallel, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -95,11 +90,7 @@ def choose(
     layers: Iterable[Layer] = (),
 ) -> Work:
     """The kernels that calls of these shapes would use on the GPU models `on` (`cards.default` if None), with `num_sms`
-    SMs (all of the GPU if None).
-
-    Helpers that any call may need, such as the transpose of scales, are included, and so are the kernels of the
-    `layers`' indexers.
-    """
+    SMs (all of the GPU if None); helpers that any call may need; and the kernels of the `layers`' indexers."""
     spec, models = archs.get(arch), tuple(cards.default(num_sms) if on is None else on)
     wanted: dict[KernelParams, list[GemmShape]] = {}
     impossible = []
@@ -169,7 +160,7 @@ def precompile(
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.
     """
-    work = work_for(plan(what, tp, ep, op), max_m, allow_partial, arch, num_sms, training)
+    work = work_of(what, tp, ep, max_m, op, arch, num_sms, allow_partial, training)
     summary = run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
     if summary.failed:
         log.warning(summary.failures)
@@ -205,11 +196,19 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     )
 
 
-def work_for(
-    found: Plan, max_m: int, allow_partial: bool, arch: str, num_sms: int | None, training: bool = False
+def work_of(
+    what: Any,
+    tp: int = 1,
+    ep: int = 1,
+    max_m: int = MAX_M,
+    op: str = "",
+    arch: str = "sm_90a",
+    num_sms: int | None = None,
+    allow_partial: bool = False,
+    training: bool = False,
 ) -> Work:
-    """The kernels of a workload. If it does not give M, they serve each bucket of M up to `max_m`. Raises as
-    `precompile` does."""
+    """The kernels of a workload; arguments and errors are those of `precompile`."""
+    found = plan(what, tp, ep, op)
     if (problems := found.problems) and not allow_partial:
         told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
         raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
@@ -218,10 +217,8 @@ def work_for(
 
 
 def pack(summary: Summary, path: Path) -> list[Kernel]:
-    """Write all kernels of `summary` to the pack `path`, whole or not at all, and return what it holds.
-
-    Raises InvalidInputError, and writes nothing, if one failed, there is none, or the file cannot be written.
-    """
+    """Write all kernels of `summary` to the pack `path`, whole or not at all, and return what it holds. Raises
+    InvalidInputError if one failed, there is none, or the file cannot be written."""
     if summary.failed:
         raise InvalidInputError(
             f"summary has {counted(len(summary.failed), 'kernel')} that failed, so {path} was not written: a pack that "
@@ -268,8 +265,7 @@ def build_all(
     executor: Executor | None = None,
     jobs: int | None = None,
 ) -> None:
-    """`build` each kernel, by `executor` or in `jobs` threads; call `report` for each that is done, from this
-    thread."""
+    """`build` each kernel, by `executor` or in `jobs` threads; call `report` for each, from this thread."""
     if executor is None:
         with ThreadPoolExecutor(max_workers=jobs or cpus()) as pool:
             futures = [pool.submit(build, params) for params in work]
@@ -292,7 +288,6 @@ def build_all(
 def _build_elsewhere(
     work: list[KernelParams], report: Callable[[Outcome], None], executor: Executor
 ) -> dict[KernelParams, Exception]:
-    """The kernels that did not come back or cannot be adopted, and why."""
     futures: dict[Future[Outcome], KernelParams] = {}
     lost: dict[KernelParams, Exception] = {}
     for params in work:
@@ -323,5 +318,4 @@ def _adopted(outcome: Outcome) -> Outcome:
 
 
 def cpus() -> int:
-    """How many CPUs this process may use."""
     return len(os.sched_getaffinity(0))

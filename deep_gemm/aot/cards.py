@@ -1,8 +1,4 @@
-"""The GPU models that kernels are compiled ahead for: the choice among tiles depends on the model.
-
-By default these are all models with a calibration (H100, H200), the GPUs of this machine, and models with just as many
-SMs as calls may use.
-"""
+"""The GPU models that kernels are compiled ahead for: the choice among tiles depends on the model."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from deep_gemm.select import calibration, sheets
 from deep_gemm.select.calibration import Calibration
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Where the driver names the GPUs of this machine. Reading it does not initialise CUDA, after which no process could
-fork."""
+"""Reading it does not initialise CUDA, after which no process could fork."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,6 @@ class Card:
 
     @property
     def calibration(self) -> Calibration:
-        """That by which calls choose on it."""
         return calibration.of(self.device, self.sms)
 
     @property
@@ -63,13 +57,12 @@ def parse(names: Iterable[str]) -> tuple[Card, ...]:
 
 
 def default(num_sms: int | None = None) -> tuple[Card, ...]:
-    """The GPU models that are prepared for where none are named, for calls that may use `num_sms` SMs."""
+    """All models with a calibration (H100, H200), the GPUs here, and models with just `num_sms` SMs."""
     alike = [Card(sheet.device, sheet.sms) for sheet in sheets.SHEETS if sheet.sms == num_sms]
     return _once([*_calibrated(), *here(), *alike])
 
 
 def here() -> list[Card]:
-    """The Hopper GPUs of this machine."""
     import torch
 
     if torch.cuda.is_initialized():

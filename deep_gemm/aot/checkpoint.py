@@ -29,7 +29,6 @@ from deep_gemm.aot.layers import (
 from deep_gemm.errors import InvalidInputError
 
 MAX_EXPERTS = 1 << 16
-"""Far above the number of experts that any model has."""
 
 OTHER_LAYERS = re.compile(
     r"(^|\.)((lm_)?head|embed(_tokens)?|embeddings?|\w*_embeddings?|wte|wpe|\w*norm\w*|conv1d|gate|"
@@ -147,8 +146,7 @@ def _is_weight(name: str, stored: Stored) -> bool:
 
 
 def _to_run(base: str, weight: Weight, dtype: str, kept: set[str], op: str) -> Weight:
-    """The weight with its operation: that of its format, or of its `dtype` if it is not quantised. `kept` are the
-    dtypes of quantised weights of the checkpoint."""
+    """The weight with its operation. `kept` are the dtypes of quantised weights of the checkpoint."""
     if dtype not in WIDE or weight.why_not:
         return weight
     own, runs = base.rpartition(".")[2], FP8 if kept else op or OPS.get(dtype, FP8)
@@ -173,8 +171,6 @@ def _is_lost(name: str, base: str, stored: Stored) -> bool:
 
 
 def _expert_number(name: str) -> int | None:
-    """The number of the expert that a tensor belongs to, if it is one of many. Raises InvalidInputError for a number
-    that no model has."""
     match = re.search(r"(^|\.)experts\.([0-9]+)\.", name)
     if match is None:
         return None
@@ -214,7 +210,7 @@ def _named(modules: Mapping[str, dict[str, Weight]]) -> Iterator[tuple[str, dict
 
 
 def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored]) -> Weight | None:
-    """A tensor as a linear layer's weight, or None if it is none."""
+    """None if the tensor is no weight of a linear layer."""
     if last in ("qweight", "weight_packed") and len(stored.shape) == 2:
         rows, columns = stored.shape
         groups = tensors.get(f"{base}.scales")
@@ -253,8 +249,8 @@ def _with_heads(name: str, weight: Weight, config: model.ModelConfig | None) -> 
     if name == "h_proj":
         return replace(weight, copies=config.hc_mult or 1)
     if name == "wo_b":
-        return replace(weight, heads=config.o_groups or 0)
-    heads, linear = config.num_attention_heads, config.linear_num_value_heads or 0
+        return replace(weight, heads=config.o_groups)
+    heads, linear = config.num_attention_heads, config.linear_num_value_heads
     if name in ("k_proj", "v_proj"):
         return replace(weight, heads=config.kv_heads, repeats=True)
     if name in ("q_proj", "q_b_proj", "wq_b", "kv_b_proj", "o_proj"):

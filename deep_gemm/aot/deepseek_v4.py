@@ -58,7 +58,7 @@ def modules(text: Mapping[str, Any], x: ModelConfig) -> tuple[list[Module], list
                 }
                 found.append(("indexer", "attn.indexer", queries, at))
                 found.append(("indexer.compressor", "attn.indexer.compressor", _compressor(own, hidden, ratio), at))
-    if shared := (x.n_shared_experts or 0) * x.need("moe_intermediate_size"):
+    if shared := x.n_shared_experts * x.need("moe_intermediate_size"):
         found.append(("shared_expert", "ffn.shared_experts", _mlp(hidden, shared), every))
     if x.num_nextn_predict_layers:
         joins = {"e_proj": Weight((hidden,), hidden), "h_proj": Weight((hidden,), hidden, copies=hyper)}

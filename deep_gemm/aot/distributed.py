@@ -1,8 +1,4 @@
-"""Compiling ahead on all ranks of a torch.distributed job: each kernel is compiled once and sent to all ranks.
-
-from deep_gemm.aot import distributed
-summary = distributed.precompile("config.json", tp=8)  # on every rank, after torch.distributed.init_process_group
-"""
+"""Compiling ahead on all ranks of a torch.distributed job: each kernel is compiled once and sent to all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import torch.distributed as dist
 from deep_gemm.aot import build, shard
 from deep_gemm.aot.exchange import Exchange, StoreError
 from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary
-from deep_gemm.aot.workload import MAX_M
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.builder import BuildRequest, default_builder
 from deep_gemm.log import counted, log
@@ -28,17 +23,11 @@ from deep_gemm.runtime import engine
 def precompile(
     what: Any,
     *,
-    tp: int = 1,
-    ep: int = 1,
-    max_m: int = MAX_M,
-    op: str = "",
-    arch: str = "sm_90a",
-    num_sms: int | None = None,
     store: dist.Store | None = None,
     timeout: float = 300.0,
     jobs: int | None = None,
     progress: Progress | bool | None = None,
-    allow_partial: bool = False,
+    **options: Any,
 ) -> Summary:
     """Build every kernel that `what` can need, divided among the ranks of the default process group.
 
@@ -52,7 +41,7 @@ def precompile(
     have the same list. Bytes are checked, not signed: whoever can write to the store can give kernels to the ranks.
 
     Args:
-        what, tp, ep, max_m, arch, num_sms, progress, allow_partial: as for `deep_gemm.precompile`.
+        what, progress, tp, ep, max_m, op, arch, num_sms, allow_partial, training: as for `deep_gemm.precompile`.
         store: where kernels are exchanged; that of the default process group if None.
         timeout: how many seconds this rank waits for others in all. The process that holds the store must answer.
         jobs: threads that build at once in this process; this rank's share of the kernels if None, at most its CPUs.
@@ -71,20 +60,9 @@ def precompile(
         )
     size = dist.get_world_size() if grouped else 1
     if size == 1:
-        return build.precompile(
-            what,
-            tp=tp,
-            ep=ep,
-            max_m=max_m,
-            op=op,
-            arch=arch,
-            num_sms=num_sms,
-            jobs=jobs,
-            progress=progress,
-            allow_partial=allow_partial,
-        )
+        return build.precompile(what, jobs=jobs, progress=progress, **options)
     store = _default_store() if store is None else store
-    work = build.work_for(build.plan(what, tp, ep, op), max_m, allow_partial, arch, num_sms)
+    work = build.work_of(what, **options)
     report = Report(work, progress)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}

@@ -1,8 +1,5 @@
-"""Exchanging kernels between the ranks of a job, through a `torch.distributed.Store` and nothing else.
-
-Ranks with the same list of kernels share a queue: each draws a place in the list, builds that kernel and publishes the
-bytes, for which the others wait. Nobody waits for a rank that has drawn nothing.
-"""
+"""Exchanging kernels between the ranks of a job, through a `torch.distributed.Store` and nothing else: each rank draws
+places of a common list, builds these kernels, and publishes the bytes, for which the others wait."""
 
 from __future__ import annotations
 
@@ -106,8 +103,7 @@ class Exchange:
             return bool(self._set.check([str(place)]))
 
     def fetch(self, place: int) -> Binary | None:
-        """The published kernel, or None if that rank could not build it. Raises ValueError, saying why, if it is
-        damaged."""
+        """The kernel, or None if that rank could not build it. Raises ValueError, saying why, if it is damaged."""
         with _store_errors():
             count = _number(self._set.get(str(place)))
             names = [f"{place}/{number}" for number in range(count)]

@@ -1,8 +1,4 @@
-"""The routed experts of a model on one GPU: how GPUs share them, and which operations multiply by them.
-
-A GPU multiplies by all of its experts in one call, whose rows are grouped by expert. Such calls have three forms
-(`layers.FORMS`). Engines use one for prefill and another for decode, so all are prepared.
-"""
+"""The routed experts of a model on one GPU: how GPUs share them, and which operations multiply by them."""
 
 from __future__ import annotations
 
@@ -17,11 +13,9 @@ ALIGNMENT = 128
 
 
 def shares(experts: int, tp: int, ep: int) -> tuple[int, int]:
-    """How many of the experts a GPU holds, and how many GPUs share each expert.
-
-    `ep` GPUs share the experts. Each expert is whole on its GPU, or split among tp / ep GPUs if `tp` is more than `ep`.
-    Raises InvalidInputError if `ep` does not divide the experts, or neither of `ep` and `tp` divides the other.
-    """
+    """How many of the experts a GPU holds, and how many GPUs share each: `ep` GPUs share the experts, and tp / ep GPUs
+    each expert if `tp` is more than `ep`. Raises InvalidInputError if `ep` does not divide the experts, or neither of
+    `ep` and `tp` divides the other."""
     if ep > 1 and not experts:
         raise InvalidInputError(f"ep must be 1 for a model without routed experts, but it is {ep}.")
     if experts % ep:

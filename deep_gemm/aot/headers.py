@@ -1,8 +1,4 @@
-"""The headers of safetensors files: which tensors there are, by name, dtype and shape. No data is read.
-
-A safetensors file begins with eight bytes, the length of a JSON object that describes each tensor by dtype, shape and
-place. An index, `*.safetensors.index.json`, says which file of several holds a tensor.
-"""
+"""The headers of safetensors files: which tensors there are, by name, dtype and shape. No data is read."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ WIDE = frozenset(("F16", "BF16", "F32", "F64"))
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as a header describes it."""
-
     dtype: str
     shape: tuple[int, ...]
 

@@ -1,7 +1,5 @@
-"""Checks of numbers, sizes and files from outside. A refusal is one sentence.
-
-All functions raise InvalidInputError. A message shows at most one line of the value, however large it is.
-"""
+"""Checks of numbers, sizes and files from outside. All raise InvalidInputError, in one line however large the value
+is."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ MAX_SIZES = 1 << 16
 """How many sizes of M a list may name: more would rank for minutes, and neighbouring M share a kernel."""
 
 MAX_FILE_BYTES = 256 << 20
-"""Far above the 10 MB of the largest published index."""
 
 _RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?(?::([0-9]{1,20}))?")
 
@@ -47,13 +44,13 @@ def whole(value: Any, where: str, least: int = 1, most: int = MAX_SIZE) -> int:
     return value
 
 
-def number(text: str, where: str, least: int = 1, most: int = MAX_SIZE) -> int:
+def number(text: str, where: str) -> int:
     """The same from text, in decimal digits."""
     digits = text.strip()
     # No limit has twenty digits, and for thousands of them Python takes quadratic time.
     if not re.fullmatch(r"[0-9]{1,20}", digits):
-        raise InvalidInputError(f"{where} must be a whole number from {least} to {most}, but it is {shown(text)}.")
-    return whole(int(digits), where, least, most)
+        raise InvalidInputError(f"{where} must be a whole number from 1 to {MAX_SIZE}, but it is {shown(text)}.")
+    return whole(int(digits), where)
 
 
 def sizes(value: Any, where: str) -> list[int]:

@@ -23,7 +23,6 @@ FP8_OPS = (FP8, WGRAD, ROWWISE)
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
 """The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""
 
-
 FORMS = ("contiguous", "contiguous_psum", "masked")
 """How rows are given to groups: by a label for each row, by the end of each group, by room for each group."""
 GROUPED = {op: tuple(f"m_grouped_{op}_{form}" for form in FORMS) for op in (FP8, OPS["bfloat16"])}
@@ -37,8 +36,7 @@ def is_masked(op: str) -> bool:
 
 
 def check_op(op: str, grouped: bool = False) -> None:
-    """Raises InvalidInputError unless `op` is an operation of layers, or "", which leaves it to their dtype. `grouped`:
-    it may have groups."""
+    """Raises InvalidInputError unless `op` is an operation of layers, or "". `grouped`: it may have groups."""
     known = dict.fromkeys((*FP8_OPS, *OPS.values(), *(GROUPED_OPS if grouped else ())))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
@@ -78,15 +76,13 @@ class Plan:
 
     @classmethod
     def join(cls, plans: Iterable[Plan]) -> Plan:
-        """All plans as one."""
         found = list(plans)
         layers = dict.fromkeys(layer for one in found for layer in one.layers)
         return cls(tuple(layers), tuple(dict.fromkeys(text for one in found for text in one.unknown)))
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What was not understood, and each layer that needs a kernel and has none, in a sentence. Layers that other
-        libraries multiply, such as an embedding, are no problem."""
+        """What was not understood, and each layer that needs a kernel and has none, in a sentence."""
         lacking = (
             f"{f'{x.name} ({x.n} x {x.k})' if x.name else f'{x.n} x {x.k}'} cannot be served: {x.why_not}"
             for x in self.layers
@@ -96,7 +92,6 @@ class Plan:
 
     @property
     def served(self) -> tuple[Layer, ...]:
-        """The layers that have kernels."""
         return tuple(layer for layer in self.layers if not layer.why_not)
 
 
@@ -115,10 +110,11 @@ class Weight:
     op: str = FP8
     elsewhere: bool = False
     copies: int = 1
+    broken: str = ""
+    """Why its part on one GPU has no kernel."""
 
     @property
     def n(self) -> int:
-        """All rows."""
         return sum(self.rows)
 
 
@@ -137,51 +133,19 @@ JOINED: dict[str, tuple[str, ...]] = {
 ALSO_ALONE = {"kv_a_proj_with_mqa": "kv_a_proj"}
 """Weights that are prepared alone too: some engines multiply them in a call of their own when decoding."""
 
-COLUMN = frozenset(
-    [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "qkv_proj",
-        "gate_proj",
-        "up_proj",
-        "gate_up_proj",
-        "q_b_proj",
-        "wq_b",
-        "kv_b_proj",
-        "in_proj_qkvz",
-        "in_proj_qkv",
-        "in_proj_z",
-        "in_proj_ba",
-        "in_proj_b",
-        "in_proj_a",
-        "w1",
-        "w3",
-    ]
-)
+COLUMN = frozenset((
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "q_b_proj", "wq_b", "kv_b_proj",
+    "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "w1", "w3",
+))  # fmt: skip
 """Column-parallel: tensor parallelism divides N."""
 
 ROW = frozenset(["o_proj", "down_proj", "out_proj", "w2", "wo_b"])
 """Row-parallel: tensor parallelism divides K."""
 
-WHOLE = frozenset(
-    [
-        "q_a_proj",
-        "kv_a_proj_with_mqa",
-        "fused_qkv_a_proj",
-        "wq_a",
-        "wkv",
-        "wgate",
-        "wk",
-        "weights_proj",
-        "eh_proj",
-        "e_proj",
-        "h_proj",
-        "fc",
-        "shared_expert_gate",
-        "gate",
-    ]
-)
+WHOLE = frozenset((
+    "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj", "wq_a", "wkv", "wgate", "wk", "weights_proj", "eh_proj",
+    "e_proj", "h_proj", "fc", "shared_expert_gate", "gate",
+))  # fmt: skip
 """Layers that every GPU holds whole, beside those of an indexer."""
 
 HYPER = frozenset(["hc_attn_fn", "hc_ffn_fn"])
@@ -200,44 +164,26 @@ STAYS = frozenset(["eh_proj", "fc", "in_proj_ba", "in_proj_b", "in_proj_a"])
 and those with two rows for each head. In a model of 16 bits they are layers like others."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A weight on one GPU."""
-
-    rows: tuple[int, ...]
-    k: int
-    why_not: str
-    op: str
-    elsewhere: bool
-    copies: int
-    broken: str = ""
-
-    def layer(self, name: str) -> Layer:
-        why_not = self.why_not or self.broken
-        sizes = (sum(self.rows), self.k)
-        return Layer(name, *sizes, why_not, op=self.op, copies=self.copies, elsewhere=self.elsewhere)
-
-
 def layers_of(
     modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool, degree: str = "tp"
 ) -> Plan:
-    """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs.
-
-    `blocks_fixed` says that weights come with their scales: then a part can be joined with the next only if it ends
-    where a block of 128 ends. Raises InvalidInputError where `tp`, called `degree`, does not divide heads or sizes.
-    """
+    """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs. `blocks_fixed`: weights come
+    with their scales, so that a part can be joined with the next only if it ends where a block of 128 ends. Raises
+    InvalidInputError where `tp`, called `degree`, does not divide heads or sizes."""
     layers: dict[Layer, None] = {}
     for module, weights in modules:
         inside = f"{module}." if module else ""
-        pieces = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
-        for found in _joined(pieces, blocks_fixed):
-            layers[found[1].layer(inside + found[0])] = None
+        parts = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
+        for name, x in _joined(parts, blocks_fixed):
+            why_not = x.why_not or x.broken
+            layer = Layer(inside + name, x.n, x.k, why_not, op=x.op, copies=x.copies, elsewhere=x.elsewhere)
+            layers[layer] = None
     return Plan(tuple(layers))
 
 
-def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str, _Piece]]:
+def _joined(pieces: Mapping[str, Weight], blocks_fixed: bool) -> list[tuple[str, Weight]]:
     left = dict(pieces)
-    found: list[tuple[str, _Piece]] = []
+    found: list[tuple[str, Weight]] = []
     for name, parts in JOINED.items():
         members = [left[part] for part in parts if part in left]
         if len(members) < len(parts):
@@ -257,31 +203,30 @@ def _joined(pieces: Mapping[str, _Piece], blocks_fixed: bool) -> list[tuple[str,
     return found + [(ALSO_ALONE.get(name, name), piece) for name, piece in left.items()]
 
 
-def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> _Piece:
-    plain = _Piece(weight.rows, weight.k, weight.why_not, weight.op, weight.elsewhere, weight.copies)
+def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> Weight:
     if name in HYPER:
-        return replace(plain, why_not="tf32_hc_prenorm_gemm multiplies by it, with kernels of its own.", elsewhere=True)
+        why_not = "tf32_hc_prenorm_gemm multiplies by it, with kernels of its own."
+        return replace(weight, why_not=why_not, elsewhere=True)
     if name in EINSUM and not weight.why_not:
         fp8 = weight.op in FP8_OPS
         by = "fp8_einsum, which does not exist here yet" if fp8 else "other libraries"
-        return replace(plain, why_not=f"it is a product for each group of heads, by {by}.", elsewhere=not fp8)
+        return replace(weight, why_not=f"it is a product for each group of heads, by {by}.", elsewhere=not fp8)
     if tp == 1 or name in WHOLE or "indexer." in inside or weight.why_not:
-        return plain
+        return weight
     if name in ROW:
         k = divided(weight.k, tp, f"K of {inside}{name}", weight.heads, degree)
-        return replace(plain, k=k, broken=_broken("K", (k,), tp, weight.op))
+        return replace(weight, k=k, broken=_broken("K", (k,), tp, weight.op))
     if name in COLUMN:
         count = weight.heads or 0
         copies = weight.repeats and 0 < count < tp
         parts = count if copies and tp % count == 0 else tp
         rows = tuple(divided(row, parts, f"N of {inside}{name}", count, degree) for row in weight.rows)
-        return replace(plain, rows=rows, broken=_broken("N", rows, tp, weight.op))
-    return replace(plain, broken=f"how {tp} GPUs share {name} is not known.")
+        return replace(weight, rows=rows, broken=_broken("N", rows, tp, weight.op))
+    return replace(weight, broken=f"how {tp} GPUs share {name} is not known.")
 
 
 def divided(size: int, parts: int, what: str, heads: int = 0, degree: str = "tp") -> int:
-    """`size` / `parts`, which must be whole, and so must `heads` / `parts` if there are heads. `degree` is the name of
-    `parts` in messages."""
+    """`size` / `parts`, and `heads` / `parts` must be whole. `degree` names `parts` in messages."""
     for count, named in ((heads, f"the number of heads of {what}"), (size, what)):
         if count % parts:
             raise InvalidInputError(

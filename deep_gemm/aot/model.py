@@ -1,13 +1,11 @@
-"""The linear layers of a model from its Hugging Face `config.json`: sizes by family, formats by quantization_config.
-
-A config gives sizes, not weights, so only families with known layers are accepted; nothing is guessed. A checkpoint
-says more (`deep_gemm.aot.checkpoint`).
-"""
+"""The linear layers of a model from its Hugging Face `config.json`. Only families with known layers are accepted:
+nothing is guessed. A checkpoint says more (`deep_gemm.aot.checkpoint`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from deep_gemm.aot import deepseek_v4, experts, inputs
@@ -16,52 +14,20 @@ from deep_gemm.aot.layers import FP8, OPS, STAYS, Plan, Weight, check_op, layers
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
-FAMILIES = frozenset(
-    [
-        "cohere",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "deepseek_v4",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "glm_moe_dsa",
-        "gpt_oss",
-        "granite",
-        "kimi_k2",
-        "llama",
-        "minimax_m2",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "seed_oss",
-        "smollm3",
-    ]
-)
+FAMILIES = frozenset((
+    "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granite", "kimi_k2", "llama", "minimax_m2",
+    "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+))  # fmt: skip
 """Values of model_type with these layers: attention with q, k, v and o, latent attention or gated delta nets; and a
 gated MLP, dense or of experts. Encoders, state-space models and MLPs of two matrices are not among them."""
 
 GATED_QUERIES = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"])
 """Their q_proj has a gate for each query, so that it is twice as high, unless attn_output_gate says otherwise."""
 
-ATTENTION = {"full_attention": "full", "sliding_attention": "full", "chunked_attention": "full"}
-ATTENTION |= {"linear_attention": "linear", "attention": "full"}
+ATTENTION = dict.fromkeys(("attention", "full_attention", "sliding_attention", "chunked_attention"), "full")
+ATTENTION["linear_attention"] = "linear"
 
 OTHER_PARTS = {
     "vision_config": ("visual", "vision_tower", "vision_model"),
@@ -73,61 +39,36 @@ OTHER_PARTS = {
 """The config's descriptions of parts other than the language model, and their modules."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The fields of a config.json that give sizes of layers: whole numbers within limits, or None where the model has
-    no such thing. Made by `read`."""
+SIZES = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "intermediate_size",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads",
+    "index_head_dim", "o_groups", "o_lora_rank", "hc_mult", "moe_intermediate_size", "n_routed_experts", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size",
+    "first_k_dense_replace", "decoder_sparse_step", "num_nextn_predict_layers", "full_attention_interval",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+"""The fields of a config.json that give sizes of layers. The first two are in each config."""
 
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    num_hidden_layers: int | None = None
-    intermediate_size: int | None = None
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_nope_head_dim: int | None = None
-    qk_rope_head_dim: int | None = None
-    v_head_dim: int | None = None
-    index_n_heads: int | None = None
-    index_head_dim: int | None = None
-    o_groups: int | None = None
-    o_lora_rank: int | None = None
-    hc_mult: int | None = None
-    moe_intermediate_size: int | None = None
-    n_routed_experts: int | None = None
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    num_experts_per_tok: int | None = None
-    n_shared_experts: int | None = None
-    shared_expert_intermediate_size: int | None = None
-    first_k_dense_replace: int | None = None
-    decoder_sparse_step: int | None = None
-    num_nextn_predict_layers: int | None = None
-    full_attention_interval: int | None = None
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
+
+class ModelConfig(SimpleNamespace):
+    """The `SIZES` of a config.json: whole numbers, 0 where the model has no such thing. Made by `read`."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> ModelConfig:
         """From the content of config.json. Raises InvalidInputError, which names the field."""
-        found: dict[str, int | None] = {}
-        for field in fields(cls):
-            value = config.get(field.name)
-            needed = field.name in ("hidden_size", "num_attention_heads")
+        found = dict.fromkeys(SIZES, 0)
+        for name in SIZES:
+            needed = name in SIZES[:2]
             # Some configs write 0 experts, ranks or layers where there are none.
-            if value is not None or needed:
-                number = inputs.whole(value, f"{field.name} of the model's config", 1 if needed else 0)
-                found[field.name] = number or None
-        made = cls(**found)  # type: ignore[arg-type]
+            if config.get(name) is not None or needed:
+                found[name] = inputs.whole(config.get(name), f"{name} of the model's config", int(needed))
+        made = cls(**found)
         if made.num_attention_heads % made.kv_heads:
             raise InvalidInputError(
                 f"num_attention_heads of the model's config must be a multiple of num_key_value_heads, but they are "
                 f"{made.num_attention_heads} and {made.kv_heads}."
             )
-        if made.head_dim is None and made.kv_lora_rank is None and made.hidden_size % made.num_attention_heads:
+        if not made.head_dim and not made.kv_lora_rank and made.hidden_size % made.num_attention_heads:
             raise InvalidInputError(
                 f"hidden_size of the model's config must be a multiple of num_attention_heads where there is no "
                 f"head_dim, but they are {made.hidden_size} and {made.num_attention_heads}."
@@ -136,25 +77,23 @@ class ModelConfig:
 
     def need(self, name: str) -> int:
         """A field that this model must have. Raises InvalidInputError."""
-        value: int | None = getattr(self, name)
-        if value is None:
+        value: int = getattr(self, name)
+        if not value:
             raise InvalidInputError(f"{name} of the model's config must be a whole number from 1, but there is none.")
         return value
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.num_key_value_heads or self.num_attention_heads
+        return int(self.num_key_value_heads or self.num_attention_heads)
 
     @property
     def head_size(self) -> int:
-        """Columns of one head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+        return int(self.head_dim or self.hidden_size // self.num_attention_heads)
 
     @property
     def experts(self) -> int:
         """How many experts tokens are routed to; 0 for a dense model."""
-        return self.n_routed_experts or self.num_experts or self.num_local_experts or 0
+        return int(self.n_routed_experts or self.num_experts or self.num_local_experts)
 
 
 def is_config(data: Mapping[str, Any]) -> bool:
@@ -163,14 +102,10 @@ def is_config(data: Mapping[str, Any]) -> bool:
 
 
 def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> Plan:
-    """The linear layers of a model on one of its GPUs, from its Hugging Face configuration.
-
-    `tp` GPUs share each layer: column-parallel layers divide N, row-parallel layers divide K, and the rest stays whole.
-    Query, key and value are one layer, and so are gate and up. `ep` GPUs share the routed experts (`experts.shares`).
-    Without a quantization_config layers run `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and
-    float16 stay as they are, others are cast to FP8 when they are loaded. Raises InvalidInputError for a wrong field,
-    and for a `tp` or `ep` that does not divide sizes evenly.
-    """
+    """The layers of a model on one of its GPUs. `tp` GPUs share each: column-parallel layers divide N, row-parallel
+    layers divide K, the rest stays whole. `ep` GPUs share the routed experts. Without a quantization_config layers run
+    `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and float16 stay, others are cast to FP8 when they
+    are loaded. Raises InvalidInputError for a wrong field, and for a `tp` or `ep` that does not divide sizes evenly."""
     degrees(tp, ep)
     check_op(op)
     text, outside = text_part(config)
@@ -230,7 +165,7 @@ def _attention_kinds(text: Mapping[str, Any], config: ModelConfig) -> tuple[dict
     if types is not None and not isinstance(types, list):
         raise InvalidInputError(f"layer_types of the model's config must be a list, but it is {shown(types)}.")
     if not types:
-        linear = config.linear_num_value_heads is not None
+        linear = bool(config.linear_num_value_heads)
         every = (config.full_attention_interval or 4) if linear else 1
         # No model has so many layers; a few of them stand for all.
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 4096))]
@@ -267,11 +202,11 @@ def _modules(text: Mapping[str, Any], x: ModelConfig, kinds: dict[str, list[int]
         x.first_k_dense_replace or text.get("mlp_only_layers") or (x.decoder_sparse_step or 1) > 1
         or text.get("moe_layer_freq", 1) not in (1, None)
     )  # fmt: skip
-    first = list(range(min(x.first_k_dense_replace or 0, 4096)))
+    first = list(range(min(x.first_k_dense_replace, 4096)))
     if dense:
         layers = first if x.experts and first else everywhere
         found.append(("mlp", "mlp", _mlp(x.hidden_size, x.need("intermediate_size")), layers))
-    shared = x.shared_expert_intermediate_size or (x.n_shared_experts or 0) * (x.moe_intermediate_size or 0)
+    shared = x.shared_expert_intermediate_size or x.n_shared_experts * x.moe_intermediate_size
     if x.experts and shared:
         name = "mlp.shared_expert" if x.shared_expert_intermediate_size else "mlp.shared_experts"
         rest = [index for index in everywhere if index not in set(first)]
@@ -351,7 +286,7 @@ def _mlp(hidden: int, size: int) -> dict[str, Weight]:
 
 def _expert(x: ModelConfig) -> Module:
     """One routed expert."""
-    first, count = x.first_k_dense_replace or 0, min(x.num_hidden_layers or 1, 4096)
+    first, count = x.first_k_dense_replace, min(x.num_hidden_layers or 1, 4096)
     weights = _mlp(x.hidden_size, x.moe_intermediate_size or x.need("intermediate_size"))
     return "experts", "mlp.experts.0", weights, list(range(first, count))
 
@@ -364,8 +299,7 @@ def _op_of(*configs: Mapping[str, Any]) -> str:
 
 
 def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int], op: str) -> dict[str, Weight]:
-    """The weights with their format; they run ``op`` if there is none. A weight counts as left out of quantisation if
-    all of its layers are."""
+    """They run ``op`` if there is no format. A weight is left out of quantisation if all of its layers are."""
     if not form.given:
         return {name: unquantised(name, weight, op) for name, weight in weights.items()}
     found = {}

@@ -15,10 +15,7 @@ from deep_gemm.params import KernelParams
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result for one kernel: a binary, or the error that stopped it. `shapes` are those that need it.
-
-    If a worker of an executor built the binary, its layer is the one that the worker reported.
-    """
+    """The result for one kernel: a binary, or the error that stopped it. `shapes` are those that need it."""
 
     name: str
     shapes: tuple[GemmShape, ...]
@@ -45,7 +42,6 @@ class Summary:
 
     @property
     def failed(self) -> list[Outcome]:
-        """The outcomes without a binary."""
         return [outcome for outcome in self.outcomes if outcome.binary is None]
 
     @property
@@ -86,7 +82,6 @@ class Report:
             self.add(outcome)
 
     def add(self, outcome: Outcome) -> None:
-        """Add the outcome of one kernel."""
         if outcome.params is not None:
             outcome = replace(outcome, shapes=self._work.kernels[outcome.params])
         self._outcomes.append(outcome)
@@ -95,7 +90,6 @@ class Report:
             self._progress(outcome, len(self._outcomes), total)
 
     def missing(self) -> list[KernelParams]:
-        """The kernels without an outcome."""
         heard = {outcome.params for outcome in self._outcomes}
         return [params for params in self._work.kernels if params not in heard]
 

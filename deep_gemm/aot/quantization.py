@@ -1,5 +1,4 @@
-"""The quantization_config of a model: whether its weights are FP8 with scales that a kernel serves, and which weights
-are left out."""
+"""The quantization_config of a model: which kernels serve its weights, if any, and which weights are left out."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ def blocks_not(rows: Any, columns: Any) -> str:
 
 
 def _fp8(config: Mapping[str, Any]) -> tuple[str, str]:
-    """The operation of weights of the method "fp8", and why no kernel serves them. Without blocks there is one scale
-    per tensor, which rowwise operations take as that of every row."""
+    """Without blocks there is one scale per tensor, which rowwise operations take as that of every row."""
     block = config.get("weight_block_size")
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return FP8, f"its weights are {shown(config['fmt'])}, not E4M3."
@@ -110,8 +108,7 @@ def _fp8(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _compressed(config: Mapping[str, Any]) -> tuple[str, str]:
-    """The operation of weights of compressed-tensors, and why no kernel serves them: all groups must be FP8 with the
-    same kind of scales."""
+    """All groups must be FP8 with the same kind of scales."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise InvalidInputError(f"config_groups of quantization_config must be an object, but it is {shown(groups)}.")

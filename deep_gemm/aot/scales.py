@@ -20,14 +20,13 @@ _SIDES = (16, 32, 64, 128, 256, 512)
 
 
 def of_weight(base: str, tensors: Mapping[str, Stored]) -> Stored | None:
-    """The scales of the layer `base`, or None."""
     names = (f"{base}{dot}{name}" for name in NAMES for dot in "._")
     return next((tensors[name] for name in names if name in tensors), None)
 
 
 def operation(base: str, stored: Stored, tensors: Mapping[str, Stored]) -> tuple[str, str]:
-    """The operation that multiplies by the weight `stored` of the layer `base`, and why none does, "" if one does. A
-    weight of three dimensions is one for each expert, and so are its scales."""
+    """The operation that multiplies by `stored`, and why none does. Of three dimensions it is a weight for each
+    expert."""
     *experts, n, k = stored.shape
     if stored.dtype != "F8_E4M3":
         return FP8, f"its weights are {stored.dtype}, not E4M3."

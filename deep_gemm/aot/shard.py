@@ -41,8 +41,7 @@ def check(index: int, count: int) -> None:
 
 
 def order(params: Iterable[KernelParams]) -> list[KernelParams]:
-    """The same order in every process, largest tiles first: they tend to compile longest, so dealing kernels out one by
-    one gives even parts."""
+    """The same in every process, largest tiles first: dealt out one by one, parts take equally long."""
 
     def place(one: KernelParams) -> tuple[int, str, str]:
         identity = json.dumps(one.to_json(), sort_keys=True)
@@ -53,7 +52,6 @@ def order(params: Iterable[KernelParams]) -> list[KernelParams]:
 
 
 def deal(params: Iterable[KernelParams], index: int, count: int) -> list[KernelParams]:
-    """Part `index` of `count`: the parts are disjoint, cover everything, and differ in size by one at most. Raises
-    InvalidInputError unless 0 <= index < count."""
+    """Part `index` of `count`; parts differ in size by one at most. Raises InvalidInputError as `check`."""
     check(index, count)
     return order(params)[index::count]

@@ -22,9 +22,8 @@ def is_stack(own: str, stored: Stored) -> bool:
 
 
 def weights(module: str, found: Mapping[str, Stored], tensors: Mapping[str, Stored], hidden: int) -> dict[str, Weight]:
-    """The weights of one expert of `module`, from its stacks by their last names. `hidden` is the model's hidden_size,
-    0 if that is not known. All stacks of a module are N x K or all are K x N; where the sizes do not tell which,
-    `why_not` says so."""
+    """The weights of one expert of `module`, from its stacks by their last names. `hidden` is the model's hidden_size
+    or 0. All stacks are N x K or all are K x N; where the sizes do not tell which, `why_not` says so."""
     made: dict[str, Weight] = {}
     plain: dict[str, Stored] = {}
     for own, stored in found.items():

@@ -1,7 +1,4 @@
-"""Which GEMMs will run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint.
-
-Pure functions of plain data: no torch, no GPU.
-"""
+"""Which GEMMs will run on one GPU: from a list, a file, a model's `config.json`, or its checkpoint. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,29 +10,11 @@ from typing import Any
 
 from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
-from deep_gemm.aot.inputs import parse_sizes, shown
+from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, Plan, check_op, is_masked
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import counted
 from deep_gemm.select import representatives
-
-__all__ = [
-    "DEFAULT_M",
-    "MAX_M",
-    "GemmShape",
-    "Layer",
-    "Plan",
-    "dense_layers",
-    "for_every_m",
-    "load",
-    "model_layers",
-    "parse",
-    "parse_shape",
-    "parse_sizes",
-    "plan",
-    "shapes",
-    "shapes_of",
-]
 
 DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 """Sizes of M from decode to prefill that reach the selector's choices; M itself is no part of a kernel's identity."""
@@ -74,7 +53,6 @@ class GemmShape:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds, counted as two operations each."""
         return 2 * self.rows * self.n * self.k
 
     def bytes_moved(self) -> int:
@@ -108,8 +86,8 @@ def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -
 
 
 def for_every_m(layers: Iterable[Layer], tokens: int) -> list[Layer]:
-    """The layers with every M that the selector tells apart, as far as calls go where each GPU has up to `tokens`
-    tokens. Layers with sizes of their own keep these."""
+    """The layers with every M that the selector tells apart, up to `tokens` on each GPU. Layers keep sizes of their
+    own."""
     return [x if x.ms else replace(x, ms=tuple(representatives(x.most_rows(tokens)))) for x in layers]
 
 
@@ -119,29 +97,9 @@ def parse(text: str) -> Layer:
     return Layer("", n, k, ms=tuple(m))
 
 
-def parse_shape(text: str, ms: Sequence[int] = DEFAULT_M) -> list[GemmShape]:
-    """The shapes of this text; N x K means every M of `ms`."""
-    return shapes([parse(text)], ms)
-
-
-def load(path: Path, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
-    """The shapes of a file, as `plan` reads it."""
-    return shapes(plan(path, tp, ep).layers, ms)
-
-
 def shapes_of(what: Any, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1) -> list[GemmShape]:
     """The shapes of a workload in any form that `plan` takes; where M is not given, each of `ms`."""
     return shapes(plan(what, tp, ep).layers, ms)
-
-
-def model_layers(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[Layer]:
-    """The layers of a model's Hugging Face configuration that have kernels. Raises InvalidInputError."""
-    return [layer for layer in model.plan(config, tp, ep).layers if not layer.why_not]
-
-
-def dense_layers(config: Mapping[str, Any], tp: int = 1) -> list[Layer]:
-    """The layers of `model_layers` without those of routed experts."""
-    return [layer for layer in model_layers(config, tp) if layer.op not in GROUPED_OPS]
 
 
 def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:

@@ -3,9 +3,7 @@
 `get_kernel(backend, op)` returns one of them; its operands are those of our own function. `of(op)` lists them.
 `compare` runs them on the same operands, checks them against float64 and times them. A backend, a kernel or an
 operation of your own is one class or function with a decorator. A package names its module in the entry point group
-``deep_gemm.backends``.
-
-Importing this package imports no backend. Each is imported when it is needed; an absent one says why it is absent.
+``deep_gemm.backends``. Importing this package imports no backend.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .registry import (
     Backend,
     Kernel,
+    Operation,
     absent,
     backend,
     get_backend,
@@ -29,7 +28,6 @@ from .registry import (
 )
 
 if TYPE_CHECKING:
-    from .operations import Operation
     from .runner import compare
 
 __all__ = [
@@ -49,10 +47,8 @@ __all__ = [
     "operation_names",
 ]
 
-_NEED_TORCH = {"Operation": "operations", "compare": "runner"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
+    if name != "compare":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+    return importlib.import_module(f"{__name__}.runner").compare

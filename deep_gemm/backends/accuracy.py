@@ -36,7 +36,6 @@ class Accuracy:
 
     @property
     def right(self) -> bool:
-        """Whether every element is within the allowed error."""
         return not self.outside and not self.not_finite
 
     @property
@@ -75,8 +74,7 @@ def examine(result: Tensor, exact: Tensor, allowed: Tensor) -> Accuracy:
 
 
 def _bins(error: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The index of each error in `ULP_LABELS`. A unit is the distance between adjacent values of ``dtype`` at the exact
-    value."""
+    """The index of each error in `ULP_LABELS`."""
     info = torch.finfo(dtype)
     magnitude = exact.abs().clamp(min=info.smallest_normal)
     unit = torch.exp2(magnitude.log2().floor()) * info.eps * SLACK

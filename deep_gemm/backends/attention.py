@@ -21,8 +21,8 @@ from ..ops.paged_logits import SCALE_BYTES, pages_of
 from ..options import get_num_sms
 from ..spec import ceil_div
 from ..testing.accuracy import ACCUMULATOR_FRACTION_BITS, CUTS_PER_BLOCK, half_accumulation_bound, tolerance
-from .operations import Dims, Operation, normal
-from .registry import operation
+from .operations import normal
+from .registry import Dims, Operation, operation
 
 E4M3 = torch.float8_e4m3fn
 HEADS, DIM, PAGE = 64, 128, 64
@@ -53,7 +53,6 @@ class Logits(Operation):
         raise NotImplementedError
 
     def flops(self, dims: Dims) -> int:
-        """Of keys that are attended."""
         return 2 * HEADS * DIM * self.attended(dims)
 
 
@@ -68,11 +67,9 @@ class MqaLogits(Logits):
     host_examples = ((64, 512),)
 
     def refuses(self, dims: Dims) -> str:
-        """Each query is a key."""
         return "" if dims[0] <= dims[1] else f"there must be as many keys as queries, but there are {dims[1]}"
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Normal data, weights of both signs."""
         (m, n), data = dims, normal(device, seed, torch.float32)
         kv = (data(n, DIM).to(E4M3), data(n).abs() + 0.1)
         end = torch.arange(n - m + 1, n + 1, dtype=torch.int32, device=device)
@@ -112,11 +109,9 @@ class PagedMqaLogits(Logits):
     host_examples = ((3, 2, 200),)
 
     def refuses(self, dims: Dims) -> str:
-        """Each token is a key."""
         return "" if dims[1] <= dims[2] else f"there must be as many keys as tokens, but there are {dims[2]}"
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Normal data, weights of both signs."""
         (batch, tokens, keys), data = dims, normal(device, seed, torch.float32)
         pages = ceil_div(keys, PAGE)
         cache = torch.empty(batch * pages, PAGE, 1, DIM + SCALE_BYTES, dtype=torch.uint8, device=device)
@@ -177,11 +172,9 @@ class Prenorm(Operation):
     COLUMNS = 24
 
     def refuses(self, dims: Dims) -> str:
-        """As the function does."""
         return "" if dims[1] % 64 == 0 else f"K must be a multiple of 64, but it is {dims[1]}"
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Normal data."""
         (m, k), n = dims, self.COLUMNS
         return (
             normal(device, seed)(m, k),
@@ -208,11 +201,9 @@ class Prenorm(Operation):
         return tolerance(exact, torch.cat([bound.flatten(), a.shape[1] * 2.0**-24 * squares]), out.dtype)
 
     def flops(self, dims: Dims) -> int:
-        """Of the product."""
         return 2 * self.COLUMNS * dims[0] * dims[1]
 
     def bytes_moved(self, dims: Dims) -> int:
-        """a once."""
         (m, k), n = dims, self.COLUMNS
         return 2 * m * k + 4 * n * k + 4 * m * (n + 1)
 

@@ -53,8 +53,7 @@ class DeepGEMM(Backend):
 
 @backend
 class Triton(Backend):
-    """Kernels in Triton. Without a GPU they run in Triton's interpreter, which runs one program after another in
-    numpy."""
+    """Kernels in Triton. Without a GPU they run in Triton's interpreter."""
 
     name = "triton"
     requires = "triton"
@@ -62,8 +61,7 @@ class Triton(Backend):
     modules = ("deep_gemm.backends.triton_gemm",)
 
     def why_not(self, device: torch.device) -> str:
-        """Triton decides at its import whether it interprets kernels, so a process has either the compiler or the
-        interpreter."""
+        """Triton decides at its import whether it interprets kernels."""
         from . import triton_mode
 
         return triton_mode.why_not(device)
@@ -91,5 +89,4 @@ class Torch(Backend):
     modules = ("deep_gemm.backends.torch_reference",)
 
     def why_not(self, device: torch.device) -> str:
-        """It runs everywhere."""
         return ""

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operations import HALF_GEMMS, FP8Gemm, RowwiseGemm, WeightGradient
+from .. import ops
+from .operations import HALF_GEMMS
 from .registry import Call, kernel
 
 Pair = tuple[Tensor, Tensor]
 
 
-@kernel("cublaslt", FP8Gemm.name, prepares=True)
+@kernel("cublaslt", ops.DEFAULT, prepares=True)
 def blockwise(a: Pair, b: Pair, d: Tensor) -> Call:
-    """The same 1 x 128 and 128 x 128 scales, so the same problem. It needs other layouts of scales, and returns its
-    result."""
+    """The same scales in other layouts, so the same problem. It returns its result."""
     from torch.nn.functional import ScalingType, pad, scaled_mm
 
     (values, sfa), weights, sfb = a, b[0].t(), b[1]
@@ -27,7 +27,7 @@ def blockwise(a: Pair, b: Pair, d: Tensor) -> Call:
     return lambda: scaled_mm(values, weights, sfa, recipe_a, sfb, recipe_b, output_dtype=d.dtype)
 
 
-@kernel("cublaslt:tensorwise", FP8Gemm.name, prepares=True, easier=True)
+@kernel("cublaslt:tensorwise", ops.DEFAULT, prepares=True, easier=True)
 def tensorwise(a: Pair, b: Pair, d: Tensor) -> Call:
     """One scale per tensor and fast accumulation. This is an easier problem, without promotion."""
     one = torch.ones((), dtype=torch.float32, device=d.device)
@@ -37,7 +37,7 @@ def tensorwise(a: Pair, b: Pair, d: Tensor) -> Call:
     )
 
 
-@kernel("cublaslt", WeightGradient.name, prepares=True)
+@kernel("cublaslt", ops.WGRAD, prepares=True)
 def blockwise_both(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call:
     """The same scales of 1 x 128 on both sides. It does not add c, which must be zeros, and returns its result."""
     from torch.nn.functional import ScalingType, scaled_mm
@@ -47,13 +47,13 @@ def blockwise_both(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call
     return lambda: scaled_mm(values, weights, sfa, recipe, sfb, recipe, output_dtype=d.dtype)
 
 
-@kernel("cublaslt:tensorwise", WeightGradient.name, prepares=True, easier=True)
+@kernel("cublaslt:tensorwise", ops.WGRAD, prepares=True, easier=True)
 def tensorwise_float(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None) -> Call:
     """One scale per tensor, float32 output, and no c. This is an easier problem."""
     return tensorwise(a, b, d)
 
 
-@kernel("cublaslt", RowwiseGemm.name, prepares=True)
+@kernel("cublaslt", ops.ROWWISE, prepares=True)
 def rowwise(a: Pair, b: Pair, d: Tensor) -> Call:
     """The same scales of rows, with fast accumulation, that is without promotion."""
     values, weights, sfa, sfb = a[0], b[0].t(), a[1], b[1].t()

@@ -1,9 +1,6 @@
-"""Loads DeepGEMM into the same process, although its package has the same name as ours.
-
-It is the package ``deep_gemm`` of another directory: one on ``sys.path`` that is not ours, or one that was filled by
-``pip install --target DIRECTORY`` and passed to `load`, whose result is passed to `use`. It compiles a kernel for each
-shape at the first call, which takes seconds.
-"""
+"""Loads DeepGEMM into the same process, although its package has the same name as ours: from a directory on
+``sys.path`` that is not ours, or one that was filled by ``pip install --target DIRECTORY``. It compiles at the first
+call."""
 
 from __future__ import annotations
 
@@ -14,10 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .. import ops
 from ..errors import DeepGemmError, UnsupportedError
 from .attention import MqaLogits, PagedMqaLogits, Prenorm
 from .grouped import K_GROUPED, M_GROUPED
-from .operations import HALF_GEMMS, FP8Gemm, WeightGradient
+from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
 
 NAME = "deep_gemm"
@@ -69,17 +67,17 @@ def adding(op: str, a: Any, b: Any, d: Any, *sizes: Any) -> Call:
 
 
 OLDER = {f"m_grouped_{kind}_gemm_nt_masked": f"{kind}_m_grouped_gemm_nt_masked" for kind in ("fp8", "bf16")}
-for _op in (FP8Gemm.name, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
+for _op in (ops.DEFAULT, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("deepgemm", _op, prepares=True)(functools.partial(prepare, _op))
 for _k_grouped in K_GROUPED:
     kernel("deepgemm", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))
 
 
-@kernel("deepgemm", WeightGradient.name, prepares=True)
+@kernel("deepgemm", ops.WGRAD, prepares=True)
 def weight_gradient(a: Any, b: Any, d: Any, c: Any = None) -> Call:
     """A call of its `fp8_gemm_nt`, which needs a c. If there is none, c is d, which is zeroed once."""
     c = d.zero_() if c is None else c
-    return functools.partial(library().fp8_gemm_nt, a, b, d, c=c, recipe=WeightGradient.recipe)
+    return functools.partial(library().fp8_gemm_nt, a, b, d, c=c, recipe=RECIPES[ops.WGRAD])
 
 
 @kernel("deepgemm", MqaLogits.name, prepares=True)
@@ -102,17 +100,13 @@ def paged_logits(q: Any, *operands: Any) -> Call:
 @kernel("deepgemm", Prenorm.name, prepares=True)
 def prenorm(*operands: Any) -> Call:
     """A call that writes both results."""
-    return functools.partial(library().tf32_hc_prenorm_gemm, *Prenorm.arguments(*operands))
+    return prepare(Prenorm.name, *Prenorm.arguments(*operands))
 
 
 @functools.cache
 def load(directory: Path) -> ModuleType:
-    """The package ``deep_gemm`` in ``directory``, for example one that ``pip install --target`` made. It is loaded only
-    once, since an extension cannot be loaded twice.
-
-    Our package is removed from the table of modules during the import, and restored afterwards. So later imports of
-    DeepGEMM must be relative, or of other packages. Both packages read `DG_JIT_CACHE_DIR`, and have entries with
-    different names there.
+    """The package ``deep_gemm`` in ``directory``. It is loaded once, since an extension cannot be loaded twice. Our
+    package is removed from the table of modules during the import, and restored afterwards.
 
     Raises DeepGemmError if the directory has no such package, or the package does not import or is not DeepGEMM.
     """

@@ -1,51 +1,35 @@
-"""GEMMs of groups that can be compared: their operands, the exact result, and the allowed error.
-
-Sizes of groups differ from their mean by up to 30%, and are the same in every run.
-"""
+"""GEMMs of groups that can be compared. Sizes of groups are the same in every run."""
 
 from __future__ import annotations
 
 import random
-from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_to_fp8
-from deep_gemm.ops.reference import BLOCKS, Scalings, exact_product, group_rows
+from deep_gemm.ops.reference import group_rows
 
 from ..layout import get_mn_major_tma_aligned_tensor
 from ..spec import SCALE_BLOCK, Grouping, align, ceil_div
-from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tolerance
-from .operations import Dims, Operation, Rate, normal
-from .registry import operation
+from .operations import Operand, Product, k_refused, normal, unpaired
+from .registry import Dims, Rate, operation
 
 SPREAD = 0.3
 """The size of a group differs from the mean by up to this part of it."""
 ALIGNMENT = 128
 """Contiguous groups start at multiples of this many rows. K of each group is a multiple of it."""
 
-Operand = tuple[Tensor, Tensor | None]
-"""Values, and for FP8 their scales."""
 
-
-def unpaired(x: Any) -> Operand:
-    """Values and scales of an argument, which has no scales if it is a tensor."""
-    return (x, None) if isinstance(x, Tensor) else (x[0], x[1])
-
-
-class Grouped(Operation):
+class Grouped(Product):
     """Products of groups, in FP8 or BF16."""
 
-    output_at = 2
-    scaling: ClassVar[Scalings] = BLOCKS
-
-    def __init__(self, kind: str, name: str) -> None:
-        self.kind, self.name = kind, name
-        self.rate: Rate = "fp8" if kind == "fp8" else "half"
-        self.element_bytes = 1 if kind == "fp8" else 2
+    def __init__(self, dtype: str, name: str) -> None:
+        self.name = name
+        self.rate: Rate = "fp8" if dtype == "fp8" else "half"
+        self.element_bytes = 1 if dtype == "fp8" else 2
 
     def counts(self, dims: Dims) -> list[int]:
         """The size of each group."""
@@ -53,29 +37,8 @@ class Grouped(Operation):
         rng = random.Random(f"{groups}x{mean}")
         return [max(1, int(mean * rng.uniform(1 - SPREAD, 1 + SPREAD))) for _ in range(groups)]
 
-    @abstractmethod
-    def products(self, *operands: Any) -> Iterator[tuple[Operand, Operand]]:
-        """The operands (rows, K) of each group's product."""
-
-    def exact(self, *operands: Any) -> Tensor:
-        """The groups' products in float64, one after the other."""
-        found = []
-        for (a, sfa), (b, sfb) in self.products(*operands):
-            if sfa is None or sfb is None:
-                found.append(a.double() @ b.double().t())
-            else:
-                found.append(exact_product(a, sfa, b, sfb, scaling=self.scaling))
-        return torch.cat(found)
-
-    def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
-        """The bound of `testing.accuracy` for each group's product."""
-        found = []
-        for (a, sfa), (b, sfb) in self.products(*operands):
-            if sfa is None or sfb is None:
-                found.append(half_accumulation_bound(a, b))
-            else:
-                found.append(accumulation_bound(a, sfa, b, sfb, scaling=self.scaling))
-        return tolerance(exact, torch.cat(found), self.output(operands).dtype)
+    def flops(self, dims: Dims) -> int:
+        return 2 * sum(self.counts(dims)) * dims[2] * dims[3]
 
 
 class MGrouped(Grouped):
@@ -85,15 +48,14 @@ class MGrouped(Grouped):
     dims = ("groups", "mean rows", "N", "K")
     host_examples = ((4, 48, 256, 256),)
 
-    def __init__(self, kind: str, grouping: Grouping) -> None:
-        super().__init__(kind, f"m_grouped_{kind}_gemm_nt_{grouping}")
+    def __init__(self, dtype: str, grouping: Grouping) -> None:
+        super().__init__(dtype, f"m_grouped_{dtype}_gemm_nt_{grouping}")
         self.grouping = grouping
         routings = ((8, 4096), (64, 256)) if grouping == "contiguous" else ((32, 192), (32, 20))
         self.examples = tuple((groups, mean, 6144, 7168) for groups, mean in routings)
 
     def refuses(self, dims: Dims) -> str:
-        """K must be a multiple of 16, as for the functions."""
-        return "" if dims[3] % 16 == 0 else f"K must be a multiple of 16, but it is {dims[3]}"
+        return k_refused(dims[3])
 
     def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Normal data, quantised by the real casts for FP8. Rows of padding have data too."""
@@ -109,7 +71,7 @@ class MGrouped(Grouped):
         a, b = make(*leading, k), make(groups, n, k)
         d = torch.empty(*leading, n, dtype=torch.bfloat16, device=device)
         given = d, torch.tensor(layout, dtype=torch.int32, device=device), *more
-        if self.kind == "bf16":
+        if self.rate == "half":
             return a, b, *given
         values, sf = per_token_cast_to_fp8(a.flatten(0, -2), False)
         of_a = values.view(a.shape), get_mn_major_tma_aligned_tensor(sf.view(*leading, -1))
@@ -121,7 +83,6 @@ class MGrouped(Grouped):
         return [pair for pair in group_rows(layout, self.grouping, d.shape[-2]) if pair[0] >= 0]
 
     def products(self, a: Any, b: Any, d: Tensor, layout: Tensor, *more: Any) -> Iterator[tuple[Operand, Operand]]:
-        """The rows of each group, and its matrix."""
         (x, sfa), (y, sfb) = unpaired(a), unpaired(b)
         for group, where in self.groups(d, layout):
             scales = (None, None) if sfa is None or sfb is None else (sfa.flatten(0, -2)[where], sfb[group])
@@ -133,7 +94,6 @@ class MGrouped(Grouped):
         return torch.cat([d.flatten(0, -2)[where] for _, where in self.groups(d, layout)])
 
     def put(self, operands: tuple[Any, ...], result: Tensor) -> None:
-        """The same rows."""
         *_, d, layout = operands[:4]
         start = 0
         for _, where in self.groups(d, layout):
@@ -141,18 +101,13 @@ class MGrouped(Grouped):
             d.view(-1, d.shape[-1])[where].copy_(result[start : start + rows])
             start += rows
 
-    def flops(self, dims: Dims) -> int:
-        """Operations of rows that are no padding."""
-        return 2 * sum(self.counts(dims)) * dims[2] * dims[3]
-
     def bytes_moved(self, dims: Dims) -> int:
         """Bytes of rows of A and D that are no padding, of all B, and of scales."""
         (groups, _, n, k), m = dims, sum(self.counts(dims))
-        scales = 4 * ceil_div(k, SCALE_BLOCK) * (m + groups * ceil_div(n, SCALE_BLOCK)) if self.kind == "fp8" else 0
+        scales = 4 * ceil_div(k, SCALE_BLOCK) * (m + groups * ceil_div(n, SCALE_BLOCK)) if self.rate == "fp8" else 0
         return self.element_bytes * (m + groups * n) * k + 2 * m * n + scales
 
     def elements(self, dims: Dims) -> int:
-        """Elements of rows that are no padding."""
         return sum(self.counts(dims)) * dims[2]
 
 
@@ -165,8 +120,8 @@ class KGrouped(Grouped):
     host_examples = ((3, 128, 128, 256),)
     scaling = ("1x128", "1x128")
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind, f"k_grouped_{kind}_gemm_{'nt' if kind == 'fp8' else 'tn'}_contiguous")
+    def __init__(self, dtype: str) -> None:
+        super().__init__(dtype, f"k_grouped_{dtype}_gemm_{'nt' if dtype == 'fp8' else 'tn'}_contiguous")
 
     def counts(self, dims: Dims) -> list[int]:
         """K of each group, a multiple of 128."""
@@ -177,7 +132,7 @@ class KGrouped(Grouped):
         (groups, _, m, n), ks, make = dims, self.counts(dims), normal(device, seed)
         d = torch.empty(groups, m, n, device=device)
         given = d, ks, torch.tensor(ks, dtype=torch.int32, device=device)
-        if self.kind == "bf16":
+        if self.rate == "half":
             return make(sum(ks), m), make(sum(ks), n), *given
         return *(self._flat([make(rows, k) for k in ks]) for rows in (m, n)), *given
 
@@ -188,7 +143,6 @@ class KGrouped(Grouped):
         return values, torch.cat([sf.t() for _, sf in casts]).t()
 
     def products(self, a: Any, b: Any, d: Tensor, ks: list[int], layout: Tensor) -> Iterator[tuple[Operand, Operand]]:
-        """The part of K of each group."""
         (x, sfa), (y, sfb), (_, m, n), start = unpaired(a), unpaired(b), d.shape, 0
         for k in ks:
             stop = start + k
@@ -201,25 +155,18 @@ class KGrouped(Grouped):
             start = stop
 
     def result(self, operands: tuple[Any, ...]) -> Tensor:
-        """All of d."""
         return self.output(operands).flatten(0, 1)
 
-    def flops(self, dims: Dims) -> int:
-        """Operations of the products."""
-        return 2 * sum(self.counts(dims)) * dims[2] * dims[3]
-
     def bytes_moved(self, dims: Dims) -> int:
-        """Bytes of A and B, of their scales, and of float32 D once."""
         groups, _, m, n = dims
         k = sum(self.counts(dims))
-        of_k = k + 4 * k // SCALE_BLOCK if self.kind == "fp8" else 2 * k
+        of_k = k + 4 * k // SCALE_BLOCK if self.rate == "fp8" else 2 * k
         return of_k * (m + n) + 4 * groups * m * n
 
     def elements(self, dims: Dims) -> int:
-        """Elements of D."""
         return dims[0] * dims[2] * dims[3]
 
 
 GROUPINGS: tuple[Grouping, ...] = ("contiguous", "masked")
-M_GROUPED = tuple(operation(MGrouped(kind, grouping)) for kind in ("fp8", "bf16") for grouping in GROUPINGS)
-K_GROUPED = tuple(operation(KGrouped(kind)) for kind in ("fp8", "bf16"))
+M_GROUPED = tuple(operation(MGrouped(dtype, grouping)) for dtype in ("fp8", "bf16") for grouping in GROUPINGS)
+K_GROUPED = tuple(operation(KGrouped(dtype)) for dtype in ("fp8", "bf16"))

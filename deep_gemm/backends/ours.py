@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 import deep_gemm
+from deep_gemm import ops
 
 from .attention import MqaLogits, PagedMqaLogits, Prenorm
 from .grouped import K_GROUPED, M_GROUPED
-from .operations import HALF_GEMMS, SCALED_GEMMS, FP8Gemm
+from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
 
 
@@ -30,10 +31,10 @@ def adding(op: str, a: Any, b: Any, d: Tensor, *sizes: Any) -> Call:
     return functools.partial(getattr(deep_gemm, op), a, b, d.zero_(), *sizes, d)
 
 
-for _op in (FP8Gemm.name, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
+for _op in (ops.DEFAULT, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("cuda", _op, prepares=True)(functools.partial(prepare, _op))
-for _gemm in SCALED_GEMMS:
-    kernel("cuda", _gemm.name, prepares=True)(functools.partial(scaled, _gemm.recipe))
+for _op, _recipe in RECIPES.items():
+    kernel("cuda", _op, prepares=True)(functools.partial(scaled, _recipe))
 for _k_grouped in K_GROUPED:
     kernel("cuda", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))
 

@@ -1,7 +1,4 @@
-"""Times of calls, their rates, and the GPU's roof.
-
-On a GPU calls are timed in one of three modes, see `deep_gemm.testing.timing`. Without a GPU the host's clock is used.
-"""
+"""Times of calls, their rates, and the GPU's roof. Without a GPU the host's clock is used."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ import torch
 
 from ..select import sheets
 from ..testing import timing
-from .operations import Dims, Operation, Rate
-from .registry import Call
+from .registry import Call, Dims, Operation, Rate
 
 MODES = ("flush", "graph", "steady")
 HOST = "host"
@@ -68,7 +64,6 @@ class Timing:
     def of(
         cls, mode: str, samples: Sequence[float], op: Operation, dims: Dims, limit: Roof | None, extra: int | None
     ) -> Timing:
-        """The timing for samples in microseconds."""
         us = statistics.median(samples)
         quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [us] * 3
         flops, moved = op.flops(dims), op.bytes_moved(dims)

@@ -1,8 +1,4 @@
-"""The registry of backends, kernels and operations.
-
-A backend's modules are imported when one of its kernels is needed, never before. Decorators register kernels and
-operations in the tables below.
-"""
+"""The registry of backends, kernels and operations. A backend's modules are imported when a kernel is needed."""
 
 from __future__ import annotations
 
@@ -11,19 +7,23 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from ..errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
-
-    from .operations import Operation
+    from torch import Tensor
 
 Call = Callable[[], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+Dims = tuple[int, ...]
+Rate = Literal["fp8", "half", "float32"]
+"""The units whose peak rate bounds the arithmetic: tensor cores with 8 or 16 bits, or the float32 units."""
 
 GROUP = "deep_gemm.backends"
 """The entry point group in which other packages name modules whose decorators register backends."""
@@ -51,14 +51,70 @@ class Backend:
         return "" if device.type == "cuda" else "it needs a GPU"
 
     def slowness(self, device: torch.device) -> float:
-        """The rough time of its products on ``device`` relative to torch's reference. Only backends that emulate a GPU
-        return more than 1."""
+        """Its rough time relative to torch's reference. Only backends that emulate a GPU return more than 1."""
         return 1.0
 
     def load(self) -> None:
-        """Import the modules with its kernels."""
         for module in self.modules:
             importlib.import_module(module)
+
+
+class Operation(ABC):
+    """One operation. Kernels take its operands by position and write one of them in place.
+
+    ``dims`` are the names of the sizes of a shape, in the order of "64x512x256" on a command line.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    examples: tuple[Dims, ...]
+    """The default shapes."""
+    host_examples: tuple[Dims, ...]
+    """The default shapes without a GPU."""
+    rate: Rate = "float32"
+    output_at = -1
+    """The index of the operand that is written."""
+
+    def output(self, operands: tuple[Any, ...]) -> Tensor:
+        """The operand that is written."""
+        found: Tensor = operands[self.output_at]
+        return found
+
+    def result(self, operands: tuple[Any, ...]) -> Tensor:
+        """What is compared with the exact result: the output, or the part of it that a kernel must write."""
+        return self.output(operands)
+
+    def put(self, operands: tuple[Any, ...], result: Tensor) -> None:
+        """Store what a kernel returned instead of writing the output."""
+        self.output(operands).copy_(result)
+
+    def refuses(self, dims: Dims) -> str:
+        """Why the operation does not support this shape, as a clause; "" if it does."""
+        return ""
+
+    @abstractmethod
+    def make(self, dims: Dims, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Random operands with normal data. Zeros would make kernels faster than real data does."""
+
+    @abstractmethod
+    def exact(self, *operands: Any) -> Tensor:
+        """The result in float64."""
+
+    @abstractmethod
+    def allowed(self, exact: Tensor, *operands: Any) -> Tensor:
+        """The largest allowed error of each element; float64."""
+
+    @abstractmethod
+    def flops(self, dims: Dims) -> int:
+        """Floating-point operations; a multiply-add counts as two."""
+
+    @abstractmethod
+    def bytes_moved(self, dims: Dims) -> int:
+        """Bytes of each operand and of the output, the least that must be moved."""
+
+    @abstractmethod
+    def elements(self, dims: Dims) -> int:
+        """Elements of the output."""
 
 
 def _importable(module: str) -> bool:
@@ -70,10 +126,8 @@ def _importable(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A backend's implementation of an operation. A call takes the operation's operands and writes the output.
-
-    ``name`` is the backend's name, followed by ":" and a variant if it has several.
-    """
+    """A backend's implementation of an operation. ``name`` is the backend's, followed by ":" and a variant if it has
+    several."""
 
     name: str
     op: str
@@ -86,7 +140,6 @@ class Kernel:
 
     @property
     def backend(self) -> str:
-        """The name of the backend."""
         return self.name.partition(":")[0]
 
     def prepare(self, *operands: Any) -> Call:
@@ -97,7 +150,6 @@ class Kernel:
         return functools.partial(self.function, *operands)
 
     def __call__(self, *operands: Any) -> None:
-        """Compute the operation on its operands."""
         result = self.prepare(*operands)()
         if result is not None:
             get_operation(self.op).put(operands, result)
@@ -110,7 +162,7 @@ _broken: dict[str, str] = {}
 """Entry points that did not load, and why."""
 
 BackendClass = TypeVar("BackendClass", bound=type[Backend])
-OperationOrClass = TypeVar("OperationOrClass", bound="Operation | type[Operation]")
+OperationOrClass = TypeVar("OperationOrClass", bound=Operation | type[Operation])
 
 
 def backend(cls: BackendClass) -> BackendClass:
@@ -230,7 +282,6 @@ def _load(found: Backend) -> None:
 
 
 def operation_names() -> list[str]:
-    """The operations that can be compared."""
     _find()
     return list(_operations)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..log import duration, rate
 from .accuracy import ULP_LABELS
-from .operations import Rate
-from .registry import get_operation, names
+from .registry import Rate, get_operation, names
 from .results import Comparison, Result
 
 MARKERS = ("M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", "M-4.6-4.6h9.2v9.2h-9.2z", "M0-6.4 6.4 0 0 6.4-6.4 0z")
@@ -45,13 +44,11 @@ class Axis:
         return cls(low, max(high, low + 1), start, end)
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
         share = (math.log10(value) - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Pixels and labels of the decades."""
         return [(self.at(10.0**power), f"{10.0**power:g}") for power in range(self.low, self.high + 1)]
 
 
@@ -69,7 +66,6 @@ class Roofline:
 
     @classmethod
     def of(cls, report: Comparison) -> Roofline | None:
-        """None if there is nothing to draw."""
         timed = [row for row in report.results if row.timing]
         if not timed:
             return None
@@ -96,7 +92,6 @@ class Roofline:
 
 
 def render(report: Comparison) -> str:
-    """The page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("deep_gemm.backends", "")

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from .accuracy import ULP_LABELS, Accuracy
-from .operations import Dims
 from .profiler import Roof, Timing
+from .registry import Dims
 
 Status = Literal["ok", "easier", "wrong", "failed", "skipped", "absent"]
 """ok: right. easier: solves an easier problem, so its result was not checked. wrong: outside the bound. failed: raised
@@ -68,8 +68,6 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Backends side by side."""
-
     device: str
     mode: str
     roof: Roof | None
@@ -78,7 +76,6 @@ class Comparison:
 
     @property
     def ops(self) -> list[str]:
-        """Its operations."""
         return list(dict.fromkeys(row.op for row in self.results))
 
     @property
@@ -88,7 +85,6 @@ class Comparison:
 
     @property
     def cases(self) -> list[tuple[str, Dims]]:
-        """Its pairs of an operation and a shape."""
         return list(dict.fromkeys((row.op, row.dims) for row in self.results))
 
     def rows(self, op: str, dims: Dims) -> list[Result]:
@@ -96,8 +92,7 @@ class Comparison:
         return sorted((row for row in self.results if (row.op, row.dims) == (op, dims)), key=lambda row: row.us)
 
     def ranking(self, op: str) -> list[Rank]:
-        """Backends with right results, the best first. A backend with an easier problem is listed, but does not count
-        as the fastest."""
+        """Backends with right results, the best first. One with an easier problem does not count as the fastest."""
         ratios: dict[str, list[float]] = {}
         easier = set()
         for case in self.cases:
@@ -119,8 +114,7 @@ class Comparison:
         return sorted(ranks, key=lambda rank: -rank.of_best)
 
     def left_out(self) -> list[LeftOut]:
-        """Backends that did not run or are wrong, by reason. Shapes are left out if a backend ran no shape for the same
-        reason."""
+        """By reason. Shapes are not named if a backend ran no shape for the same reason."""
         asked = Counter(row.backend for row in self.results)
         rows: dict[tuple[str, str], list[Result]] = {}
         for row in self.results:
@@ -135,7 +129,6 @@ class Comparison:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Comparison:
-        """The comparison that `to_json` wrote."""
         rows = []
         for row in data["results"]:
             timing = Timing(**row["timing"]) if row["timing"] else None
@@ -146,7 +139,6 @@ class Comparison:
         return cls(data["device"], data["mode"], roof, tuple(rows), data["environment"])
 
     def to_json(self) -> dict[str, Any]:
-        """The whole comparison, for `json.dumps`."""
         rows = [asdict(row) for row in self.results]
         for row in rows:
             if row["accuracy"]:

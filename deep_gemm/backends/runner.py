@@ -19,8 +19,7 @@ from deep_gemm.runtime.timer import FLUSH_BYTES
 from ..errors import InvalidInputError, UnsupportedError
 from . import profiler
 from .accuracy import examine
-from .operations import Dims, Operation
-from .registry import Kernel, absent, get_backend, get_kernel, get_operation, of
+from .registry import Dims, Kernel, Operation, absent, get_backend, get_kernel, get_operation, of
 from .results import Comparison, Result
 
 HOST_LIMIT = 2.5e11
@@ -78,7 +77,6 @@ class Runner:
         return replace(skipped, why=why) if why else kernel
 
     def _compare(self, op: Operation, dims: Dims, kernels: dict[str, Kernel]) -> dict[str, Result]:
-        """Make operands, check each kernel, and time those that are right."""
         what = f"{op.name} {' x '.join(map(str, dims))}"
         self.progress(f"{what}: making operands, and the exact result in float64")
         try:
@@ -113,8 +111,7 @@ class Runner:
     def _check(
         self, op: Operation, dims: Dims, kernel: Kernel, operands: tuple[Any, ...], exact: Tensor, allowed: Tensor
     ) -> Result:
-        """Call a kernel once. Its output is filled with NaN before, so that elements that it does not write are
-        found."""
+        """Call a kernel once. Its output is filled with NaN before."""
         row = Result(op.name, dims, kernel.name, "ok")
         output = op.output(operands)
         output.fill_(float("nan"))
@@ -223,7 +220,6 @@ def _tensors(operands: Any) -> Iterable[Tensor]:
 
 
 def _said(error: Exception) -> str:
-    """An exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
@@ -237,11 +233,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def candidates(op: str, names: Sequence[str] = ()) -> list[str]:
-    """The names that `compare` runs: the given backends and variants, or all that have the operation and all absent
-    ones.
-
-    A backend's name includes its variants. Raises InvalidInputError for an unknown one.
-    """
+    """The given backends with their variants, or all that have the operation and all absent ones. Raises
+    InvalidInputError."""
     here = of(op)
     for name in names:
         if name != "all":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..ops.logits import MqaLogits
 from ..ops.paged_logits import PagedMqaLogits
 from ..ops.prenorm import HcPrenormGemm
@@ -20,37 +21,24 @@ from ..ops.reference import (
 )
 from ..runtime.operation import Operation
 from .attention import Prenorm
-from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped, unpaired
-from .operations import HALF_GEMMS, SCALED_GEMMS, FP8Gemm, HalfGemm, ScaledGemm
+from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
+from .operations import HALF_GEMMS, Gemm, unpaired
 from .registry import Call, get_operation, kernel
 
-Pair = tuple[Tensor, Tensor]
+
+def dense(op: Gemm, a: Any, b: Any, d: Tensor, c: Tensor | None = None) -> None:
+    if op.rate == "fp8":
+        fp8_gemm_reference(a[0], a[1], b[0], b[1], d, c, op.scaling)
+    else:
+        half_gemm_reference(*op.as_nt(a, b), d, c)
 
 
-@kernel("torch", FP8Gemm.name)
-def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> None:
-    fp8_gemm_reference(*a, *b, d)
-
-
-def scaled_gemm(gemm: type[ScaledGemm], a: Pair, b: Pair, d: Tensor) -> None:
-    fp8_gemm_reference(*a, *b, d, scaling=gemm.scaling)
-
-
-for _gemm in SCALED_GEMMS:
-    kernel("torch", _gemm.name)(functools.partial(scaled_gemm, _gemm))
-
-
-def half_gemm(op: HalfGemm, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    half_gemm_reference(*op.as_nt(a, b), d, c)
-
-
-for _name in HALF_GEMMS:
+for _name in (ops.DEFAULT, ops.WGRAD, ops.ROWWISE, *HALF_GEMMS):
     _op: Any = get_operation(_name)
-    kernel("torch", _name)(functools.partial(half_gemm, _op))
+    kernel("torch", _name)(functools.partial(dense, _op))
 
 
 def m_grouped(op: MGrouped, a: Any, b: Any, d: Tensor, layout: Tensor, expected_m: int = 0) -> None:
-    """One product for each group."""
     (a, sfa), (b, sfb) = unpaired(a), unpaired(b)
     m_grouped_reference(a, b, layout, d, op.grouping, ALIGNMENT, sfa, sfb)
 
@@ -64,14 +52,13 @@ def grouped_mm(a: Tensor, b: Tensor, d: Tensor, layout: Tensor) -> Call:
 
 
 def k_grouped(a: Any, b: Any, d: Tensor, ks: list[int], layout: Tensor) -> None:
-    """One product for each group."""
     (a, sfa), (b, sfb) = unpaired(a), unpaired(b)
     k_grouped_reference(a, b, layout, d, sfa, sfb)
 
 
 for _m_grouped in M_GROUPED:
     kernel("torch", _m_grouped.name)(functools.partial(m_grouped, _m_grouped))
-    if _m_grouped.kind == "bf16" and _m_grouped.grouping == "contiguous":
+    if _m_grouped.rate == "half" and _m_grouped.grouping == "contiguous":
         kernel("torch:grouped_mm", _m_grouped.name, prepares=True)(grouped_mm)
 for _k_grouped in K_GROUPED:
     kernel("torch", _k_grouped.name)(k_grouped)

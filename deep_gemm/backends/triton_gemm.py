@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .operations import FP8Gemm
 from .registry import kernel
 from .triton_mode import dot_nt, rounded, tl, triton, tuned
 
@@ -144,14 +143,12 @@ def _descriptor(name: str, x: Tensor) -> Any:
 @kernel("triton", "bf16_gemm_nt")
 @kernel("triton", "fp16_gemm_nt")
 def half_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> None:
-    """``d = a @ b^T``, sums in float32."""
     (m, k), n = a.shape, b.shape[0]
     half[_grid](_descriptor("a", a), _descriptor("b", b), d, d.stride(0), m, n, k)
 
 
-@kernel("triton", FP8Gemm.name)
+@kernel("triton", "fp8_gemm_nt")
 def fp8_gemm_nt(a: Pair, b: Pair, d: Tensor) -> None:
-    """Sums over 128 of K are scaled and accumulated in float32."""
     (x, sfa), (y, sfb) = a, b
     (m, k), n = x.shape, y.shape[0]
     maps = _descriptor("a", x), _descriptor("b", y)

@@ -48,8 +48,7 @@ def tuned(kernel: Any, configs: list[Any], key: list[str]) -> Any:
 
 @triton.jit
 def dot_nt(a, b, acc):
-    """``a @ b^T + acc``. The interpreter would multiply the bits of bfloat16 as integers, so there operands are widened
-    first."""
+    """``a @ b^T + acc``. The interpreter would multiply the bits of bfloat16 as integers."""
     if _INTERPRETED and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b.T, acc)
@@ -57,8 +56,7 @@ def dot_nt(a, b, acc):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 rounded to the nearest ``dtype``. The interpreter would truncate to bfloat16, so there values are rounded
-    first."""
+    """float32 rounded to the nearest ``dtype``. The interpreter would truncate to bfloat16."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)

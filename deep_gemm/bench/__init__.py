@@ -1,1 +1,1 @@
-"""Measuring the kernels: shapes, timing, side-by-side runs, charts. The command is `deep-gemm bench`."""
+"""Measuring the kernels: shapes, timing, side-by-side runs, surveys. The command is `deep-gemm bench`."""

@@ -1,212 +1,102 @@
-"""What is timed for the record: our call, the vendor's library and DeepGEMM, on the same operands.
-
-The backends are those of `deep_gemm.backends`. The class of an operation's operands
-has all that this package must know about it; no other module here names an operation.
-"""
+"""What is timed for the record: our call, the vendor's library and DeepGEMM, on the same operands, all of them those of
+`deep_gemm.backends`."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import deep_gemm
 from deep_gemm import ops
+from deep_gemm.aot.layers import FP8_OPS
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.backends import deepgemm, get_kernel
-from deep_gemm.backends.operations import RowwiseGemm, ScaledGemm, WeightGradient
+from deep_gemm.backends import deepgemm, get_kernel, get_operation
+from deep_gemm.backends.operations import RECIPES
 from deep_gemm.bench.shapes import Problem
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.kernels.base import Strides
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.layouts import TMA_BYTES
-from deep_gemm.ops.table import FP8
 from deep_gemm.runtime.calls import Operation
 from deep_gemm.spec import GemmSpec
-from deep_gemm.testing import calc_diff, random_operands, timing
+from deep_gemm.testing import calc_diff, timing
 
 Call = Callable[[], Any]
 
 
 @dataclass
-class FP8Operands:
-    """`a` (m, k), `b` (n, k): E4M3; `sfa` (m, k/128) MN-major, `sfb` (n/128, k/128): float32; `d` (m, n): bf16."""
+class Operands:
+    """One set of tensors: activations `a`, weights `b`, the result `d`, and for FP8 the scales."""
 
-    peers: ClassVar[tuple[str, ...]] = ("tensorwise", "blockwise")
-    element_bytes = 1
-    op = ops.DEFAULT
-    accumulate = False
-
+    shape: GemmShape
     a: Tensor
-    sfa: Tensor
     b: Tensor
-    sfb: Tensor
     d: Tensor
+    sfa: Tensor | None = None
+    sfb: Tensor | None = None
 
-    @staticmethod
-    def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
-        """The spec of a call with fresh tensors of this shape."""
-        return ops.spec(shape.m, shape.n, shape.k, num_sms, shape.op)
-
-    @classmethod
-    def make(cls, shape: GemmShape, sets: int, device: str) -> list[FP8Operands]:
-        """Normal data through the real 1x128 and 128x128 quantisation."""
-        (a, sfa), _, _, _ = random_operands(shape.m, 1, shape.k, device)
-        sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa)
-        out = []
-        for index in range(sets):
-            _, (b, sfb), _, _ = random_operands(1, shape.n, shape.k, device, seed=index)
-            out.append(cls(a, sfa, b, sfb, torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device)))
-        return out
+    @property
+    def accumulate(self) -> bool:
+        """Whether the product is added to `d`."""
+        return Problem.of(self.shape).accumulate or self.shape.op == ops.WGRAD
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The tensors that a model keeps, by field."""
-        return {"b": self.b, "sfb": self.sfb}
+        return {"b": self.b} | ({} if self.sfb is None else {"sfb": self.sfb})
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the operation's function."""
-        return (self.a, self.sfa), (self.b, self.sfb), self.d
+        """The arguments of the operation's function; if the product is added to `d`, that is also c."""
+        a, b = (self.a, self.b) if self.sfa is None else ((self.a, self.sfa), (self.b, self.sfb))
+        return (a, b, self.d, self.d) if self.accumulate else (a, b, self.d)
 
     def checked(self) -> tuple[Operation, Any]:
         """The operation, and its checked operands."""
-        return (operation := Dense(FP8)), operation.check(*self.arguments)
-
-
-@dataclass
-class GradientOperands(FP8Operands):
-    """The same with scales of 1 x 128 on both sides, both MN-major, added to a float32 `d`."""
-
-    op = ops.WGRAD
-    accumulate = True
-
-    @classmethod
-    def make(cls, shape: GemmShape, sets: int, device: str) -> list[FP8Operands]:
-        """Normal data through the real quantisation; `d` begins as zeros."""
-        return _cast_operands(cls, WeightGradient(), shape, sets, device)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the operation's function; `d` is also c."""
-        return (self.a, self.sfa), (self.b, self.sfb), self.d, self.d
-
-    def checked(self) -> tuple[Operation, Any]:
-        operation = Dense(FP8, accumulates=True)
-        return operation, operation.check(*self.arguments, WeightGradient.recipe)
-
-
-@dataclass
-class RowwiseOperands(FP8Operands):
-    """The same with one scale for each row of `a` and of `b`."""
-
-    peers = ("cublaslt",)
-    op = ops.ROWWISE
-
-    @classmethod
-    def make(cls, shape: GemmShape, sets: int, device: str) -> list[FP8Operands]:
-        """Normal data, cast."""
-        return _cast_operands(cls, RowwiseGemm(), shape, sets, device)
-
-
-def _cast_operands(
-    cls: type[FP8Operands], gemm: ScaledGemm, shape: GemmShape, sets: int, device: str
-) -> list[FP8Operands]:
-    """Sets that share a. ``d`` is zeros."""
-    place, found = torch.device(device), []
-    a, _, _ = gemm.make((shape.m, 1, shape.k), place)
-    for index in range(sets):
-        _, b, _ = gemm.make((1, shape.n, shape.k), place, seed=index + 1)
-        found.append(cls(a[0], a[1], b[0], b[1], torch.zeros(shape.m, shape.n, dtype=gemm.out, device=place)))
-    return found
-
-
-@dataclass
-class HalfOperands:
-    """`a` and `b` are stored as the form of `op` says: "tn" means (k, m) and (k, n). With `accumulate` the product is
-    added to `d`."""
-
-    peers = ("cublaslt",)
-    element_bytes = 2
-
-    op: str
-    a: Tensor
-    b: Tensor
-    d: Tensor
-    accumulate: bool
-
-    @staticmethod
-    def spec(shape: GemmShape, num_sms: int) -> GemmSpec:
-        one, form = Problem.of(shape), shape.op[-2:]
-        return ops.spec(
-            shape.m,
-            shape.n,
-            shape.k,
-            num_sms,
-            _nt(shape.op),
-            majors=("mn" if form[0] == "t" else "k", "mn" if form[1] == "n" else "k"),
-            output="f32" if one.output == "f32" else None,
-            accumulate="in place" if one.accumulate else "none",
-        )
-
-    @classmethod
-    def make(cls, shape: GemmShape, sets: int, device: str) -> list[HalfOperands]:
-        """Normal data; with `accumulate`, `d` begins as zeros."""
-        one, op = Problem.of(shape), shape.op
-        dtype = Dense(_nt(op)).dtype
-        wide = torch.float32 if one.output == "f32" else dtype
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, dtype=dtype, device=device, generator=generator)
-
-        a, b = (one.k, one.m) if op[-2] == "t" else (one.m, one.k), (one.k, one.n) if op[-1] == "n" else (one.n, one.k)
-        tokens, size = normal(*a), (one.m, one.n)
-        return [
-            cls(op, tokens, normal(*b), torch.zeros(size, dtype=wide, device=device), one.accumulate)
-            for _ in range(sets)
-        ]
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return {"b": self.b}
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """As `FP8Operands.arguments`; with `accumulate`, `d` is also c."""
-        return (self.a, self.b, self.d, self.d) if self.accumulate else (self.a, self.b, self.d)
-
-    def checked(self) -> tuple[Operation, Any]:
-        operation = Dense(_nt(self.op), self.accumulate)
-        return operation, operation.check(*self.arguments, form=self.op[-2:])
-
-
-Operands = FP8Operands | HalfOperands
-"""One set of an operation's tensors. `a` are activations, `b` weights, and `d` is written; `peers` are the backends
-that ours is compared with, besides DeepGEMM."""
+        op = self.shape.op
+        operation = Dense(ops.DEFAULT if op in FP8_OPS else _nt(op), self.accumulate)
+        named = {"recipe": RECIPES.get(op)} if op in FP8_OPS else {"form": op[-2:]}
+        return operation, operation.check(*self.arguments, **named)
 
 
 def _nt(op: str) -> str:
-    """The operation's name in `ops.PRODUCTS`, the same for every form."""
+    """The name in `ops.PRODUCTS` of an operation of 16 bits, the same for every form."""
     return f"{op[:-2]}nt"
 
 
-def of(shape: GemmShape) -> type[FP8Operands] | type[HalfOperands]:
-    """The class of a shape's operands."""
-    fp8 = {one.op: one for one in (FP8Operands, GradientOperands, RowwiseOperands)}
-    return fp8.get(shape.op, HalfOperands)
+def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
+    """The spec of a call with fresh tensors of this shape."""
+    one, op = Problem.of(shape), shape.op
+    if op in FP8_OPS:
+        return ops.spec(one.m, one.n, one.k, num_sms, op)
+    majors = "mn" if op[-2] == "t" else "k", "mn" if op[-1] == "n" else "k"
+    more: dict[str, Any] = {"majors": majors, "output": one.output or None}
+    more["accumulate"] = "in place" if one.accumulate else "none"
+    return ops.spec(one.m, one.n, one.k, num_sms, _nt(op), **more)
 
 
-def make_operands(shape: GemmShape, sets: int, device: str = "cuda") -> list[Any]:
-    """Random normal data; zeros would run faster than any user's data.
+def element_bytes(shape: GemmShape) -> int:
+    """Bytes of an element of the operands."""
+    return 1 if shape.op in FP8_OPS else 2
 
-    The sets share the activations and have weights and outputs of their own, as the layers of a model do.
-    """
-    return of(shape).make(shape, sets, device)
+
+def make_operands(shape: GemmShape, sets: int, device: str = "cuda") -> list[Operands]:
+    """Random normal data; zeros would run faster. The sets share the activations and have weights and outputs of their
+    own, as the layers of a model do. Where a product is added to `d`, that begins as zeros."""
+    one, gemm, made = Problem.of(shape), get_operation(shape.op), []  # type: tuple[Problem, Any, list[Operands]]
+    for seed in range(sets):
+        a, b, d = gemm.make((one.m, one.n, one.k), torch.device(device), seed)
+        d = torch.zeros_like(d, dtype=torch.float32 if one.output else d.dtype)
+        if shape.op in FP8_OPS:
+            made.append(Operands(shape, a[0], b[0], d, a[1], b[1]))
+        else:
+            made.append(Operands(shape, a, b, d))
+    return [replace(x, a=made[0].a, sfa=made[0].sfa) for x in made]
 
 
 MAX_SETS, STEADY_SETS = 256, 4
@@ -215,16 +105,15 @@ MAX_SETS, STEADY_SETS = 256, 4
 def sets_for(shape: GemmShape, mode: str) -> int:
     """How many sets a mode uses in turn. Tiny weights would need thousands of sets to leave the L2; in a real model
     they stay in it, too."""
-    size = shape.n * shape.k * of(shape).element_bytes
-    graph = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // size)))
+    graph = min(MAX_SETS, max(2, -(-timing.GRAPH_WEIGHT_BYTES // (shape.n * shape.k * element_bytes(shape)))))
     return {"flush": 1, "steady": STEADY_SETS}.get(mode, graph)
 
 
 def addressable(shape: GemmShape) -> bool:
     """Whether TMA can read fresh operands of this shape without a copy."""
-    asked, size = of(shape).spec(shape, 1), of(shape).element_bytes
+    asked = spec_of(shape, 1)
     inner = (shape.m if asked.a.major == "mn" else shape.k, shape.n if asked.b.major == "mn" else shape.k)
-    return all(elements * size % TMA_BYTES == 0 for elements in inner)
+    return all(elements * element_bytes(shape) % TMA_BYTES == 0 for elements in inner)
 
 
 def placed(x: Operands, device: int) -> tuple[Strides, Mapping[str, int]]:
@@ -234,13 +123,9 @@ def placed(x: Operands, device: int) -> tuple[Strides, Mapping[str, int]]:
     return step.strides, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
 
 
-def through(name: str) -> Callable[[Any], Call]:
+def through(name: str) -> Callable[[Operands], Call]:
     """The call of a backend of `deep_gemm.backends`, with what a model does once done before it."""
-
-    def prepare(x: Operands) -> Call:
-        return get_kernel(name, x.op).prepare(*x.arguments)
-
-    return prepare
+    return lambda x: get_kernel(name, x.shape.op).prepare(*x.arguments)
 
 
 ours = through("cuda")
@@ -262,10 +147,7 @@ EASIER = ("tensorwise",)
 
 
 def ours_promised(x: Operands) -> Call:
-    """`ours` on weights that are declared constant before the first call.
-
-    Take it back with `retract` after the timing.
-    """
+    """`ours` on weights that are declared constant before the first call. `retract` takes it back."""
     if x.b.is_cuda:
         torch.cuda.synchronize(x.b.device)  # the promise: nothing that still runs writes them
     deep_gemm.declare_constant(*x.weights.values())
@@ -277,14 +159,16 @@ def retract(x: Operands) -> None:
     deep_gemm.retract_constant(*x.weights.values())
 
 
-def own_weights(x: Any) -> Any:
+def own_weights(x: Operands) -> Operands:
     """The same problem with weights and output at other addresses, without a promise."""
-    return replace(x, d=torch.zeros_like(x.d), **{name: tensor.clone() for name, tensor in x.weights.items()})
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in x.weights.items()}
+    return replace(x, d=torch.zeros_like(x.d), **copies)
 
 
 def names_for(shape: GemmShape) -> tuple[str, ...]:
     """All backends of a shape's operation, ours first."""
-    return ("ours", *of(shape).peers, *(name for name in (DEEPGEMM,) if name in BACKENDS))
+    peers = ("tensorwise", "blockwise") if shape.op in (ops.DEFAULT, ops.WGRAD) else ("cublaslt",)
+    return ("ours", *peers, *(name for name in (DEEPGEMM,) if name in BACKENDS))
 
 
 def add_deepgemm(library: Any) -> dict[str, str]:
@@ -294,11 +178,8 @@ def add_deepgemm(library: Any) -> dict[str, str]:
 
 
 def usable(name: str, x: Operands) -> str | None:
-    """Why a backend cannot run this problem, in its own words, or None. Runs it once.
-
-    The result of a backend that solves the same problem is compared with ours, so that a misread scale layout is not
-    taken for a fast kernel.
-    """
+    """Why a backend cannot run this problem, in its own words, or None. Runs it once, and compares the result with
+    ours, so that a misread scale layout is not taken for a fast kernel."""
     if name == "ours":
         BACKENDS[name](x)()  # our own errors are raised
         return None

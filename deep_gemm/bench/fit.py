@@ -15,8 +15,9 @@ from torch import Tensor
 
 from deep_gemm import arch as archs
 from deep_gemm.bench import rows
+from deep_gemm.bench.backends import spec_of
 from deep_gemm.bench.modes import LAUNCH_MODES
-from deep_gemm.bench.survey import name_of, spec_of
+from deep_gemm.bench.survey import name_of
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import candidates
@@ -50,26 +51,21 @@ BOUNDS: dict[str, tuple[float, float]] = {
 """The bounds of each constant on Hopper GPUs; the search uses logarithms. The clock is not fitted."""
 
 SOFTNESS = (0.05, 0.015)
-"""Temperature of the softmin over estimates (as logarithms) that makes the choice differentiable: at the start and at
-the end of the search."""
+"""Temperature of the softmin over logarithms of estimates: at the start and at the end of the search."""
 LARGE, LARGE_WEIGHT = 0.1, 4.0
 """The part of a loss beyond ``LARGE``, as a logarithm, has this weight."""
 MOST = 0.4
 """Losses are clipped here: some single times of a survey are outliers."""
 ORDER_WEIGHT, ACCURACY_WEIGHT = 1.0, 0.2
-"""Weights of the estimates' errors beside the time lost by choices: errors between configs of one shape, and the common
-error of a shape."""
+"""Weights of errors between configs of one shape, and of the common error of a shape."""
 DECAY = 8.0
-"""The weight of an error falls as exp(-DECAY * x) for a config slower than the best by x (a logarithm): errors of slow
-configs do no harm."""
+"""The weight of an error is exp(-DECAY * x) for a config slower than the best by x, a logarithm."""
 HIDDEN_US = 2.5
 """How much less a launch takes in a graph than alone, as a starting value: the fit finds it for each mode."""
 SHORTEST_US = 0.2
 """The lower bound of a launch's time during the fit."""
 STEPS, RATE = 300, 0.06
-"""Steps and learning rate of Adam."""
 LEAST_PAIRS = 20
-"""The least number of pairs of a shape and a config to which the constants of power are fitted."""
 HELD_OUT = 4
 """One shape in this many is held out to judge the fit."""
 
@@ -77,13 +73,11 @@ Row = dict[str, Any]
 
 
 def fold(row: Row) -> int:
-    """Which of `HELD_OUT` parts a row belongs to. It depends on the shape alone, so that all modes of a shape are held
-    out together."""
+    """It depends on the shape alone, so that all modes of a shape are held out together."""
     return zlib.crc32(f"{row['m']} x {row['n']} x {row['k']}".encode()) % HELD_OUT
 
 
 def is_held_out(row: Row) -> bool:
-    """Whether a row is held out."""
     return fold(row) == 0
 
 
@@ -149,14 +143,12 @@ class Data:
         return torch.exp(-self._least(chosen))
 
     def estimates(self, speed: Any) -> Tensor:
-        """The estimates of all pairs, in us."""
         total: Tensor = parts(self.x, speed, _maximum)["total"]
         return total
 
     def loss(self, speed: Any, softness: float = SOFTNESS[1], hidden: Tensor | None = None) -> Tensor:
-        """The time lost by the choices, with extra weight on large losses, plus the weighted errors of the estimates.
-        ``hidden`` is how many us less a launch takes in each of ``modes.LAUNCH_MODES`` than alone, which is what the
-        model estimates; zeros if None."""
+        """The time lost by the choices, more for large losses, plus the weighted errors of the estimates. ``hidden``:
+        how many us less a launch takes in each of ``modes.LAUNCH_MODES`` than alone."""
         hidden = torch.zeros(len(LAUNCH_MODES), dtype=torch.float64) if hidden is None else hidden
         us, felt = self.estimates(speed), self.log_lost.clamp(max=MOST)
         estimates = torch.log(us)
@@ -170,12 +162,10 @@ class Data:
         return (lost + LARGE_WEIGHT * torch.clamp(lost - LARGE, min=0) + wrong).mean()
 
     def _least(self, values: Tensor) -> Tensor:
-        """By row."""
         most = torch.full((len(self.rows),), math.inf, dtype=values.dtype)
         return most.scatter_reduce(0, self.row, values, "amin")
 
     def _mean(self, values: Tensor, weights: Tensor) -> Tensor:
-        """By row."""
         none = torch.zeros(len(self.rows), dtype=values.dtype)
         return none.index_add(0, self.row, weights * values) / none.index_add(0, self.row, weights)
 
@@ -226,9 +216,8 @@ def _fit(data: Data, start: Speed, steps: int) -> Speed:
 
 
 def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Power, dict[str, float]] | None:
-    """The constants of power from the survey rows timed back to back, by least squares of relative errors; and a
-    summary with the number of pairs and the errors' standard deviation. None if there are too few rows, or a constant
-    would not be positive."""
+    """The constants of power from rows timed back to back, by least squares of relative errors; the number of pairs and
+    the errors' standard deviation. None if there are too few rows, or a constant would not be positive."""
     drawn: list[list[float]] = []
     for row in rows:
         if row["mode"] != "steady":

@@ -15,7 +15,9 @@ import functools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from deep_gemm import arch, options
 from deep_gemm.jit.binary import BuildRequest
@@ -23,9 +25,6 @@ from deep_gemm.jit.builder import default_builder
 from deep_gemm.jit.driver.launch import Launch, LaunchShape
 from deep_gemm.jit.driver.module import Function, load_function
 from deep_gemm.testing import timing
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NAME = "read_floor"
 STAGES, STAGE_BYTES, THREADS = 12, 16384, 160
@@ -38,8 +37,7 @@ instead of 6.5."""
 
 
 def piece_bytes(size: int, ctas: int) -> int:
-    """The size of the pieces that CTAs read in turn, of `size` bytes in all: the largest that fits a stage and gives
-    all CTAs the same number of pieces, except for the remainder."""
+    """The pieces that CTAs read in turn, of `size` bytes in all: the largest that fit a stage and deal evenly."""
     return -(-size // (ctas * _rounds(size, ctas) * UNIT)) * UNIT
 
 
@@ -62,13 +60,9 @@ def request(target: str) -> BuildRequest:
     return BuildRequest(NAME, defines + Path(__file__).with_name("read_floor.cu").read_text(), target)
 
 
-def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: int = 10) -> float:
-    """Microseconds a launch in a graph that reads these tensors, all of one size, in turn, as `timing.graph` times
-    calls.
-
-    `overlapped`: with no more shared memory than data to read, so that launches overlap."""
-    import torch
-
+def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False) -> float:
+    """Microseconds a launch in a graph that reads these tensors, all of one size, in turn. `overlapped`: with no more
+    shared memory than data to read, so that launches overlap."""
     device = weights[0].get_device()
     kernel, stream = _load(device), torch.cuda.Stream()
     out = torch.empty(THREADS, dtype=torch.float32, device=weights[0].device)
@@ -85,7 +79,7 @@ def read_floor_us(weights: Sequence[Tensor], overlapped: bool = False, replays: 
     ]
     count = max(64, len(launches))
     captured = timing.capture(launches, count, stream)
-    samples = [timing.elapsed_us(captured.replay) for _ in range(replays + 2)][2:]
+    samples = [timing.elapsed_us(captured.replay) for _ in range(12)][2:]
     return statistics.median(samples) / count
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench.shapes import STEADY_MIN_M
 
+GEMM_MODES = ("flush", "graph", "steady")
+"""What `deep-gemm bench` times."""
 LAUNCH_MODES = ("flush", "promised", "unpromised")
 SURVEY_MODES = (*LAUNCH_MODES, "steady")
-COST_MODES = ("host", "cold", "compile", "dims", "kernels")
-"""Surveys time the first two kinds of modes, `costs` the last."""
+"""Cold single calls; for small M, graphs of many calls with and without the weight promise; and, for shapes that power
+limits, calls back to back."""
 
 WITHIN = 1.35
 """Surveys time configs up to this factor of the best prediction. In 99% of 680 rows of an H200 survey, the model

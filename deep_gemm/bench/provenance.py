@@ -12,10 +12,8 @@ _SUFFIXES = (".py", ".cuh", ".jinja", ".json")
 
 
 def source_digest() -> str:
-    """A short digest of the package's sources, device code included, this one excluded.
-
-    It is the same for a source tree and for the wheel built from it.
-    """
+    """A short digest of the package's sources, device code included, this one excluded; the same for the wheel built
+    from it."""
     digest = hashlib.sha256()
     for package in ("deep_gemm", "deep_gemm.jit", "deep_gemm.templates"):
         root = Path(next(iter(importlib.import_module(package).__path__)))
@@ -40,7 +38,6 @@ def driver_version() -> str:
 
 
 def today() -> str:
-    """The date in UTC, as in 2026-01-31."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from deep_gemm.errors import InvalidInputError
 Row = dict[str, Any]
 
 PACKED = "packed"
-"""The mode of a line that is no row, see `pack`."""
-COMMON = ("device", "driver", "cuda", "torch", "date", "source_digest")
+"""The mode of a line that is no row, see `Packed`."""
 
 
 def read(path: Path, check: Callable[[Row, str], None]) -> list[Row]:
@@ -35,38 +32,19 @@ def read(path: Path, check: Callable[[Row, str], None]) -> list[Row]:
     return found
 
 
-def pack(rows: Sequence[Row]) -> str:
-    """Rows of a survey as text that is a third as long, without loss. `Packed` reads it.
-
-    A line of mode "packed" comes first, with the names of all configs, the most frequent first. In its row, ``times``
-    is a pair of lists: places in these names, and times. Fields of `COMMON` are in further lines of mode "packed",
-    where they change.
-    """
-    counts = Counter(name for row in rows for name in row["times"])
-    names = [name for name, _ in counts.most_common()]
-    place = {name: index for index, name in enumerate(names)}
-    lines: list[Row] = [{"mode": PACKED, "configs": names}]
-    common: Row = {}
-    for row in rows:
-        of_row = {name: row[name] for name in COMMON if name in row}
-        if of_row != common:
-            common = of_row
-            lines.append({"mode": PACKED, "common": common})
-        own = {name: value for name, value in row.items() if name not in COMMON}
-        lines.append(own | {"times": [[place[name] for name in row["times"]], list(row["times"].values())]})
-    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-
-
 class Packed:
-    """Gives the rows of a file their fields again, line by line; rows that are not packed stay as they are."""
+    """Gives the rows of a survey their fields again, line by line; rows that are not packed stay as they are.
+
+    A line of mode "packed" has the names of all configs, or the fields that the rows after it share. In a row,
+    ``times`` is then a pair of lists: places in these names, and times. `benchmarks/pack.py` writes such files.
+    """
 
     def __init__(self) -> None:
         self._configs: list[str] = []
         self._common: Row = {}
 
     def unpack(self, row: Row, where: str) -> None:
-        """Take a line of mode "packed", or complete a row in place. Raises InvalidInputError for one that names no
-        config."""
+        """Take a line of mode "packed", or complete a row in place. Raises InvalidInputError."""
         if row["mode"] == PACKED:
             self._configs, self._common = row.get("configs", self._configs), row.get("common", self._common)
             return

@@ -1,8 +1,5 @@
-"""Side-by-side timing in one process: ours against cuBLASLt, one JSON row for each shape and mode, written when
-measured.
-
-Two H200s differ by a few percent, so compare ratios within one run.
-"""
+"""Side-by-side timing in one process: one JSON row for each shape and mode, written when measured. Two H200s differ by
+a few percent, so compare ratios within one run."""
 
 from __future__ import annotations
 
@@ -17,11 +14,9 @@ from typing import Any
 
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import backends, floor, rows
-from deep_gemm.bench.live import LiveTable
-from deep_gemm.bench.modes import FLOOR_MAX_M, why_not
+from deep_gemm.bench.modes import FLOOR_MAX_M, GEMM_MODES, why_not
 from deep_gemm.bench.provenance import environment
 from deep_gemm.bench.shapes import READ_FLOOR_US
-from deep_gemm.bench.summary import GEMM_MODES
 from deep_gemm.testing import timing
 
 OTHERS = (*(name for name in backends.BACKENDS if name != "ours"), backends.DEEPGEMM)
@@ -52,7 +47,6 @@ class Run:
         """Measure and return the rows. Measurements for which the time was too short are listed in `left_out`."""
         start = time.monotonic()
         common = environment() | self.known
-        table = LiveTable(OTHERS)
         measured: list[Row] = []
         asked = [(shape, mode, why_not(shape, mode)) for mode in self.modes for shape in self.shapes]
         work = [(shape, mode) for shape, mode, reason in asked if reason is None]
@@ -66,7 +60,7 @@ class Run:
             measured.append(row)
             if self.output is not None:
                 append(self.output, row)
-            self.progress(table.add(row, index + 1, len(work)))
+            self.progress(f"{index + 1}/{len(work)} {line(row)}")
         return measured
 
 
@@ -130,11 +124,30 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     for floor_name in ("floor", "floor_overlapped"):
         if floor_name in us:
             row[f"us_{floor_name}"] = round(us[floor_name], 3)
-    known = READ_FLOOR_US.get((shape.n, shape.k)) if backends.of(shape).element_bytes == 1 else None
+    known = READ_FLOOR_US.get((shape.n, shape.k)) if backends.element_bytes(shape) == 1 else None
     floors = [x for x in (us.get("floor"), known) if x is not None]
     if mode == "graph" and floors:
         row["floor_fraction"] = round(min(floors) / mine, 4)
     return row
+
+
+NUMBERS = (
+    ("us", "{:9.2f} us"),
+    ("tflops", "{:6.1f} TFLOP/s"),
+    ("gbps", "{:5.0f} GB/s"),
+    *((f"ratio_{name}", f"{name} {{:.3f}}") for name in OTHERS),
+    ("us_unpromised", "no promise {:.2f} us"),
+    ("floor_fraction", "of floor {:.2f}"),
+)
+"""The fields of a row that are shown, and how. A ratio is the backend's time over ours."""
+
+
+def line(row: Row) -> str:
+    """A row for a person, aligned with others of its mode and operation."""
+    numbers = [text.format(row[name]) for name, text in NUMBERS if name in row]
+    refused = [f"{name} is not timed: {row[key]}" for name in OTHERS if (key := f"refused_{name}") in row]
+    what = f"{row['mode']} {row['m']:5} x {row['n']:5} x {row['k']:5}  {rows.operation_of(row)}".rstrip()
+    return "  ".join([what, *numbers, *refused])
 
 
 def append(path: Path, row: Row) -> None:
@@ -151,7 +164,7 @@ def load(path: Path) -> list[Row]:
 
 
 def _check(row: Row, where: str) -> None:
-    """Check the fields of a GEMM's row that means and charts need."""
+    """Check the fields of a GEMM's row that means need."""
     if row["mode"] not in GEMM_MODES:
         return
     rows.check_shape(row, where)

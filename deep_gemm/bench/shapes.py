@@ -1,5 +1,4 @@
-"""The shapes that are measured: N x K of public models' linear layers, sizes of M, and random shapes that nobody tuned
-for."""
+"""The shapes that are measured: those of public models' linear layers, and random ones that nobody tuned for."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ OUTPUTS = ("f32",)
 
 @dataclass(frozen=True, order=True)
 class Problem(GemmShape):
-    """A shape with the options of its operation: the dtype of D, one of `OUTPUTS`, and whether the product is added to
-    D."""
+    """A shape with the dtype of D, one of `OUTPUTS`, and whether the product is added to D."""
 
     output: str = ""
     accumulate: bool = False
@@ -41,8 +39,7 @@ class Problem(GemmShape):
 
 
 def posed(shapes: Iterable[GemmShape], op: str = FP8, output: str = "", accumulate: bool = False) -> list[GemmShape]:
-    """The same shapes for an operation. Raises InvalidInputError if it does not have this output or does not
-    accumulate."""
+    """The same shapes for an operation. Raises InvalidInputError if it has no such output or does not accumulate."""
     if op not in TIMED_OPS or output not in ("", *OUTPUTS) or not isinstance(accumulate, bool):
         given = (op, output, accumulate)
         known = f"{', '.join(TIMED_OPS)}, outputs {', '.join(OUTPUTS)}"
@@ -70,12 +67,9 @@ READ_FLOOR_US: dict[tuple[int, int], float] = {
     (24576, 1536): 8.9,
     (7168, 16384): 26.8,
 }
-"""The read floor by N x K: us a launch in graph mode for merely reading the weights.
-
-132 CTAs with one producer thread each, a ring of 12 bulk copies of 16 KB, and 128 consumers that touch what arrives,
-launched with PDL and reading before they wait for the previous launch. Measured once on an NVIDIA H200 (driver 580,
-CUDA 13.0) on 2026-11-21, in two repeats that agree within 1%. H200s differ by a few percent, so a fraction of this
-floor is no more exact than that."""
+"""The read floor by N x K: us a launch in graph mode for merely reading the weights, as `floor` does. Measured once on
+an NVIDIA H200 (driver 580, CUDA 13.0) on 2026-11-21, in two repeats that agree within 1%. H200s differ by a few
+percent."""
 
 DEEPSEEK_V3: dict[str, int] = {
     "hidden_size": 7168,
@@ -93,14 +87,7 @@ DEEPSEEK_V3: dict[str, int] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-"""The sizes in the published `config.json` of DeepSeek-V3, as `workload.model_layers` reads them."""
-
-_LLAMA_3: dict[str, int | str] = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}
-LLAMA_3: dict[str, dict[str, int | str]] = {
-    "8B": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
-    "70B": _LLAMA_3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
-}
-"""The same of Llama 3, which is published in BF16."""
+"""The sizes in the published `config.json` of DeepSeek-V3, as `workload.plan` reads them."""
 
 MODEL_NK: dict[str, tuple[tuple[int, int], ...]] = {
     "DeepSeek-V3": REFERENCE_NK,
@@ -148,11 +135,8 @@ def steady() -> list[GemmShape]:
 
 
 def log_uniform(count: int, seed: int) -> list[GemmShape]:
-    """`count` shapes with M in 1..8192, N in 64..32768 and K in 128..16384, each log-uniform: the same for one seed.
-
-    M is any number. N, and independently K, is a multiple of 16, 64 or 128, one of the three chosen at random for each
-    shape, so a third of the N and K fit no tile of a common size. 16 is the least that cuBLASLt's FP8 takes.
-    """
+    """`count` shapes with M in 1..8192, N in 64..32768 and K in 128..16384, each log-uniform: the same for one seed. N,
+    and independently K, is a multiple of 16 (the least that cuBLASLt's FP8 takes), 64 or 128, chosen at random."""
     generator = random.Random(seed)
 
     def draw(low: int, high: int, step: int) -> int:

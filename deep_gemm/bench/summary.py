@@ -9,11 +9,9 @@ from typing import Any
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import rows as lines
-from deep_gemm.bench.modes import FLOOR_MAX_M, meets_power_limit
+from deep_gemm.bench.modes import FLOOR_MAX_M, GEMM_MODES, meets_power_limit
 
 Row = dict[str, Any]
-
-GEMM_MODES = ("flush", "graph", "steady")
 
 RANGES = ((1, 64, "M <= 64"), (65, 512, "M 65-512"), (513, 999, "M 513-999"), (1000, 1 << 30, "M >= 1000"))
 
@@ -46,13 +44,9 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """For each operation, mode and range of M: our speed relative to each peer, by geometric mean. Entries name
-    the operation where one is not FP8's.
-
-    `against` is cuBLASLt "tensorwise" (in graph mode also without the promise of constant weights), "blockwise", or for
-    16 bits "cuBLASLt"; "DeepGEMM" if it was there, or the "read floor": the floor over our time, for M <= 64 where
-    it is known. Ratios above 1 mean that we are faster.
-    """
+    """For each operation, mode and range of M: our speed relative to each peer of `_AGAINST`, by geometric mean, and
+    the worst shape. Above 1 we are faster. Entries name the operation where one is not FP8's. The read floor is for M
+    <= 64."""
     timed = [row for row in rows if row["mode"] in GEMM_MODES]
     names = dict.fromkeys(map(lines.operation_of, timed))
     if any(names):
@@ -62,7 +56,6 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    """The summary of one operation."""
     out = []
     for mode in GEMM_MODES:
         of_mode = [row for row in rows if row["mode"] == mode]

@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deep_gemm import arch as archs
 from deep_gemm import kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import backends, rows
-from deep_gemm.bench.modes import SURVEY_MODES, meets_power_limit, why_not
+from deep_gemm.bench.backends import spec_of
+from deep_gemm.bench.modes import meets_power_limit, why_not
 from deep_gemm.bench.provenance import environment, source_digest
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import Builder
-from deep_gemm.kernels.base import Strides
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime import engine
 from deep_gemm.runtime.timer import FLUSH_BYTES, Single, times_of
@@ -31,9 +33,6 @@ from deep_gemm.select.heuristic import ranked_as
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
 
-MODES = SURVEY_MODES
-"""Cold single calls; for small M, graphs of many calls with and without the weight promise; and, for shapes that power
-limits, calls back to back."""
 STEADY_CONFIGS = 10
 """How many of the best configs by the model are timed back to back, which takes seconds."""
 PROMISING, PROMISING_US = 1.25, 1.0
@@ -41,11 +40,6 @@ PROMISING, PROMISING_US = 1.25, 1.0
 since a look is two single calls, and every other call of an empty kernel took 0.8 us longer."""
 
 Row = dict[str, Any]
-
-
-def spec_of(shape: GemmShape, num_sms: int) -> GemmSpec:
-    """The spec of a call with fresh tensors of this shape."""
-    return backends.of(shape).spec(shape, num_sms)
 
 
 def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
@@ -69,8 +63,6 @@ class Survey:
 
     def rows(self) -> Iterator[Row]:
         """One row for each shape and mode: times in us by config, and the choice of the present calibration."""
-        import torch
-
         device = torch.cuda.current_device()
         spec, start = archs.for_device(device), time.monotonic()
         common = environment()
@@ -97,8 +89,7 @@ class Survey:
             yield row | common
 
     def _candidates(self, asked: GemmSpec, spec: archs.ArchSpec, known: calibration.Calibration) -> list[GemmConfig]:
-        """The configs to time, the selected one first: it is always timed, even if configs outside the serving set rank
-        higher."""
+        """The selected one first: it is timed even if configs outside the serving set rank higher."""
         if self.everything:
             return select.legal(asked, spec)
         selected = select.rank(asked, spec, known)[0].config
@@ -116,16 +107,16 @@ class Survey:
 
 
 def is_surveyed(shape: GemmShape, mode: str) -> bool:
-    """Whether configs of a shape are timed in a mode. Steady mode is only for shapes that power limits, since a fit
-    uses it for nothing else. Operands that TMA cannot read are left out, since they would be copied first."""
+    """Steady mode is only for shapes that power limits: a fit uses it for nothing else. Operands that TMA cannot read
+    would be copied first, and are left out."""
     if why_not(shape, mode) is not None or not backends.addressable(shape):
         return False
     return mode != "steady" or meets_power_limit(shape)
 
 
 def steady_times_of(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The mean of two times of each, once in order and once in reverse, so that a drift of the GPU's power affects all
-    alike. A first call, which warms it up, is not counted."""
+    """The mean of two times of each, in order and in reverse: a drift of the GPU's power affects all alike. A first
+    call, which warms it up, is not counted."""
     next(iter(timers.values()))()
     there = {name: timer() for name, timer in timers.items()}
     back = {name: timers[name]() for name in reversed(list(timers))}
@@ -148,26 +139,10 @@ def timers_of(
     device: int,
     builder: Builder | None = None,
 ) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
-    """A timer for each config by name. Kernels come from ``builder``, if it is given."""
+    """A timer for each config by name, in random order, so that no config always runs on a GPU heated by another.
+    Kernels come from ``builder``, if it is given."""
     operands = backends.make_operands(shape, backends.sets_for(shape, mode))
     places = [backends.placed(x, device) for x in operands]
-    yield from timers_at(operands, places, asked, configs, mode, spec, device, builder)
-
-
-def timers_at(
-    operands: Sequence[Any],
-    places: Sequence[tuple[Strides, Mapping[str, int]]],
-    asked: GemmSpec,
-    configs: Sequence[GemmConfig],
-    mode: str,
-    spec: archs.ArchSpec,
-    device: int,
-    builder: Builder | None = None,
-) -> Iterator[tuple[str, Single | _Steady | _Graph]]:
-    """The same for operands at ``places``: strides and addresses, one pair for each set. Timers come in random order,
-    so that no config always runs on a GPU heated by another."""
-    import torch
-
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     order = list(configs)
     random.Random(asked.m * asked.n + asked.k).shuffle(order)
@@ -228,7 +203,6 @@ def quality(row: Row) -> float:
 
 
 def line(row: Row) -> str:
-    """One row for a person."""
     times, selected = row["times"], row["selected"]
     best = min(times, key=times.__getitem__)
     where = f"{row['mode']:10} {row['m']:5} x {row['n']:5} x {row['k']:5}"

@@ -12,25 +12,26 @@ import click
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError
 from deep_gemm.settings import settings
 
-COMMANDS = {
-    "bench": "Time kernels beside cuBLASLt; also host time and compiling.",
-    "cache": "Show, check, prune or clear stored kernels; make packs.",
-    "calibrate": "Measure a GPU and fit the model that chooses configs to it.",
-    "compare": "Run the implementations of an operation side by side.",
-    "demo": "Compile, check and time one GEMM of DeepSeek-V3.",
-    "doctor": "Show what was found and what is used, and say what to do.",
-    "inspect": "Show what would run for a shape: configs, source, SASS.",
-    "new-kernel": "Write the files of a kernel of your own, with a test.",
-    "precompile": "Compile the kernels of a model or of shapes ahead of time.",
-    "tune": "Measure configs for a model or shapes, and keep the choices.",
-}
 GROUPS = {
-    "Setup": ("doctor", "demo"),
-    "Deployment": ("precompile", "cache"),
-    "Speed": ("bench", "compare", "inspect", "calibrate", "tune"),
-    "Kernels": ("new-kernel",),
+    "Setup": {
+        "doctor": "Show what was found and what is used, and say what to do.",
+        "demo": "Compile, check and time one GEMM of DeepSeek-V3.",
+    },
+    "Deployment": {
+        "precompile": "Compile the kernels of a model or of shapes ahead of time.",
+        "cache": "Show, check, prune or clear stored kernels; make packs.",
+    },
+    "Speed": {
+        "bench": "Time kernels beside cuBLASLt, or sum up recorded rows.",
+        "compare": "Run the implementations of an operation side by side.",
+        "inspect": "Show what would run for a shape: configs, source, SASS.",
+        "calibrate": "Measure a GPU and fit the model that chooses configs to it.",
+        "tune": "Measure configs for a model or shapes, and keep the choices.",
+    },
+    "Kernels": {"new-kernel": "Write the files of a kernel of your own, with a test."},
 }
-"""How help groups the commands. One that is in no group comes under "More"."""
+"""The commands as help shows them, by group."""
+COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 
 FIRST = (
     ("doctor", "what works here, and what to do"),
@@ -42,12 +43,12 @@ FIRST = (
 """What a new user types, in order: arguments, and what they are for."""
 
 
-def groups() -> dict[str, list[tuple[str, str]]]:
-    """Every command, padded to one width, with its line of help, by group."""
-    grouped = {name for names in GROUPS.values() for name in names}
-    every = {**GROUPS, "More": tuple(sorted(set(COMMANDS) - grouped))}
+def write_groups(formatter: click.HelpFormatter) -> None:
+    """Every command with its line of help, padded to one width, by group."""
     width = max(map(len, COMMANDS))
-    return {title: [(name.ljust(width), COMMANDS[name]) for name in names] for title, names in every.items() if names}
+    for title, commands in GROUPS.items():
+        with formatter.section(title):
+            formatter.write_dl([(name.ljust(width), text) for name, text in commands.items()])
 
 
 class Refused(click.ClickException):
@@ -69,9 +70,7 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, commands in groups().items():
-            with formatter.section(title):
-                formatter.write_dl(commands)
+        write_groups(formatter)
 
     def invoke(self, ctx: click.Context) -> object:
         # An error of this package, or one about a file, is a sentence for the user; a traceback would hide it.
@@ -87,7 +86,11 @@ class LazyGroup(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 @click.version_option(package_name="deep-gemm-jit", prog_name="deep-gemm")
 @click.pass_context
 def app(ctx: click.Context) -> None:
@@ -113,8 +116,6 @@ def overview() -> str:
     formatter.write(f"{(app.help or '').strip().partition(chr(10))[0]}\n\nStart here:\n")
     with formatter.indentation():
         formatter.write_dl([(f"deep-gemm {arguments}", text) for arguments, text in FIRST], col_max=50)
-    for title, commands in groups().items():
-        with formatter.section(title):
-            formatter.write_dl(commands)
+    write_groups(formatter)
     formatter.write("\nOptions of a command: deep-gemm COMMAND --help\n")
     return formatter.getvalue()

@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
+from deep_gemm.aot import workload
+from deep_gemm.aot.inputs import parse_sizes
 from deep_gemm.aot.layers import FP8
-from deep_gemm.aot.workload import DEFAULT_M, GemmShape, parse_shape, parse_sizes
 from deep_gemm.bench import shapes
-from deep_gemm.bench.modes import COST_MODES
-from deep_gemm.bench.summary import GEMM_MODES, summary
+from deep_gemm.bench.modes import GEMM_MODES
+from deep_gemm.bench.summary import summary
 from deep_gemm.cli.console import Number, console, table
-from deep_gemm.cli.shape_options import shape_option
+from deep_gemm.cli.options import PATH, shape_option
 
-MODES = (*GEMM_MODES, *COST_MODES)
 AGAINST = ("tensorwise", "blockwise", "cublaslt")
 
 
@@ -27,34 +27,31 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--accumulate", is_flag=True, help="Add the product to D, in place."),
         click.option("--output-dtype", "dtype", type=click.Choice(shapes.OUTPUTS), help="dtype of D. [that of A]"),
-        click.option("--op", type=ops, default=FP8, show_default=True, metavar="NAME", help="The operation."),
+        click.option("--op", type=ops, default=FP8, metavar="NAME", help="The operation."),
     ):
         command = option(command)
     return command
 
 
 @click.command("bench")
-@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="What to time; repeatable. [flush]")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(GEMM_MODES), help="What to time; repeatable. [flush]")
 @click.option("--set", "set_name", type=click.Choice(sorted(shapes.SETS)), help="A named list of shapes. [reference]")
 @shape_option
 @click.option("--m", "m_text", metavar="SIZES", help="M for NxK shapes, or to choose from a set: 1,64-256:64.")
 @click.option(
     "--random", "random_count", type=click.IntRange(1, 100_000), metavar="COUNT", help="Random shapes, log-uniform."
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of --random.")
+@click.option("--seed", default=0, help="Seed of --random.")
 @click.option(
     "--against",
     multiple=True,
     type=click.Choice(AGAINST),
     help="What to compare with: a way to call cuBLASLt; repeatable. [all]",
 )
-@click.option("--deepgemm", type=click.Path(path_type=Path), help="Also time the DeepGEMM in this directory.")
+@click.option("--deepgemm", type=PATH, help="Also time the DeepGEMM in this directory.")
 @operation_options
 @click.option("--seconds", type=Number(), default=math.inf, help="Begin no new measurement after this long.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Append each row to this file, as JSON, once it is measured."
-)
-@click.option("--chart", type=click.Path(path_type=Path), help="Draw the rows to PNG files NAME-<mode>.png.")
+@click.option("--output", type=PATH, help="Append each row to this file, as JSON, once it is measured.")
 @click.option(
     "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing: use the rows of this file."
 )
@@ -72,26 +69,19 @@ def command(
     accumulate: bool,
     seconds: float,
     output: Path | None,
-    chart: Path | None,
     source: Path | None,
 ) -> None:
-    """Time kernels side by side with cuBLASLt, in one process. Rows appear as they are measured.
+    """Time kernels side by side with cuBLASLt, in one process. Rows appear as they are measured, with the backends'
+    times over ours.
 
-    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt, for the first three modes.
+    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt.
 
     \b
-    Modes that need a GPU:
+    Modes:
       flush    single calls, cold L2, launch hidden
       graph    many weights in one CUDA graph (M <= 128), with and without
                the promise that they are constant
       steady   back to back for seconds, limited by power
-      host     CPU time of a warm call, part by part
-      dims     N and K given at run time against compiled in
-    \b
-    Modes that need none:
-      cold     import, compile and load times
-      compile  the phases of four builds
-      kernels  how many kernels serve every M
     \b
     Sets of shapes:
       public     those of the published results: DeepSeek-V3's N x K,
@@ -104,47 +94,28 @@ def command(
     --random draws M, N and K log-uniform; N and K are multiples of 16, 64 or 128.
     """
     from deep_gemm.backends import deepgemm as theirs
-    from deep_gemm.bench import backends, costs, live, run
+    from deep_gemm.bench import backends, run
 
-    modes = modes or ("flush",)
     out = console()
-    rows = run.load(source) if source is not None else []
-    if source is not None and not rows:
-        raise click.ClickException(f"{source} has no rows, so there is nothing to show.")
     left_out: list[str] = []
-    if source is None:
-        gemm_modes = [mode for mode in modes if mode in GEMM_MODES]
+    if source is not None:
+        rows = run.load(source)
+        if not rows:
+            raise click.ClickException(f"{source} has no rows, so there is nothing to show.")
+    else:
+        modes = modes or ("flush",)
         chosen = shapes.posed(_shapes(set_name, texts, m_text, random_count, seed), op, dtype or "", accumulate)
-        if gemm_modes or {"host", "dims"} & set(modes):
-            _need_gpu(modes)
-        if gemm_modes:
-            known = backends.add_deepgemm(theirs.load(deepgemm)) if deepgemm is not None else {}
-            every = backends.names_for(chosen[0])
-            if unknown := set(against) - set(every):
-                raise click.UsageError(f"{op} is not timed against {', '.join(unknown)}; {', '.join(every[1:])} can be")
-            names = [name for name in every if not against or name not in AGAINST or name in against]
-            plan = run.Run(chosen, gemm_modes, seconds, output, names, lambda text: out.print(text), known)
-            rows += plan.execute()
-            left_out = plan.left_out
-        growing = live.LiveTable()
-        for mode in modes:
-            if mode not in GEMM_MODES:
-                for row in costs.MODES[mode]():
-                    rows.append(row)
-                    out.print(growing.add(row))
-                    if output is not None:
-                        run.append(output, row)
-    entries = summary(rows)
-    if entries:
+        _need_gpu(modes)
+        known = backends.add_deepgemm(theirs.load(deepgemm)) if deepgemm is not None else {}
+        every = backends.names_for(chosen[0])
+        if unknown := set(against) - set(every):
+            raise click.UsageError(f"{op} is not timed against {', '.join(unknown)}; {', '.join(every[1:])} can be")
+        names = [name for name in every if not against or name not in AGAINST or name in against]
+        plan = run.Run(chosen, modes, seconds, output, names, lambda text: out.print(text), known)
+        rows, left_out = plan.execute(), plan.left_out
+    if entries := summary(rows):
         columns = list(entries[0])
         out.print(table("\nGeometric means (above 1: ours is faster)", columns, [list(e.values()) for e in entries]))
-    if chart is not None:
-        from deep_gemm.bench.chart import draw
-
-        for mode in dict.fromkeys(row["mode"] for row in rows if row["mode"] in GEMM_MODES):
-            path = chart.with_name(f"{chart.stem}-{mode}.png")
-            draw(rows, path, mode)
-            out.print(f"chart: {path}")
     if left_out:
         out.print(f"The time ran out before {len(left_out)} measurements: {'; '.join(left_out)}")
     if not rows:
@@ -153,11 +124,11 @@ def command(
 
 def _shapes(
     set_name: str | None, texts: tuple[str, ...], m_text: str | None, random_count: int | None, seed: int
-) -> list[GemmShape]:
-    chosen: list[GemmShape] = []
+) -> list[workload.GemmShape]:
+    chosen: list[workload.GemmShape] = []
     sizes = parse_sizes(m_text, "--m") if m_text is not None else None
     for text in texts:
-        chosen += parse_shape(text, sizes or DEFAULT_M)
+        chosen += workload.shapes([workload.parse(text)], sizes or workload.DEFAULT_M)
     if random_count:
         chosen += shapes.log_uniform(random_count, seed)
     if set_name or not chosen:
@@ -173,8 +144,7 @@ def _need_gpu(modes: tuple[str, ...]) -> None:
 
     if not torch.cuda.is_available():
         raise click.ClickException(
-            f"{', '.join(modes)}: to time kernels on a GPU, torch must see one, and it sees none here. "
-            "The modes cold, compile and kernels need none."
+            f"{', '.join(modes)}: to time kernels on a GPU, torch must see one, and it sees none here."
         )
     from deep_gemm import arch
 

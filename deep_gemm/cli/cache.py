@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from deep_gemm.cli.console import Number, Size, console, size, table
+from deep_gemm.cli.console import Number, Size, console, progress, size, table
+from deep_gemm.cli.options import FILE, PATH, json_option
 from deep_gemm.jit.cache import maintenance, transfer
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
@@ -33,8 +34,8 @@ def command() -> None:
 
 
 @command.command("info")
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[PACK]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("paths", nargs=-1, type=PATH, metavar="[PACK]...")
+@json_option
 def info(paths: tuple[Path, ...], as_json: bool) -> None:
     """Where the cache is, whether it can be used, and what is in it and in the packs in use; or the kernels of each
     PACK.
@@ -101,29 +102,18 @@ def clear(yes: bool) -> None:
         raise click.ClickException(f"{counts['failed']} could not be deleted")
 
 
-def _usable_disk() -> DiskCache:
-    disk = _disk()
+def _usable_disk(source: Path | None = None) -> DiskCache:
+    """The cache directory, or ``source``. It is refused if others can write to it."""
+    disk = _disk() if source is None else DiskCache(absolute(source), settings.trust_cache_dir)
     problem = root_problem(disk.root, disk.trust)
     if problem is not None:
         raise click.ClickException(problem)
     return disk
 
 
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[maintenance.Progress]:
-    """A bar on standard error, if that is a terminal: standard output may be JSON."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    err = Console(stderr=True)
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 @command.command("verify")
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[PACK]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("paths", nargs=-1, type=PATH, metavar="[PACK]...")
+@json_option
 @click.option("--delete", is_flag=True, help="Remove corrupted entries and leftovers, if nobody is using them.")
 def verify(paths: tuple[Path, ...], as_json: bool, delete: bool) -> None:
     """Check all entries as loading does, or every byte of the packs named. Exits with 1 if one was corrupted, even if
@@ -134,17 +124,14 @@ def verify(paths: tuple[Path, ...], as_json: bool, delete: bool) -> None:
         _verify_packs(paths, as_json)
         return
     disk = _usable_disk()
-    with _progress("verifying") as progress:
-        found = maintenance.verify(disk, maintenance.selectable(), progress)
+    with progress("verifying") as step:
+        found = maintenance.verify(disk, maintenance.selectable(), step)
     removed = maintenance.delete_bad(disk, found) if delete else []
-    counts = {
-        state: sum(item.state == state for item in found)
-        for state in ("sound", "corrupted", "foreign", "leftover", "in use")
-    }
+    states = ("sound", "corrupted", "foreign", "leftover", "in use")
+    counts = {state: sum(item.state == state for item in found) for state in states}
     if as_json:
-        found_and_removed = {"found": maintenance.to_json(found), "removed": maintenance.to_json(removed)}
-        report = {"root": str(disk.root), "counts": counts, **found_and_removed}
-        click.echo(json.dumps(report, indent=2))
+        report = {"root": str(disk.root), "counts": counts, "found": maintenance.to_json(found)}
+        click.echo(json.dumps(report | {"removed": maintenance.to_json(removed)}, indent=2))
     else:
         for item in found:
             if item.state != "sound":
@@ -158,10 +145,10 @@ def verify(paths: tuple[Path, ...], as_json: bool, delete: bool) -> None:
 
 def _verify_packs(paths: tuple[Path, ...], as_json: bool) -> None:
     found: dict[str, list[str]] = {}
-    with _progress("verifying") as progress:
+    with progress("verifying") as step:
         for done, path in enumerate(paths, 1):
             found[str(path)] = packs.problems(path)
-            progress(done, len(paths))
+            step(done, len(paths))
     if as_json:
         click.echo(json.dumps([{"path": path, "problems": problems} for path, problems in found.items()], indent=2))
     else:
@@ -176,34 +163,29 @@ def _verify_packs(paths: tuple[Path, ...], as_json: bool) -> None:
 
 
 @command.command("pack")
-@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("out", type=FILE)
 @click.option(
     "--from", "source", type=click.Path(path_type=Path, file_okay=False), help="A cache directory. [this one]"
 )
 @click.option("--arch", default="", help="Only kernels for this target, such as sm_90a.")
 @click.option("--name", default="*", metavar="GLOB", help="Only kernels whose name matches.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def pack(out: Path, source: Path | None, arch: str, name: str, as_json: bool) -> None:
     """Write what the cache holds to the pack OUT, each entry verified before.
 
     Of kernels that differ in their compiler alone, the newest compiler's is taken. Exits with 1 if an entry was
     unsound, or nothing was found to write.
     """
-    disk = DiskCache(absolute(source), settings.trust_cache_dir) if source is not None else _disk()
-    problem = root_problem(disk.root, disk.trust)
-    if problem is not None:
-        raise click.ClickException(problem)
-    with _progress("packing") as progress, _writing(out):
-        report = transfer.pack_disk(disk, out, arch, name, progress)
+    disk = _usable_disk(source)
+    with progress("packing") as step, _writing(out):
+        report = transfer.pack_disk(disk, out, arch, name, step)
     _tell_transfer(report, out, as_json)
 
 
 @command.command("merge")
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SOURCE...")
-@click.option(
-    "--pack", "out", type=click.Path(path_type=Path, dir_okay=False), help="Join them into this pack instead."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("sources", nargs=-1, required=True, type=PATH, metavar="SOURCE...")
+@click.option("--pack", "out", type=FILE, help="Join them into this pack instead.")
+@json_option
 def merge(sources: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Copy the kernels of other cache directories and packs into the cache directory, each verified before.
 
@@ -212,12 +194,12 @@ def merge(sources: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     trust = settings.trust_cache_dir
     if out is None:
         disk = _usable_disk()
-        with _progress("merging") as progress:
-            report = transfer.merge(sources, disk, trust, progress)
+        with progress("merging") as step:
+            report = transfer.merge(sources, disk, trust, step)
         _tell_transfer(report, disk.root, as_json)
         return
-    with _progress("merging") as progress, _writing(out):
-        report = transfer.join(sources, out, trust, progress)
+    with progress("merging") as step, _writing(out):
+        report = transfer.join(sources, out, trust, step)
     _tell_transfer(report, out, as_json)
 
 
@@ -268,8 +250,8 @@ def prune(max_bytes: int | None, older_than: float | None, unused_versions: bool
             "no usable compiler is here, so no entry is known to be unused: run `deep-gemm doctor`"
         )
     seconds = None if older_than is None else older_than * 86400
-    with _progress("pruning") as progress:
-        removed = maintenance.prune(disk, max_bytes, seconds, here, dry_run, progress)
+    with progress("pruning") as step:
+        removed = maintenance.prune(disk, max_bytes, seconds, here, dry_run, step)
     for item in removed:
         click.echo(f"{item.path}: {size(item.size)}, {item.reason}")
     _tell(removed, dry_run)

@@ -31,7 +31,7 @@ CALIBRATION_M = (1, 8, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 102
 
 
 @click.group("calibrate", invoke_without_command=True)
-@click.option("--seconds", type=SECONDS, default=900.0, show_default=True, help="Time for the survey.")
+@click.option("--seconds", type=SECONDS, default=900.0, help="Time for the survey.")
 @click.pass_context
 def command(context: click.Context, seconds: float) -> None:
     """Measure this GPU, fit the model's constants, and write its calibration file. The commands below are the single
@@ -50,40 +50,20 @@ def command(context: click.Context, seconds: float) -> None:
 
 @command.command("survey")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Append JSON rows to this file.")
-@click.option(
-    "--random",
-    "count",
-    type=COUNT,
-    default=160,
-    show_default=True,
-    help="Log-uniform random shapes.",
-)
-@click.option("--seed", default=1, show_default=True, help="Their seed.")
-@click.option("--public/--no-public", default=True, show_default=True, help="DeepSeek-V3's N x K at many M too.")
-@click.option("--min-m", type=TOKENS, default=1, show_default=True, help="Leave out shapes with a smaller M.")
-@click.option(
-    "--max-m",
-    type=TOKENS,
-    default=8192,
-    show_default=True,
-    help="Leave out shapes with a larger M.",
-)
+@click.option("--random", "count", type=COUNT, default=160, help="Log-uniform random shapes.")
+@click.option("--seed", default=1, help="Their seed.")
+@click.option("--public/--no-public", default=True, help="DeepSeek-V3's N x K at many M too.")
+@click.option("--min-m", type=TOKENS, default=1, help="Leave out shapes with a smaller M.")
+@click.option("--max-m", type=TOKENS, default=8192, help="Leave out shapes with a larger M.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(SURVEY_MODES), help="How to time; repeatable. [all]")
 @operation_options
 @click.option(
     "--within",
     type=Number(),
     default=WITHIN,
-    show_default=True,
     help="Time configs whose predicted time is at most this multiple of the best one's; 0: all.",
 )
-@click.option(
-    "--seconds",
-    type=Number(),
-    default=900.0,
-    show_default=True,
-    help="Begin no new measurement after this long.",
-)
+@click.option("--seconds", type=Number(), default=900.0, help="Begin no new measurement after this long.")
 def survey_command(
     output: Path,
     count: int,
@@ -166,13 +146,7 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
 @command.command("fit")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
-@click.option(
-    "--least",
-    type=click.IntRange(1),
-    default=80,
-    show_default=True,
-    help="Keep the present constants if there are fewer rows.",
-)
+@click.option("--least", type=click.IntRange(1), default=80, help="Keep the present constants if there are fewer rows.")
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     """Fit the model's constants to surveys. Takes a minute and needs no GPU. A quarter of the shapes is held out to
     judge the fit."""
@@ -230,11 +204,7 @@ def _summary(data: Data, speed: calibration.Speed) -> dict[str, dict[str, float]
         mode = "flush" if row["mode"] == "flush" else "graph"
         found.setdefault(f"{mode} {range_of(row['m'])}", []).append(quality)
     return {
-        name: {
-            "rows": len(each),
-            "selected_over_best": round(geometric_mean(each), 4),
-            "worst": round(min(each), 3),
-        }
+        name: {"rows": len(each), "selected_over_best": round(geometric_mean(each), 4), "worst": round(min(each), 3)}
         for name, each in sorted(found.items())
     }
 

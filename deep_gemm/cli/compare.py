@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deep_gemm.aot.inputs import number
-from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.cli.console import busy, console, duration, size, table
+from deep_gemm.cli.options import FILE, PATH, json_option
 from deep_gemm.log import rate
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from deep_gemm.backends.results import Comparison, Result
-
-FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class Sizes(click.ParamType):
@@ -28,7 +27,6 @@ class Sizes(click.ParamType):
     name = "SIZES"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """A tuple, or a usage error."""
         parts = value.lower().split("x")
         if not all(part.isascii() and part.isdigit() for part in parts):
             self.fail(f"{value!r} is no shape: 4096x7168x2048 is.", param, ctx)
@@ -38,21 +36,15 @@ class Sizes(click.ParamType):
 @click.command("compare")
 @click.argument("op", required=False)
 @click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    type=Sizes(),
-    metavar="MxNxK",
-    help="Sizes; repeatable. [the operation's examples]",
+    "--shape", "shapes", multiple=True, type=Sizes(), metavar="MxNxK", help="Sizes; repeatable. [those of examples]"
 )
-@click.option("--backends", default="all", show_default=True, metavar="NAMES", help="With commas between them.")
-@click.option("--mode", type=click.Choice(("flush", "graph", "steady")), default="flush", show_default=True)
+@click.option("--backends", default="all", metavar="NAMES", help="With commas between them.")
+@click.option("--mode", type=click.Choice(("flush", "graph", "steady")), default="flush")
 @click.option("--device", type=click.Choice(("cuda", "cpu")), help="[a GPU if there is one]")
-@click.option("--deepgemm", type=click.Path(path_type=Path), help="A directory that DeepGEMM was installed into.")
+@click.option("--deepgemm", type=PATH, help="A directory that DeepGEMM was installed into.")
 @click.option("--html", type=FILE, help="Write one self-contained page.")
-@click.option("--png", type=FILE, help="Draw times and errors; needs matplotlib.")
 @click.option("--trace", type=FILE, help="Write chrome traces NAME-<operation>-<shape>.json.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     op: str | None,
     shapes: tuple[tuple[int, ...], ...],
@@ -61,7 +53,6 @@ def command(
     device: str | None,
     deepgemm: Path | None,
     html: Path | None,
-    png: Path | None,
     trace: Path | None,
     as_json: bool,
 ) -> None:
@@ -99,12 +90,8 @@ def command(
         if len(dims) not in sizes.values():
             text = "x".join(map(str, dims))
             raise click.UsageError(f"None of {', '.join(ops)} has {len(dims)} sizes, so {text} is no shape of theirs.")
-    if png is not None:
-        from deep_gemm.backends import chart
-
-        chart.prepare()
     found: list[Comparison] = []
-    with progress().status("") as status, contextlib.redirect_stdout(sys.stderr):  # what tuners of others print
+    with busy("") as status, contextlib.redirect_stdout(sys.stderr):  # what tuners of others print
         for name in ops:
             fitting = [dims for dims in shapes if len(ops) == 1 or len(dims) == sizes[name]]
             found.append(
@@ -117,25 +104,16 @@ def command(
 
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render(report), encoding="utf-8")
-    if png is not None:
-        chart.draw(report, png)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
         show(report, out)
-        for path in filter(None, (html, png)):
-            out.print(f"written: {path}")
+        if html is not None:
+            out.print(f"written: {html}")
     if any(row.status == "wrong" for row in report.results):
         raise SystemExit(1)
     if not any(row.status in ("ok", "easier") for row in report.results):
         raise click.ClickException("nothing was compared.")
-
-
-def progress() -> Console:
-    """Show what is being measured: on a terminal in a line that is erased afterwards, otherwise not at all."""
-    from rich.console import Console
-
-    return Console(stderr=True)
 
 
 def overview(out: Console) -> None:

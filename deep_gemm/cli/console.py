@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -15,6 +16,9 @@ from rich.text import Text
 from deep_gemm.errors import SettingError
 from deep_gemm.log import duration
 from deep_gemm.settings import Settings
+
+if TYPE_CHECKING:
+    from deep_gemm.aot.outcomes import Summary
 
 __all__ = ["Number", "Size", "console", "duration", "size", "table"]
 
@@ -29,6 +33,17 @@ def console() -> Console:
 def busy(text: str) -> Status:
     """Show `text` and a spinner on standard error while a block runs, if that is a terminal."""
     return Console(stderr=True).status(text)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, if that is a terminal: standard output may be JSON."""
+    from rich.progress import Progress
+
+    err = Console(stderr=True)
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def fact(out: Console, label: str, text: str, width: int = 11) -> None:
@@ -54,13 +69,23 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], gap
     return out
 
 
+def kernel_table(summary: Summary) -> Table:
+    """The kernels that were built, and their resources."""
+    rows = []
+    for outcome in sorted(summary.outcomes, key=lambda outcome: outcome.name):
+        if (binary := outcome.binary) is not None:
+            spills = binary.resources.spill_stores + binary.resources.spill_loads
+            took = duration(binary.seconds["compile"] * 1e6) if binary.layer == "compiled" else ""
+            rows.append([outcome.name, len(outcome.shapes), binary.layer, binary.resources.registers, spills, took])
+    return table("", ["kernel", "shapes", "from", "registers", "spills", "compile"], rows)
+
+
 class Size(click.ParamType):
     """Bytes as DG_JIT_CACHE_LIMIT takes them, or 0."""
 
     name = "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes, or a usage error."""
         if isinstance(value, int) or value.strip() == "0":
             return int(value)
         try:
@@ -78,7 +103,6 @@ class Number(click.FloatRange):
         super().__init__(min=0)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """A float, or a usage error."""
         found = float(super().convert(value, param, ctx))
         if math.isnan(found):
             self.fail(f"{value!r} is no number.", param, ctx)
@@ -86,7 +110,6 @@ class Number(click.FloatRange):
 
 
 def size(count: int) -> str:
-    """Bytes as a person reads them."""
     value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -11,13 +11,10 @@ import click
 
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench.shapes import demo
-from deep_gemm.cli.console import console, duration, size, table
+from deep_gemm.cli.console import console, duration, kernel_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from deep_gemm.jit.binary import Binary
-    from deep_gemm.params import KernelParams
 
 ARCH = "sm_90a"
 CPU_M = (512, 1)
@@ -45,7 +42,7 @@ def command() -> None:
 def _on_gpu(out: Console) -> None:
     import torch
 
-    from deep_gemm.bench.run import measure
+    from deep_gemm.bench.run import line, measure
 
     out.print(f"Running on {torch.cuda.get_device_name()}, torch {torch.__version__}.\n")
     for shape in demo():
@@ -55,17 +52,7 @@ def _on_gpu(out: Console) -> None:
         out.print(f"  first call   {duration(first)} (kernels: {origin})")
         out.print(f"  second call  {duration(second)}, nothing compiled, loaded or looked up on disk")
         _print_check(out, share, difference)
-        row = measure(shape, "flush")
-        out.print(
-            f"  on the GPU   {row['us']:.1f} us, {row['tflops']:.0f} TFLOP/s, {row['gbps']:.0f} GB/s (flush mode)"
-        )
-        for name in ("tensorwise", "blockwise"):
-            if f"ratio_{name}" in row:
-                speed = f"{row[f'us_{name}']:.1f} us, we run at {row[f'ratio_{name}']:.2f} of its speed"
-                out.print(f"  cuBLASLt     {name}: {speed}")
-            else:
-                out.print(f"  cuBLASLt     {name}: not possible here ({row[f'refused_{name}']})")
-        out.print("")
+        out.print(f"  on the GPU   {line(measure(shape, 'flush'))}\n")
     _print_kernels(out)
     out.print("\nThis was the GPU: kernels compiled, run, checked against the exact product, and timed.")
 
@@ -120,32 +107,18 @@ def _print_check(out: Console, share: float, difference: float) -> None:
 
 def _print_kernels(out: Console) -> None:
     """Build the kernels of the demo's shapes (after a run they are cached already), and show their resources."""
-    from deep_gemm import kernels
-    from deep_gemm.aot.build import choose
-    from deep_gemm.runtime import engine
+    from deep_gemm.aot import build
 
-    rows, built = [], []
-    for params, shapes in choose(demo(), ARCH).kernels.items():
-        binary = engine.build(params)
-        built.append((params, binary))
-        rows.append(_kernel_row(params, binary, shapes, kernels.get(params.kernel).shared_bytes(params)))
-    columns = ["kernel", "for M", "registers", "shared", "spills", "compile", "from"]
-    out.print(table("kernels", columns, rows))
-    stored = {str(Path(binary.source_path).parent.parent) for _, binary in built if binary.source_path}
+    work = build.choose(demo(), ARCH)
+    summary = build.run(work)
+    if summary.failed:
+        raise summary.failed[0].error or click.ClickException(summary.failures)
+    out.print(kernel_table(summary))
+    binaries = [outcome.binary for outcome in summary.outcomes]
+    stored = {str(Path(x.source_path).parent.parent) for x in binaries if x is not None and x.source_path}
     for path in sorted(stored):
         out.print(f"stored under {path}")
     if not stored:
         out.print("stored nowhere: the cache cannot be written (see `deep-gemm doctor`), so they live in memory only")
-    start = time.perf_counter()
-    for params, _ in built:
-        engine.build(params)
-    again = (time.perf_counter() - start) / len(built) * 1e6
+    again = build.run(work).seconds / len(binaries) * 1e6
     out.print(f"looked up again in {duration(again)} each: nothing is compiled twice")
-
-
-def _kernel_row(params: KernelParams, binary: Binary, shapes: tuple[GemmShape, ...], shared: int) -> list[Any]:
-    resources = binary.resources
-    spills = resources.spill_stores + resources.spill_loads
-    asked = ", ".join(str(shape.m) for shape in shapes) or "any"
-    took = duration(binary.seconds["compile"] * 1e6)
-    return [binary.name, asked, resources.registers, size(shared), spills, took, binary.layer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -17,6 +18,7 @@ import click
 from deep_gemm import arch, backends, kernels
 from deep_gemm.cli.console import busy, console, fact, size, table
 from deep_gemm.cli.findings import NVRTC, judge
+from deep_gemm.cli.options import json_option
 from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.builder import default_builder
 from deep_gemm.jit.cache.disk import DiskCache
@@ -31,7 +33,7 @@ DISTRIBUTION = "deep-gemm-jit"
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(as_json: bool) -> None:
     """Say what was found: GPU, driver, compilers, cache, and what is used and why.
 
@@ -114,22 +116,19 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _compilers() -> list[dict[str, Any]]:
-    try:
+    with contextlib.suppress(SettingError):  # named among the problems
         return [asdict(found) for found in find_all(tried=True)]
-    except SettingError:  # named among the problems
-        return []
+    return []
 
 
 def _post_passes() -> dict[str, str | None]:
     """The post-pass over the cubins of each kernel family, or None for a family without one."""
-    try:
-        done = {
-            name: next(filter(None, map(kernel.post_pass, kernel.cases())), None)
-            for name, kernel in kernels.registry().items()
-        }
-    except SettingError:  # named among the problems
-        return {}
-    return {name: post_pass.identity if post_pass else None for name, post_pass in done.items()}
+    found: dict[str, str | None] = {}
+    with contextlib.suppress(SettingError):  # named among the problems
+        for name, kernel in kernels.registry().items():
+            post_pass = next(filter(None, map(kernel.post_pass, kernel.cases())), None)
+            found[name] = post_pass.identity if post_pass else None
+    return found
 
 
 def _cache() -> dict[str, Any]:
@@ -144,10 +143,9 @@ def _cache() -> dict[str, Any]:
 
 
 def _packs() -> list[dict[str, Any]]:
-    try:
+    with contextlib.suppress(SettingError):  # named among the problems
         return [found.to_json() for found in default_builder().packs.found()]
-    except SettingError:  # named among the problems
-        return []
+    return []
 
 
 def _others() -> list[str]:

@@ -9,21 +9,22 @@ from typing import Any
 import click
 
 from deep_gemm.aot import layers
-from deep_gemm.aot.workload import GemmShape, parse_shape
+from deep_gemm.aot.workload import GemmShape, parse
 from deep_gemm.cli.console import console, duration, fact, size, table
+from deep_gemm.cli.options import arch_option, json_option, sms_option
 from deep_gemm.errors import InvalidInputError
 
 
 @click.command("inspect")
 @click.argument("shape", metavar="MxNxK")
-@click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
-@click.option("--op", default=layers.FP8, show_default=True, help="The operation.")
-@click.option("--groups", type=click.IntRange(1), default=1, show_default=True, help="Groups of a grouped operation.")
+@arch_option
+@click.option("--op", default=layers.FP8, help="The operation.")
+@click.option("--groups", type=click.IntRange(1), default=1, help="Groups of a grouped operation.")
 @click.option("--expected-m", type=click.IntRange(1), help="Rows expected in a masked group. [all]")
-@click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that the call may use. [all]")
-@click.option("--top", default=8, show_default=True, type=click.IntRange(1), help="How many configs to list.")
+@sms_option
+@click.option("--top", default=8, type=click.IntRange(1), help="How many configs to list.")
 @click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     shape: str,
     arch: str,
@@ -39,16 +40,15 @@ def command(
 
     The best config is compiled if it is not in the cache. Nothing runs, so no GPU is needed.
     """
-    found = parse_shape(shape)
-    if len(found) != 1:
+    found = parse(shape)
+    if len(found.ms) != 1:
         raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
-    op = op or layers.FP8
     layers.check_op(op, grouped=True)
     if groups > 1 and op not in layers.GROUPED_OPS:
         raise click.UsageError(f"--groups is for {', '.join(layers.GROUPED_OPS)}: name one of them with --op, not {op}")
     if expected_m is not None and not layers.is_masked(op):
         raise click.UsageError(f"--expected-m is for masked operations, not {op}")
-    asked = dataclasses.replace(found[0], op=op, groups=groups, expected_m=expected_m or 0)
+    asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0)
     report = examine(asked, arch, num_sms, top, with_sass)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
@@ -57,7 +57,6 @@ def command(
 
 
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
-    """What inspect shows, as plain data."""
     from deep_gemm import arch as archs
     from deep_gemm import kernels, select
     from deep_gemm.aot import build
@@ -71,15 +70,11 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
     post_pass = kernels.get(params.kernel).post_pass(params)
-    configs = [
-        {
-            "config": dataclasses.asdict(choice.config),
-            "estimate": dataclasses.asdict(choice.estimate) | {"sustained_us": choice.sustained_us},
-        }
-        for choice in ranked[:top]
-    ]
-    for entry, choice in zip(configs, ranked, strict=False):
-        entry["config"]["name"] = kernels.get(choice.config.family).describe(choice.config)
+    configs = []
+    for choice in ranked[:top]:
+        config = dataclasses.asdict(choice.config) | {"name": kernels.get(choice.config.family).describe(choice.config)}
+        estimate = dataclasses.asdict(choice.estimate) | {"sustained_us": choice.sustained_us}
+        configs.append({"config": config, "estimate": estimate})
     report: dict[str, Any] = {
         "spec": dataclasses.asdict(asked),
         "configs_ranked": len(ranked),

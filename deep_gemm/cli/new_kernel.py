@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import importlib.util
 import keyword
 import sys
@@ -10,93 +11,6 @@ from pathlib import Path
 import click
 
 from deep_gemm.cli.console import console
-
-_TEMPLATE = """\
-// @NAME@: out = scale * x + y, element by element. A Jinja template: its delimiters are C++ comments.
-#include "custom.cuh"
-
-constexpr u32 kThreads = /*{ num_threads }*/, kItems = /*{ items }*/;  // elements of a thread
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    /*{ name }*/(/*{ signature }*/) {
-  const u32 first = blockIdx.x * kThreads * kItems + threadIdx.x;
-#pragma unroll
-  for (u32 item = 0; item < kItems; ++item) {
-    const u32 i = first + item * kThreads;
-    if (i < n) out[i] = scale * x[i] + y[i];
-  }
-}
-"""
-
-_MODULE = '''\
-"""@NAME@: a CUDA kernel that deep_gemm compiles when it is first called."""
-
-from pathlib import Path
-
-from torch import Tensor
-
-import deep_gemm
-from deep_gemm import LaunchConfig, ceil_div
-
-THREADS, ITEMS = 256, 4
-
-
-@deep_gemm.kernel(
-    {"out": "bf16*", "x": "const bf16*", "y": "const bf16*", "scale": "f32", "n": "u32"},
-    template=Path(__file__).with_suffix(".cu.jinja"),
-)
-def @NAME@(out: Tensor, x: Tensor, y: Tensor, scale: float) -> "LaunchConfig | None":
-    """out = scale * x + y; contiguous bfloat16 tensors of one shape, on one GPU."""
-    for name, tensor in (("x", x), ("y", y)):
-        if tensor.shape != out.shape:
-            raise deep_gemm.InvalidInputError(f"{name} must have out's shape, but it has {tuple(tensor.shape)}.")
-    n = out.numel()
-    if n == 0:
-        return None
-    grid = ceil_div(n, THREADS * ITEMS)
-    return LaunchConfig(grid=grid, block=THREADS, values={"n": n}, constants={"items": ITEMS}, flops=2 * n)
-
-
-@@NAME@.reference
-def in_torch(out: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
-    """The same for tensors on the CPU, and what the test compares with."""
-    out.copy_(scale * x.float() + y.float())
-'''
-
-_TEST = '''\
-"""@NAME@ is compiled here, and on a GPU compared with torch."""
-
-import pytest
-import torch
-from @NAME@ import @NAME@, in_torch
-
-
-def operands(n, device):
-    return [torch.randn(n, device=device).bfloat16() for _ in range(3)]
-
-
-def test_it_compiles_without_spills():
-    binary = @NAME@.build(*operands(1000, "cpu"), 2.0)
-    assert binary.resources.problems() == []
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("n", [1, 255, 1024, 100_003])
-def test_it_agrees_with_torch(n):
-    out, x, y = operands(n, "cuda")
-    wanted = torch.empty_like(out)
-    in_torch(wanted, x, y, 0.5)
-    for _ in range(2):  # cold, then warm
-        out.fill_(float("nan"))
-        @NAME@(out, x, y, 0.5)
-        torch.testing.assert_close(out, wanted)
-
-
-def test_a_tensor_of_another_shape_is_refused():
-    out, x, y = operands(8, "cpu")
-    with pytest.raises(ValueError, match="y must have out's shape"):
-        @NAME@(out, x, y[:4], 2.0)
-'''
 
 
 def _has_pytest() -> bool:
@@ -111,7 +25,6 @@ def _has_pytest() -> bool:
 @click.option(
     "--directory",
     default=".",
-    show_default=True,
     type=click.Path(path_type=Path, file_okay=False),
     help="Where the files go; it is made if it is not there.",
 )
@@ -126,7 +39,10 @@ def command(name: str, directory: Path) -> None:
         raise click.UsageError(f"NAME must be a name that C++ and Python can have, but it is {name!r}.")
     if name in sys.stdlib_module_names or name in ("torch", "deep_gemm", "pytest"):
         raise click.UsageError(f"NAME must not be that of a module that exists, but it is {name!r}.")
-    texts = {f"{name}.cu.jinja": _TEMPLATE, f"{name}.py": _MODULE, f"test_{name}.py": _TEST}
+    starter = importlib.resources.files("deep_gemm.cli") / "starter"
+    files = (f"{name}.cu.jinja", f"{name}.py", f"test_{name}.py")
+    sources = ("NAME.cu.jinja", "NAME.py.txt", "test_NAME.py.txt")
+    texts = {file: (starter / source).read_text() for file, source in zip(files, sources, strict=True)}
     there = [file for file in texts if (directory / file).exists()]
     if there:
         raise click.ClickException(f"{directory / there[0]} exists, and nothing was written: choose another name.")

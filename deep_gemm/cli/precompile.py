@@ -13,8 +13,17 @@ import click
 
 from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.layers import Layer
-from deep_gemm.cli.console import busy, console, duration, fact, size, table
-from deep_gemm.cli.shape_options import model_option, shape_option, tp_option
+from deep_gemm.cli.console import busy, console, duration, fact, kernel_table, progress, size, table
+from deep_gemm.cli.options import (
+    FILE,
+    arch_option,
+    json_option,
+    model_option,
+    op_option,
+    shape_option,
+    sms_option,
+    tp_option,
+)
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
@@ -31,12 +40,11 @@ FAILED, PARTIAL = 1, 3
 @shape_option
 @model_option
 @tp_option
-@click.option("--ep", type=click.IntRange(1), default=1, show_default=True, help="Expert-parallel GPUs of a model.")
+@click.option("--ep", type=click.IntRange(1), default=1, help="Expert-parallel GPUs of a model.")
 @click.option(
     "--groups",
     type=click.IntRange(1, inputs.MAX_SIZE),
     default=1,
-    show_default=True,
     help="Weights of each --shape, for products grouped by expert.",
 )
 @click.option("--m", "m_text", metavar="SIZES", help="M of shapes without one: 1,2,64-4096:64. [all up to --max-m]")
@@ -44,15 +52,12 @@ FAILED, PARTIAL = 1, 3
     "--max-m",
     type=click.IntRange(1, inputs.MAX_SIZE),
     default=workload.MAX_M,
-    show_default=True,
     help="The largest M to serve; of a model, the tokens of each GPU.",
 )
-@click.option(
-    "--op", default="", metavar="NAME", help="Operation of shapes and of unquantised models. [FP8; the model's dtype]"
-)
+@op_option
 @click.option("--training", is_flag=True, help="Also the gradients and casts that training in FP8 needs.")
-@click.option("--arch", default="sm_90a", show_default=True, help="The target; its GPU need not be here.")
-@click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
+@arch_option
+@sms_option
 @click.option(
     "--card",
     "models",
@@ -67,12 +72,10 @@ FAILED, PARTIAL = 1, 3
     help="Build part I of N, counted from 0: one for each task of a Slurm array. [all]",
 )
 @click.option("--jobs", type=click.IntRange(1, 4096), help="Kernels compiled at once. [CPUs]")
-@click.option(
-    "--pack", "pack", type=click.Path(path_type=Path, dir_okay=False), help="Also write all kernels to this pack."
-)
+@click.option("--pack", type=FILE, help="Also write all kernels to this pack.")
 @click.option("--allow-partial", is_flag=True, help="Compile the layers that have kernels, even if others have none.")
 @click.option("--dry-run", is_flag=True, help="Compile nothing: list the layers and the kernels.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     texts: tuple[str, ...],
     path: Path | None,
@@ -158,29 +161,9 @@ def command(
         raise click.ClickException(
             f"kernels would be compiled and stored nowhere: {why}. Set DG_JIT_CACHE_DIR, or give --pack."
         )
-    summary = _build(work, part, jobs, as_json)
+    with progress("compiling") as step:
+        summary = build.run(work, shard=part, jobs=jobs, progress=lambda _, done, total: step(done, total))
     _finish(report, summary, f"{where}, shard {shard_text}" if part else where, pack, as_json)
-
-
-def _build(work: Work, part: tuple[int, int] | None, jobs: int | None, quiet: bool) -> Summary:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from deep_gemm.aot import build
-
-    columns = (
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[name]}", markup=False),
-    )
-    with Progress(*columns, console=console(), transient=True, disable=quiet) as bar:
-        task = bar.add_task("", total=None, name="")
-
-        def progress(outcome: Outcome, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, name=outcome.name)
-
-        return build.run(work, shard=part, jobs=jobs, progress=progress)
 
 
 def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | None, as_json: bool) -> None:
@@ -197,24 +180,22 @@ def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | N
         "failed": [{"kernel": outcome.name, "error": str(outcome.error)} for outcome in summary.failed],
         "unstored": [outcome.name for outcome in lost],
     }
-    if not as_json:
-        _print_kernels(summary)
-        click.echo(
-            f"On {where}: {counted(compiled, 'kernel')} compiled, {ready} ready before, {failed} failed, in "
-            f"{duration(summary.seconds * 1e6)}"
-        )
+    counts = f"{counted(compiled, 'kernel')} compiled, {ready} ready before, {failed} failed"
+    said = [f"On {where}: {counts}, in {duration(summary.seconds * 1e6)}"]
     if pack is not None and not failed:
         held = build.pack(summary, pack)
         report["pack"] = {"path": str(pack), "kernels": len(held), "bytes": pack.stat().st_size}
-        if not as_json:
-            click.echo(f"{pack}: {counted(len(held), 'kernel')}, {size(pack.stat().st_size)}")
-    elif pack is not None and not as_json:
-        click.echo(f"{pack} was not written: a pack that lacks some kernels would look like a whole one")
+        said.append(f"{pack}: {counted(len(held), 'kernel')}, {size(pack.stat().st_size)}")
+    elif pack is not None:
+        said.append(f"{pack} was not written: a pack that lacks some kernels would look like a whole one")
+    elif lost:
+        why = _cache_problem() or "see the warning above"
+        said.append(f"{counted(len(lost), 'kernel')} could not be stored, and will be compiled again: {why}.")
     if as_json:
         click.echo(json.dumps(report, indent=2))
-    if lost and pack is None and not as_json:
-        why = _cache_problem() or "see the warning above"
-        click.echo(f"{counted(len(lost), 'kernel')} could not be stored, and will be compiled again: {why}.")
+    else:
+        _print_kernels(summary)
+        click.echo("\n".join(said))
     if failed or (lost and pack is None):
         raise SystemExit(FAILED)
 
@@ -227,19 +208,9 @@ def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
     kernels = sum(any(map(is_own, asking)) for asking in work.kernels.values())
     impossible = [x.error for x in work.impossible if any(map(is_own, x.shapes))]
     why_not = layer.why_not or (str(impossible[0]) if impossible else "")
-    m = _span(layer.ms) if layer.ms else every
-    return {
-        "name": layer.name,
-        "n": layer.n,
-        "k": layer.k,
-        "op": layer.op,
-        "groups": layer.groups,
-        "m": m,
-        "kernels": 0 if layer.why_not else kernels,
-        "served": not why_not,
-        "why_not": why_not,
-        "elsewhere": layer.elsewhere,
-    }
+    told: dict[str, Any] = {name: getattr(layer, name) for name in ("name", "n", "k", "op", "groups", "elsewhere")}
+    told |= {"m": _span(layer.ms) if layer.ms else every, "kernels": 0 if layer.why_not else kernels}
+    return told | {"served": not why_not, "why_not": why_not}
 
 
 def _served(one: dict[str, Any]) -> str:
@@ -271,15 +242,8 @@ def _print_plan(report: dict[str, Any]) -> None:
 
 
 def _print_kernels(summary: Summary) -> None:
-    out, rows = console(), []
-    for outcome in sorted(summary.outcomes, key=lambda outcome: outcome.name):
-        if outcome.binary is not None:
-            resources, seconds = outcome.binary.resources, outcome.binary.seconds
-            spills = resources.spill_stores + resources.spill_loads
-            took = duration(seconds["compile"] * 1e6) if outcome.binary.layer == "compiled" else ""
-            cells = [outcome.name, len(outcome.shapes), outcome.binary.layer, resources.registers, spills, took]
-            rows.append(cells)
-    out.print(table("", ["kernel", "shapes", "from", "registers", "spills", "compile"], rows))
+    out = console()
+    out.print(kernel_table(summary))
     kinds: dict[str, list[Outcome]] = {}
     for outcome in summary.failed:
         kinds.setdefault(_reason(outcome), []).append(outcome)
@@ -319,5 +283,4 @@ def _nowhere(work: Work) -> str:
 def _cache_problem() -> str:
     from deep_gemm.jit.info import cache_info
 
-    found = cache_info()
-    return (found["problem"] or "").rstrip(".")
+    return (cache_info()["problem"] or "").rstrip(".")

@@ -13,7 +13,7 @@ import click
 from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.cli.console import Number, console
-from deep_gemm.cli.shape_options import model_option, shape_option, tp_option
+from deep_gemm.cli.options import json_option, model_option, op_option, shape_option, tp_option
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.log import counted
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 @model_option
 @tp_option
 @click.option("--m", "m_text", metavar="SIZES", help="M of shapes without one: 1,2,64-4096:64. [19 from 1 to 8192]")
-@click.option(
-    "--op", default="", metavar="NAME", help="Operation of shapes and of unquantised models. [FP8; the model's dtype]"
-)
+@op_option
 @click.option("--seconds", type=Number(), default=float("inf"), help="Begin no new measurement after this long.")
 @click.option(
     "--learn",
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     help="Also keep the times in this file of `deep-gemm calibrate survey`; repeatable. Needs no GPU.",
 )
 @click.option("--stale", is_flag=True, help="With --learn: also rows that other sources than these measured.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     texts: tuple[str, ...],
     path: Path | None,
@@ -76,18 +74,14 @@ def command(
     if as_json:
         report = {"learned": learned, "shapes": rows, "left_out": left_out, "problems": list(found.problems)}
         click.echo(json.dumps(report, indent=2))
-        _check_done(chosen, learned)
-        return
-    for name, counts in learned.items():
-        click.echo(f"{name}: {', '.join(f'{count} rows {what}' for what, count in counts.items()) or 'no rows'}")
-    for text in (*left_out, *found.unknown):
-        click.echo(f"left out: {text}")
-    if chosen:
-        click.echo(f"{counted(len(rows), 'shape')} of {len(chosen)} measured; the others were known, or are left out.")
-    _check_done(chosen, learned)
-
-
-def _check_done(chosen: list[GemmShape], learned: dict[str, dict[str, int]]) -> None:
+    else:
+        for name, counts in learned.items():
+            click.echo(f"{name}: {', '.join(f'{count} rows {what}' for what, count in counts.items()) or 'no rows'}")
+        for text in (*left_out, *found.unknown):
+            click.echo(f"left out: {text}")
+        if chosen:
+            told = f"{counted(len(rows), 'shape')} of {len(chosen)} measured"
+            click.echo(f"{told}; the others were known, or are left out.")
     if not chosen and not any(sum(counts.values()) for counts in learned.values()):
         raise click.ClickException("there was nothing to measure and nothing to learn.")
 
@@ -126,13 +120,10 @@ def _tune(chosen: list[GemmShape], seconds: float, quiet: bool, left_out: list[s
             for each in measured[before:]:
                 rows.append(row := _row(shape, each, time.monotonic() - start))
                 if not quiet:
-                    out.print(_line(row))
+                    choice = f"{row['model']} {row['model_us']} us -> {row['chosen']} {row['us']} us"
+                    of = f"({row['gain']:.3f}), {row['of']} configs in {row['seconds']} s"
+                    out.print(f"{shape}: {choice} {of}")
     return rows
-
-
-def _line(row: dict[str, Any]) -> str:
-    choice = f"{row['model']} {row['model_us']} us -> {row['chosen']} {row['us']} us"
-    return f"{row['shape']}: {choice} ({row['gain']:.3f}), {row['of']} configs in {row['seconds']} s"
 
 
 def _row(shape: GemmShape, one: Tuned, seconds: float) -> dict[str, Any]:

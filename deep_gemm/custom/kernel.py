@@ -163,16 +163,5 @@ def kernel(
     if callable(parameters):
         raise InvalidInputError("kernel must be given the parameters: @deep_gemm.kernel({'out': 'f32*'}, body=...).")
 
-    def make(function: Callable[P, LaunchConfig | None]) -> CustomKernel[P]:
-        return CustomKernel(
-            function,
-            parameters,
-            body=body,
-            source=source,
-            template=template,
-            name=name,
-            strided=strided,
-            needs=needs,
-        )
-
-    return make
+    options = {"body": body, "source": source, "template": template, "name": name, "strided": strided, "needs": needs}
+    return lambda function: CustomKernel(function, parameters, **options)  # type: ignore[arg-type]

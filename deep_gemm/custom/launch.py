@@ -100,8 +100,7 @@ def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int = 0, l2_promotion: 
 
 
 def checked_shape(kernel: str, config: object) -> LaunchShape:
-    """Grid, block, cluster and shared memory of the launch that a kernel's function returned. Raises
-    InvalidInputError."""
+    """The launch that a function returned, checked. Raises InvalidInputError."""
     if not isinstance(config, LaunchConfig):
         raise InvalidInputError(
             f"the function of {kernel} must return a deep_gemm.LaunchConfig, or None where there is nothing to do, but "
@@ -135,8 +134,7 @@ def _three(kernel: str, name: str, size: Any) -> tuple[int, int, int]:
 def checked_values(
     declared: Declared, config: LaunchConfig, given: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The values of numbers and tensor maps by parameter, from the caller's arguments or from ``config``. Raises
-    InvalidInputError."""
+    """Numbers and tensor maps by parameter, of the caller or of ``config``. Raises InvalidInputError."""
     kernel, wanted = declared.kernel, set(declared.computed)
     if set(config.values) != wanted:
         missing, unknown = wanted - set(config.values), set(config.values) - wanted

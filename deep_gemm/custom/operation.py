@@ -54,8 +54,6 @@ class Source:
 
 @dataclass(frozen=True)
 class CustomConfig(Config):
-    """The config of a binary of a user's kernel: its threads and constants."""
-
     num_threads: int
     constants: Constants
 
@@ -66,8 +64,6 @@ class CustomConfig(Config):
 
 @dataclass(frozen=True)
 class CustomSpec:
-    """The spec of a user's kernel: a binary, and its launch."""
-
     config: CustomConfig
     launch: LaunchPlan
 
@@ -91,7 +87,6 @@ class CustomPlan(engine.Plan):
 
     @property
     def config(self) -> str:
-        """Threads and constants."""
         return str(self.spec.config)
 
     def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
@@ -170,7 +165,6 @@ class CustomOperation(Operation):
         return CustomSpec(CustomConfig(self.name, config.block, constants), LaunchPlan(shape, packed))
 
     def work(self, x: CustomOperands, device: int) -> Work:
-        """One launch."""
         spec: Any = x.spec
         return Work((Step(spec, {}, self.operands),))
 
@@ -199,7 +193,6 @@ class CustomOperation(Operation):
         )
 
     def request(self, params: KernelParams) -> BuildRequest:
-        """The builder's input: the rendered source, and its parameters."""
         config = params.config
         if not isinstance(config, CustomConfig):
             raise TypeError(f"{self.name} is built for a CustomConfig, not {config}")

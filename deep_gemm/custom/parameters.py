@@ -57,10 +57,8 @@ def is_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel: a pointer to a tensor, a tensor map of one, or a number.
-
-    ``operand`` is the tensor's name, or empty for a number. ``element`` is the type of the elements or of the number.
-    """
+    """A pointer to a tensor, a tensor map of one, or a number. ``operand`` is the tensor's name, or empty for a
+    number."""
 
     argument: Argument
     operand: str
@@ -70,7 +68,6 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """Its name in the kernel."""
         return self.argument.name
 
     @classmethod
@@ -148,7 +145,6 @@ class Declared:
 
     @property
     def signature(self) -> str:
-        """The parameters in C++."""
         return ", ".join(parameter.argument.declaration for parameter in self.parameters)
 
     @property

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InvalidInputError
-from .constants import Constants
 from .power import Power
 
 if TYPE_CHECKING:
@@ -23,10 +22,8 @@ PREFIX = "speed "
 
 
 @dataclass(frozen=True)
-class Speed(Constants):
+class Speed:
     """The speed of one GPU model, fitted by `deep-gemm calibrate`. Times in us; cycles are those of the SM clock."""
-
-    WHAT: ClassVar[str] = "A calibration's part about speed"
 
     clock_ghz: float
     """The boost clock, from the spec sheet. Cycles are counted at this clock."""
@@ -88,11 +85,10 @@ class Calibration:
                 f"A calibration file holds constants of speed and power, but this one of {', '.join(data)}. "
                 "Make a new one with `deep-gemm calibrate fit`."
             )
-        named = tuple((name.removeprefix(PREFIX), Speed.from_json(data[name])) for name in others)
-        return cls(Speed.from_json(data["speed"]), Power.from_json(data["power"]), origin, named)
+        named = tuple((name.removeprefix(PREFIX), _read(Speed, data[name])) for name in others)
+        return cls(_read(Speed, data["speed"]), _read(Power, data["power"]), origin, named)
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """For a calibration file."""
         others = {PREFIX + name: asdict(speed) for name, speed in self.others}
         return {"speed": asdict(self.speed), **others, "power": asdict(self.power)}
 
@@ -124,6 +120,21 @@ class Calibration:
         return Calibration(scale(self.speed), power, f"the spec sheet of {to.name}, scaled from {self.origin}", others)
 
 
+Kind = TypeVar("Kind", Speed, Power)
+
+
+def _read(kind: type[Kind], data: dict[str, Any]) -> Kind:
+    """The constants in ``data``, which must name each of them and nothing else. Raises InvalidInputError."""
+    names = [field.name for field in fields(kind)]
+    strange = [x for x in data.values() if not isinstance(x, (int, float)) or x <= 0]
+    if sorted(data) != sorted(names) or strange:
+        raise InvalidInputError(
+            f"A calibration's part about {kind.__name__.lower()} holds positive numbers named {', '.join(names)}, but "
+            f"this one holds {data}. Make a new one with `deep-gemm calibrate fit`."
+        )
+    return kind(**{name: float(data[name]) for name in names})
+
+
 def file_of(device_name: str) -> Path:
     """The path of the file for a GPU model, such as "NVIDIA H200"; it need not exist."""
     stem = re.sub(r"\W", "_", device_name.lower()).strip("_")
@@ -139,9 +150,8 @@ def load(path: Path) -> Calibration:
 
 @functools.cache
 def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
-    """The calibration of a GPU model. If there is none, the nearest card's, scaled by the spec sheets; so too for
-    speeds of some products that the model's own lacks. The sheet of an unknown card is found by SMs and bandwidth; 0
-    means unknown."""
+    """The calibration of a GPU model. If it has none, or lacks speeds of some products, the nearest card's, scaled by
+    the spec sheets. The sheet of an unknown card is found by SMs and bandwidth; 0 means unknown."""
     from . import sheets  # here: a process whose kernels are all known needs none
 
     sheet = sheets.of(device_name, num_sms, hbm_gb_per_s)
@@ -152,15 +162,6 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
     found = load(path) if path.is_file() else scaled[0]
     others = {name: speed for each in [*reversed(scaled), found] for name, speed in each.others}
     return replace(found, others=tuple(sorted(others.items())))
-
-
-def every() -> list[Calibration]:
-    """The calibrations of all GPU models that have one, the default first."""
-    from .sheets import SHEETS
-
-    names = {file_of(sheet.device): sheet.device for sheet in SHEETS}
-    found = [of(names.get(path, path.stem)) for path in sorted(FOLDER.glob("*.json"))]
-    return [default(), *(each for each in found if each != default())]
 
 
 def default() -> Calibration:

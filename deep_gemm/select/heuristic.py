@@ -23,8 +23,6 @@ from .rules import worthwhile
 
 @dataclass(frozen=True)
 class Choice:
-    """A config for a spec."""
-
     config: GemmConfig
     spec: GemmSpec
     calibration: Calibration
@@ -86,8 +84,7 @@ def sustains(spec: GemmSpec) -> bool:
 
 
 def ranked_as(spec: GemmSpec) -> GemmSpec:
-    """The spec whose choice ``spec`` shares: M is its `representative`. Of masked groups only the rows that are
-    expected count, not the room that there is for them."""
+    """M is its `representative`. Of masked groups only the rows that are expected count."""
     if spec.grouping != "masked":
         return replace(spec, m=representative(spec.m))
     rows = representative(min(spec.expected_m or spec.m, spec.m))
@@ -135,7 +132,6 @@ def order(
 
 
 def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> Choice:
-    """The first of `rank`."""
     return rank(spec, arch, calibration)[0]
 
 

@@ -32,7 +32,6 @@ LEAST_GAIN = 0.95
 """Corrections are used only where the mean square of errors falls to this part. With 0.9 first choices of FP8 by
 corrections from 20 shapes are 0.6% worse."""
 MOST_JUDGED = 128
-"""How many shapes `Corrections.help` is judged by."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,13 @@ class Timed(Generic[Config]):
     times: Mapping[Config, tuple[float, float]]
 
     def weights(self) -> dict[Config, float]:
-        """The weight of each config in a mean over them; together 1."""
+        """Of each config in a mean over them; together 1."""
         least = min(us for us, _ in self.times.values())
         weights = {config: (least / us) ** DECAY for config, (us, _) in self.times.items()}
         whole = sum(weights.values())
         return {config: weight / whole for config, weight in weights.items()}
 
     def errors(self) -> dict[Config, float]:
-        """The error of each config."""
         errors = {config: math.log(us / modelled) for config, (us, modelled) in self.times.items()}
         mean = sum(weight * errors[config] for config, weight in self.weights().items())
         return {config: error - mean for config, error in errors.items()}
@@ -71,8 +69,7 @@ class Corrections(Generic[Config]):
                 self._errors.setdefault(config, []).append((index, error, weights[config] / most))
 
     def at(self, point: Point, without: int = -1) -> Callable[[Config, float], float]:
-        """A function of a config and its modelled time at this shape that returns the corrected time. ``without`` is
-        the index of a shape to leave out."""
+        """Corrects a modelled time of a config at this shape. ``without`` is a shape to leave out."""
         near = [math.exp(-((math.dist(point, each.at) / WIDTH) ** 2) / 2) for each in self._timed]
         if without >= 0:
             near[without] = 0.0
@@ -85,8 +82,7 @@ class Corrections(Generic[Config]):
         return corrected
 
     def help(self) -> bool:
-        """Whether corrected times are in clearly better order than the model's: whether the mean square of errors falls
-        to `LEAST_GAIN`. Each shape is judged by what was learned from all others."""
+        """Whether the mean square of errors falls to `LEAST_GAIN`. Each shape is judged by all others."""
         if len(self._timed) < LEAST_SHAPES:
             return False
         before = after = 0.0

@@ -13,12 +13,10 @@ for the last tiles of others, Stream-K) fits these within 2%, but its choices we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..kernels.features import Features
 from ..params import GemmConfig
 from ..spec import GemmSpec, ceil_div
-from .constants import Constants
 
 ROW_BYTES = 128
 BLOCK_BYTES = 128
@@ -29,11 +27,9 @@ calls of 200 to 1900 us took 2 to 28% less than the estimate (H100)."""
 
 
 @dataclass(frozen=True)
-class Power(Constants):
+class Power:
     """Constants of one GPU model, fitted to launches timed back to back. Moving a row is counted in products that draw
     as much power."""
-
-    WHAT: ClassVar[str] = "A calibration's part about power"
 
     products_per_us: float
     """Multiply-adds of eight-bit elements a microsecond, if nothing else drew power. Of 16-bit ones half as many are
@@ -50,8 +46,7 @@ class Power(Constants):
 
 
 def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
-    """The factor of each constant of `Power`: products; rows read, filled and requested, in units of 128 products;
-    elements of D; and the launch."""
+    """The factor of each constant of `Power`."""
     tiles = ceil_div(spec.m, config.block_m * config.cluster_m) * config.cluster_m
     tiles *= ceil_div(spec.n, config.block_n * config.cluster_n) * config.cluster_n
     blocks = tiles * ceil_div(spec.k * int(x.element_bytes), BLOCK_BYTES)

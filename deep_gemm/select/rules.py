@@ -83,8 +83,7 @@ def takes_too_many_rounds(spec: GemmSpec, config: GemmConfig) -> bool:
 
 
 def has_swap_ab_tiles(spec: GemmSpec) -> bool:
-    """Whether large 16-bit swap-AB tiles compute ``spec``, and are worthwhile: they store 16-bit products by TMA, and
-    few rows of A have a kernel of their own."""
+    """They store 16-bit products by TMA, and few rows of A have a kernel of their own."""
     alone = spec.grouping == "none" and spec.accumulate == "none"
     return alone and spec.m > MOST_TOKENS and spec.d.dtype == spec.a.dtype and spec.d.aligned
 

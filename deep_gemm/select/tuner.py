@@ -91,8 +91,7 @@ class Store:
         return {}
 
     def corrections(self, spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> Corrections[GemmConfig] | None:
-        """What was learned from the records of specs that differ from ``spec`` in sizes only; None if it does not
-        help."""
+        """What was learned from specs that differ in sizes only; None if it does not help."""
         key = (kind := _kind(spec), arch, calibration)
         if key not in self._learned:
             seen = [timed(each, arch, calibration) for each in self.records() if _kind(each.spec) == kind]
@@ -118,8 +117,7 @@ class Store:
 
 
 def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration, device: str) -> list[Choice]:
-    """As `select.rank`, on the GPU model ``device``: first the configs that were measured, then the others. Raises
-    UnsupportedError as it does."""
+    """As `select.rank`, on the GPU model ``device``: first the configs that were measured, then the others."""
     asked, store = ranked_as(spec), store_of(device)
     configs = candidates(asked, arch)
     times = store.times(asked, lambda: configs, lambda: legal(asked, arch))

@@ -5,12 +5,7 @@ from deep_gemm.testing.bench import bench, bench_flushed, bench_kineto, get_arch
 from deep_gemm.testing.buffers import Guarded, guarded, guarded_copy
 from deep_gemm.testing.decorators import ignore_env, test_filter
 from deep_gemm.testing.numeric import assert_bitwise_equal, calc_diff, count_bytes
-from deep_gemm.testing.operands import (
-    Operand,
-    integer_operands,
-    one_hot_operand,
-    random_operands,
-)
+from deep_gemm.testing.operands import Operand, integer_operands, one_hot_operand, random_operands
 
 __all__ = [
     "Guarded",

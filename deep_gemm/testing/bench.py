@@ -13,6 +13,7 @@ import torch
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.runtime.timer import FLUSH_BYTES
+from deep_gemm.testing.timing import singles
 
 
 def get_arch_major() -> int:
@@ -49,14 +50,7 @@ def bench_flushed(fn: Callable[[], Any], num_tests: int = 20, num_warmups: int =
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for _ in range(num_warmups):
         fn()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_tests)]
-    for start, end in pairs:
-        flush.zero_()
-        start.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
+    return statistics.median(singles(fn, flush, num_tests)) / 1e6
 
 
 @overload

@@ -1,8 +1,5 @@
-"""Tensors in the middle of a larger allocation whose other bytes are NaN, and must still be so afterwards.
-
-The filler byte is 0xFF, which reads as NaN in E4M3, bfloat16, float16 and float32. So a kernel that writes outside its
-tensor changes the guard, and one that reads outside it, and uses what it reads, gives NaN.
-"""
+"""Tensors in the middle of a larger allocation whose other bytes are NaN, and must still be so afterwards: writing
+outside a tensor changes the guard, reading outside it gives NaN. The filler byte, 0xFF, is NaN in all our dtypes."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import ParamSpec
@@ -38,10 +39,7 @@ def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Callable[P
     def decorate(function: Callable[P, object]) -> Callable[P, None]:
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> None:
-            if condition():
-                with variables(**{name: None}):
-                    function(*args, **kwargs)
-            else:
+            with variables(**{name: None}) if condition() else contextlib.nullcontext():
                 function(*args, **kwargs)
 
         return called

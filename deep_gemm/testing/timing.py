@@ -5,7 +5,7 @@
 - steady: back to back for seconds, at the clocks that the power limit allows; in graphs, so that the host is no limit.
 
 All times are in microseconds a call. Several callables are timed in turns, so that a drift of the clocks affects all
-alike. `flush`, `graph` and `steady` give medians; `SAMPLERS` gives the samples that these are of.
+alike. `flush`, `graph` and `steady` give medians.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+
+from deep_gemm.runtime.timer import FLUSH_BYTES
 
 Call = Callable[[], Any]
 
@@ -34,21 +38,16 @@ Samples = dict[str, list[float]]
 
 
 def medians(samples: Samples) -> dict[str, float]:
-    """The median of each."""
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def flush(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> dict[str, float]:
-    """Median of `repeats` single calls or more, each between two events, with 512 MB written before it."""
-    return medians(flush_samples(calls, repeats, rounds))
+def flush(calls: Mapping[str, Call], **options: int) -> dict[str, float]:
+    """The medians of `flush_samples`."""
+    return medians(flush_samples(calls, **options))
 
 
 def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3) -> Samples:
-    """What `flush` gives the medians of."""
-    import torch
-
-    from deep_gemm.runtime.timer import FLUSH_BYTES
-
+    """`repeats` single calls or more, each between two events, with 512 MB written before it."""
     if repeats < 20:
         raise ValueError(f"repeats must be at least 20 for a median to mean something, but it is {repeats}.")
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -61,29 +60,34 @@ def flush_samples(calls: Mapping[str, Call], repeats: int = 30, rounds: int = 3)
         for name, call in calls.items():
             if not short:
                 time.sleep(REST_SECONDS)
-            pairs = []
-            for _ in range(-(-repeats // rounds)):
-                scratch.zero_()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                call()
-                end.record()
-                pairs.append((start, end))
-            torch.cuda.synchronize()
-            samples[name] += [start.elapsed_time(end) * 1e3 for start, end in pairs]
+            samples[name] += singles(call, scratch, -(-repeats // rounds))
     return samples
 
 
-def graph(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays: int = 10) -> dict[str, float]:
-    """Median over `replays` of one CUDA graph of `calls_in_graph` calls or more, divided by their number.
+def singles(call: Call, scratch: torch.Tensor, count: int) -> list[float]:
+    """Single calls, each between two events, with ``scratch`` written before it."""
+    pairs = []
+    for _ in range(count):
+        scratch.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
-    `calls` gives, for each name, one callable for each set of weights; the graph goes through them in turn.
-    """
-    return medians(graph_samples(calls, calls_in_graph, replays))
+
+def graph(calls: Mapping[str, Sequence[Call]], **options: int) -> dict[str, float]:
+    """The medians of `graph_samples`."""
+    return medians(graph_samples(calls, **options))
 
 
 def graph_samples(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64, replays: int = 10) -> Samples:
-    """What `graph` gives the medians of."""
+    """`replays` of one CUDA graph of `calls_in_graph` calls or more, divided by their number.
+
+    `calls` gives, for each name, one callable for each set of weights; the graph goes through them in turn.
+    """
     counts = {name: max(calls_in_graph, len(sets)) for name, sets in calls.items()}
     graphs = {name: capture(sets, counts[name]) for name, sets in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -96,10 +100,8 @@ def graph_samples(calls: Mapping[str, Sequence[Call]], calls_in_graph: int = 64,
 
 
 def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
-    """One CUDA graph of `count` calls, which go through the sets in turn; on a stream of its own, or on ``stream`` if
-    the calls are bound to it."""
-    import torch
-
+    """One CUDA graph of `count` calls, which go through the sets in turn; on ``stream`` if the calls are bound to
+    it."""
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -114,13 +116,13 @@ def capture(sets: Sequence[Call], count: int, stream: Any = None) -> Any:
 
 
 def steady(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[str, float]:
-    """The time of `back_to_back` for each callable. The first of several runs twice and its second time counts, since
-    it alone would begin on a rested GPU."""
+    """The medians of `steady_samples`."""
     return medians(steady_samples(calls, seconds))
 
 
 def steady_samples(calls: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> Samples:
-    """What `steady` gives the medians of."""
+    """`back_to_back_samples` of each callable. The first of several runs twice and its second time counts, since it
+    alone would begin on a rested GPU."""
     first = next(iter(calls))
     if len(calls) > 1:
         back_to_back_samples(calls[first], seconds)
@@ -132,17 +134,15 @@ GRAPH_US, BATCH_US = 2_000, 20_000
 
 
 def back_to_back(sets: Sequence[Call], seconds: float, stream: Any = None) -> float:
-    """Median of the second half of at least `seconds` of back-to-back calls, which go through the sets in turn.
-
-    Calls run in graphs (see `capture`): small calls that are launched one by one would wait for the host.
-    """
+    """The median of `back_to_back_samples`."""
     return statistics.median(back_to_back_samples(sets, seconds, stream))
 
 
 def back_to_back_samples(sets: Sequence[Call], seconds: float, stream: Any = None) -> list[float]:
-    """What `back_to_back` gives the median of."""
-    import torch
+    """The second half of at least `seconds` of back-to-back calls, which go through the sets in turn.
 
+    Calls run in graphs (see `capture`): small calls that are launched one by one would wait for the host.
+    """
     once = capture(sets, len(sets), stream)
     once.replay()
     estimate = elapsed_us(once.replay)
@@ -160,8 +160,6 @@ def back_to_back_samples(sets: Sequence[Call], seconds: float, stream: Any = Non
 
 def elapsed_us(work: Call) -> float:
     """The time of `work` on the GPU, from start to end."""
-    import torch
-
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     work()
@@ -185,12 +183,7 @@ def host_samples(calls: Mapping[str, Call], seconds: float = 1.0, repeats: int =
 
 
 def host(call: Call, calls: int = 200, rounds: int = 60) -> float:
-    """Host time of one call: the least of `rounds` means, with the queue emptied between rounds.
-
-    The least, since other processes can only add time.
-    """
-    import torch
-
+    """Host time of one call: the least of `rounds` means, since other processes can only add time."""
     for _ in range(20):
         call()
     best = float("inf")
@@ -210,7 +203,6 @@ def host_in_turns(calls: Mapping[str, Call], passes: int = 6, rounds: int = 20) 
 
 
 def least_of_passes(measure: Callable[[], dict[str, float]], passes: int = 6) -> dict[str, float]:
-    """The least of each reading over several calls of `measure`, so that a short slowdown of the host cannot spoil a
-    reading."""
+    """A short slowdown of the host cannot spoil the least of several readings."""
     found = [measure() for _ in range(passes)]
     return {name: min(times[name] for times in found) for name in found[0]}

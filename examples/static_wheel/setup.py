@@ -14,7 +14,7 @@ class BuildWithKernels(build_py):
         super().run()
         from deep_gemm.aot import build, workload
 
-        summary = build.precompile(workload.load(HERE / "shapes.json"), arch=ARCH)
+        summary = build.precompile(workload.shapes_of(HERE / "shapes.json"), arch=ARCH)
         # Raises, and so ends the build, if one kernel failed.
         held = build.pack(summary, Path(self.build_lib, "gemm_kernels", f"{ARCH}.dgpack"))
         self.announce(f"{len(held)} kernels for {ARCH}", level=2)

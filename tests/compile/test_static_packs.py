@@ -26,7 +26,7 @@ from pathlib import Path
 import deep_gemm
 from deep_gemm.aot import build, workload
 from deep_gemm.jit.builder import default_builder
-summary = build.precompile(workload.load(Path(sys.argv[1])), jobs=2)
+summary = build.precompile(workload.shapes_of(Path(sys.argv[1])), jobs=2)
 print(json.dumps({
     "home": deep_gemm.__path__[0],
     "layers": sorted({outcome.binary.layer if outcome.binary else str(outcome.error) for outcome in summary.outcomes}),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import costs
 import pytest
 import torch
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.bench import backends, costs, run
+from deep_gemm.bench import backends, run
 from deep_gemm.testing import timing
 
 SHAPE = GemmShape(64, 4096, 4096)

@@ -62,7 +62,7 @@ def test_sets_share_activations_and_lie_as_the_form_says(op: str, output: str, a
     mine = backends.own_weights(one)
     assert torch.equal(mine.b, one.b)
     assert len({x.data_ptr() for x in (one.b, mine.b, one.d, mine.d)}) == 4
-    assert (mine.op, mine.accumulate) == (op, accumulate)
+    assert (mine.shape.op, mine.accumulate) == (op, accumulate)
 
 
 @pytest.mark.parametrize("op", HALF)
@@ -187,6 +187,51 @@ def test_graphs_leave_the_cache_by_bytes() -> None:
     us = {"ours": 5.0}
     assert "floor_fraction" in run.make_row(GemmShape(1, 2112, 7168), "graph", us, {})
     assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7168, op="bf16_gemm_nt"), "graph", us, {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "us", "cells"),
+    [
+        (
+            GemmShape(64, 512, 256),
+            "flush",
+            {"tensorwise": 9.0},
+            ["5.00 us", "tensorwise 1.800", "not timed: no"],
+        ),
+        (GemmShape(1, 2112, 7168), "graph", {"ours_unpromised": 6.0}, ["no promise 6.00 us", "of floor 0.76"]),
+        (problem("bf16_gemm_nn", "", True), "flush", {"cublaslt": 10.0}, ["bf16_gemm_nn, added", "cublaslt 2.000"]),
+    ],
+)
+def test_a_line_has_what_was_measured(shape: GemmShape, mode: str, us: dict[str, float], cells: list[str]) -> None:
+    line = run.line(run.make_row(shape, mode, {"ours": 5.0, **us}, {"blockwise": "no"}))
+    assert line.split()[:6] == [mode, str(shape.m), "x", str(shape.n), "x", str(shape.k)]
+    assert all(cell in line for cell in cells), line
+
+
+def test_bench_prints_each_row_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a pipe, as on a terminal."""
+    path = tmp_path / "printed"
+    seen: list[str] = []
+
+    def measure(shape: GemmShape, mode: str, names: Any) -> run.Row:
+        seen.append(path.read_text() if path.exists() else "")
+        return run.make_row(shape, mode, {"ours": 10.0, "tensorwise": 5.0}, {})
+
+    class Writing:
+        def print(self, text: Any) -> None:
+            path.write_text((path.read_text() if path.exists() else "") + f"{text}\n")
+
+    from deep_gemm.cli import bench
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(bench, "_need_gpu", lambda modes: None)
+    monkeypatch.setattr(bench, "console", Writing)
+    result = CliRunner().invoke(app, ["bench", "--shape", "1x128x256", "--shape", "64x128x256"])
+    assert result.exit_code == 0, result.output
+    assert "1/2" not in seen[0]
+    assert "1/2" in seen[1]
+    assert "2/2" not in seen[1]
+    assert "2/2" in path.read_text()
 
 
 def test_operations_are_summed_up_each_for_itself(tmp_path: Path) -> None:

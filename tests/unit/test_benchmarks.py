@@ -124,11 +124,11 @@ def promises(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     done: list[tuple[Any, ...]] = []
 
-    def operands(shape: GemmShape, sets: int) -> list[backends.FP8Operands]:
+    def operands(shape: GemmShape, sets: int) -> list[backends.Operands]:
         made = []
         for _ in range(min(sets, 2)):
-            size = (shape.m, shape.k), (shape.m, 1), (shape.n, shape.k), (1, 1), (shape.m, shape.n)
-            made.append(backends.FP8Operands(*(torch.zeros(each) for each in size)))
+            size = (shape.m, shape.k), (shape.n, shape.k), (shape.m, shape.n), (shape.m, 1), (1, 1)
+            made.append(backends.Operands(shape, *(torch.zeros(each) for each in size)))
         return made
 
     def fp8_gemm_nt(a: Any, b: Any, d: Any) -> None:
@@ -248,7 +248,7 @@ def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
     monkeypatch.setattr(deepgemm, "_loaded", [])
     backends.add_deepgemm(types.SimpleNamespace(fp8_gemm_nt=lambda a, b, d: asked.append((a, b, d))))
-    x = backends.FP8Operands("a", "sfa", "b", "sfb", "d")  # type: ignore[arg-type]
+    x = backends.Operands(GemmShape(1, 1, 1), "a", "b", "d", "sfa", "sfb")  # type: ignore[arg-type]
     backends.BACKENDS[backends.DEEPGEMM](x)()
     assert asked == [(("a", "sfa"), ("b", "sfb"), "d")]
     row = run.make_row(GemmShape(64, 576, 7168), "flush", {"ours": 4.0, "deepgemm": 5.0}, {"blockwise": "no"})

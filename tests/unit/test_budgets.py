@@ -10,14 +10,15 @@ from pathlib import Path
 
 import compile_cost
 import pytest
+from census import dense_layers
 
 import deep_gemm
 from deep_gemm.aot import attention
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.layers import Layer
-from deep_gemm.aot.workload import dense_layers, model_layers, shapes
+from deep_gemm.aot.workload import plan, shapes
 from deep_gemm.arch import SM90
-from deep_gemm.bench.shapes import DEEPSEEK_V3, LLAMA_3
+from deep_gemm.bench.shapes import DEEPSEEK_V3
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.quantize import Variant
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
@@ -25,6 +26,13 @@ from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.select import representatives
 from deep_gemm.spec import PrenormSpec
+
+_LLAMA_3: dict[str, int | str] = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}
+LLAMA_3: dict[str, dict[str, int | str]] = {
+    "8B": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "70B": _LLAMA_3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+}
+"""Of the published `config.json`, in BF16."""
 
 BUDGETS = json.loads((Path(__file__).parents[2] / "benchmarks" / "budgets.json").read_text())
 
@@ -76,7 +84,7 @@ def test_kernels_compile_fast(kernels: list[KernelParams], nvrtc: Compiler) -> N
 @pytest.mark.parametrize("model", LLAMA_3)
 def test_few_kernels_serve_a_bf16_model(model: str, tp: int) -> None:
     """For every fourth bucket of M. All buckets need 11 to 16 kernels more."""
-    layers = model_layers(LLAMA_3[model], tp)
+    layers = plan(LLAMA_3[model], tp).served
     work = choose(shapes(layers, representatives(16384)[::4]))
     assert {layer.op for layer in layers} == {"bf16_gemm_nt"}
     assert not work.impossible

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from deep_gemm import arch
+from deep_gemm.aot import cards
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import fit, survey
 from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
@@ -66,8 +67,8 @@ def test_files_are_named_after_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"speed": {"clock_ghz": 1.0}, "power": default().power.to_json()}, "positive numbers named clock_ghz"),
-        ({"speed": default().speed.to_json() | {"launch_us": -1.0}, "power": {}}, "positive numbers named clock_ghz"),
+        ({"speed": {"clock_ghz": 1.0}, "power": asdict(default().power)}, "positive numbers named clock_ghz"),
+        ({"speed": asdict(default().speed) | {"launch_us": -1.0}, "power": {}}, "positive numbers named clock_ghz"),
         ({"few_tokens": {}, "power": {}}, "constants of speed and power, but this one of few_tokens, power"),
     ],
 )
@@ -134,11 +135,11 @@ def test_every_calibration_is_found_also_of_a_card_without_a_sheet(
     monkeypatch.setattr(calibration, "FOLDER", tmp_path)
     calibration.of.cache_clear()
     try:
-        found = calibration.every()
+        found = [card.calibration for card in cards.default()]
     finally:
         calibration.of.cache_clear()
-    assert [each.origin for each in found[1:]] == ["the calibration a_model", f"the calibration {FILES[0].stem}"]
-    assert found[0] == default()
+    origins = ["a_model", *(path.stem for path in FILES)]
+    assert [each.origin for each in found][: len(origins)] == [f"the calibration {name}" for name in origins]
     assert {tuple(name for name, _ in each.others) for each in found} == {("of 16-bit tiles",)}
 
 

@@ -283,7 +283,6 @@ OPTIONS = {
         "--seed",
         "--seconds",
         "--output",
-        "--chart",
         "--from",
     ],
     ("cache", "info"): ["--json", ""],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,17 +329,6 @@ def test_the_command_lists_what_there_is_and_refuses_what_there_is_not() -> None
     result = CliRunner().invoke(app, ["compare", "mul_add", "--deepgemm", "nowhere"])
     assert result.exit_code != 0
     assert "There is no package deep_gemm in" in result.output
-
-
-def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    measured: list[str] = []
-    monkeypatch.setattr(backends, "compare", lambda name, *rest, **options: measured.append(name))
-    result = CliRunner().invoke(app, ["compare", "mul_add", "--png", str(tmp_path / "x.png")])
-    assert "Charts need matplotlib: pip install" in result.output
-    assert (result.exit_code, measured) == (1, [])
 
 
 def test_the_command_ends_with_status_1_if_a_result_is_wrong() -> None:

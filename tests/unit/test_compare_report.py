@@ -15,10 +15,8 @@ import pytest
 from comparisons import H100, comparison, registry_is_left_alone
 
 from deep_gemm import backends
-from deep_gemm.backends.chart import draw
 from deep_gemm.backends.report import Axis, Roofline, render
 from deep_gemm.backends.results import Comparison
-from deep_gemm.errors import DeepGemmError
 
 __all__ = ["registry_is_left_alone"]
 
@@ -152,11 +150,3 @@ def test_points_lie_below_their_roofs() -> None:
     assert at == plot.y.at(H100.tflops["fp8"]) < lower
     assert fp8.startswith(f"M{plot.x.start}")
     assert Axis.over([3.0, 50.0], 0, 100).ticks == [(0, "1"), (50, "10"), (100, "100")]
-
-
-def test_the_chart_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw(comparison(), tmp_path / "new" / "chart.png")
-    assert (tmp_path / "new" / "chart.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(DeepGemmError, match="There is nothing to draw"):
-        draw(Comparison("a GPU", "flush", H100, ()), tmp_path / "none.png")

@@ -152,7 +152,7 @@ def test_a_hyper_connection_needs_kernels_for_every_m_and_split() -> None:
     """Splits as vLLM chooses them, and None, as SGLang calls it: no such call compiles."""
     listed = attention.kernels_of(model.plan(V4_PRO).layers, SM90)
     assert [engine.build_request(params).name for params in listed if params.kernel == PRENORM.name] == [
-        f"tf32_hc_prenorm_gemm_n24_{tile}" for tile in ("128x1", "128x2", "64x2", "64x4", "32x8", "64x8")
+        f"tf32_hc_prenorm_gemm_n24_{tile}" for tile in ("32x1", "128x2", "64x2", "64x4", "32x8", "64x8")
     ]
     called = set()
     for sms, m in itertools.product((78, 132), range(1, 16385, 31)):
@@ -240,7 +240,7 @@ def test_an_index_of_deepseek_v4_alone_and_its_weights_in_16_bits(tmp_path: Path
 def test_kernels_that_belong_to_no_layer_are_named(tmp_path: Path) -> None:
     result = precompile(tmp_path, V4_FLASH, "--tp", "8", "--dry-run", "--allow-partial", "--json")
     others = json.loads(result.output)["others"]
-    assert {"fp8_mqa_logits_h64_d128_f32_q4", "tf32_hc_prenorm_gemm_n24_128x1"} <= set(others)
+    assert {"fp8_mqa_logits_h64_d128_f32_q4", "tf32_hc_prenorm_gemm_n24_32x1"} <= set(others)
     text = precompile(tmp_path, V4_FLASH, "--tp", "8", "--dry-run", "--allow-partial").output
     assert f"also       {', '.join(others)}, which belong to no layer" in text
     assert precompile(tmp_path, V4_FLASH, "--tp", "8", "--dry-run").exit_code == 3

@@ -185,17 +185,7 @@ def test_without_a_process_group_everything_is_built_here(monkeypatch: pytest.Mo
     seen: dict[str, Any] = {}
     monkeypatch.setattr(build, "precompile", lambda shapes, **options: seen.update(options))
     distributed.precompile([GemmShape(1, 128, 128)], num_sms=7, jobs=2)
-    assert seen == {
-        "tp": 1,
-        "ep": 1,
-        "max_m": 16384,
-        "op": "",
-        "arch": "sm_90a",
-        "num_sms": 7,
-        "jobs": 2,
-        "progress": None,
-        "allow_partial": False,
-    }
+    assert seen == {"num_sms": 7, "jobs": 2, "progress": None}
 
 
 def test_a_store_without_a_process_group_is_refused() -> None:

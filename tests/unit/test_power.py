@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean, pstdev
 from typing import Any
@@ -105,7 +105,7 @@ def test_the_fit_finds_what_draws_power() -> None:
     assert fitted is not None
     found, summary = fitted
     assert summary == {"pairs": 36, "deviation": 0.0}
-    for name, value in POWER.to_json().items():
+    for name, value in asdict(POWER).items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
 
 
@@ -181,8 +181,8 @@ def test_what_is_chosen_stays_near_the_best_back_to_back(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"read_row": 1.0}, default().power.to_json() | {"launch_us": 0.0}], ids=["few", "zero"]
+    "wrong", [{"read_row": 1.0}, asdict(default().power) | {"launch_us": 0.0}], ids=["few", "zero"]
 )
 def test_other_constants_of_power_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInputError, match="positive numbers named products_per_us"):
-        Power.from_json(wrong)
+        Calibration.from_json({"speed": asdict(default().speed), "power": wrong})

@@ -12,45 +12,46 @@ from click.testing import CliRunner
 from model_cases import BERT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_45, LLAMA_8B, precompile
 
 import deep_gemm
-from deep_gemm.aot import build, workload
-from deep_gemm.aot.workload import GemmShape, Layer
+from deep_gemm.aot import build, inputs, workload
+from deep_gemm.aot.layers import Layer
+from deep_gemm.aot.workload import GemmShape
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.runtime import engine
 
 
 def test_parse_sizes() -> None:
-    assert workload.parse_sizes("1, 2,64-256:64,2") == [1, 2, 64, 128, 192, 256]
-    assert workload.parse_sizes("3-5") == [3, 4, 5]
+    assert inputs.parse_sizes("1, 2,64-256:64,2") == [1, 2, 64, 128, 192, 256]
+    assert inputs.parse_sizes("3-5") == [3, 4, 5]
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "5-3", "1-9:0", "-4", "1,,2"])
 def test_parse_sizes_refuses(text: str) -> None:
     with pytest.raises(InvalidInputError, match="Sizes must look like"):
-        workload.parse_sizes(text)
+        inputs.parse_sizes(text)
 
 
 def test_parse_shape() -> None:
-    assert workload.parse_shape("64x7168x2048") == [GemmShape(64, 7168, 2048)]
-    assert workload.parse_shape("7168x2048", [1, 2]) == [GemmShape(1, 7168, 2048), GemmShape(2, 7168, 2048)]
+    assert workload.shapes_of("64x7168x2048") == [GemmShape(64, 7168, 2048)]
+    assert workload.shapes_of("7168x2048", [1, 2]) == [GemmShape(1, 7168, 2048), GemmShape(2, 7168, 2048)]
     for text in ("7168", "1x2x3x4", "ax2x3"):
         with pytest.raises(InvalidInputError, match="MxNxK"):
-            workload.parse_shape(text)
+            workload.parse(text)
 
 
 def test_files(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(
         json.dumps([{"n": 256, "k": 512, "m": [1, 64], "name": "x"}, {"n": 128, "k": 128}])
     )
-    assert workload.load(tmp_path / "list.json", [7]) == [
+    assert workload.shapes_of(tmp_path / "list.json", [7]) == [
         GemmShape(1, 256, 512, "x"),
         GemmShape(64, 256, 512, "x"),
         GemmShape(7, 128, 128),
     ]
     (tmp_path / "shapes.yaml").write_text("m: [1, 2]\nshapes:\n  - {n: 256, k: 512}\n")
-    assert workload.load(tmp_path / "shapes.yaml") == [GemmShape(1, 256, 512), GemmShape(2, 256, 512)]
+    assert workload.shapes_of(tmp_path / "shapes.yaml") == [GemmShape(1, 256, 512), GemmShape(2, 256, 512)]
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    assert len(workload.load(tmp_path / "config.json", [1, 2])) == 8
+    assert len(workload.shapes_of(tmp_path / "config.json", [1, 2])) == 8
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_bad_files_are_refused_in_words(tmp_path: Path, name: str, text: str | N
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(InvalidInputError, match=words):
-        workload.load(tmp_path / name)
+        workload.shapes_of(tmp_path / name)
 
 
 SHAPES = [GemmShape(1, 576, 7168), GemmShape(64, 576, 7168), GemmShape(4096, 7168, 2048)]
@@ -163,7 +164,7 @@ def test_a_workload_in_any_form() -> None:
     assert workload.shapes_of({"shapes": [{"n": 512, "k": 256}]}, ms) == both
     assert workload.shapes_of({"shapes": [{"n": 512, "k": 256, "m": 3}]}, ms) == [GemmShape(3, 512, 256)]
     assert workload.shapes_of(DEEPSEEK_V3, ms, tp=8, ep=32) == workload.shapes(
-        workload.model_layers(DEEPSEEK_V3, 8, 32), ms
+        workload.plan(DEEPSEEK_V3, 8, 32).served, ms
     )
 
 

@@ -96,10 +96,8 @@ def test_a_chart_of_other_rows_is_out_of_date() -> None:
 @pytest.mark.parametrize("name", doc_charts.EVERY)
 def test_a_chart_is_drawn_in_both_variants(name: str) -> None:
     pytest.importorskip("matplotlib")
-    from deep_gemm.bench import chart
-
     rows = doc_charts.rows_of(name, RESULTS)
-    light, dark = (doc_charts.svg(rows, theme) for theme in chart.THEMES.values())
+    light, dark = (doc_charts.svg(rows, theme) for theme in doc_charts.THEMES.values())
     assert light.lstrip().startswith("<?xml")
     assert light != dark
     assert f"rows {doc_charts.digest(rows)}" in light
@@ -109,31 +107,17 @@ def test_a_chart_is_drawn_in_both_variants(name: str) -> None:
 
 def test_the_overview_shows_means_and_a_band_and_fits_a_phone() -> None:
     pytest.importorskip("matplotlib")
-    from deep_gemm.bench import chart
 
-    rows = doc_charts.rows_of(doc_charts.OVERVIEW, RESULTS)
-    figure = chart.new_figure(chart.PHONE[1], chart.THEMES["light"], chart.PHONE[0])
-    chart.overview(figure, rows, chart.THEMES["light"])
-    assert chart.PHONE[0] * 96 < 420
+    rows, theme = doc_charts.rows_of(doc_charts.OVERVIEW, RESULTS), doc_charts.THEMES["light"]
+    figure = doc_charts.new_figure(theme, *doc_charts.PHONE)
+    doc_charts.overview(figure, rows, theme)
+    assert doc_charts.PHONE[0] * 96 < 420
     for axis, mode in zip(figure.axes, ("graph", "flush"), strict=True):
-        (ours,) = [line for line in axis.lines if line.get_color() == chart.THEMES["light"].ours]
+        (ours,) = [line for line in axis.lines if line.get_color() == theme.ours]
         found = [row["us_tensorwise"] / row["us"] for row in rows if (row["mode"], row["m"]) == (mode, 128)]
         assert ours.get_ydata()[list(ours.get_xdata()).index(128)] == pytest.approx(geometric_mean(found))
         band = axis.collections[0].get_paths()[0].vertices
         assert {min(found), max(found)} <= set(band[band[:, 0] == 128][:, 1])
-
-
-@pytest.mark.parametrize(("file", "panels"), [("bf16", 7), ("random", 1)])
-def test_bench_draws_a_panel_for_each_matrix_or_one_for_many(file: str, panels: int, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from deep_gemm.bench import chart
-
-    rows = readme.load(RESULTS / f"{file}.jsonl")
-    drawn = tmp_path / "chart.svg"
-    chart.draw(rows, drawn, "flush")
-    assert len(re.findall(r'<g id="axes_\d+">', drawn.read_text())) == 2 * panels, "ratio and TFLOP/s"
-    with pytest.raises(chart.DeepGemmError, match="no rows of mode steady"):
-        chart.draw([row for row in rows if row["mode"] != "steady"], drawn, "steady")
 
 
 # What documents name is there.

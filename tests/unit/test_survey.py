@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pack
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
-from deep_gemm.bench import rows, survey
-from deep_gemm.bench.modes import LAUNCH_MODES
+from deep_gemm.bench import survey
+from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.runtime.timer import CONTENDERS, Single, middle_mean, times_of
@@ -38,7 +39,7 @@ def test_packed_rows_are_the_same_rows(tmp_path: Path) -> None:
     row: dict[str, Any] = {"mode": "flush", "m": 1, "n": 8, "k": 16, "selected": "b", "device": "x"}
     some = [row | {"times": {"a": 2.0, "b": 1.5}}, row | {"times": {"b": 3.0}, "date": "today"}]
     path = tmp_path / "rows.jsonl"
-    path.write_text(rows.pack(some))
+    path.write_text(pack.pack(some))
     assert path.read_text().count('"b"') == 3, "once as a name, and selected twice"
     with path.open("a") as file:
         file.write(json.dumps(some[0]) + "\n")
@@ -155,7 +156,7 @@ def test_a_graphs_time_is_of_one_call_and_its_first_replay_does_not_count(monkey
 
 def test_only_long_problems_are_timed_back_to_back() -> None:
     def modes(*shape: int) -> list[str]:
-        return [mode for mode in survey.MODES if survey.is_surveyed(GemmShape(*shape, "test"), mode)]
+        return [mode for mode in SURVEY_MODES if survey.is_surveyed(GemmShape(*shape, "test"), mode)]
 
     assert modes(1, 7168, 2048) == ["flush", "promised", "unpromised"]
     assert modes(512, 7168, 2048) == ["flush"]
@@ -181,7 +182,7 @@ def test_a_survey_times_each_shape_in_the_modes_that_are_about_it(
 
     monkeypatch.setattr(survey, "timers_of", timers)
     shapes = [GemmShape(512, 7168, 2048), GemmShape(4096, 7168, 2048)]
-    rows = list(survey.Survey(shapes, survey.MODES, within=1.01, progress=lambda text: None).rows())
+    rows = list(survey.Survey(shapes, SURVEY_MODES, within=1.01, progress=lambda text: None).rows())
     assert [(row["m"], row["mode"]) for row in rows] == [(512, "flush"), (4096, "flush"), (4096, "steady")]
     # Even if the model ranks configs outside of the serving set higher.
     assert all(row["selected"] in row["times"] for row in rows)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from deep_gemm.aot.workload import GemmShape, dense_layers
+from deep_gemm.aot.layers import GROUPED_OPS, Layer
+from deep_gemm.aot.workload import GemmShape, plan
 from deep_gemm.bench.shapes import DEEPSEEK_V3, REFERENCE_NK
 from deep_gemm.params import KernelParams
 
@@ -16,6 +17,11 @@ KernelAt = Callable[[int, int], Callable[[int], list[KernelParams]]]
 Known = dict[tuple[int, int], set[KernelParams]]
 
 LAST_M = 16384
+
+
+def dense_layers(config: dict[str, Any], tp: int = 1) -> list[Layer]:
+    """The layers of a model that have kernels, without those of routed experts."""
+    return [layer for layer in plan(config, tp).served if layer.op not in GROUPED_OPS]
 
 
 def kernel_at(n: int, k: int) -> Callable[[int], list[KernelParams]]:

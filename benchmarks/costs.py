@@ -1,5 +1,10 @@
 """The cost of a call beside the kernel: host time when warm; import, compile and load times when cold; the number of
-kernels."""
+kernels.
+
+    python benchmarks/costs.py FILE [host|cold|compile|dims|kernels]...   append rows to FILE; all modes by default
+
+host and dims (N and K at run time against compiled in) need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import census
+import phases
+
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.bench import backends, census, phases
+from deep_gemm.bench import backends
 from deep_gemm.bench.provenance import environment
+from deep_gemm.bench.run import append
 from deep_gemm.bench.shapes import REFERENCE_NK, demo
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.testing import timing
@@ -61,7 +70,7 @@ PLACES = 30_000
 """More than the calls that are timed: an address that came twice would make a warm call."""
 
 
-def at_new_addresses(x: backends.FP8Operands, places: int = PLACES) -> Callable[[], None]:
+def at_new_addresses(x: backends.Operands, places: int = PLACES) -> Callable[[], None]:
     """`ours` with new addresses at each call: A, its scales and D each lie 16 bytes further in a large buffer of zeros.
     (Their values do not matter for the host's time.) Addresses repeat after `places` calls."""
     import torch
@@ -162,10 +171,11 @@ def cold() -> Iterator[Row]:
 WARM_STARTED = 50
 """Kernels of a warm start."""
 
-WARM_START = """
+WARM_START = f"""
 import json, sys, time, torch, deep_gemm
+sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
+import costs
 from deep_gemm.runtime import engine
-from deep_gemm.bench import costs
 torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 params = costs.warm_start_kernels()
@@ -180,10 +190,10 @@ print(json.dumps(deep_gemm.cache_info()["statistics"]["hits"]))
 def warm_start_kernels() -> list[KernelParams]:
     """Fifty kernels of DeepSeek-V3's dense layers."""
     from deep_gemm.aot.build import choose
-    from deep_gemm.aot.workload import DEFAULT_M, dense_layers, shapes
+    from deep_gemm.aot.workload import DEFAULT_M, shapes
     from deep_gemm.bench.shapes import DEEPSEEK_V3
 
-    return list(choose(shapes(dense_layers(DEEPSEEK_V3), DEFAULT_M)).kernels)[:WARM_STARTED]
+    return list(choose(shapes(census.dense_layers(DEEPSEEK_V3), DEFAULT_M)).kernels)[:WARM_STARTED]
 
 
 def warm_start_seconds(repeats: int = 5) -> Iterator[tuple[str, float]]:
@@ -282,3 +292,20 @@ MODES: dict[str, Callable[[], Iterator[Row]]] = {
     "dims": compiled_in_sizes,
     "kernels": kernel_counts,
 }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure each mode, and print and append each row as soon as it is measured."""
+    if not arguments or set(arguments[1:]) - set(MODES):
+        print(f"usage: costs.py FILE [{'|'.join(MODES)}]...", file=sys.stderr)
+        return 2
+    for mode in arguments[1:] or MODES:
+        for row in MODES[mode]():
+            append(Path(arguments[0]), row)
+            numbers = ", ".join(f"{name} {value:g}" for name, value in row.items() if isinstance(value, int | float))
+            print(f"{mode}: {row['what']}: {numbers}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,30 @@
+"""Options of several commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+shape_option = click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
+model_option = click.option(
+    "--file",
+    "--model",
+    "path",
+    type=PATH,
+    help="A checkpoint's directory or safetensors, its config.json, or a JSON or YAML list of shapes.",
+)
+tp_option = click.option("--tp", type=click.IntRange(1), default=1, help="Tensor-parallel GPUs.")
+op_option = click.option(
+    "--op",
+    default="",
+    show_default=False,
+    metavar="NAME",
+    help="Operation of shapes and of unquantised models. [FP8; the model's dtype]",
+)
+sms_option = click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
+arch_option = click.option("--arch", default="sm_90a", help="The target; its GPU need not be here.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
