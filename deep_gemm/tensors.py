@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin
 
 from .errors import InvalidInputError
 
@@ -40,7 +40,7 @@ def check_tensor(name: str, x: Any, dims: tuple[int, ...] | None = None, by_torc
 
 
 def _wrong_kind(x: Tensor, by_torch: bool) -> str:
-    if is_lazy(x):
+    if isinstance(x, UninitializedTensorMixin):
         return "is an uninitialised parameter. Call its module once before, which gives it a shape."
     if x.is_quantized:
         return f"is a quantised tensor ({x.dtype}). Pass a plain tensor, and scales beside it."
@@ -68,7 +68,7 @@ def _without_memory(x: Tensor, by_torch: bool) -> str:
             )
         )
     size = x.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    last = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
     needs = (x.storage_offset() + last + 1) * size
     if (address or by_torch) and has >= needs:
         return ""

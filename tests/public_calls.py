@@ -85,8 +85,13 @@ def k_grouped(kind: str) -> PublicCall:
 def logits(function: Callable[..., Any], paged: bool) -> PublicCall:
     if paged:
         shapes = {"q": ((2, 1, 32, 64), E4M3), "kv": ((4, 32, 1, 68), torch.uint8), "weights": ((2, 32), F32)}
-        shapes |= {"lens": ((2, 1), I32), "table": ((2, 2), I32), "schedule": ((3, 2), I32)}
-        return PublicCall(made(shapes), lambda x: function(*x.values(), 64))
+        shapes |= {"lens": ((2, 1), I32), "table": ((2, 2), I32)}
+
+        def tensors() -> Tensors:
+            found = made(shapes)()
+            return found | {"schedule": deep_gemm.get_paged_mqa_logits_metadata(found["lens"], 32, 2)}
+
+        return PublicCall(tensors, lambda x: function(*x.values(), 64))
     shapes = {"q": ((M, 32, 64), E4M3), "kv": ((N, 64), E4M3), "scales": ((N,), F32), "weights": ((M, 32), F32)}
     shapes |= {"starts": ((M,), I32), "ends": ((M,), I32)}
     return PublicCall(
@@ -238,6 +243,7 @@ OTHERS = frozenset(
         "dump_debug_info",
         "monitor",
         "precompile",
+        "register_operators",
         "tuning",
         "get_batch_invariant",
         "get_block_size_multiple_of",

@@ -247,7 +247,8 @@ def sizes(a: Any, d: Any, ks_cpu: Any, layout: Any, ks: Any, ks_tensor: Any, psu
         values = a[0] if isinstance(a, (tuple, list)) and a else a
         try:
             shape = d.shape if isinstance(d, Tensor) and d.dim() == 3 else None
-            held = values.numel() if isinstance(values, Tensor) and values.dim() > 0 else -1
+            plain = isinstance(values, Tensor) and values.dim() > 0 and not values.is_nested
+            held = values.numel() if plain else -1
         except (RuntimeError, ValueError):  # a tensor without a shape: the check says which
             shape, held = None, -1
         why = ""

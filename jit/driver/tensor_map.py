@@ -55,11 +55,11 @@ class TensorMapSpec:
             return f"dims must have 1 to 5 entries, but it is {self.dims}"
         if len(self.strides) != rank - 1 or len(self.box) != rank:
             return f"{rank} dims need {rank - 1} strides and {rank} box sizes, not {self.strides} and {self.box}"
-        if any(not 1 <= size <= 1 << 32 for size in self.dims):
+        if [size for size in self.dims if not 1 <= size <= 1 << 32]:
             return f"dims must be in 1 .. 2**32, but they are {self.dims}"
-        if any(stride % 16 or not 0 < stride < 1 << 40 for stride in self.strides):
+        if [stride for stride in self.strides if stride % 16 or not 0 < stride < 1 << 40]:
             return f"strides must be multiples of 16 bytes below 2**40, but they are {self.strides}"
-        if any(not 1 <= size <= 256 for size in self.box):
+        if [size for size in self.box if not 1 <= size <= 256]:
             return f"box sizes must be in 1 .. 256, but they are {self.box}"
         if self.swizzle not in _SWIZZLES or self.l2_promotion not in _L2_PROMOTIONS:
             return (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_checkpoint import Tensors, plan
-from test_model_layers import BLOCKS, DEEPSEEK_V32, precompile, served, why_not
+from model_cases import BLOCKS, DEEPSEEK_V32, precompile, served, why_not
 
 from deep_gemm.aot import attention, model, workload
 from deep_gemm.aot.layers import Plan

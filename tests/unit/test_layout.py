@@ -74,7 +74,7 @@ def test_a_misaligned_tensor_is_copied() -> None:
         (torch.ones(4), "sf must have 2 or 3 dimensions, but it has 1"),
         (torch.ones(4, 4, 4, 4), "has 4"),
         (torch.ones(4, 4, dtype=torch.int32), "sf must be a torch.float32 tensor, but it is torch.int32"),
-        ([[1.0]], "sf must be a torch.Tensor, but it is of type list"),
+        ([[1.0]], "sf is a list. Pass the scales alone"),
     ],
 )
 def test_mistakes(sf: Any, words: str) -> None:
