@@ -81,6 +81,22 @@ def half_by_cublaslt(x: Any) -> None:
     gemm(x.tensors["a"], x.tensors["b"], x.tensors["d"], x.tensors.get("c"), "nt")
 
 
+def batched_by_cublaslt(x: Any) -> None:
+    """A batch of 16-bit products. Raises UnsupportedError where torch cannot do it."""
+    a, b, d = (x.tensors[name] for name in "abd")
+    if d.dtype != a.dtype:
+        raise UnsupportedError(f"d is {d.dtype}, and torch multiplies batches of {a.dtype} into {a.dtype}.")
+    with plain_arithmetic(a.device):
+        d.copy_(torch.bmm(a, b.transpose(1, 2)))
+
+
+def summed_by_cublaslt(x: Any) -> None:
+    """A sum of 16-bit products, as one product of copies of a and b."""
+    with plain_arithmetic(x.device):
+        a, b = (x.tensors[name].transpose(0, 1).flatten(1) for name in "ab")
+    gemm(a, b, x.tensors["d"], x.tensors.get("c"), "nt")
+
+
 def fp8_by_cublaslt(x: Any) -> None:
     """A product of scaled FP8 operands, computed in bfloat16. Dequantised values and the result are rounded to 8 bits,
     a relative error of at most 2^-8. The dequantised operands need up to six bytes per element while it runs. Raises
