@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import InvalidInputError, UnsupportedError
-from .ops import batched, checks, cublaslt
+from .ops import batched, checks, cublaslt, table
 
 __all__ = ["bf16_bmm", "einsum", "fp16_bmm"]
 
@@ -58,28 +58,30 @@ def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, 
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `bf16_bmm`.
     """
-    checks.check_bool("use_cublaslt", use_cublaslt)
-    summed = isinstance(expr, str) and expr == batched.SUM
-    if not summed:
-        _check_expression(expr, (batched.BHR, batched.BHD, batched.SUM))
-        _refuse_c(expr, c)
-    if use_cublaslt:
-        operation = batched.Summed(batched.SUM_BF16, c is not None) if summed else batched.Batched(batched.BMM_BF16)
-        x = operation.check(a, b, d, *((c, None) if summed else (None, expr)))
-        if x is not None:
-            on_gpu = cublaslt.summed_by_cublaslt if summed else cublaslt.batched_by_cublaslt
-            (operation.reference if x.device.type == "cpu" else on_gpu)(x)
-    elif summed:
+    if use_cublaslt is False and c is None and expr in _EACH:
+        batched.bf16(a, b, d, None, expr)
+    elif use_cublaslt is False and expr == batched.SUM:
         batched.bf16_sum(a, b, d, c, None)
     else:
-        batched.bf16(a, b, d, None, expr)
+        _by_torch(expr, a, b, d, c, use_cublaslt)
 
 
-def _check_expression(expr: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(expr, str) or expr not in known:
-        raise UnsupportedError(f"expr must be one of {' and '.join(known)}, but it is {expr!r}. Use torch.einsum.")
-
-
-def _refuse_c(expr: str, c: Any) -> None:
-    if c is not None:
+def _by_torch(expr: Any, a: Any, b: Any, d: Any, c: Any, use_cublaslt: Any) -> None:
+    """Let torch multiply, or refuse the arguments."""
+    checks.check_bool("use_cublaslt", use_cublaslt)
+    if expr not in (*_EACH, batched.SUM):
+        raise UnsupportedError(
+            f"expr must be {', '.join(_EACH)} or {batched.SUM}, but it is {expr!r}. Use torch.einsum."
+        )
+    if expr == batched.SUM:
+        x, way = batched.Summed(table.SUM_BF16, c is not None).check(a, b, d, c, None), cublaslt.summed_by_cublaslt
+    elif c is None:
+        x, way = batched.Batched(table.BMM_BF16).check(a, b, d, None, expr), cublaslt.batched_by_cublaslt
+    else:
         raise InvalidInputError(f"c must be None for {expr}: nothing is added to its products. Add it after the call.")
+    if x is not None:
+        way(x)
+
+
+_EACH = (batched.BHR, batched.BHD)
+"""What is multiplied for each h."""

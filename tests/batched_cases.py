@@ -42,9 +42,7 @@ def surrounded(values: Tensor, by_rows: bool = False, major: str = "k") -> Guard
     return guarded_copy(values, (step, row, 1))
 
 
-def output(
-    groups: int, m: int, n: int, dtype: torch.dtype, by_rows: bool = False, tma: bool = True
-) -> Guarded:
+def output(groups: int, m: int, n: int, dtype: torch.dtype, by_rows: bool = False, tma: bool = True) -> Guarded:
     """A guarded d (batch, M, N). Not ``tma``: rows that TMA cannot write."""
     step, row = apart(m, n, by_rows, groups)
     odd = 0 if tma else 1

@@ -51,10 +51,10 @@ def dense(
         **_scales(rules, params, spec, strides),
     }
     if rules.has_map_d(params):
-        matrix = ((n, m, products), strides["d"][-2::-1]) if batched else ((n, m), (strides["d"][0],))
-        values["map_d"] = _map_d(rules, params, *matrix) if rules.stores_by_tma(params) else bytes(128)
+        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((n, m), (strides["d"][0],))
+        values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
         if rules.edge_map_d:
-            values["map_d_last"] = _map_d(rules, params, *matrix, rows=left(c.block_m, 64))
+            values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))
     return rules.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms), values
 
 

@@ -74,7 +74,6 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         kind = [head, NAMES[p.majors], p.output if p.output != p.dtype else ""]
     splits = c.cluster_k if rules.scales_have_edges or c.swap_ab else 0
     k = f"k{c.cluster_k}x{c.consumers_k}" if splits else f"k{c.cluster_k}"
-    form = f"g{p.segments}" if p.grouping == "k" else f"{p.grouping}_g{p.segments}" if groups.has_table(p.grouping) else ""
     parts = [
         _HEADS.get(p.grouping, "m_grouped"),
         *kind,
@@ -86,7 +85,8 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         "" if c.persistent else "once",
         "b1" if c.buffers == 1 else "",
-        form,
+        "" if p.grouping in _HEADS else p.grouping,
+        f"g{p.segments}" if groups.has_table(p.grouping) else "",
         p.epilogue if p.epilogue != "none" else "",
         p.store,
         *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),

@@ -48,8 +48,8 @@ def has_table(grouping: str) -> bool:
 
 
 def segments(grouping: str, groups: int) -> int:
-    """Entries of the table, if there is one: one for each group. Where rows have labels, padding may lie inside a group, which then has
-    several entries: two on average. Raises UnsupportedError for too many groups."""
+    """Entries of the table: one for each group. Where rows have labels, padding may lie inside a group, which then has
+    several entries: two on average. Without a table the least number. Raises UnsupportedError for too many groups."""
     wanted = (groups if has_table(grouping) else 0) * (2 if grouping == "contiguous" else 1)
     if wanted > MOST_SEGMENTS:
         most = MOST_SEGMENTS * groups // wanted

@@ -1,5 +1,4 @@
-"""Batches of products, ``d[i] = a[i] @ b[i]^T``, and their sums: matrices of equal size with any strides from one product
-to the next."""
+"""Batches of products, ``d[i] = a[i] @ b[i]^T``, and their sums: matrices of equal size, of any strides."""
 
 from __future__ import annotations
 
@@ -48,10 +47,10 @@ class Batched(Gemm):
         device = checks.check_tensors(named, {}, (3,))
         _check_shapes(named, form)
         _check_dtypes(self, named)
-        views = {name: _view(name, x, form) for name, x in named.items()}
         if checks.is_fake(named.values()):
             return None
         checks.check_memory(named)
+        views = {name: _view(name, x, form) for name, x in named.items()}
         (groups, m, k), n = views["a"].shape, views["b"].shape[1]
         if 0 in (groups, m, n):
             return None
@@ -198,8 +197,8 @@ def strides(name: str, x: Tensor) -> tuple[int, int, int]:
     step = _product_stride(x, rows * way[0] if way[1] == 1 else k * way[1])
     if step <= 0 or step * x.element_size() % TMA_BYTES:
         raise InvalidInputError(
-            f"matrices of {name} must lie at multiples of {TMA_BYTES} bytes from one another, and not in one place, but "
-            f"they are {step * x.element_size()} bytes apart: it is {shape_of(x)} with strides {x.stride()}. Pass "
+            f"matrices of {name} must lie at multiples of {TMA_BYTES} bytes from one another, and not in one place, "
+            f"but they are {step * x.element_size()} bytes apart: it is {shape_of(x)} with strides {x.stride()}. Pass "
             ".contiguous()."
         )
     return step, *way
@@ -213,8 +212,8 @@ def place_operands(found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
 
 
 def check_places(named: Mapping[str, Tensor]) -> None:
-    """Check the memory of d (batch, M, N): rows that are contiguous, no two of them at one place, none of it shared with
-    another operand."""
+    """Check the memory of d (batch, M, N): contiguous rows, no two of them at one place, none of it shared with another
+    operand."""
     d = named["d"]
     dims = sorted((stride, size) for size, stride in zip(d.shape, d.stride(), strict=True) if size > 1)
     apart = all(stride > 0 for stride, _ in dims) and all(

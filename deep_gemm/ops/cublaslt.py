@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import dequantised, half_gemm_reference, plain_arithmetic
+from deep_gemm.ops.reference import batched_reference, dequantised, half_gemm_reference, plain_arithmetic
 
 from ..errors import InvalidInputError, UnsupportedError
 from . import checks
@@ -87,7 +87,10 @@ def batched_by_cublaslt(x: Any) -> None:
     if d.dtype != a.dtype:
         raise UnsupportedError(f"d is {d.dtype}, and torch multiplies batches of {a.dtype} into {a.dtype}.")
     with plain_arithmetic(a.device):
-        d.copy_(torch.bmm(a, b.transpose(1, 2)))
+        if a.device.type == "cpu":
+            batched_reference(a, b, d)
+        else:
+            d.copy_(torch.bmm(a, b.transpose(1, 2)))
 
 
 def summed_by_cublaslt(x: Any) -> None:

@@ -276,13 +276,13 @@ struct GemmKernel {
       B::with_boxes(b(first), first.column, part_b(), [&](const auto& each_box) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
-          each_box(weights_k(first, order, step), [&](const TensorMap* map, u32, u32 x, u32 y) {
-            if constexpr (kManyAB) {
+          if constexpr (kManyAB) {
+            each_box(weights_k(first, order, step), [&](const TensorMap* map, u32, u32 x, u32 y) {
               tma_prefetch_3d(map, x, y, product(first, order, step));
-            } else {
-              tma_prefetch(map, x, y);
-            }
-          });
+            });
+          } else {
+            each_box(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
+          }
       });
     }
     __syncwarp();

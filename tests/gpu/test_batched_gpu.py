@@ -18,7 +18,6 @@ from gpu_cases import DEVICE
 import deep_gemm
 from deep_gemm.jit import Builder
 from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
-from deep_gemm.params import KernelParams
 from deep_gemm.testing import guarded
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -90,7 +89,11 @@ def test_few_sms_take_tiles_of_several_products(majors: str) -> None:
 @cuda_only
 def test_each_product_has_the_bits_of_a_product_alone() -> None:
     for groups, m, n, k in ((1, 300, 520, 1000), (4, 64, 256, 4096), (9, 1, 512, 128), (3, 1000, 128, 512)):
-        a, b, d = normal(groups, m, k), normal(groups, n, k, seed=1), torch.empty(groups, m, n, device=DEVICE, dtype=BF16)
+        a, b, d = (
+            normal(groups, m, k),
+            normal(groups, n, k, seed=1),
+            torch.empty(groups, m, n, device=DEVICE, dtype=BF16),
+        )
         alone = torch.empty_like(d)
         deep_gemm.bf16_bmm(a, b, d)
         with batch_invariant():
@@ -101,7 +104,11 @@ def test_each_product_has_the_bits_of_a_product_alone() -> None:
 
 @cuda_only
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
-    a, b, whole = normal(700, 16, 512), normal(16, 128, 512, seed=1), torch.empty(700, 16, 128, device=DEVICE, dtype=BF16)
+    a, b, whole = (
+        normal(700, 16, 512),
+        normal(16, 128, 512, seed=1),
+        torch.empty(700, 16, 128, device=DEVICE, dtype=BF16),
+    )
     deep_gemm.einsum(BHR, a, b, whole)
     for rows in (1, 3, 64, 65, 500):
         d = torch.empty_like(whole[:rows])
@@ -196,5 +203,3 @@ def test_cublaslt_gives_the_same(form: str) -> None:
     d.zero_()
     deep_gemm.einsum(form, *inputs[:2], d, d if form == SUM else None, use_cublaslt=True)
     assert deep_gemm.testing.calc_diff(d, ours) < 1e-5
-
-

@@ -43,7 +43,9 @@ def test_einsum_is_einsum(form: str, cublaslt: bool) -> None:
 
 
 @pytest.mark.parametrize("cublaslt", [False, True])
-@pytest.mark.parametrize(("dtype", "adds"), [(torch.float32, True), (torch.float32, False), (BF16, False), (BF16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "adds"), [(torch.float32, True), (torch.float32, False), (BF16, False), (BF16, True)]
+)
 def test_a_sum_adds_to_c(dtype: torch.dtype, adds: bool, cublaslt: bool) -> None:
     a, b, before = integers(B, 64, 128), integers(B, 192, 128, seed=1), integers(64, 192, dtype=dtype, seed=2)
     d = before.clone()
@@ -82,7 +84,7 @@ def bad(name: str, change: Any) -> Any:
 
 
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [
-    ("expr", lambda x: "ij,jk->ik", UnsupportedError, "expr must be one of bhr,hdr->bhd"),
+    ("expr", lambda x: "ij,jk->ik", UnsupportedError, "expr must be bhr,hdr->bhd, bhd,hdr->bhr or bmk"),
     ("expr", lambda x: 3, UnsupportedError, "but it is 3"),
     ("c", lambda x: torch.zeros(B, H, D, dtype=BF16), InvalidInputError, "c must be None for bhr,hdr->bhd"),
     ("use_cublaslt", lambda x: 1, InvalidInputError, "use_cublaslt must be True or False"),
@@ -95,7 +97,12 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("b", lambda x: x[:1].expand(H, D, R), InvalidInputError, "matrices of b must lie .* but they are 0 bytes apart"),
     ("b", lambda x: torch.zeros(H, D, R + 1, dtype=BF16)[..., :R], InvalidInputError, "multiples of 16 bytes"),
     ("d", lambda x: x[:1].expand(B, H, D), InvalidInputError, "d must have contiguous rows of their own"),
-    ("d", lambda x: torch.zeros(D, B, H, dtype=BF16).permute(1, 2, 0), InvalidInputError, "d must have contiguous rows"),
+    (
+        "d",
+        lambda x: torch.zeros(D, B, H, dtype=BF16).permute(1, 2, 0),
+        InvalidInputError,
+        "d must have contiguous rows",
+    ),
 ]
 
 
