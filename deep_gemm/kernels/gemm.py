@@ -251,7 +251,7 @@ class GemmFamily(Kernel):
         many blocks of K the scales have. Batched a, b and d have three strides, and so have a and b that are summed."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
-        launch = along_k if spec.grouping == "k" else along_m if groups.has_table(spec.grouping) else dense
+        launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense
         ctas, values = launch(self.rules, params, spec, strides, constant and pdl)
         if params.accumulate == "reads" and "c_stride" not in values:
             values["c_stride"] = strides["c"][0]

@@ -150,11 +150,11 @@ def _boxes(
     rows, k = spec.m if name == "a" else spec.n, spec.k
     *products, row, column = strides[name]
     k_major = operand.major == "k"
-    steps = ((row if k_major else column) * size, *(step * size for step in products))
-    promotion = l2_promotion(asked or spec, steps[0], size)
+    inside = (row if k_major else column) * size
+    count, one, steps = ((spec.groups,), (1,), (inside, products[0] * size)) if products else ((), (), (inside,))
+    promotion = l2_promotion(asked or spec, inside, size)
     if spec.grouping == "summed":
         k //= spec.groups
-    count, one = ((spec.groups,), (1,)) if products else ((), ())
     if k_major:
         return lambda box: TensorMapSpec(dtype, (k, rows, *count), steps, (128 // size, box, *one), 128, promotion)
     each, depth = (rows // spec.groups, spec.groups * k) if asked and name == "b" else (rows, k)

@@ -86,7 +86,7 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         "" if c.persistent else "once",
         "b1" if c.buffers == 1 else "",
         "" if p.grouping in _HEADS else p.grouping,
-        f"g{p.segments}" if groups.has_table(p.grouping) else "",
+        f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
         p.epilogue if p.epilogue != "none" else "",
         p.store,
         *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
@@ -172,7 +172,7 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
         found += parameters("const TensorMap* maps") if in_memory else ()
     if p.grouping in ("k", "batched"):
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
-    elif groups.has_table(p.grouping):
+    elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
         found += parameters("i64 scale_b_stride_g") if p.scaling == "1d2d" else ()
     return found

@@ -16,6 +16,9 @@ from .raster import divisor, raster
 LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
 """Sizes of the table are powers of two."""
 
+WITH_TABLE = frozenset({"contiguous", "psum", "masked", "k"})
+"""Forms of groups whose sizes are on the device. Others have groups of equal size."""
+
 MOST_COLUMNS = 1 << 18
 """Columns of tiles: with more of them the device's quotient of floats could be off by one."""
 
@@ -42,15 +45,10 @@ _MOST_EVICTED = 200_000_000
 """Bytes of B up to which it is loaded with evict-first; see `evict_first`."""
 
 
-def has_table(grouping: str) -> bool:
-    """Whether sizes of groups are on the device."""
-    return grouping not in ("none", "batched", "summed")
-
-
 def segments(grouping: str, groups: int) -> int:
     """Entries of the table: one for each group. Where rows have labels, padding may lie inside a group, which then has
     several entries: two on average. Without a table the least number. Raises UnsupportedError for too many groups."""
-    wanted = (groups if has_table(grouping) else 0) * (2 if grouping == "contiguous" else 1)
+    wanted = (groups if grouping in WITH_TABLE else 0) * (2 if grouping == "contiguous" else 1)
     if wanted > MOST_SEGMENTS:
         most = MOST_SEGMENTS * groups // wanted
         raise UnsupportedError(f"{groups} groups are more than {most}, the most in this form.")
@@ -59,7 +57,7 @@ def segments(grouping: str, groups: int) -> int:
 
 def table_bytes(grouping: str, entries: int) -> int:
     """Shared memory of the table: three words for each entry, or four for labels, and one more."""
-    if not has_table(grouping):
+    if grouping not in WITH_TABLE:
         return 0
     labels = grouping == "contiguous"
     return align(((4 if labels else 3) * entries + 1) * 4 + (_CHUNK_BYTES if labels else 0), 128)
@@ -123,7 +121,7 @@ def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
 def a_rows(grouping: str, dtype: str, config: GemmConfig) -> int:
     """Rows of a box of A; 0 for all of a tile. A tile loads the boxes that begin before its group's end; where rows
     have labels, all that one consumer multiplies, because the product of padding is written."""
-    if grouping == "k" or not has_table(grouping):
+    if grouping == "k" or grouping not in WITH_TABLE:
         return 64 if grouping == "k" and dtype == "e4m3" else 0
     return FEW_ROWS if config.block_m == 64 and grouping != "contiguous" else 64
 
