@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         fp8_paged_mqa_logits,
         get_paged_mqa_logits_metadata,
     )
+    from deep_gemm.batched import bf16_bmm, einsum, fp16_bmm
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
@@ -124,6 +125,7 @@ __all__ = [
     "UnsupportedError",
     "align",
     "backends",
+    "bf16_bmm",
     "bf16_gemm_nn",
     "bf16_gemm_nt",
     "bf16_gemm_tn",
@@ -140,6 +142,7 @@ __all__ = [
     "declare_constant",
     "dequantise",
     "dump_debug_info",
+    "einsum",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -153,6 +156,7 @@ __all__ = [
     "fp8_m_grouped_gemm_nt_masked",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
+    "fp16_bmm",
     "fp16_gemm_nn",
     "fp16_gemm_nt",
     "fp16_gemm_tn",
@@ -221,6 +225,7 @@ _LATE = {
         "fp8_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
     ),
+    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp16_bmm"),
     "deep_gemm.runtime.weight_promises": (
         "declare_constant",
         "retract_constant",

@@ -16,7 +16,7 @@ SCALE_BLOCK = 128
 Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
 Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
-Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k"]
+Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed"]
 Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
 
@@ -47,7 +47,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """``D[m, n] = A[m, k] @ B[n, k]^T``, once, for each of ``batch``, or for each of ``groups``.
+    """``D[m, n] = A[m, k] @ B[n, k]^T``, once, or for each of ``groups``.
 
     ``accumulate`` says what the product is added to: nothing, D itself, or another tensor C. ``compiled_dims`` is the
     subset of ``"mnk"`` that the caller wants compiled into the binary. ``num_sms`` is the number of SMs that the launch
@@ -59,6 +59,9 @@ class GemmSpec:
     are on the device. "contiguous": ``m`` rows in all, each with a label. "psum": ``m`` rows in all, and the end of
     each group. In both forms a group starts at a multiple of ``alignment`` rows. "masked": ``m`` rows for each group,
     of which the first ones exist; the caller expects ``expected_m`` of them.
+
+    Other groups are products of equal size, each with matrices A and B of its own. "batched": and with a D of its own.
+    "summed": D is the sum of all products; ``k`` is then that of all of them together, each rounded up to a block of K.
     """
 
     m: int
@@ -71,7 +74,6 @@ class GemmSpec:
     whole_gpu: bool = True
     block_multiple: tuple[int, int] = (1, 1)
     compiled_dims: str = ""
-    batch: int = 1
     groups: int = 1
     grouping: Grouping = "none"
     alignment: int = 1
@@ -83,8 +85,8 @@ class GemmSpec:
     @property
     def flops(self) -> int:
         """Floating-point operations; a multiply-add counts as two."""
-        rows = self.groups * (self.expected_m or self.m) if self.grouping == "masked" else self.m
-        return 2 * rows * self.n * self.k * self.batch
+        rows = self.expected_m or self.m
+        return 2 * rows * self.n * self.k * (self.groups if self.grouping in ("masked", "batched") else 1)
 
     def __str__(self) -> str:
         scales = [x.scaling for x in (self.a, self.b) if x.scaling != "none"]

@@ -12,14 +12,12 @@ from typing import Any, NoReturn
 from deep_gemm.errors import UnsupportedError
 
 _TN = "FP8 products of MN-major groups. Call k_grouped_fp8_gemm_nt_contiguous with K-major ones"
-_BATCHED = "batched products. Use torch.einsum"
 _MEGA_MOE = "fused mixture-of-experts layer. Build it from separate products"
 _FP4 = "FP4. Hopper cannot multiply it"
 
 REASONS = {
     "k_grouped_fp8_gemm_tn_contiguous": _TN,
-    "einsum": _BATCHED,
-    "fp8_einsum": _BATCHED,
+    "fp8_einsum": "batched FP8 products. Use fp8_gemm_nt for each",
     "fp8_gemm_nt_skip_head_mid": "products that leave columns out",
     "SymmBuffer": _MEGA_MOE,
     "get_symm_buffer_for_mega_moe": _MEGA_MOE,

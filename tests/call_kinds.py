@@ -11,6 +11,7 @@ from custom_gpu import PARAMETERS
 
 import deep_gemm
 from deep_gemm import LaunchConfig, quantize
+from deep_gemm.ops import batched
 
 M, N, K, G = 24, 136, 256, 2
 E4M3, BF16, FP16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
@@ -98,6 +99,21 @@ def k_padded(a: Any, sfa: Any, b: Any, sfb: Any, layout: Any, d: Any, pair: Any 
     deep_gemm.k_grouped_fp8_gemm_nt_padded(pair((a, sfa)), (b, sfb), d, layout, **options)
 
 
+def batch() -> Tensors:
+    return {
+        name: torch.zeros(shape, dtype=BF16)
+        for name, shape in zip("abd", ((G, M, K), (G, N, K), (G, M, N)), strict=True)
+    }
+
+
+def each_h(a: Any, b: Any, d: Any, compiled_dims: Any = None) -> None:
+    batched.bf16(a, b, d, compiled_dims, batched.BHR)
+
+
+def summed(a: Any, b: Any, d: Any, c: Any = None, compiled_dims: Any = None) -> None:
+    batched.bf16_sum(a, b, d, c, compiled_dims)
+
+
 def cast_tensors(names: tuple[str, ...], columns: bool = False) -> Tensors:
     found = {
         "x": torch.zeros(M, K, dtype=BF16),
@@ -139,6 +155,10 @@ KINDS = {
     "k bf16 and c": Kind(lambda: k_tensors("bf16") | {"c": torch.zeros(G, M, N)}, k_bf16),
     "k fp8": Kind(lambda: k_tensors("fp8"), k_fp8),
     "k padded": Kind(lambda: k_tensors("padded"), k_padded),
+    "batch": Kind(batch, deep_gemm.bf16_bmm),
+    "einsum": Kind(lambda: {name: x.transpose(0, 1) if name != "b" else x for name, x in batch().items()}, each_h),
+    "sum": Kind(lambda: batch() | {"d": torch.zeros(M, N)}, summed),
+    "sum and c": Kind(lambda: batch() | {name: torch.zeros(M, N) for name in "cd"}, summed),
     "rows": Kind(lambda: cast_tensors(CAST), rows, WRITTEN, {"use_ue8m0": True, "epsilon": 1.0, "gated": False}),
     "columns": Kind(lambda: cast_tensors(CAST, columns=True), columns, WRITTEN),
     "gathered": Kind(lambda: cast_tensors(("x", "rows", *WRITTEN)), rows, WRITTEN),

@@ -13,6 +13,7 @@ import torch
 
 from deep_gemm import UnsupportedError, arch, options
 from deep_gemm.ops import dense
+from deep_gemm.ops.batched import Batched, Summed
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.logits import MqaLogits
@@ -96,7 +97,7 @@ class FakeGpu:
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
         of_logits = (MqaLogits, PagedMqaLogits, PagedMqaLogitsMetadata)
-        for operation in (Dense, MGrouped, KGrouped, Quantize, *of_logits):
+        for operation in (Dense, MGrouped, KGrouped, Batched, Summed, Quantize, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: True)

@@ -140,6 +140,18 @@ def cast(**options: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"x": numbers(M, K), **options}
 
 
+def batch() -> dict[str, Any]:
+    return {"a": numbers(G, M, K), "b": numbers(G, N, K), "d": numbers(G, M, N), "compiled_dims": "nk"}
+
+
+def einsum(expr: str, *shapes: tuple[int, ...]) -> Callable[[], dict[str, Any]]:
+    return lambda: {
+        "expr": expr,
+        **{name: numbers(*shape) for name, shape in zip("abd", shapes, strict=True)},
+        "c": None,
+    }
+
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"fp8_gemm_{form}": dense_fp8 for form in ("nt",)},
     "bf16_gemm_nt": dense(torch.bfloat16),
@@ -153,6 +165,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "m_grouped_bf16_gemm_nt_masked": masked(False),
     "k_grouped_fp8_gemm_nt_contiguous": k_grouped(True),
     "k_grouped_bf16_gemm_tn_contiguous": k_grouped(False),
+    "bf16_bmm": batch,
+    "einsum": einsum("bhr,hdr->bhd", (M, G, K), (G, N, K), (M, G, N)),
+    "einsum sum": einsum("bmk,bnk->mn", (G, M, K), (G, N, K), (M, N)),
     "quantize.rows": cast(use_ue8m0=False, epsilon=1e-4, out=None, gated=False),
     "quantize.rows_and_columns": cast(use_ue8m0=False, epsilon=1e-4, gated=False),
     "quantize.blocks": cast(use_ue8m0=False, epsilon=1e-4),

@@ -124,6 +124,10 @@ def torch_does(function: Callable[..., Any], *more: Any, **shapes: tuple[tuple[i
     return PublicCall(made(shapes), lambda x: function(*x.values(), *more), by_torch=True)
 
 
+def batch(expression: str, **shapes: tuple[tuple[int, ...], torch.dtype]) -> PublicCall:
+    return PublicCall(made(shapes), lambda x: deep_gemm.einsum(expression, *x.values()))
+
+
 def strict(function: Callable[..., Any], *more: Any, **shapes: tuple[tuple[int, ...], torch.dtype]) -> PublicCall:
     return PublicCall(made(shapes), lambda x: function(*x.values(), *more))
 
@@ -174,6 +178,12 @@ CALLS: dict[str, PublicCall] = {
     "k_grouped_fp8_gemm_nt_contiguous": k_grouped("fp8"),
     "k_grouped_fp8_gemm_nt_padded": k_grouped("padded"),
     "k_grouped_bf16_gemm_tn_contiguous": k_grouped("bf16"),
+    **{
+        name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype), d=((G, M, N), dtype))
+        for name, dtype in (("bf16_bmm", BF16), ("fp16_bmm", FP16))
+    },
+    "einsum": batch("bhr,hdr->bhd", a=((M, G, K), BF16), b=((G, N, K), BF16), d=((M, G, N), BF16)),
+    "einsum of a sum": batch("bmk,bnk->mn", a=((G, M, K), BF16), b=((G, N, K), BF16), d=((M, N), F32)),
     "fp8_mqa_logits": logits(deep_gemm.fp8_mqa_logits, paged=False),
     "fp8_fp4_mqa_logits": logits(deep_gemm.fp8_fp4_mqa_logits, paged=False),
     "fp8_paged_mqa_logits": logits(deep_gemm.fp8_paged_mqa_logits, paged=True),

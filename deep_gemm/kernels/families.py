@@ -298,9 +298,41 @@ HALF_K_GROUPED = GemmFamily(
     ),
 )
 
+HALF_BATCHED = GemmFamily(
+    name="sm90_half_batched",
+    rules=HalfGemm(groups="batch"),
+    serving=serving.HALF_BATCHED,
+    dtypes=("bf16", "f16"),
+    majors=ALL_MAJORS,
+    outputs=(SAME, "f32"),
+    groupings=("batched",),
+    accumulates=("none",),
+    varied=(
+        ((128, 256, (2, 1, 1)), {"majors": "km"}),
+        ((256, 128, (1, 2, 1)), {"majors": "mm"}),
+        ((64, 64), {"majors": "km", "store": "direct"}),
+        ((128, 128), {"dtype": "f16", "output": "f16", "majors": "mk"}),
+        ((128, 128), {"output": "f32", "shape": SHAPE}),
+    ),
+)
+
+HALF_SUMMED = GemmFamily(
+    name="sm90_half_summed",
+    rules=HalfGemm(groups="sum"),
+    serving=serving.HALF_SUMMED,
+    dtypes=("bf16",),
+    outputs=("f32", "bf16"),
+    groupings=("summed",),
+    serving_options=lambda config: {"accumulate": "reduces"},
+    varied=(
+        ((64, 64, (1, 1, 4)), {"output": "bf16"}),
+        ((128, 128), {"accumulate": "reads", "store": "direct"}),
+    ),
+)
+
 GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_GEMM, FP8_GROUPED, FP8_K_GROUPED, FP8_ROWS, FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
-    *(HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SWAPPED, HALF_SWAP_AB),
+    *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )
 
 FAMILIES: tuple[Kernel, ...] = (

@@ -103,8 +103,6 @@ class GemmFamily(Kernel):
             return f"D must be row-major {' or '.join(outputs)}, not {d.major}-major {d.dtype}"
         if self.aligned_d and not d.aligned:
             return "rows of D must begin on 16-byte boundaries"
-        if spec.batch != 1:
-            return "it computes no batch of products"
         if spec.grouping not in self.groupings:
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
         if spec.epilogue not in EPILOGUES:
@@ -171,7 +169,7 @@ class GemmFamily(Kernel):
         """The inputs of the performance model; with groups, those of about as much work without."""
         size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
         counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
-        if spec.grouping == "none":
+        if spec.grouping in ("none", "summed"):
             return count(*counts, spec, config, size)
         if spec.grouping == "k":
             return count(*counts, groups.one_product(spec, config, config.block_k), config, size)
@@ -195,7 +193,7 @@ class GemmFamily(Kernel):
             accumulate=self.adds(spec),
             grouping=spec.grouping,
             epilogue=spec.epilogue,
-            segments=groups.segments(spec.grouping, spec.groups) if spec.grouping != "none" else groups.LEAST_SEGMENTS,
+            segments=groups.segments(spec.grouping, spec.groups),
         )
 
     def case(self, config: GemmConfig, arch: ArchSpec = SM90, **options: Any) -> KernelParams:
@@ -206,7 +204,8 @@ class GemmFamily(Kernel):
         first = {"dtype": dtype, "majors": self.majors[0], "scaling": self.scalings[0], "output": output}
         first |= {"grouping": self.groupings[0], "store": "tma"}
         params = KernelParams(**{"kernel": self.name, "arch": arch.name, "config": config, **first, **options})
-        return replace(params, config=self.rules.fitted(params, self._table(params), arch))
+        table = groups.table_bytes(params.grouping, params.segments)
+        return replace(params, config=self.rules.fitted(params, table, arch))
 
     def cases(self) -> list[KernelParams]:
         """The serving set, and `varied`."""
@@ -221,11 +220,7 @@ class GemmFamily(Kernel):
         return ffma_bursts.POST_PASS if runs and settings.ffma_bursts else None
 
     def shared_bytes(self, params: KernelParams) -> int:
-        return self.rules.shared_bytes(params) + self._table(params)
-
-    def _table(self, params: KernelParams) -> int:
-        """Bytes of the table of groups."""
-        return 0 if params.grouping == "none" else groups.table_bytes(params.grouping, params.segments)
+        return self.rules.shared_bytes(params) + groups.table_bytes(params.grouping, params.segments)
 
     def entry(self, params: KernelParams) -> str:
         return source.entry(params, self.rules, self.prefix, self.tile_prefix)
@@ -253,10 +248,10 @@ class GemmFamily(Kernel):
         With groups, matrices of all groups lie one after the other in one tensor map. With "masked", A's scales of all
         groups are the rows of one matrix of (groups x blocks of K, rows of a group). With groups along K, d and c have
         three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
-        many blocks of K the scales have."""
+        many blocks of K the scales have. Batched a, b and d have three strides, and so have a and b that are summed."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
-        launch = {"none": dense, "k": along_k}.get(spec.grouping, along_m)
+        launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense
         ctas, values = launch(self.rules, params, spec, strides, constant and pdl)
         if params.accumulate == "reads" and "c_stride" not in values:
             values["c_stride"] = strides["c"][0]

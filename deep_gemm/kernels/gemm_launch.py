@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, UnsupportedError
 from ..jit.driver.launch import Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import GemmConfig, KernelParams
@@ -13,7 +13,7 @@ from ..spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
 from . import groups
 from .base import Strides, Value
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
-from .raster import raster
+from .raster import Raster, divisor, raster
 from .template import BYTES, Template
 from .tiles import first_column, last_rows, left, segments
 
@@ -21,9 +21,11 @@ from .tiles import first_column, last_rows, left, segments
 def dense(
     rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
 ) -> tuple[int, dict[str, Value]]:
-    c, size = params.gemm, BYTES[spec.a.dtype]
+    """Of one product, of a batch, or of a sum of several."""
+    c, size, batched = params.gemm, BYTES[spec.a.dtype], spec.grouping == "batched"
     m, n, row_bytes = spec.m, spec.n, spec.k * size
     order = raster(c, m, n, row_bytes, spec.num_sms)
+    products = spec.groups if batched else 1
     rows = last_rows(c, m) if rules.scales_have_edges else left(m, c.block_m)
     box_a, box_b = (_boxes(spec, operand, name, strides) for name, operand in (("a", spec.a), ("b", spec.b)))
     map_a, map_a_last = operand_maps(box_a, "a", m, c.block_m // c.cluster_n, rows)
@@ -37,9 +39,10 @@ def dense(
         "last_rows": rows,
         "last_columns": columns,
         "early_stages": early_stages(c, m, row_bytes) if early else 0,
-        "raster": order.arguments,
+        "raster": order.arguments if spec.grouping == "none" else _batch(order, spec, c, products),
         "evict_first": evict_first(spec, order, row_bytes, large_d=rules.stores_by_tma(params)),
-        "d_stride": strides["d"][0],
+        "d_stride": strides["d"][-2],
+        "d_stride_g": strides["d"][0],
         "map_a": map_a,
         "map_b": maps_b[0],
         "map_a_last": map_a_last,
@@ -48,11 +51,20 @@ def dense(
         **_scales(rules, params, spec, strides),
     }
     if rules.has_map_d(params):
-        matrix = (spec.n, spec.m), (strides["d"][0],)
-        values["map_d"] = _map_d(rules, params, *matrix) if rules.stores_by_tma(params) else bytes(128)
+        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((n, m), (strides["d"][0],))
+        values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
         if rules.edge_map_d:
-            values["map_d_last"] = _map_d(rules, params, *matrix, rows=left(c.block_m, 64))
-    return rules.num_ctas(c, m, n, spec.num_sms), values
+            values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))
+    return rules.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms), values
+
+
+def _batch(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> list[int]:
+    """The argument ``raster`` of several products: see ``BatchRaster``. Raises UnsupportedError for too many tiles."""
+    tiles = order.rows * order.columns
+    if tiles * products >= 1 << 31:
+        raise UnsupportedError(f"{products} products of {spec.m} x {spec.n} are more than 2^31 tiles. Split the call.")
+    part = tiles if spec.grouping == "batched" else spec.k // spec.groups // config.block_k
+    return [tiles * products, *divisor(part), *order.arguments]
 
 
 def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
@@ -135,15 +147,18 @@ def _boxes(
     """A function of the rows of a box that returns the tensor map of an operand with such boxes. MN-major boxes always
     have 64 rows. ``asked`` is the spec of the call, if ``spec`` has the sizes of all groups together."""
     size, dtype = BYTES[operand.dtype], "u8" if operand.dtype == "e4m3" else operand.dtype
-    rows = spec.m if name == "a" else spec.n
-    if operand.major == "k":
-        stride = strides[name][0] * size
-        promotion = l2_promotion(asked or spec, stride, size)
-        return lambda box: TensorMapSpec(dtype, (spec.k, rows), (stride,), (128 // size, box), 128, promotion)
-    stride = strides[name][1] * size
-    promotion = l2_promotion(asked or spec, stride, size)
-    each, depth = (rows // spec.groups, spec.groups * spec.k) if asked and name == "b" else (rows, spec.k)
-    return lambda _: TensorMapSpec(dtype, (each, depth), (stride,), (64, 128 // size), 128, promotion)
+    rows, k = spec.m if name == "a" else spec.n, spec.k
+    *products, row, column = strides[name]
+    k_major = operand.major == "k"
+    inside = (row if k_major else column) * size
+    count, one, steps = ((spec.groups,), (1,), (inside, products[0] * size)) if products else ((), (), (inside,))
+    promotion = l2_promotion(asked or spec, inside, size)
+    if spec.grouping == "summed":
+        k //= spec.groups
+    if k_major:
+        return lambda box: TensorMapSpec(dtype, (k, rows, *count), steps, (128 // size, box, *one), 128, promotion)
+    each, depth = (rows // spec.groups, spec.groups * k) if asked and name == "b" else (rows, k)
+    return lambda _: TensorMapSpec(dtype, (each, depth, *count), steps, (64, 128 // size, *one), 128, promotion)
 
 
 def _scales_map(name: str, rows: int, blocks: int, box: int, strides: Strides) -> Map:

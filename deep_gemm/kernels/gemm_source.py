@@ -45,8 +45,21 @@ _CONSTANTS = {
     "psum": "kPsum",
     "masked": "kMasked",
     "k": "kAlongK",
+    "batched": "kBatched",
+    "summed": "kSummed",
 }
 """In device code: scalings, elements of D, ways to add C, and forms of groups."""
+
+_HEADS = {
+    "none": "",
+    "k": "k_grouped",
+    "batched": "batched",
+    "summed": "bmn_bnk_mn_gemm_impl",  # profilers of DeepGEMM's callers look for this name
+}
+"""The beginnings of kernels' names, by the form of groups; that of all others is ``m_grouped``."""
+
+_RASTERS = {"none": "Raster", "k": "DepthRaster", "batched": "BatchRaster", "summed": "BatchRaster"}
+"""Types of the order of tiles, by the form of groups; that of all others is ``GroupRaster``."""
 
 _MMA_TYPES = {"e4m3": "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "f16": "k16.f32.f16.f16"}
 
@@ -61,9 +74,8 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         kind = [head, NAMES[p.majors], p.output if p.output != p.dtype else ""]
     splits = c.cluster_k if rules.scales_have_edges or c.swap_ab else 0
     k = f"k{c.cluster_k}x{c.consumers_k}" if splits else f"k{c.cluster_k}"
-    form = {"none": "", "k": f"g{p.segments}"}.get(p.grouping, f"{p.grouping}_g{p.segments}")
     parts = [
-        {"none": "", "k": "k_grouped"}.get(p.grouping, "m_grouped"),
+        _HEADS.get(p.grouping, "m_grouped"),
         *kind,
         NAMES[p.accumulate],
         f"{tile_prefix}{c.block_m}x{c.block_n}_s{c.num_stages}",
@@ -73,7 +85,8 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         "" if c.persistent else "once",
         "b1" if c.buffers == 1 else "",
-        form,
+        "" if p.grouping in _HEADS else p.grouping,
+        f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
         p.epilogue if p.epilogue != "none" else "",
         p.store,
         *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
@@ -134,8 +147,8 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
     before the previous kernel has ended; 0 means that it may still write B and its scales. ``evict_first`` is a set
     of bits (see ``tma.cuh``). With groups along K, FP8 reads tensor maps of A and B from memory."""
     p = params
-    raster_type = {"none": "Raster", "k": "DepthRaster"}.get(p.grouping, "GroupRaster")
-    head = f"u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, {raster_type} raster, "
+    order = _RASTERS.get(p.grouping, "GroupRaster")
+    head = f"u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, {order} raster, "
     front = parameters(f"{head}u32 evict_first")
     scales, map_d = SCALE_PARAMETERS[p.scaling], _maps("map_d") if rules.has_map_d(p) else ()
     if rules.scales_have_edges:
@@ -157,8 +170,9 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
     if p.grouping == "k":
         found += parameters("u32 groups, const int* layout")
         found += parameters("const TensorMap* maps") if in_memory else ()
+    if p.grouping in ("k", "batched"):
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
-    elif p.grouping != "none":
+    elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
         found += parameters("i64 scale_b_stride_g") if p.scaling == "1d2d" else ()
     return found

@@ -16,6 +16,9 @@ from .raster import divisor, raster
 LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
 """Sizes of the table are powers of two."""
 
+WITH_TABLE = frozenset({"contiguous", "psum", "masked", "k"})
+"""Forms of groups whose sizes are on the device. Others have groups of equal size."""
+
 MOST_COLUMNS = 1 << 18
 """Columns of tiles: with more of them the device's quotient of floats could be off by one."""
 
@@ -44,8 +47,8 @@ _MOST_EVICTED = 200_000_000
 
 def segments(grouping: str, groups: int) -> int:
     """Entries of the table: one for each group. Where rows have labels, padding may lie inside a group, which then has
-    several entries: two on average. Raises UnsupportedError for too many groups."""
-    wanted = groups * (2 if grouping == "contiguous" else 1)
+    several entries: two on average. Without a table the least number. Raises UnsupportedError for too many groups."""
+    wanted = (groups if grouping in WITH_TABLE else 0) * (2 if grouping == "contiguous" else 1)
     if wanted > MOST_SEGMENTS:
         most = MOST_SEGMENTS * groups // wanted
         raise UnsupportedError(f"{groups} groups are more than {most}, the most in this form.")
@@ -54,6 +57,8 @@ def segments(grouping: str, groups: int) -> int:
 
 def table_bytes(grouping: str, entries: int) -> int:
     """Shared memory of the table: three words for each entry, or four for labels, and one more."""
+    if grouping not in WITH_TABLE:
+        return 0
     labels = grouping == "contiguous"
     return align(((4 if labels else 3) * entries + 1) * 4 + (_CHUNK_BYTES if labels else 0), 128)
 
@@ -116,7 +121,7 @@ def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
 def a_rows(grouping: str, dtype: str, config: GemmConfig) -> int:
     """Rows of a box of A; 0 for all of a tile. A tile loads the boxes that begin before its group's end; where rows
     have labels, all that one consumer multiplies, because the product of padding is written."""
-    if grouping in ("none", "k"):
+    if grouping == "k" or grouping not in WITH_TABLE:
         return 64 if grouping == "k" and dtype == "e4m3" else 0
     return FEW_ROWS if config.block_m == 64 and grouping != "contiguous" else 64
 
@@ -145,7 +150,8 @@ def along_m_ctas(spec: GemmSpec, config: GemmConfig) -> int:
 
 def one_group(spec: GemmSpec) -> GemmSpec:
     """A spec of the rows that are expected in one group."""
-    rows = min(spec.expected_m or spec.m, spec.m) if spec.grouping == "masked" else ceil_div(spec.m, spec.groups)
+    each = spec.m if spec.grouping == "batched" else ceil_div(spec.m, spec.groups)
+    rows = min(spec.expected_m or spec.m, spec.m) if spec.grouping == "masked" else each
     return replace(spec, m=max(rows, 1), grouping="none", groups=1)
 
 

@@ -46,7 +46,8 @@ _K_GROUP_BUFFERS = 2
 
 class HalfGemm(Template):
     """See ``templates/include/half_gemm.cuh``. ``swap_ab``: consumers take the operands in the other order and
-    transpose D. ``groups``: "m" and "k" for groups along M and K."""
+    transpose D. ``groups``: "m" and "k" for groups along M and K, "batch" and "sum" for several
+    products of equal size."""
 
     file = "sm90_half_gemm.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = (
@@ -116,7 +117,9 @@ class HalfGemm(Template):
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         c = config
         step = 8 if self.swap_ab else 16
-        if self.groups and (c.cluster_size > 1 or c.ctas_per_sm > 1):
+        if self.groups == "batch" and c.cluster_k > 1:
+            return "it sums K in one order, without splits"
+        if self.groups in ("m", "k") and (c.cluster_size > 1 or c.ctas_per_sm > 1):
             return "it runs one CTA on an SM, without clusters"  # CTAs of a cluster would have to stay in one group
         if self.groups == "k" and c.block_n % 64:
             return f"block_n must be a multiple of 64, not {c.block_n}"

@@ -193,6 +193,26 @@ HALF_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
 """(block_m, CTAs along k, consumers along k, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed
 shapes (see ``benchmarks/README.md``)."""
 
+HALF_BATCHED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
+    (64, 64, (1, 1, 1), 1),
+    (64, 64, (1, 1, 1), 2),
+    (64, 128, (1, 1, 1), 1),
+    (128, 128, (1, 1, 1), 1),
+    (128, 256, (1, 1, 1), 1),
+    (128, 256, (2, 1, 1), 1),
+    (256, 128, (1, 1, 1), 1),
+    (256, 128, (1, 2, 1), 1),
+)
+"""(block_m, block_n, cluster, CTAs per SM). A few of those of one product, without split K."""
+
+HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
+    (64, 64, (1, 1, 4), 1),
+    (64, 128, (1, 1, 4), 1),
+    (128, 128, (1, 1, 1), 1),
+    (128, 128, (1, 1, 4), 1),
+)
+"""(block_m, block_n, cluster, CTAs per SM). D is small and K, that of all products together, is long."""
+
 HALF_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
 the best of all, but for one shape (8%)."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import dequantised, half_gemm_reference, plain_arithmetic
+from deep_gemm.ops.reference import batched_reference, dequantised, half_gemm_reference, plain_arithmetic
 
 from ..errors import InvalidInputError, UnsupportedError
 from . import checks
@@ -76,6 +76,25 @@ def half_by_cublaslt(x: Any) -> None:
     """A 16-bit product: d = (c +) a @ b^T. Raises UnsupportedError where torch cannot do it."""
     _refuse_epilogue(x.epilogue)
     gemm(x.tensors["a"], x.tensors["b"], x.tensors["d"], x.tensors.get("c"), "nt")
+
+
+def batched_by_cublaslt(x: Any) -> None:
+    """A batch of 16-bit products. Raises UnsupportedError where torch cannot do it."""
+    a, b, d = (x.tensors[name] for name in "abd")
+    if d.dtype != a.dtype:
+        raise UnsupportedError(f"d is {d.dtype}, and torch multiplies batches of {a.dtype} into {a.dtype}.")
+    with plain_arithmetic(a.device):
+        if a.device.type == "cpu":
+            batched_reference(a, b, d)
+        else:
+            d.copy_(torch.bmm(a, b.transpose(1, 2)))
+
+
+def summed_by_cublaslt(x: Any) -> None:
+    """A sum of 16-bit products, as one product of copies of a and b."""
+    with plain_arithmetic(x.device):
+        a, b = (x.tensors[name].transpose(0, 1).flatten(1) for name in "ab")
+    gemm(a, b, x.tensors["d"], x.tensors.get("c"), "nt")
 
 
 def fp8_by_cublaslt(x: Any) -> None:

@@ -38,7 +38,8 @@ class GemmOperands:
     """Checked operands of a product ``op``, a name of `PRODUCTS`, by the names in `Gemm.operands`.
 
     a and b are views with the rows of A and of B, and d, and c if there is one, have one dtype. With groups, b (by M)
-    or d (by K) has the group in front; so have a and d of the masked form. ``k`` is the sum over all groups along K.
+    or d (by K) has the group in front; so have a and d of the masked form, and all operands of a batch. ``k`` is the
+    sum over all groups along K, and over all products that are summed.
     ``size`` is the alignment of groups along M, or in the masked form the expected rows of a group.
     """
 
@@ -108,14 +109,19 @@ class Gemm(Operation):
     def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """Add a and b, and their scales. Returns the dimensions that are contiguous in a and b."""
 
-    def work(self, x: GemmOperands, device: int) -> Work:
-        """The GEMM, after the launches that prepare its operands."""
-        found = Preparation({name: name for name in x.tensors})
-        majors = self.place(found, x)
+    def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
+        """Add c and d. Returns whether TMA can write them."""
         outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", "d") if name in x.tensors}
         for name, tensor in outputs.items():
             row = layouts.row_stride(tensor)
             found.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
+        return all(map(layouts.tma_writable, outputs.values()))
+
+    def work(self, x: GemmOperands, device: int) -> Work:
+        """The GEMM, after the launches that prepare its operands."""
+        found = Preparation({name: name for name in x.tensors})
+        majors = self.place(found, x)
+        aligned = self.place_outputs(found, x)
         asked = spec(
             x.m,
             x.n,
@@ -128,10 +134,10 @@ class Gemm(Operation):
             expected_m=x.size,
             scaling=x.scaling,
             majors=majors,
-            output=DTYPES[outputs["d"].dtype],
+            output=DTYPES[x.tensors["d"].dtype],
             accumulate=x.accumulate,
             epilogue=x.epilogue,
-            aligned=all(map(layouts.tma_writable, outputs.values())),
+            aligned=aligned,
             compiled_dims=x.compiled_dims,
         )
         return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)

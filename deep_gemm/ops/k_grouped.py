@@ -246,7 +246,7 @@ def sizes(a: Any, d: Any, ks_cpu: Any, layout: Any, ks: Any, ks_tensor: Any, psu
             odd = odd or (size if size % multiple else 0)
         values = a[0] if isinstance(a, (tuple, list)) and a else a
         try:
-            shape = d.shape if isinstance(d, Tensor) and d.dim() == 3 else None
+            shape = d.shape if isinstance(d, Tensor) and d.dim() == 3 and not d.is_nested else None
             plain = isinstance(values, Tensor) and values.dim() > 0 and not values.is_nested
             held = values.numel() if plain else -1
         except (RuntimeError, ValueError):  # a tensor without a shape: the check says which

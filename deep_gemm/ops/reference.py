@@ -77,6 +77,12 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
                 _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, epilogue)
 
 
+def batched_reference(a: Tensor, b: Tensor, d: Tensor) -> None:
+    """Write ``a[i] @ b[i]^T`` into each ``d[i]`` of d (batch, M, N), rounded once to d's dtype."""
+    for left, right, out in zip(a, b, d, strict=True):
+        half_gemm_reference(left, right, out)
+
+
 @contextlib.contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Switch off process-wide modes: autocast, which multiplies in bfloat16 or float16; gradients; and

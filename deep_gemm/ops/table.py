@@ -68,6 +68,12 @@ PSUM = "_psum"
 K_FP8, K_BF16 = "k_grouped_fp8_gemm_nt_contiguous", "k_grouped_bf16_gemm_tn_contiguous"
 K_PADDED = "k_grouped_fp8_gemm_nt_padded"
 
+BMM_FP8, BMM_BF16, BMM_FP16 = "fp8_bmm", "bf16_bmm", "fp16_bmm"
+"""Batches of products."""
+
+SUM_BF16 = "bf16_bmk_bnk_mn"
+"""The sum of a batch of products."""
+
 _FORMS = ("nt", "nn", "tn", "tt")
 _TRANSPOSES = ("transpose_scales", "transpose_bytes")
 
@@ -96,8 +102,11 @@ PRODUCTS: dict[str, Product] = {
     K_FP8: _K_FP8,
     K_PADDED: _K_FP8,
     K_BF16: replace(_K_FP8, dtype="bf16", scaling=PLAIN, majors=("mn", "mn"), forms=("tn",)),
+    BMM_BF16: Product("bf16", ("bf16", "f32"), grouping="batched"),
+    BMM_FP16: Product("f16", ("f16", "f32"), grouping="batched"),
+    SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed"),
 }
-NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping != "k")
+NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "batched", "summed"))
 """Operations that layers can run."""
 
 M_GROUPED = tuple(name for name in NAMES if PRODUCTS[name].grouping != "none")

@@ -77,6 +77,7 @@ def takes_too_many_rounds(spec: GemmSpec, config: GemmConfig) -> bool:
     then wait for it: the longer K is, the more. The model does not know that. In 369 products of more than 64 rows of
     A, no such config was the best (H100)."""
     tiles = -(-spec.m // config.block_m) * -(-spec.n // config.block_n) * config.cluster_k
+    tiles *= spec.groups if spec.grouping == "batched" else 1
     rounds = -(-tiles // (spec.num_sms * config.ctas_per_sm))
     long = spec.k >= LONG_K and spec.grouping == "none"
     return spec.m > MOST_TOKENS and rounds > (1 if config.cluster_k > 1 or long else 3)

@@ -25,9 +25,9 @@ struct NoScales {
 };
 
 // The scheduler of a kernel with groups, or without.
-template <class Tile, class Table, bool kGrouped = Tile::kGrouping != kUngrouped>
+template <class Tile, class Table, bool kGrouped = has_table(Tile::kGrouping)>
 struct SchedulerOf {
-  using Type = TileScheduler<Tile::kBlockM, Tile::kBlockN, Tile::kClusterM, Tile::kClusterN, Tile::kClusterK>;
+  using Type = TileScheduler<Tile::kBlockM, Tile::kBlockN, Tile::kClusterM, Tile::kClusterN, Tile::kClusterK, Tile::kGrouping == kBatched>;
 };
 template <class Tile, class Table>
 struct SchedulerOf<Tile, Table, true> {
@@ -48,8 +48,11 @@ struct GemmKernel {
   enum : u32 { kBlockK = Layout::kBlockK, kConsumers = Layout::kConsumers, kStages = Layout::kStages };
   enum : u32 { kClusterM = Layout::kClusterM, kClusterN = Layout::kClusterN, kClusterK = Layout::kClusterK };
   enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
-  enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1, kGrouped = Layout::kGrouping != kUngrouped };
+  enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1, kGrouped = has_table(Layout::kGrouping) };
   enum : bool { kByDepth = Layout::kGrouping == kAlongK, kByRows = kGrouped && !kByDepth };
+  // Whether each product has a matrix D, and whether tensor maps of A and B have a third dimension, the product.
+  enum : bool { kBatched = Layout::kGrouping == ::kBatched, kSummed = Layout::kGrouping == ::kSummed };
+  enum : bool { kManyD = kByDepth || kBatched, kManyAB = kBatched || kSummed };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
   enum : u32 { kNowhere = 1 << 20 };  // a block of K outside of all operands
@@ -75,7 +78,14 @@ struct GemmKernel {
     } else if constexpr (kGrouped) {
       return Scheduler(arg.raster, shared + Layout::kOffsetGroups, m());
     } else {
-      return Scheduler(arg.raster);
+      return Scheduler(raster());
+    }
+  }
+  DG_DEVICE const auto* raster() const {
+    if constexpr (kSummed) {
+      return &arg.raster->tiles;
+    } else {
+      return arg.raster;
     }
   }
   // The first row of D that a tile must not write.
@@ -111,7 +121,7 @@ struct GemmKernel {
   }
   // The group whose matrix D a tile belongs to, if each group has one.
   DG_DEVICE u32 matrix(const Scheduler& tile) const {
-    if constexpr (kByDepth) {
+    if constexpr (kManyD) {
       return tile.group;
     } else {
       return 0;
@@ -120,7 +130,7 @@ struct GemmKernel {
   // Where the matrix D or C of a group begins, in elements.
   template <class Group>
   DG_DEVICE i64 d_matrix(Group group) const {
-    if constexpr (kByDepth) {
+    if constexpr (kManyD) {
       return static_cast<i64>(group) * arg.d_stride_g;
     } else {
       return 0;
@@ -128,7 +138,7 @@ struct GemmKernel {
   }
   template <class Group>
   DG_DEVICE i64 c_matrix(Group group) const {
-    if constexpr (kByDepth) {
+    if constexpr (kManyD) {
       return static_cast<i64>(group) * arg.c_stride_g;
     } else {
       return 0;
@@ -150,8 +160,19 @@ struct GemmKernel {
       return (tile.depth > 0 ? step : kNowhere) * kBlockK;  // each group's K begins at 0; without any, zeros are loaded
     } else if constexpr (kByDepth) {
       return tile.first_k + step * kBlockK;
+    } else if constexpr (kSummed) {
+      const u32 block = order.step_block(step);
+      return (block - arg.raster->part.quotient(block) * arg.raster->part.value) * kBlockK;
     } else {
       return order.step_block(step) * kBlockK;
+    }
+  }
+  // The product whose A and B a step's blocks belong to.
+  DG_DEVICE u32 product(const Scheduler& tile, const Order& order, u32 step) const {
+    if constexpr (kSummed) {
+      return arg.raster->part.quotient(order.step_block(step));
+    } else {
+      return matrix(tile);
     }
   }
   DG_DEVICE u32 weights_k(const Scheduler& tile, const Order& order, u32 step) const {
@@ -216,7 +237,7 @@ struct GemmKernel {
         if (warp == kConsumers * 4 + 3) {
           init_barriers<kSplits>(barriers, exchange, rank_k());
         } else {
-          first = Scheduler::early(arg.raster);
+          first = Scheduler::early(raster());
           if (warp == kConsumers * 4) prefetch_weights(first);
         }
         prologue_sync<kClusterSize>();
@@ -255,7 +276,13 @@ struct GemmKernel {
       B::with_boxes(b(first), first.column, part_b(), [&](const auto& each_box) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
-          each_box(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
+          if constexpr (kManyAB) {
+            each_box(weights_k(first, order, step), [&](const TensorMap* map, u32, u32 x, u32 y) {
+              tma_prefetch_3d(map, x, y, product(first, order, step));
+            });
+          } else {
+            each_box(order.step_block(step) * kBlockK, [&](const TensorMap* map, u32, u32 x, u32 y) { tma_prefetch(map, x, y); });
+          }
       });
     }
     __syncwarp();
@@ -286,7 +313,8 @@ struct GemmKernel {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
             barriers.take_part(stage);
-            load<(kClusterM > 1)>(each_box, sharing, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step), policy...);
+            load<(kClusterM > 1)>(each_box, sharing, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step),
+                                  product(tile, order, step), policy...);
           }, EarlyLoads<(B::kBytes), (A::kBytes)>(arg.early_stages));
         });
       });
@@ -308,16 +336,21 @@ struct GemmKernel {
         allow_next_kernel();
         barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
-          load<(kClusterN > 1)>(each_box, sharing, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step));
+          load<(kClusterN > 1)>(each_box, sharing, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step),
+                                product(tile, order, step));
         });
       });
     }
   }
 
   template <bool kMulticast, class EachBox, class... Policy>
-  DG_DEVICE void load(const EachBox& each_box, u16 sharing, u32 offset, u32 stage, u32 k, Policy... policy) const {
+  DG_DEVICE void load(const EachBox& each_box, u16 sharing, u32 offset, u32 stage, u32 k, u32 z, Policy... policy) const {
     each_box(k, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
-      if constexpr (kMulticast) {
+      if constexpr (kManyAB && kMulticast) {
+        tma_load_multicast_3d(shared + offset + place, map, barriers.full(stage), x, y, z, sharing, policy...);
+      } else if constexpr (kManyAB) {
+        tma_load_3d(shared + offset + place, map, barriers.full(stage), x, y, z, policy...);
+      } else if constexpr (kMulticast) {
         tma_load_multicast(shared + offset + place, map, barriers.full(stage), x, y, sharing, policy...);
       } else {
         tma_load(shared + offset + place, map, barriers.full(stage), x, y, policy...);

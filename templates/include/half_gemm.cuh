@@ -26,7 +26,7 @@ struct HalfGemmLayout {
 
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   // Whether a consumer idles while it has no rows of a tile, since a group ends before them.
-  enum : bool { kIdles = kGrouping != kUngrouped && kGrouping != kAlongK && kConsumers > 1 };
+  enum : bool { kIdles = has_table(kGrouping) && kGrouping != kAlongK && kConsumers > 1 };
   // With groups along M boxes of A have some rows of a tile, so that most padding is not loaded.
   using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters, 2, Tile::kRowsOfA>;
   using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
@@ -47,7 +47,7 @@ struct HalfGemmLayout {
   enum : u32 { kOffsetLeft = kSwapped ? +kOffsetB : +kOffsetA, kOffsetRight = kSwapped ? +kOffsetA : +kOffsetB };
   enum : u32 { kOffsetStaging = kOffsetB + kStages * B::kBytes };
   enum : u32 { kOffsetGroups = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
-  enum : u32 { kOffsetSlots = kOffsetGroups + (kGrouping == kUngrouped ? 0 : +Table::kBytes) };
+  enum : u32 { kOffsetSlots = kOffsetGroups + (has_table(kGrouping) ? +Table::kBytes : 0) };
   enum : u32 { kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
@@ -218,7 +218,7 @@ struct HalfGemm {
         [&](const Scheduler& at, u32 source, u32 x, u32 y, bool last) {
           if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
             if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
-          } else if constexpr (Kernel::kByDepth) {
+          } else if constexpr (Kernel::kManyD) {
             tma_store_3d(arg.map_d, source, x, y, at.group);
           } else if constexpr (Tile::kAccumulate == kReduces) {
             tma_add(arg.map_d, source, x, y);

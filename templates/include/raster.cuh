@@ -39,3 +39,10 @@ struct Raster {
     row = above + in_group - right * of_column.value;
   }
 };
+
+// The order of tiles of several products of equal size: those of one product after the other, each product's in the same order.
+struct BatchRaster {
+  u32 count;     // tiles in all
+  Divisor part;  // the tiles of a product; or for kSummed, whose products have the same tiles, its blocks of K
+  Raster tiles;
+};

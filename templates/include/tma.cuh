@@ -91,6 +91,38 @@ DG_DEVICE void tma_store(const TensorMap* map, u32 source, u32 x, u32 y, LatePol
   with_policy(late.evicts_first, [&](auto... policy) { tma_store(map, source, x, y, policy...); });
 }
 
+// The same from the z-th matrix of a tensor with three dimensions. Elements outside of that matrix arrive as zeros.
+DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
+}
+
+DG_DEVICE void tma_load_multicast_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask) : "memory");
+}
+
+DG_DEVICE void tma_load_multicast_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z, u16 mask, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;"
+      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask), "l"(policy) : "memory");
+}
+
+DG_DEVICE void tma_prefetch_3d(const TensorMap* map, u32 x, u32 y, u32 z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
 // Adds a box of float32 to what is in global memory. Every element has one addition, so that the result repeats bitwise.
 // Subnormal sums become zero (PTX, cp.reduce.async.bulk.tensor).
 DG_DEVICE void tma_add(const TensorMap* map, u32 source, u32 x, u32 y) {

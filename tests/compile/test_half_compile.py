@@ -12,7 +12,7 @@ from house import as_recorded
 from kernel_builds import Builds, Built, builds_of, each_of, for_nvcc, main_loop, moves_to_uniform
 
 from deep_gemm import kernels
-from deep_gemm.kernels.families import GEMMS, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SWAP_AB, HALF_SWAPPED
+from deep_gemm.kernels.families import GEMMS, HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_SWAP_AB, HALF_SWAPPED
 from deep_gemm.params import KernelParams
 
 CASES = [params for family in GEMMS if family.mma_instruction == "HGMMA" for params in family.cases()]
@@ -61,11 +61,13 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
     # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes, also where a group ends in a box; or
     # single elements.
     few, rows = params.kernel == HALF_SWAPPED.name, params.kernel == HALF_GROUPED.name
-    tma, dimensions = params.store == "tma", "3D" if params.kernel == HALF_K_GROUPED.name else "2D"
+    tma, dimensions = params.store == "tma", "3D" if params.grouping in ("k", "batched") else "2D"
+    loads = "3D" if params.grouping in ("batched", "summed") else "2D"
     assert (f"UTMASTG.{dimensions}" in text) == (not few and tma and params.accumulate != "reduces")
     assert (f"UTMAREDG.{dimensions}.ADD" in text) == (params.accumulate == "reduces")
     assert ("STG.E.128" in text) == (tma and (rows or (few and params.output != "f32")))
-    assert ("UTMALDG.2D.MULTICAST" in text) == (config.cluster_m * config.cluster_n > 1)
+    assert set(re.findall(r"UTMALDG\.(\dD)", text)) == {loads}
+    assert (f"UTMALDG.{loads}.MULTICAST" in text) == (config.cluster_m * config.cluster_n > 1)
     assert len(re.findall(r"MEMBAR\.\S*GPU", text)) <= int(config.cluster_k > 1)
 
 
@@ -73,6 +75,7 @@ LOOPS = [
     HALF_GEMM.cases()[0],
     case(HALF_GEMM, 128, 256),
     case(HALF_GEMM, 256, 128, (1, 2, 1)),
+    case(HALF_BATCHED, 128, 256, (2, 1, 1)),
     case(HALF_SWAPPED, 8),
     case(HALF_SWAPPED, 64, 4),
     case(HALF_SWAP_AB, 136, 256, (2, 1, 1)),

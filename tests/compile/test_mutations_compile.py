@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import batched_mutations
 import grouped_mutations
 import half_mutations
 import logits_mutations
@@ -23,7 +24,14 @@ from deep_gemm.kernels.families import K_GROUP_MAPS
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 
-MODULES: tuple[Any, ...] = (mutations, scaled_mutations, grouped_mutations, half_mutations, logits_mutations)
+MODULES: tuple[Any, ...] = (
+    mutations,
+    scaled_mutations,
+    grouped_mutations,
+    half_mutations,
+    logits_mutations,
+    batched_mutations,
+)
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 
 

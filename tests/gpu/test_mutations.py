@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import batched_cases
+import batched_mutations
 import grouped_mutations
 import grouped_runs
 import half_mutations
@@ -98,11 +100,16 @@ def grouped(params: KernelParams, builder: Builder, binary: Binary, k: int) -> d
     return {"result": grouped_runs.is_right(params, builder)}
 
 
+def batched(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    return {"result": batched_cases.is_right(params, builder)}
+
+
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
     mutations: plain,
     scaled_mutations: scaled,
     half_mutations: half,
     grouped_mutations: grouped,
+    batched_mutations: batched,
 }
 """The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
 

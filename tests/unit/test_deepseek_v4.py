@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint import Tensors, plan
 from model_cases import BLOCKS, DEEPSEEK_V32, precompile, served, why_not
+from test_checkpoint import Tensors, plan
 
 from deep_gemm.aot import attention, model, workload
 from deep_gemm.aot.layers import Plan

@@ -17,24 +17,29 @@ from gpu_fakes import FakeGpu
 
 import deep_gemm
 from deep_gemm.ops import PRODUCTS, table
+from deep_gemm.ops.batched import Batched
 from deep_gemm.ops.dense import Dense, fp8
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.runtime import calls
 from deep_gemm.runtime.operation import REQUIRED, Operation
 
-# fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function.
-CLASSES = {"none": Dense, "contiguous": MGrouped, "masked": MGrouped, "k": KGrouped}
+# fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function, and so are sums.
+CLASSES = {"none": Dense, "contiguous": MGrouped, "masked": MGrouped, "k": KGrouped, "batched": Batched}
 FUNCTIONS: dict[str, Operation] = {
     name.replace("_nt", f"_{form}"): CLASSES[product.grouping](name)
     for name, product in PRODUCTS.items()
-    if name not in (table.WGRAD, table.ROWWISE) and product.grouping != "psum"
+    if name not in (table.WGRAD, table.ROWWISE) and product.grouping not in ("psum", "summed")
     for form in product.forms
 }
 
 
 def test_each_product_has_its_functions() -> None:
-    found = {name for name in deep_gemm.__all__ if "_gemm_" in name and "fp4" not in name and "cublas" not in name}
+    found = {
+        name
+        for name in deep_gemm.__all__
+        if ("_gemm_" in name or "_bmm" in name) and "fp4" not in name and "cublas" not in name
+    }
     assert found == {*FUNCTIONS, "fp8_m_grouped_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked"}
 
 

@@ -56,15 +56,15 @@ HALVES = st.builds(Operand, st.just("bf16"), st.sampled_from(["k", "mn"]), st.ju
         a=st.one_of(st.just(A), HALVES, OPERANDS),
         b=st.one_of(st.just(B), HALVES, OPERANDS),
         d=st.one_of(st.just(D), OPERANDS),
-        grouping=st.sampled_from(["none", "none", "contiguous"]),
+        grouping=st.sampled_from(["none", "none", "contiguous", "batched"]),
         accumulate=st.sampled_from(["none", "none", "from c"]),
-        batch=st.sampled_from([1, 1, 1, 2]),
         epilogue=st.sampled_from(["none", "none", "none", "gelu"]),
     )
 )
 def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     """If no family looked at a field, the result would be wrong."""
-    known = (spec.d.major, spec.d.scaling, spec.batch, spec.epilogue) == ("mn", "none", 1, "none")
+    known = (spec.d.major, spec.d.scaling, spec.epilogue) == ("mn", "none", "none")
+    batched = spec.grouping == "batched"
     alone, plain = spec.grouping == "none", (spec.d.dtype, spec.accumulate) == ("bf16", "none")
     half = [(x.dtype, x.scaling, x.aligned) for x in (spec.a, spec.b)] == [("bf16", "none", True)] * 2
     fp8 = [(x.dtype, x.major, x.aligned) for x in (spec.a, spec.b)] == [("e4m3", "k", True)] * 2
@@ -77,12 +77,14 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
             own = plain and scaling == "rowwise" and spec.d.aligned
             names = {"sm90_fp8_rows" if own else "sm90_fp8_scaled"}
             names |= set() if scaling == "1d1d" else {"sm90_fp8_scaled_swapped"}
-    elif known and fp8 and scaling == "1d2d" and plain and not alone:
+    elif known and fp8 and scaling == "1d2d" and plain and not alone and not batched:
         names = {"sm90_fp8_grouped"}
     elif known and half and alone and spec.d.dtype in ("bf16", "f32"):
         names = {"sm90_half_gemm"} | ({"sm90_half_swapped"} if spec.a.major == "k" else set())
         names |= {"sm90_half_turned"} if plain and spec.d.aligned else set()
-    elif known and half and plain and not alone and spec.a.major == "k":
+    elif known and half and batched and spec.d.dtype in ("bf16", "f32") and spec.accumulate == "none":
+        names = {"sm90_half_batched"}
+    elif known and half and plain and not alone and not batched and spec.a.major == "k":
         names = {"sm90_half_grouped"}
     if names:
         assert {family.name for family in kernels.for_spec(spec)} == names

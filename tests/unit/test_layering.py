@@ -40,6 +40,7 @@ LAYERS: list[tuple[str, ...]] = [
     (
         *(
             "deep_gemm.attention",
+            "deep_gemm.batched",
             "deep_gemm.prenorm",
             "deep_gemm.dense",
             "deep_gemm.grouped",

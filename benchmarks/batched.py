@@ -1,0 +1,102 @@
+"""How fast batches of products are, beside DeepGEMM's, and beside torch's, that is cuBLAS.
+
+    python benchmarks/batched.py --output FILE --deepgemm DIRECTORY
+
+times single calls with a cold L2 (`timing.flush`) on one GPU, and products of few rows in CUDA graphs too. Weights are
+declared constant. A row for each size goes to FILE, and a line to the terminal.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+import deep_gemm
+from deep_gemm.backends.deepgemm import load
+from deep_gemm.bench import provenance
+from deep_gemm.ops.batched import BHD, BHR, SUM
+from deep_gemm.testing import timing
+
+ROWS, FEW = (1, 64, 4096), 64
+HEADS = ((8, 4096, 1024), (16, 4096, 1024), (128, 512, 128))
+"""h, r and d: of DeepSeek-V4's output projection, and of MLA's absorbed products."""
+SUMS = tuple((b, *size) for b in (129, 4096, 8192) for size in ((128, 384, 128), (256, 256, 256), (384, 128, 384)))
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def each_head(form: str, rows: int, h: int, r: int, d: int, peer: Any) -> tuple[dict[str, Any], Calls]:
+    """A product for each head. torch writes the heads one after the other."""
+    k, n = (r, d) if form == BHR else (d, r)
+    a, b, out = normal(rows, h, k), normal(h, d, r), normal(rows, h, n)
+    deep_gemm.declare_constant(b)
+    others = normal(h, rows, n)
+    weights = b.transpose(1, 2) if form == BHR else b
+    calls: Calls = {
+        "us": lambda: deep_gemm.einsum(form, a, b, out),
+        "torch_us": lambda: torch.bmm(a.transpose(0, 1), weights, out=others),
+    }
+    if peer is not None:
+        calls["deepgemm_us"] = lambda: peer.einsum(form, a, b, out)
+    sizes = {"m": rows, "n": n, "k": k, "h": h}
+    moved = 2 * (a.numel() + b.numel() + out.numel())
+    return {"op": form, **sizes, "flops": 2 * rows * n * k * h, "bytes": moved}, calls
+
+
+def total(batch: int, m: int, n: int, k: int, peer: Any) -> tuple[dict[str, Any], Calls]:
+    """The sum of products, added to float32. torch multiplies without adding to a d, from operands with K together."""
+    a, b, d = normal(batch, m, k), normal(batch, n, k), torch.zeros(m, n, device="cuda")
+    left, right = (x.transpose(0, 1).flatten(1) for x in (a, b))
+    product = normal(m, n)
+    calls: Calls = {
+        "us": lambda: deep_gemm.einsum(SUM, a, b, d, d),
+        "torch_us": lambda: torch.mm(left, right.t(), out=product),
+    }
+    if peer is not None:
+        calls["deepgemm_us"] = lambda: peer.einsum(SUM, a, b, d, d)
+    moved = 2 * (a.numel() + b.numel())
+    return {"op": SUM, "m": m, "n": n, "k": k, "b": batch, "flops": 2 * batch * m * n * k, "bytes": moved}, calls
+
+
+def measure(peer: Any) -> Iterator[dict[str, Any]]:
+    """A row for each size and mode."""
+    made = [
+        *(functools.partial(each_head, form, rows, *heads) for form in (BHR, BHD) for heads in HEADS for rows in ROWS),
+        *(functools.partial(total, *size) for size in SUMS),
+    ]
+    for make in made:
+        row, calls = make(peer)
+        yield {"mode": "flush", **row} | timing.flush(calls, repeats=10)
+        if row["op"] != SUM and row["m"] <= FEW:
+            yield {"mode": "graph", **row} | timing.graph({name: [call] for name, call in calls.items()}, 32, 5)
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
+@click.option("--deepgemm", type=click.Path(path_type=Path), help="Where pip install --target put DeepGEMM.")
+def main(output: Path | None, deepgemm: Path | None) -> None:
+    """Time batches of products and their sums."""
+    peer = load(deepgemm) if deepgemm is not None else None
+    origin = provenance.environment()
+    for row in measure(peer):
+        sizes = " ".join(f"{name} {row[name]}" for name in ("m", "n", "k", "h", "b") if name in row)
+        rate = f"{row['flops'] / 1e6 / row['us']:.0f} TFLOP/s, {row['bytes'] / 1e3 / row['us']:.0f} GB/s"
+        others = ", ".join(f"{name[:-3]} {us / row['us']:.3f}" for name, us in row.items() if name.endswith("_us"))
+        click.echo(f"{row['op']:14} {row['mode']} {sizes:32} {row['us']:9.1f} us  {rate}; of ours: {others}")
+        if output is not None:
+            with output.open("a") as file:
+                file.write(json.dumps({**row, **origin}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Batches of products of equal size, and einsum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .errors import InvalidInputError, UnsupportedError
+from .ops import batched, checks, cublaslt, table
+
+__all__ = ["bf16_bmm", "einsum", "fp16_bmm"]
+
+
+def bf16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) -> None:
+    """``d[i] = a[i] @ b[i]^T`` for each i, on the current stream of the tensors' device.
+
+    Args:
+        a: (B, M, K) bfloat16. K or M is contiguous, in steps of 16 bytes; all other strides, that of the batch too, are
+            free: multiples of 16 bytes. A (M, B, K) tensor is passed as ``a.transpose(0, 1)``.
+        b: (B, N, K) bfloat16, likewise. For (B, K, N) pass ``b.transpose(1, 2)``.
+        d: (B, M, N) bfloat16 or float32, with contiguous rows and any other strides; written in place.
+        compiled_dims: sizes to compile into the kernel, letters of "mnk".
+
+    Sums are float32, over K in order, in one accumulator: each product has the bits of the same product in a batch of
+    one, and repeats give the same bits. Any size may be 0. Nothing is read from a neighbour in the batch. Tensors on
+    the CPU are multiplied by the reference implementation.
+
+    Raises:
+        InvalidInputError: an argument is wrong; the message names it.
+        UnsupportedError: this version or this GPU cannot do it.
+        NotWarmError: first call of a shape inside CUDA-graph capture.
+        CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+    """
+    batched.bf16(a, b, d, compiled_dims, batched.PLAIN)
+
+
+def fp16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) -> None:
+    """`bf16_bmm` for float16: a and b are float16, d float16 or float32."""
+    batched.fp16(a, b, d, compiled_dims, batched.PLAIN)
+
+
+def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, use_cublaslt: bool = False) -> None:
+    """``torch.einsum(expr, a, b)`` of bfloat16, written into d.
+
+    Args:
+        expr: one of
+
+            - "bhr,hdr->bhd" and "bhd,hdr->bhr": a product for each h. Strides are free, as in `bf16_bmm`; c is None.
+            - "bmk,bnk->mn": the sum of a product for each b. K is contiguous and a multiple of 64. d is bfloat16 or
+              float32, row-major; c is None, d itself (``d += ...``), or what is added, of d's dtype and shape.
+        a, b: bfloat16.
+        d: bfloat16; float32 too.
+        use_cublaslt: let torch multiply, that is cuBLAS, which may copy operands.
+
+    Sums are float32 and repeat bitwise, those of "bmk,bnk->mn" too.
+
+    Raises:
+        InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `bf16_bmm`.
+    """
+    if use_cublaslt is False and c is None and expr in _EACH:
+        batched.bf16(a, b, d, None, expr)
+    elif use_cublaslt is False and expr == batched.SUM:
+        batched.bf16_sum(a, b, d, c, None)
+    else:
+        _by_torch(expr, a, b, d, c, use_cublaslt)
+
+
+def _by_torch(expr: Any, a: Any, b: Any, d: Any, c: Any, use_cublaslt: Any) -> None:
+    """Let torch multiply, or refuse the arguments."""
+    checks.check_bool("use_cublaslt", use_cublaslt)
+    if expr not in (*_EACH, batched.SUM):
+        raise UnsupportedError(
+            f"expr must be {', '.join(_EACH)} or {batched.SUM}, but it is {expr!r}. Use torch.einsum."
+        )
+    if expr == batched.SUM:
+        x, way = batched.Summed(table.SUM_BF16, c is not None).check(a, b, d, c, None), cublaslt.summed_by_cublaslt
+    elif c is None:
+        x, way = batched.Batched(table.BMM_BF16).check(a, b, d, None, expr), cublaslt.batched_by_cublaslt
+    else:
+        raise InvalidInputError(f"c must be None for {expr}: nothing is added to its products. Add it after the call.")
+    if x is not None:
+        way(x)
+
+
+_EACH = (batched.BHR, batched.BHD)
+"""What is multiplied for each h."""

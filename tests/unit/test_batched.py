@@ -1,0 +1,250 @@
+"""Batches of products and einsum on the CPU: results, refusals, and the launches that a GPU would make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from batched_cases import FORMS, integers, product, surrounded
+from chosen import argument_names, case
+from gpu_fakes import FakeGpu
+
+import deep_gemm
+from deep_gemm import kernels, ops, select
+from deep_gemm.arch import SM90
+from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
+from deep_gemm.ops.batched import Batched
+from deep_gemm.ops.table import BMM_BF16, SUM_BF16
+from deep_gemm.settings import settings
+from deep_gemm.spec import GemmSpec
+
+PLAIN, BHR, BHD, SUM = FORMS
+BF16 = torch.bfloat16
+B, H, D, R = 24, 3, 40, 64
+SHAPES = {BHR: ((B, H, R), (H, D, R), (B, H, D)), BHD: ((B, H, D), (H, D, R), (B, H, R))}
+"""Of a, b and d."""
+
+
+def of(form: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b, and a d full of NaN."""
+    of_a, of_b, of_d = SHAPES[form]
+    return integers(*of_a), integers(*of_b, seed=1), torch.full(of_d, float("nan"), dtype=BF16)
+
+
+@pytest.mark.parametrize("cublaslt", [False, True])
+@pytest.mark.parametrize("form", [BHR, BHD])
+def test_einsum_is_einsum(form: str, cublaslt: bool) -> None:
+    a, b, d = of(form)
+    deep_gemm.einsum(form, a, b, d, use_cublaslt=cublaslt)
+    assert torch.equal(d, torch.einsum(form, a.double(), b.double()).to(BF16))
+
+
+@pytest.mark.parametrize("cublaslt", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "adds"), [(torch.float32, True), (torch.float32, False), (BF16, False), (BF16, True)]
+)
+def test_a_sum_adds_to_c(dtype: torch.dtype, adds: bool, cublaslt: bool) -> None:
+    a, b, before = integers(B, 64, 128), integers(B, 192, 128, seed=1), integers(64, 192, dtype=dtype, seed=2)
+    d = before.clone()
+    deep_gemm.einsum(SUM, a, b, d, d if adds else None, cublaslt)
+    assert torch.equal(d, (product(a, b).sum(0) + before.double() * adds).to(dtype))
+
+
+@pytest.mark.parametrize("majors", ["kk", "km", "mk", "mm"])
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", BF16), ("fp16", torch.float16)])
+def test_products_of_any_strides(kind: str, dtype: torch.dtype, majors: str) -> None:
+    values = integers(H, B, R, dtype=dtype), integers(H, D, R, dtype=dtype, seed=1)
+    for by_rows in (False, True):
+        a, b = (surrounded(x, by_rows, major).tensor for x, major in zip(values, majors, strict=True))
+        for out in (dtype, torch.float32):
+            d = torch.empty(B, H, D, dtype=out).transpose(0, 1)
+            getattr(deep_gemm, f"{kind}_bmm")(a, b, d)
+            assert torch.equal(d, product(*values).to(out))
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 8, 8), (2, 0, 8, 8), (2, 4, 0, 8), (2, 4, 8, 0)])
+def test_any_size_may_be_zero(sizes: tuple[int, ...]) -> None:
+    groups, m, n, k = sizes
+    d = torch.full((groups, m, n), float("nan"), dtype=BF16)
+    deep_gemm.bf16_bmm(torch.empty(groups, m, k, dtype=BF16), torch.empty(groups, n, k, dtype=BF16), d)
+    assert bool((d == 0).all())
+    total = torch.ones(m * 64, 64)
+    deep_gemm.einsum(SUM, torch.empty(0, m * 64, 64, dtype=BF16), torch.empty(0, 64, 64, dtype=BF16), total, total)
+    assert bool((total == 1).all())
+
+
+def bad(name: str, change: Any) -> Any:
+    """A call of `einsum` with one argument changed."""
+    a, b, d = of(BHR)
+    given = {"expr": BHR, "a": a, "b": b, "d": d}
+    return given | {name: change(given.get(name))}
+
+
+REFUSED: list[tuple[str, Any, type[Exception], str]] = [
+    ("expr", lambda x: "ij,jk->ik", UnsupportedError, "expr must be bhr,hdr->bhd, bhd,hdr->bhr or bmk"),
+    ("expr", lambda x: 3, UnsupportedError, "but it is 3"),
+    ("c", lambda x: torch.zeros(B, H, D, dtype=BF16), InvalidInputError, "c must be None for bhr,hdr->bhd"),
+    ("use_cublaslt", lambda x: 1, InvalidInputError, "use_cublaslt must be True or False"),
+    ("a", lambda x: x[0], InvalidInputError, "a must have 3 dimensions"),
+    ("a", lambda x: x.half(), InvalidInputError, r"a of bf16_bmm must be torch.bfloat16.*Pass a.to"),
+    ("b", lambda x: x[:2], InvalidInputError, "b must have the shape .* h is 2 in it and 3 before"),
+    ("d", lambda x: x[1:], InvalidInputError, "d must have the shape .* b is 23 in it and 24 before"),
+    ("d", lambda x: x.half(), InvalidInputError, "d of bf16_bmm must be torch.bfloat16 or torch.float32"),
+    ("a", lambda x: x[:1].expand(B, H, R), InvalidInputError, "rows begin at multiples of 16 bytes and not overlap"),
+    ("b", lambda x: x[:1].expand(H, D, R), InvalidInputError, "matrices of b must lie .* but they are 0 bytes apart"),
+    ("b", lambda x: torch.zeros(H, D, R + 1, dtype=BF16)[..., :R], InvalidInputError, "multiples of 16 bytes"),
+    ("d", lambda x: x[:1].expand(B, H, D), InvalidInputError, "d must have contiguous rows of their own"),
+    (
+        "d",
+        lambda x: torch.zeros(D, B, H, dtype=BF16).permute(1, 2, 0),
+        InvalidInputError,
+        "d must have contiguous rows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), REFUSED)
+def test_what_is_wrong_is_said(name: str, change: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        deep_gemm.einsum(**bad(name, change))
+
+
+def test_d_shares_no_memory_with_an_input() -> None:
+    both = torch.zeros(B, H, R + D, dtype=BF16)
+    deep_gemm.einsum(BHR, both[..., :R], integers(H, D, R), both[..., R:])  # side by side
+    with pytest.raises(InvalidInputError, match="d and a share memory"):
+        deep_gemm.einsum(BHR, both[..., :R], integers(H, D, R), both[..., R - 8 : R + D - 8])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "error", "message"),
+    [
+        (((2, 64, 72), (2, 64, 72), (64, 64)), UnsupportedError, "K of bmk,bnk->mn must be a multiple of 64"),
+        (((2, 64, 64), (3, 64, 64), (64, 64)), InvalidInputError, "b is 3 in it and 2 before"),
+        (((2, 64, 64), (2, 64, 64), (64, 72)), InvalidInputError, "n is 72 in it and 64 before"),
+    ],
+)
+def test_sums_that_are_refused(shapes: Any, error: type[Exception], message: str) -> None:
+    a, b, d = (torch.zeros(shape, dtype=BF16) for shape in shapes)
+    with pytest.raises(error, match=message):
+        deep_gemm.einsum(SUM, a, b, d)
+
+
+def test_a_sum_reads_k_major_operands() -> None:
+    a, d = torch.zeros(2, 64, 64, dtype=BF16), torch.zeros(64, 64)
+    with pytest.raises(UnsupportedError, match="a of bmk,bnk->mn must be contiguous along k"):
+        deep_gemm.einsum(SUM, a.transpose(1, 2), a, d)
+
+
+def test_fake_tensors_are_traced() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        a, b, d = (torch.empty(shape, dtype=BF16) for shape in SHAPES[BHR])
+        deep_gemm.einsum(BHR, a, b, d)
+        with pytest.raises(InvalidInputError, match="d must have the shape"):
+            deep_gemm.einsum(BHR, a, b, d[1:])
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.parametrize(
+    ("form", "m", "n", "k", "major_b", "strides"),
+    [
+        (BHR, B, D, R, "k", {"a": (R, H * R, 1), "b": (D * R, R, 1), "d": (D, H * D, 1)}),
+        (BHD, B, R, D, "mn", {"a": (D, H * D, 1), "b": (D * R, 1, R), "d": (R, H * R, 1)}),
+    ],
+)
+def test_einsum_is_one_launch(gpu: FakeGpu, form: str, m: int, n: int, k: int, major_b: str, strides: Any) -> None:
+    a, b, d = of(form)
+    for _ in range(3):  # cold, warm, and by a record
+        deep_gemm.einsum(form, a, b, d)
+    assert len(gpu.launched) == 3
+    launched = gpu.launched[-1]
+    asked = ops.spec(m, n, k, 132, BMM_BF16, groups=H, majors=("k", major_b))  # type: ignore[arg-type]
+    assert (launched.spec, launched.strides) == (asked, strides)
+    assert launched.at == {"a": a.data_ptr(), "b": b.data_ptr(), "d": d.data_ptr()}
+
+
+def test_a_sum_is_one_launch(gpu: FakeGpu) -> None:
+    a, b, d = integers(B, 64, 128), integers(B, 192, 128), torch.zeros(64, 192)
+    deep_gemm.einsum(SUM, a, b, d, d)
+    (launched,) = gpu.launched
+    assert launched.spec == ops.spec(64, 192, B * 128, 132, SUM_BF16, groups=B)
+    assert launched.strides["a"] == (64 * 128, 128, 1)
+
+
+@pytest.mark.parametrize(("columns", "aligned"), [(D, True), (D + 4, False), (D - 4, False)])
+def test_tma_writes_whole_rows_of_16_bytes(gpu: FakeGpu, columns: int, aligned: bool) -> None:
+    """Neither rows nor matrices may begin elsewhere."""
+    a, b = integers(H, B, R), integers(H, D if columns >= D else columns, R)
+    deep_gemm.bf16_bmm(a, b, torch.zeros(H, B, columns, dtype=BF16)[..., :D])
+    assert gpu.launched[-1].spec.d.aligned == aligned
+
+
+def test_a_fallback_computes_what_no_kernel_can(gpu: FakeGpu) -> None:
+    a, b, d = of(BHR)
+    gpu.unsupported = "no kernel here."
+    with pytest.raises(UnsupportedError, match="no kernel here"):
+        deep_gemm.einsum(BHR, a, b, d)
+    for way in ("torch", "cublaslt"):
+        d.zero_()
+        with settings.override(fallback=(way,)):
+            deep_gemm.einsum(BHR, a, b, d)
+        assert torch.equal(d, torch.einsum(BHR, a.double(), b.double()).to(BF16))
+
+
+def launch_of(spec: GemmSpec, params: Any, strides: Any) -> dict[str, Any]:
+    plan = kernels.get(params.kernel).launch(params, spec, strides)
+    return {"grid": plan.shape.grid[0]} | dict(zip(argument_names(params), plan.parameters, strict=True))
+
+
+def test_maps_end_with_each_matrix() -> None:
+    """Nothing of a neighbour is read or written: rows, K and columns end where those of a product do."""
+    spec = ops.spec(200, 328, 200, 132, BMM_BF16, groups=5, majors=("k", "mn"))
+    strides = {"a": (208, 5 * 208, 1), "b": (40000, 1, 336), "d": (336, 5 * 336, 1)}
+    found = launch_of(spec, case(HALF_BATCHED, 128, 128, majors="km"), strides)
+    maps = {name: found[name].spec for name in ("map_a", "map_a_last", "map_b", "map_d")}
+    assert (maps["map_a"].dims, maps["map_a"].strides) == ((200, 200, 5), (5 * 208 * 2, 208 * 2))
+    assert (maps["map_b"].dims, maps["map_b"].strides) == ((328, 200, 5), (336 * 2, 40000 * 2))
+    assert (maps["map_d"].dims, maps["map_d"].strides) == ((328, 200, 5), (5 * 336 * 2, 336 * 2))
+    assert [each.box for each in maps.values()] == [(64, 128, 1), (64, 72, 1), (64, 64, 1), (64, 64, 1)]
+    count, tiles = found["raster"][1][:2]
+    assert (count, tiles, found["grid"]) == (5 * 2 * 3, 2 * 3, 30)
+
+
+def test_a_sum_has_blocks_of_each_product() -> None:
+    spec = ops.spec(128, 384, 129 * 128, 132, SUM_BF16, groups=129)
+    strides = {"a": (128 * 128, 128, 1), "b": (384 * 128, 128, 1), "d": (384, 1), "c": (384, 1)}
+    found = launch_of(spec, case(HALF_SUMMED, 128, 128, (1, 1, 4), accumulate="reduces"), strides)
+    assert found["map_a"].spec.dims == (128, 128, 129)
+    assert found["map_d"].spec.dims == (384, 128)
+    assert found["raster"][1][:2] == (3, 2)
+
+
+def test_too_many_tiles_are_refused() -> None:
+    spec = ops.spec(1 << 20, 1 << 20, 64, 132, BMM_BF16, groups=100)
+    row = {"a": (64 << 20, 64, 1), "b": (64 << 20, 64, 1), "d": (1 << 40, 1 << 20, 1)}
+    with pytest.raises(UnsupportedError, match=r"more than 2\^31 tiles"):
+        launch_of(spec, case(HALF_BATCHED, 128, 128), row)
+
+
+def test_no_kernel_of_a_batch_splits_k() -> None:
+    for m, n, k in ((1, 1024, 4096), (64, 128, 16384), (4096, 1024, 4096)):
+        spec = ops.spec(m, n, k, 132, BMM_BF16, groups=2)
+        assert {choice.config.k_splits for choice in select.rank(spec, SM90)} == {1}
+        assert {config.k_splits for config in select.heuristic.legal(spec, SM90)} == {1}
+    spec = ops.spec(128, 384, 4096 * 128, 132, SUM_BF16, groups=4096)
+    assert select.select(spec, SM90).config.cluster_k == 4, "few tiles are shared out"
+    assert select.select(replace(spec, batch_invariant=True), SM90).config.cluster_k == 1
+
+
+def test_flops_are_those_of_all_products() -> None:
+    x = Batched(BMM_BF16).check(integers(H, B, R), integers(H, D, R), torch.empty(H, B, D, dtype=BF16))
+    assert x is not None
+    assert Batched(BMM_BF16).flops(x) == 2 * H * B * D * R == ops.spec(B, D, R, 132, BMM_BF16, groups=H).flops
+    assert Batched(BMM_BF16).shape(x) == "3 x 24x40x64"
