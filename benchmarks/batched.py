@@ -76,7 +76,7 @@ def measure(peer: Any) -> Iterator[dict[str, Any]]:
     ]
     for make in made:
         row, calls = make(peer)
-        yield {"mode": "flush", **row} | timing.flush(calls, repeats=10)
+        yield {"mode": "flush", **row} | timing.flush(calls, repeats=20)
         if row["op"] != SUM and row["m"] <= FEW:
             yield {"mode": "graph", **row} | timing.graph({name: [call] for name, call in calls.items()}, 32, 5)
 
