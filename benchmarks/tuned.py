@@ -66,7 +66,7 @@ def shapes_of(path: Path) -> list[Shape]:
     found = []
     for row in rows:
         asked = ranked_as(survey.spec_of(shape_of(row), arch.num_sms))
-        known, least = calibration.of(row["device"]), min(row["times"].values())
+        known, least = calibration.for_device(row["device"]), min(row["times"].values())
         times, measured = {}, {}
         for config in select.legal(asked, arch):
             name = survey.kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0))

@@ -64,7 +64,7 @@ def main(operation: str) -> None:
     h100 = "NVIDIA H100 80GB HBM3"
     patch.setattr(engine, "plan", plan)
     patch.setattr(engine, "load", lambda *_: (SimpleNamespace(symbol="", device=0), binary))
-    patch.setattr(engine, "calibration_of", lambda device: calibration.of(h100, 132, 3350.0))
+    patch.setattr(engine, "calibration_of", lambda device: calibration.for_device(h100, 132, 3350.0))
 
     def launch(plan: Any, strides: Any, addresses: Any, stream: int, constant: bool = False) -> Any:
         plan.launch(strides, True, constant)

@@ -296,7 +296,7 @@ def outcome_or(call: Callable[[], object]) -> str:
 def choices(chunk: int) -> list[list[str]]:
     """For each spec of a chunk and each card, the kernel and the digest. The digest is that of all cards."""
     found = []
-    known = {card: calibration.of(device, sms) for card, (device, sms) in CARDS.items()}
+    known = {card: calibration.for_device(device, sms) for card, (device, sms) in CARDS.items()}
     for index in range(chunk * PER_CHUNK, (chunk + 1) * PER_CHUNK):
         spec, row, rest = draw(index), [], []
         for card, (_, sms) in CARDS.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from deep_gemm.aot.layers import Layer, Plan
+from deep_gemm.aot.layers import Layer, LayerPlan
 from deep_gemm.cli.app import app
 
 # fmt: off
@@ -117,21 +117,21 @@ JOINED = "qkv_proj 6144x2048 o_proj 2048x4096 mlp.gate_up_proj 12288x2048 mlp.do
 """The layers of `CHECKPOINT`."""
 
 
-def of_experts(plan: Plan) -> list[Layer]:
+def of_experts(plan: LayerPlan) -> list[Layer]:
     return [layer for layer in plan.layers if layer.name.startswith("experts.")]
 
 
-def served(plan: Plan) -> dict[str, tuple[int, ...]]:
+def served(plan: LayerPlan) -> dict[str, tuple[int, ...]]:
     """Sizes of the layers that have kernels, by name; with groups in front, if there are any."""
     return {layer.name: (*([layer.groups] * (layer.groups > 1)), layer.n, layer.k) for layer in plan.served}
 
 
-def runs(plan: Plan) -> set[str]:
+def runs(plan: LayerPlan) -> set[str]:
     """The operations of the layers that have kernels."""
     return {layer.op for layer in plan.served}
 
 
-def why_not(plan: Plan) -> dict[str, str]:
+def why_not(plan: LayerPlan) -> dict[str, str]:
     return {layer.name: layer.why_not for layer in plan.layers if layer.why_not}
 
 

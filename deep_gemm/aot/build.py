@@ -16,7 +16,7 @@ from deep_gemm.aot import attention, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, Plan
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, LayerPlan
 from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary, Work
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
@@ -187,7 +187,7 @@ def run(
     return report.summary(start)
 
 
-def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
+def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     """The layers of a workload as `workload.plan` finds them, with the reasons why every call with some is refused."""
     found = workload.plan(what, tp, ep, op)
     whys = (layer.why_not or refusal(layer.n, layer.k, layer.op, layer.groups) for layer in found.layers)

@@ -26,7 +26,7 @@ class Card:
 
     @property
     def calibration(self) -> Calibration:
-        return calibration.of(self.device, self.sms)
+        return calibration.for_device(self.device, self.sms)
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Card:
 
 def named(device: str) -> Card:
     """The card with the driver's name `device`; its SMs are those of the nearest spec sheet."""
-    return Card(device, sheets.of(device).sms)
+    return Card(device, sheets.for_device(device).sms)
 
 
 def every() -> tuple[Card, ...]:

@@ -21,7 +21,7 @@ from deep_gemm.aot.layers import (
     MXFP4,
     OPS,
     STAYS,
-    Plan,
+    LayerPlan,
     Weight,
     check_op,
     layers_of,
@@ -44,7 +44,7 @@ SHARED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim
 """Fields that mean the same in the configs of all model families."""
 
 
-def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
+def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     """The linear layers of a checkpoint on one GPU of `tp`. Its config.json, if there is one, says how heads are split.
 
     An index whose files are missing gives names without sizes: these then come from config.json, and a weight that it
@@ -77,7 +77,7 @@ def _config(path: Path) -> Mapping[str, Any] | None:
     return found
 
 
-def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, op: str) -> Plan:
+def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, op: str) -> LayerPlan:
     """The layers of the config. Quantised weights of the index that it does not explain are problems."""
     found, listed = model.plan(config, tp, ep, op), set(names)
     weights = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
@@ -85,7 +85,7 @@ def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, o
     has = {part for layer in found.layers for part in _parts_of(layer.name)}
     strange = {_general(name) for name in quantised if name.rpartition(".")[2] not in has and not _is_expert(name)}
     problems = [f"{name} is in the index, and the config does not say how large it is." for name in sorted(strange)]
-    return Plan(found.layers, (*found.unknown, *problems))
+    return LayerPlan(found.layers, (*found.unknown, *problems))
 
 
 def _parts_of(layer: str) -> tuple[str, ...]:
@@ -94,7 +94,9 @@ def _parts_of(layer: str) -> tuple[str, ...]:
     return (last, *JOINED.get(last, ()), alone.get(last, last))
 
 
-def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None, tp: int, ep: int, op: str) -> Plan:
+def _from_tensors(
+    tensors: Mapping[str, Stored], config: Mapping[str, Any] | None, tp: int, ep: int, op: str
+) -> LayerPlan:
     known = _read_config(config)
     kept = {stored.dtype for name, stored in tensors.items() if _is_weight(name, stored)} - WIDE
     modules: dict[str, dict[str, Weight]] = {}
@@ -131,11 +133,11 @@ def _from_tensors(tensors: Mapping[str, Stored], config: Mapping[str, Any] | Non
     if routed:
         count, wrong = _count_experts(numbers, {x.shape[0] for each in stacked.values() for x in each.values()}, known)
         chosen = known.num_experts_per_tok if known is not None else None
-        layers = Plan.join([layers, experts.plan(_named(routed), count, chosen, tp, ep, bool(kept))])
+        layers = LayerPlan.join([layers, experts.plan(_named(routed), count, chosen, tp, ep, bool(kept))])
         problems += wrong
     elif known is not None:
         experts.shares(known.experts, tp, ep)
-    plan = Plan(layers.layers, (*problems, *layers.unknown))
+    plan = LayerPlan(layers.layers, (*problems, *layers.unknown))
     if not plan.served and not plan.problems:
         return replace(plan, unknown=("The checkpoint has no weight that can be served.",))
     return plan

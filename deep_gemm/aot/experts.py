@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from deep_gemm.aot.layers import GROUPED, GROUPED_OPS, Layer, Plan, Weight, is_masked, layers_of
+from deep_gemm.aot.layers import GROUPED, GROUPED_OPS, Layer, LayerPlan, Weight, is_masked, layers_of
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
 ALIGNMENT = 128
@@ -35,7 +35,7 @@ def plan(
     tp: int,
     ep: int,
     blocks_fixed: bool,
-) -> Plan:
+) -> LayerPlan:
     """The grouped layers of a model's experts on one GPU. `modules` are experts by name, each with its weights by name;
     those that are alike are listed once. A token goes to `chosen` of the `experts` (None: to any number). Raises
     InvalidInputError where `shares` does, and where sizes are not multiples of the GPUs that share an expert."""
@@ -52,7 +52,7 @@ def plan(
         for x in in_groups(layer, groups):
             # A token goes to an expert once, and masked groups have no padding between them.
             found.append(replace(x, copies=ep) if is_masked(x.op) else replace(x, copies=copies, padding=padding))
-    return Plan(tuple(found), one.unknown)
+    return LayerPlan(tuple(found), one.unknown)
 
 
 def in_groups(layer: Layer, groups: int) -> list[Layer]:

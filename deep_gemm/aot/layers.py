@@ -68,14 +68,14 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """The layers of a workload, each once. `unknown` are sentences about what was not understood."""
 
     layers: tuple[Layer, ...]
     unknown: tuple[str, ...] = ()
 
     @classmethod
-    def join(cls, plans: Iterable[Plan]) -> Plan:
+    def join(cls, plans: Iterable[LayerPlan]) -> LayerPlan:
         found = list(plans)
         layers = dict.fromkeys(layer for one in found for layer in one.layers)
         return cls(tuple(layers), tuple(dict.fromkeys(text for one in found for text in one.unknown)))
@@ -166,7 +166,7 @@ and those with two rows for each head. In a model of 16 bits they are layers lik
 
 def layers_of(
     modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool, degree: str = "tp"
-) -> Plan:
+) -> LayerPlan:
     """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs. `blocks_fixed`: weights come
     with their scales, so that a part can be joined with the next only if it ends where a block of 128 ends. Raises
     InvalidInputError where `tp`, called `degree`, does not divide heads or sizes."""
@@ -178,7 +178,7 @@ def layers_of(
             why_not = x.why_not or x.broken
             layer = Layer(inside + name, x.n, x.k, why_not, op=x.op, copies=x.copies, elsewhere=x.elsewhere)
             layers[layer] = None
-    return Plan(tuple(layers))
+    return LayerPlan(tuple(layers))
 
 
 def _joined(pieces: Mapping[str, Weight], blocks_fixed: bool) -> list[tuple[str, Weight]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from deep_gemm.aot import deepseek_v4, experts, inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, OPS, STAYS, Plan, Weight, check_op, layers_of
+from deep_gemm.aot.layers import FP8, OPS, STAYS, LayerPlan, Weight, check_op, layers_of
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
@@ -101,7 +101,7 @@ def is_config(data: Mapping[str, Any]) -> bool:
     return bool({"hidden_size", "text_config", "model_type", "architectures"} & set(data))
 
 
-def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> Plan:
+def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     """The layers of a model on one of its GPUs. `tp` GPUs share each: column-parallel layers divide N, row-parallel
     layers divide K, the rest stays whole. `ep` GPUs share the routed experts. Without a quantization_config layers run
     `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and float16 stay, others are cast to FP8 when they
@@ -115,7 +115,7 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
             f"The layers of model_type {shown(kind)} are not known. Give the directory of its checkpoint, whose "
             f"safetensors say them, or shapes. Known are {', '.join(sorted(FAMILIES))}."
         )
-        return Plan((), (problem,))
+        return LayerPlan((), (problem,))
     known = ModelConfig.read(text)
     experts.shares(known.experts, tp, ep)
     form = format_of(text.get("quantization_config") or config.get("quantization_config"))
@@ -135,13 +135,13 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> P
     op = op or _op_of(text, config)
     named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
     found = layers_of(named, tp, form.fixed)
-    routed = Plan(())
+    routed = LayerPlan(())
     if known.experts:
         v4 = kind == deepseek_v4.KIND
         shown_as, where, weights, at = deepseek_v4.expert(text, known, form.given) if v4 else _expert(known)
         one = [(shown_as, _formatted(form, where, weights, at, op))]
         routed = experts.plan(one, known.experts, known.num_experts_per_tok, tp, ep, form.fixed)
-    return Plan.join([Plan((), tuple(problems)), found, routed])
+    return LayerPlan.join([LayerPlan((), tuple(problems)), found, routed])
 
 
 def degrees(tp: int, ep: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, Plan, check_op, is_masked
+from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, LayerPlan, check_op, is_masked
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import counted
 from deep_gemm.select import representatives
@@ -102,7 +102,7 @@ def shapes_of(what: Any, ms: Sequence[int] = DEFAULT_M, tp: int = 1, ep: int = 1
     return shapes(plan(what, tp, ep).layers, ms)
 
 
-def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
+def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     """The layers of a workload, and what of it was not understood.
 
     `what` is one of these, or a list of them:
@@ -121,19 +121,19 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
     """
     check_op(op, grouped=True)
     if isinstance(what, Mapping) and {"n", "k"} <= set(what):
-        return Plan(_entry(what, shown(what), (), op))
+        return LayerPlan(_entry(what, shown(what), (), op))
     if isinstance(what, Mapping):
         return _described(what, "the description", tp, ep, op)
     if isinstance(what, str) and inputs.is_shape(what):
-        return Plan((replace(parse(what), op=op or FP8),))
+        return LayerPlan((replace(parse(what), op=op or FP8),))
     if isinstance(what, str | os.PathLike):
         return _file(Path(what), tp, ep, op)
     if isinstance(what, GemmShape):
         m = inputs.whole(what.m, f"m of {shown(what)}")
         ms = (what.expected if is_masked(what.op) else m,)
-        return Plan(_layers(what.source, what.n, what.k, ms, shown(what), what.op, what.groups))
+        return LayerPlan(_layers(what.source, what.n, what.k, ms, shown(what), what.op, what.groups))
     if isinstance(what, Layer):
-        return Plan((what,) if what.why_not else _checked(what))
+        return LayerPlan((what,) if what.why_not else _checked(what))
     if isinstance(what, Iterable) and not isinstance(what, bytes | bytearray):
         items = list(what)
         if isinstance(what, tuple) and len(items) >= 2 and all(isinstance(item, int) for item in items):
@@ -142,15 +142,15 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> Plan:
                     f'{shown(what)} may be M, N, K or N, K, groups. Write "64x7168x2048" for M x N x K, (7168, 2048) '
                     'for N x K at every M, or {"n": 7168, "k": 2048, "groups": 8} for a weight of each group.'
                 )
-            return Plan(_entry({"n": items[0], "k": items[1]}, shown(what), (), op))
-        return Plan.join([plan(item, tp, ep, op) for item in items])
+            return LayerPlan(_entry({"n": items[0], "k": items[1]}, shown(what), (), op))
+        return LayerPlan.join([plan(item, tp, ep, op) for item in items])
     raise InvalidInputError(
         "what must be a file, a checkpoint's directory, a model's description, or shapes such as (n, k) or 7168x2048, "
         f"but it is {shown(what)}."
     )
 
 
-def _file(path: Path, tp: int, ep: int, op: str) -> Plan:
+def _file(path: Path, tp: int, ep: int, op: str) -> LayerPlan:
     if not path.exists():
         raise InvalidInputError(
             f"{path} cannot be read: there is no such file or directory here. Nothing is downloaded: give a model's "
@@ -166,7 +166,7 @@ def _file(path: Path, tp: int, ep: int, op: str) -> Plan:
     return _described(inputs.read_file(path), str(path), tp, ep, op)
 
 
-def _described(data: Any, where: str, tp: int, ep: int, op: str) -> Plan:
+def _described(data: Any, where: str, tp: int, ep: int, op: str) -> LayerPlan:
     if isinstance(data, Mapping) and model.is_config(data):
         return model.plan(data, tp, ep, op)
     ms: tuple[int, ...] = ()
@@ -178,7 +178,7 @@ def _described(data: Any, where: str, tp: int, ep: int, op: str) -> Plan:
             f"{where} must hold a list of shapes, an object with `shapes`, or a model's config with `hidden_size`, "
             f"but it holds {type(data).__name__}."
         )
-    return Plan(
+    return LayerPlan(
         tuple(x for index, entry in enumerate(data) for x in _entry(entry, f"shape {index} of {where}", ms, op))
     )
 

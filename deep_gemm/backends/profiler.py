@@ -37,7 +37,7 @@ def roof(device: torch.device) -> Roof | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    sheet = sheets.of(found.name, found.multi_processor_count)
+    sheet = sheets.for_device(found.name, found.multi_processor_count)
     name = sheet.name if sheet.device == found.name else f"{sheet.name}, the nearest that is known to {found.name}"
     plain = sheet.sms * sheet.clock_ghz * 128 * 2 / 1e3  # 128 float32 multiply-adds per SM and clock
     peaks: dict[Rate, float] = {"fp8": sheet.tensor_tflops, "half": sheet.tensor_tflops / 2, "float32": plain}

@@ -254,7 +254,7 @@ def remember(path: Path, stale: bool = False) -> Counter[str]:
     arch, digest = archs.get("sm_90a"), source_digest()
     for row in load([path]):
         asked, device = ranked_as(spec_of(rows.shape_of(row), arch.num_sms)), row.get("device")
-        ranked = select.rank(asked, arch, calibration.of(str(device)))
+        ranked = select.rank(asked, arch, calibration.for_device(str(device)))
         offered = [each.config for each in ranked] + select.legal(asked, arch)
         names = {kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0)): config for config in offered}
         if row["mode"] != "flush":

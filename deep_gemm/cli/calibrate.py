@@ -159,7 +159,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
         if row["mode"] in LAUNCH_MODES:
             launches.setdefault(fit.speeds_of(row, spec), []).append(row)
     device = rows[0].get("device") if rows else None
-    known = calibration.of(device) if device else calibration.default()
+    known = calibration.for_device(device) if device else calibration.default()
     summary: dict[str, Any] = {}
     speeds, power = {"": known.speed, **dict(known.others)}, known.power
     for name, timed in launches.items():

@@ -75,7 +75,7 @@ class LogitsKernel(Kernel):
         """The identity of the binary that computes ``spec`` with ``config``."""
         return KernelParams(self.name, arch.name, config, output=spec.output)
 
-    def of(self, params: KernelParams) -> LogitsConfig:
+    def typed(self, params: KernelParams) -> LogitsConfig:
         """The config of ``params``, with its type."""
         if not isinstance(params.config, LogitsConfig):
             raise TypeError(f"{self.name} takes a LogitsConfig, not a {type(params.config).__name__}")
@@ -83,14 +83,14 @@ class LogitsKernel(Kernel):
 
     def stages(self, params: KernelParams) -> int:
         """As many stages as fit, the same number for each consumer."""
-        config = self.of(params)
+        config = self.typed(params)
         rest = self._shared(config, 0)
         fit = (SM90.shared_per_cta - rest) // (self._shared(config, 1) - rest)
         return min(MAX_STAGES, fit) // config.num_consumers * config.num_consumers
 
     def shared_bytes(self, params: KernelParams) -> int:
         """See ``LogitPlaces``."""
-        return self._shared(self.of(params), self.stages(params))
+        return self._shared(self.typed(params), self.stages(params))
 
     def _shared(self, c: LogitsConfig, stages: int) -> int:
         visit = align(20 + 8 * c.tokens, 16) + 4 * c.tokens * c.heads
@@ -100,7 +100,7 @@ class LogitsKernel(Kernel):
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of the template."""
-        config = self.of(params)
+        config = self.typed(params)
         producer, consumer = config.registers
         return {
             "source": self.source,
@@ -125,7 +125,7 @@ class LogitsKernel(Kernel):
 
     def entry(self, params: KernelParams) -> str:
         """Such as ``fp8_mqa_logits_h64_d128_f32_q4``."""
-        config = self.of(params)
+        config = self.typed(params)
         return f"{self.name.removeprefix('sm90_')}_h{config.heads}_d{config.dim}_{params.output}_q{config.tokens}"
 
     def describe(self, config: Config) -> str:
@@ -138,7 +138,7 @@ class LogitsKernel(Kernel):
 
     def query_map(self, params: KernelParams, rows: int) -> Map:
         """The tensor map of ``rows`` queries, in boxes of one product's."""
-        config = self.of(params)
+        config = self.typed(params)
         return self.matrix_map("q", config.dim, rows * config.heads, config.tokens * config.heads)
 
     def matrix_map(self, operand: str, dim: int, rows: int, box: int) -> Map:

@@ -46,7 +46,7 @@ class PromptLogits(LogitsKernel):
         self, params: KernelParams, spec: LogitsSpec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: q, keys, scales, weights, starts, ends, out."""
-        config = self.of(params)
+        config = self.typed(params)
         shape = LaunchShape(
             grid=(spec.num_sms, 1, 1),
             block=config.num_threads,

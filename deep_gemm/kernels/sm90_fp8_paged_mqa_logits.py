@@ -52,7 +52,7 @@ class PagedLogits(LogitsKernel):
         self, params: KernelParams, spec: PagedLogitsSpec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: q, cache, weights, lengths, table, schedule, out. A page's scales are behind its keys."""
-        config = self.of(params)
+        config = self.typed(params)
         page = strides["cache"][0]
         dim, box = config.dim, (config.dim, spec.page_keys, 1)
         keys = TensorMapSpec("u8", (dim, spec.page_keys, spec.pages), (dim, page), box, swizzle=dim)

@@ -83,7 +83,7 @@ class Prenorm(Kernel):
         """See `Kernel.params`."""
         return KernelParams(self.name, arch.name, config)
 
-    def of(self, params: KernelParams) -> PrenormConfig:
+    def typed(self, params: KernelParams) -> PrenormConfig:
         """The config of ``params``, with its type."""
         if not isinstance(params.config, PrenormConfig):
             raise TypeError(f"{self.name} takes a PrenormConfig, not a {type(params.config).__name__}")
@@ -100,7 +100,7 @@ class Prenorm(Kernel):
         self, params: KernelParams, spec: PrenormSpec, strides: Strides, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: a, b, d (splits, M, N), sqr_sum (splits, M)."""
-        config = self.of(params)
+        config = self.typed(params)
         a = TensorMapSpec("bf16", (spec.k, spec.m), (2 * strides["a"][0],), (BLOCK_K, config.rows), 128, 256)
         b = TensorMapSpec("f32", (spec.k, spec.n), (4 * strides["b"][0],), (BLOCK_K // 2, config.columns), 128, 256)
         shape = LaunchShape(
@@ -123,7 +123,7 @@ class Prenorm(Kernel):
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of the template."""
-        config = self.of(params)
+        config = self.typed(params)
         return {
             "rows": config.rows,
             "columns": config.columns,
@@ -138,7 +138,7 @@ class Prenorm(Kernel):
 
     def stages(self, params: KernelParams) -> int:
         """As many stages as fit, the same number for each group."""
-        config = self.of(params)
+        config = self.typed(params)
         rest = self._shared(params, 0)
         fit = min(MAX_STAGES, (SM90.shared_per_cta - rest) // (self._shared(params, 1) - rest))
         return fit // config.groups * config.groups
@@ -148,13 +148,13 @@ class Prenorm(Kernel):
         return self._shared(params, self.stages(params))
 
     def _shared(self, params: KernelParams, stages: int) -> int:
-        config = self.of(params)
+        config = self.typed(params)
         stage = 128 * config.rows + 256 * config.columns
         return stages * (stage + 16) + config.warps * 16 * (config.columns + 1) * 4
 
     def entry(self, params: KernelParams) -> str:
         """Such as ``tf32_hc_prenorm_gemm_n24_128x4``."""
-        config = self.of(params)
+        config = self.typed(params)
         return f"tf32_hc_prenorm_gemm_n{config.columns}_{self.describe(config)}"
 
     def describe(self, config: Config) -> str:

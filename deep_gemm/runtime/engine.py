@@ -242,7 +242,7 @@ def calibration_of(device: int) -> calibration.Calibration:
     """The calibration of CUDA device ``device``, or one scaled by its spec sheet if its model has none."""
     found = torch.cuda.get_device_properties(device)
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)  # kHz, bits
-    return calibration.of(found.name, found.multi_processor_count, 2 * clock * width / 8e6)
+    return calibration.for_device(found.name, found.multi_processor_count, 2 * clock * width / 8e6)
 
 
 def load(params: KernelParams, device: int, what: str) -> tuple[Function, Binary]:

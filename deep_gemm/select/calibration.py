@@ -149,12 +149,12 @@ def load(path: Path) -> Calibration:
 
 
 @functools.cache
-def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
+def for_device(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
     """The calibration of a GPU model. If it has none, or lacks speeds of some products, the nearest card's, scaled by
     the spec sheets. The sheet of an unknown card is found by SMs and bandwidth; 0 means unknown."""
     from . import sheets  # here: a process whose kernels are all known needs none
 
-    sheet = sheets.of(device_name, num_sms, hbm_gb_per_s)
+    sheet = sheets.for_device(device_name, num_sms, hbm_gb_per_s)
     path = file_of(device_name)
     known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
     near = [(each, load(file_of(each.device))) for each in sorted(known, key=sheet.distance)]
@@ -166,4 +166,4 @@ def of(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibra
 
 def default() -> Calibration:
     """The calibration that is used if no GPU is named: an H200's."""
-    return of("NVIDIA H200")
+    return for_device("NVIDIA H200")

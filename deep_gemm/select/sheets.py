@@ -41,7 +41,7 @@ SHEETS = (
 )
 
 
-def of(device: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Sheet:
+def for_device(device: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Sheet:
     """The sheet of the GPU model with the driver's name ``device``, else the nearest one by SMs and bandwidth (0 if
     unknown). Among variants of a model, such as the H100 PCIe, the number of SMs decides."""
     model = [sheet for sheet in SHEETS if sheet.name.split()[0] in device.split() and num_sms in (0, sheet.sms)]

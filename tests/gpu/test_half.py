@@ -42,7 +42,7 @@ def prepare(specs: Iterable[GemmSpec]) -> None:
     """Build the kernels of these specs in parallel. Calls would build them one after another."""
     if DEVICE == "cpu":
         return
-    target, known = arch.for_device(0), calibration.of(torch.cuda.get_device_name(0))
+    target, known = arch.for_device(0), calibration.for_device(torch.cuda.get_device_name(0))
     chosen = {(asked, select.rank(asked, target, known)[0].config) for asked in set(specs)}
     work = {engine.kernel_params(asked, config, target) for asked, config in chosen}
     outcomes: list[build.Outcome] = []

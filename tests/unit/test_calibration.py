@@ -104,15 +104,15 @@ def test_every_fitted_constant_has_bounds_and_lies_in_them() -> None:
 def test_a_card_has_the_sheet_of_its_model_or_else_of_the_nearest(
     device: str, num_sms: int, hbm: float, sheet: str
 ) -> None:
-    assert sheets.of(device, num_sms, hbm).name == sheet
+    assert sheets.for_device(device, num_sms, hbm).name == sheet
 
 
 def test_a_card_without_a_calibration_starts_from_its_spec_sheet() -> None:
     """Its rates follow the sheet, and its origin says so."""
-    h100, h200 = calibration.of("NVIDIA H100 80GB HBM3"), calibration.of("NVIDIA H200")
+    h100, h200 = calibration.for_device("NVIDIA H100 80GB HBM3"), calibration.for_device("NVIDIA H200")
     assert "nvidia_h100" in h100.origin
     assert "nvidia_h200" in h200.origin
-    pcie, h20 = calibration.of("NVIDIA H100 PCIe", 114), calibration.of("NVIDIA H20", 78)
+    pcie, h20 = calibration.for_device("NVIDIA H100 PCIe", 114), calibration.for_device("NVIDIA H20", 78)
     for found, name in ((pcie, "H100 PCIe"), (h20, "H20")):
         assert f"spec sheet of {name}, scaled from the calibration nvidia_h" in found.origin
     assert pcie.speed.hbm_gb_per_s < h100.speed.hbm_gb_per_s
@@ -133,11 +133,11 @@ def test_every_calibration_is_found_also_of_a_card_without_a_sheet(
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "a_model.json").write_text(FILES[-1].read_text())
     monkeypatch.setattr(calibration, "FOLDER", tmp_path)
-    calibration.of.cache_clear()
+    calibration.for_device.cache_clear()
     try:
         found = [card.calibration for card in cards.default()]
     finally:
-        calibration.of.cache_clear()
+        calibration.for_device.cache_clear()
     origins = ["a_model", *(path.stem for path in FILES)]
     assert [each.origin for each in found][: len(origins)] == [f"the calibration {name}" for name in origins]
     assert {tuple(name for name, _ in each.others) for each in found} == {("of 16-bit tiles",)}
@@ -209,7 +209,7 @@ def test_held_out_shapes_are_selected_for(
 ) -> None:
     """Quality of the choices for held-out shapes, beside the best of what is offered: the geometric mean, and the
     worst."""
-    data, known = held_out(file), calibration.of(device)
+    data, known = held_out(file), calibration.for_device(device)
     speed = known.named(fit.speeds_of(data.rows[-1], arch.SM90))
     found = [
         quality
@@ -248,7 +248,7 @@ def test_what_a_survey_has_no_rows_for_keeps_its_constants(tmp_path: Path, monke
 def test_choices_of_16_bit_tiles_beat_cublaslt() -> None:
     """In the survey, for M of 1000 and more: 235 products, 40 of which were taken in because they were slow. With 28
     tiles and the speeds of FP8 the mean was 1.019, 0.975 of the best of all, and 37 were below 0.95."""
-    ratios, qualities, known = [], [], calibration.of("NVIDIA H100 80GB HBM3")
+    ratios, qualities, known = [], [], calibration.for_device("NVIDIA H100 80GB HBM3")
     for row in survey.load([RESULTS / "survey-half-h100.jsonl"]):
         if row["op"] == "bf16_gemm_nt" and row["m"] >= 1000 and row["mode"] == "flush":
             asked = survey.spec_of(shape_of(row), 132)

@@ -32,14 +32,14 @@ from model_cases import (
 )
 
 from deep_gemm.aot import headers, model, workload
-from deep_gemm.aot.layers import FORMS, FP8, GROUPED, ROWWISE, Plan
+from deep_gemm.aot.layers import FORMS, FP8, GROUPED, ROWWISE, LayerPlan
 from deep_gemm.errors import InvalidInputError
 
 BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
 LM_HEAD = "engines multiply it by other libraries."
 
 
-def plan(folder: Path, tensors: Tensors, config: Any = None, tp: int = 1, ep: int = 1, **options: Any) -> Plan:
+def plan(folder: Path, tensors: Tensors, config: Any = None, tp: int = 1, ep: int = 1, **options: Any) -> LayerPlan:
     """The plan of a checkpoint, with a config beside it or none."""
     write(folder / "model.safetensors", tensors)
     (folder / "config.json").unlink(missing_ok=True)

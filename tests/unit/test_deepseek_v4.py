@@ -12,7 +12,7 @@ from model_cases import BLOCKS, DEEPSEEK_V32, precompile, served, why_not
 from test_checkpoint import Tensors, plan
 
 from deep_gemm.aot import attention, model, workload
-from deep_gemm.aot.layers import Plan
+from deep_gemm.aot.layers import LayerPlan
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
@@ -209,7 +209,7 @@ def v4_flash() -> Tensors:
 def test_deepseek_v4_by_its_tensors_and_by_its_config(tmp_path: Path, tp: int) -> None:
     found, want = plan(tmp_path, v4_flash(), V4_FLASH, tp), model.plan(V4_FLASH, tp)
 
-    def sizes(plan: Plan) -> set[Any]:
+    def sizes(plan: LayerPlan) -> set[Any]:
         return {(x.name.replace("mtp.*.", "mtp."), x.n, x.k, x.groups, x.copies) for x in plan.served}
 
     assert sizes(found) == sizes(want)

@@ -80,12 +80,12 @@ def test_rows_of_a_that_are_not_contiguous_need_heights_of_whole_boxes() -> None
 
 def test_16_bit_tiles_have_speeds_of_their_own() -> None:
     """For a card whose calibration lacks them, they are scaled from the nearest card that has them."""
-    known = calibration.of("NVIDIA H100 80GB HBM3")
+    known = calibration.for_device("NVIDIA H100 80GB HBM3")
     (name, own), *others = known.others
     assert not others
     for spec, expected in ((asked(72, 4096, 4096), own), (asked(64, 4096, 4096), known.speed)):
         assert select(spec, SM90, known).estimate == estimate(spec, select(spec, SM90, known).config, expected)
-    scaled = calibration.of("NVIDIA H200").named(name)
+    scaled = calibration.for_device("NVIDIA H200").named(name)
     assert scaled.hbm_gb_per_s == pytest.approx(own.hbm_gb_per_s * 4800 / 3350)
     assert scaled.tensor == own.tensor
 

@@ -31,7 +31,7 @@ from model_cases import (
 import deep_gemm
 from deep_gemm.aot import attention, model
 from deep_gemm.aot.experts import shares
-from deep_gemm.aot.layers import FP8, GROUPED, Layer, Plan
+from deep_gemm.aot.layers import FP8, GROUPED, Layer, LayerPlan
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.runtime import engine
@@ -299,7 +299,7 @@ def test_a_model_of_16_bits_has_no_layer_that_stays_in_16_bits(config: Config, n
     assert cast.problems == in_16_bits.problems == ()
 
 
-def ops_of_experts(found: Plan) -> set[str]:
+def ops_of_experts(found: LayerPlan) -> set[str]:
     return {layer.op for layer in of_experts(found) if not layer.why_not}
 
 
