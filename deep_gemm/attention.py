@@ -40,8 +40,8 @@ def fp8_mqa_logits(
         q: E4M3 (M, H, D), contiguous.
         kv: keys E4M3 (N, D) and their scales float32 (N), contiguous.
         weights: float32 (M, H), contiguous along heads.
-        cu_seq_len_k_start, cu_seq_len_k_end: int32 (M). Query i attends the keys from start[i] on, before end[i]. Both
-            are from 0 to N.
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 (M). Query i attends the keys from start[i] on, before end[i].
+            Bounds outside of 0 to N are cut.
         clean_logits: whether columns of other keys are -inf. Otherwise they are undefined. Without ``max_seqlen_k`` it
             is True unless given.
         max_seqlen_k: 0, or the width of a compressed result, whose row i begins with the logit of key start[i]. Columns
@@ -121,8 +121,8 @@ def fp8_paged_mqa_logits(
         kv_cache: uint8 (blocks, block_kv, 1, D + 4). A block has the values of 32 or 64 keys, then their float32
             scales. Blocks are contiguous, and begin at multiples of 16 bytes.
         weights: float32 (B * next_n, H), contiguous along heads.
-        context_lens: int32 (B, next_n), the length of each token, or (B). From 0 to max_context_len, and no more than
-            the blocks of the table have; the last token's is the largest.
+        context_lens: int32 (B, next_n), the length of each token, or (B); the last token's is the largest. Those below
+            0 count as 0, and those above max_context_len, or the keys of a row of block_table, are cut.
         block_table: int32 (B, max_blocks), contiguous along blocks. Entries past a length do not matter.
         schedule_meta: of `get_paged_mqa_logits_metadata` for these lengths. The launch has a CTA for each of its slots.
         max_context_len: the width of the result.

@@ -17,7 +17,7 @@ def bf16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) 
 
     Args:
         a: (B, M, K) bfloat16. K or M is contiguous, in steps of 16 bytes; all other strides, that of the batch too, are
-            free: multiples of 16 bytes. A (M, B, K) tensor is passed as ``a.transpose(0, 1)``.
+            free: multiples of 16 bytes, not 0. A (M, B, K) tensor is passed as ``a.transpose(0, 1)``.
         b: (B, N, K) bfloat16, likewise. For (B, K, N) pass ``b.transpose(1, 2)``.
         d: (B, M, N) bfloat16 or float32, with contiguous rows and any other strides; written in place.
         compiled_dims: sizes to compile into the kernel, letters of "mnk".
@@ -40,7 +40,15 @@ def fp16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) 
     batched.fp16(a, b, d, compiled_dims, batched.PLAIN)
 
 
-def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, use_cublaslt: bool = False) -> None:
+def einsum(
+    expr: str,
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    use_cublaslt: bool = False,
+    epilogue: Any = None,
+) -> None:
     """``torch.einsum(expr, a, b)`` of bfloat16, written into d.
 
     Args:
@@ -52,12 +60,14 @@ def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, 
         a, b: bfloat16.
         d: bfloat16; float32 too.
         use_cublaslt: let torch multiply, that is cuBLAS, which may copy operands.
+        epilogue: must be None.
 
     Sums are float32 and repeat bitwise, those of "bmk,bnk->mn" too.
 
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `bf16_bmm`.
     """
+    checks.check_epilogue(epilogue)
     if use_cublaslt is False and c is None and expr in _EACH:
         batched.bf16(a, b, d, None, expr)
     elif use_cublaslt is False and expr == batched.SUM:

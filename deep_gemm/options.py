@@ -62,8 +62,9 @@ def set_num_sms(num_sms: int) -> None:
     limit = _device_limit()
     if isinstance(num_sms, bool) or not isinstance(num_sms, int) or not 1 <= num_sms <= limit:
         raise InvalidInputError(f"num_sms must be an integer from 1 to {limit}, the SMs of this GPU, not {num_sms!r}.")
-    _options.num_sms = num_sms
-    _changed()
+    if _options.num_sms != num_sms:
+        _options.num_sms = num_sms
+        _changed()
 
 
 def get_num_sms() -> int:
@@ -157,6 +158,10 @@ def set_batch_invariant(enabled: bool) -> None:
     """
     if not isinstance(enabled, bool):
         raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
+    import torch  # here: what only compiles ahead needs none
+
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()  # or it would be set after the calls that follow
     _options.batch_invariant = enabled
 
 

@@ -249,7 +249,7 @@ class Settings:
     )
     check = _flag(
         "DG_CHECK",
-        "Check, in each call, what kernels take on trust: labels, counts, ends and sizes of groups, ranges, lengths, "
+        "Check, in each call, what kernels take on trust: labels, counts, ends and sizes of groups, "
         "pages and schedules in GPU memory. Each such call waits for the GPU.",
     )
     print_configs = _flag("DG_PRINT_CONFIGS", "Print the configuration chosen for each new problem.")

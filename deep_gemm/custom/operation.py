@@ -220,6 +220,7 @@ def _load(request: BuildRequest, shape: LaunchShape, device: int) -> tuple[Funct
     binary = default_builder().build(request)
     function = load_function(binary.cubin, binary.name, device, shape.dynamic_shared)
     debug_record.add_plan(
+        (request.name, binary.key, device),
         lambda: {
             "spec": {"kernel": request.name, "first_launch": asdict(shape)},
             "device": device,
@@ -231,6 +232,6 @@ def _load(request: BuildRequest, shape: LaunchShape, device: int) -> tuple[Funct
             "source": binary.source_path,
             "resources": binary.resources.to_json(),
             "seconds": dict(binary.seconds),
-        }
+        },
     )
     return function, binary

@@ -272,7 +272,7 @@ def scaling_of(spec: GemmSpec) -> str:
 
 def majors_of(spec: GemmSpec) -> str:
     """The letters of the majors of A and B; see `KernelParams`."""
-    return "".join("k" if operand.major == "k" else "m" for operand in (spec.a, spec.b))
+    return ("k" if spec.a.major == "k" else "m") + ("k" if spec.b.major == "k" else "m")
 
 
 @functools.cache

@@ -223,10 +223,15 @@ def check_places(named: Mapping[str, Tensor]) -> None:
             f"columns) it is {shape_of(d)} with strides {d.stride()}. Pass a contiguous tensor and copy afterwards."
         )
     (start, end), others = byte_range(d), {name: x for name, x in named.items() if name != "d"}
-    near = {name: x for name, x in others.items() if byte_range(x)[0] < end and start < byte_range(x)[1]}
-    if near:
-        for each in d:
-            checks.check_no_overlap("d", each, near)
+    near = {name: x for name, x in others.items() if _meets(x, start, end)}
+    for each in d if near else ():
+        first, last = byte_range(each)
+        checks.check_no_overlap("d", each, {name: x for name, x in near.items() if _meets(x, first, last)})
+
+
+def _meets(x: Tensor, start: int, end: int) -> bool:
+    own = byte_range(x)
+    return own[0] < end and start < own[1]
 
 
 def _write_zeros(d: Tensor) -> None:

@@ -150,13 +150,12 @@ def padded_sizes(layout: Tensor, k: int) -> list[Fault]:
 
 
 def pages(lengths: Tensor, table: Tensor, count: int, page_keys: int, columns: int) -> list[Fault]:
-    """The lengths of each request's tokens, and the pages of its keys."""
-    each, width = lengths.long().view(len(table), -1), table.shape[1]
+    """The pages of each request's keys, and its tokens' order. Lengths below 0 count as 0, and those past the result or
+    the table are cut, by the kernel too."""
+    each, width = lengths.long().view(len(table), -1).clamp(0, columns), table.shape[1]
     whole, last = each.amax(1), each[:, -1:]
     needed = torch.arange(width, device=table.device) * page_keys < whole[:, None]
     return [
-        *counts("context_lens", lengths, columns, "columns of the result, max_context_len"),
-        *counts("context_lens", lengths, width * page_keys, "keys that a row of block_table has room for"),
         Fault(
             each > last,
             lambda request, token: (

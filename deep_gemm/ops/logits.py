@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +16,8 @@ from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels.logits import DIMS, HEADS
-from ..runtime.operation import Fault
 from ..spec import Dtype, LogitsSpec, align
-from . import checks, device_values
+from . import checks
 from .checks import shape_of
 from .layouts import TMA_BYTES
 
@@ -65,7 +64,6 @@ class MqaLogits(Operation):
         }
     )
     output = "out"
-    settings = ("check",)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> LogitsOperands | None:
         """None for fake tensors and where there is nothing to compute."""
@@ -107,19 +105,14 @@ class MqaLogits(Operation):
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
         return Work((Step(spec, strides, {name: name for name in x.tensors}),))
 
-    def faults(self, x: LogitsOperands) -> Sequence[Fault]:
-        """Ranges of keys."""
-        names = (("cu_seq_len_k_start", "starts"), ("cu_seq_len_k_end", "ends"))
-        found = [device_values.counts(name, x.tensors[operand], x.spec.keys, "keys") for name, operand in names]
-        return [*found[0], *found[1]]
-
     def reference(self, x: LogitsOperands) -> None:
         """Sums of heads in float64."""
         t, spec = x.tensors, x.spec
         with torch.inference_mode():
             positions = torch.arange(spec.keys, device=x.device)
             for rows, logits in chunks(t["q"], t["keys"], t["scales"], t["weights"]):
-                start, end = t["starts"][rows].long()[:, None], t["ends"][rows].long()[:, None]
+                start = t["starts"][rows].long().clamp(min=0)[:, None]
+                end = t["ends"][rows].long().clamp(max=spec.keys)[:, None]
                 attended = (positions >= start) & (positions < end)
                 out = t["out"][rows]
                 if not spec.compressed:

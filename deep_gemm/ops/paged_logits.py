@@ -122,7 +122,8 @@ class PagedMqaLogits(Operation):
         with torch.inference_mode():
             for request in range(spec.batch):
                 lengths = t["lengths"][request].expand(spec.next_n).tolist()
-                for token, length in enumerate(lengths):
+                for token, given in enumerate(lengths):
+                    length = min(given, spec.columns, spec.table_width * spec.page_keys)
                     row = request * spec.next_n + token
                     if length > 0:
                         blocks = t["table"][request, : ceil_div(length, spec.page_keys)].long()

@@ -151,22 +151,31 @@ def _check_scales(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: 
     scaling = asked or BLOCKS
     if asked is None and tuple(sfb.shape) == (n, blocks) and not _are_blocks(sfa, sfb, m, n, blocks):
         scaling = ROWS_ON_BOTH_SIDES  # as Transformers gives weights whose scales were E8M0
-    shapes = [tuple(sf.shape) for sf in (sfa, sfb)]
-    more = ""
-    for kinds, recipe in ((BLOCKS, "recipe=(1, 128, 128)"), (ROWS_ON_BOTH_SIDES, "recipe=(1, 1, 128)")):
-        if shapes == [_wanted(kind, rows, blocks) for kind, rows in zip(kinds, (m, n), strict=True)]:
-            more = f" These scales fit {recipe}."
-    if asked and whole_rows(sfa, m) and whole_rows(sfb, n):
-        more = " Scales of whole rows have no recipe: leave it out."
-    elif not asked and whole_rows(sfa, m) != whole_rows(sfb, n):
-        more = " Give one scale, or one for each row, for both a and b or for neither."
-    elif shapes == [_wanted("128x128", m, blocks), _wanted("1x128", n, blocks)]:
-        more = " They fit b and a: swap the two."
     for name, sf, rows, kind in (("a", sfa, m, scaling[0]), ("b", sfb, n, scaling[1])):
-        each = kind == "1x128"
-        meaning = f"one per row per {SCALE_BLOCK} of K" if each else f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block"
-        check_scales_shape(name, sf, _wanted(kind, rows, blocks), f"{meaning} of {name}", more)
+        wanted = _wanted(kind, rows, blocks)
+        if tuple(sf.shape) != wanted:
+            which = (
+                f"one per row per {SCALE_BLOCK} of K"
+                if kind == "1x128"
+                else f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block"
+            )
+            check_scales_shape(name, sf, wanted, f"{which} of {name}", _instead(sfa, sfb, m, n, blocks, asked))
     return scaling
+
+
+def _instead(sfa: Tensor, sfb: Tensor, m: int, n: int, blocks: int, asked: Scalings | None) -> str:
+    """What fits scales of these shapes, where those that were given or assumed do not."""
+    if asked and whole_rows(sfa, m) and whole_rows(sfb, n):
+        return " Scales of whole rows have no recipe: leave it out."
+    if not asked and whole_rows(sfa, m) != whole_rows(sfb, n):
+        return " Give one scale, or one for each row, for both a and b or for neither."
+    shapes = [tuple(sf.shape) for sf in (sfa, sfb)]
+    if shapes == [_wanted("128x128", m, blocks), _wanted("1x128", n, blocks)]:
+        return " They fit b and a: swap the two."
+    for kinds, recipe in ((ROWS_ON_BOTH_SIDES, "recipe=(1, 1, 128)"), (BLOCKS, "recipe=(1, 128, 128)")):
+        if shapes == [_wanted(kind, rows, blocks) for kind, rows in zip(kinds, (m, n), strict=True)]:
+            return f" These scales fit {recipe}."
+    return ""
 
 
 def _wanted(kind: str, rows: int, blocks: int) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class Calls:
 
     def first(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
-        if self.operation.has_operator and torch.compiler.is_compiling():  # an export that does not read our code
+        if self.operation.has_operator and operators.is_recorded(arguments):
             operators.record(self._variants, arguments)
             return
         monitor.begin()

@@ -6,7 +6,7 @@ import atexit
 import json
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from deep_gemm.log import warn_once
 from deep_gemm.settings import settings
 
 _lock = threading.Lock()
-_plans: list[Callable[[], dict[str, Any]]] = []
+_plans: dict[Hashable, Callable[[], dict[str, Any]]] = {}
 _dump_registered = False
 
 
-def add_plan(entry: Callable[[], dict[str, Any]]) -> None:
-    """Keep ``entry``, which makes a plan's entry. If DG_JIT_DEBUG_DUMP is set, the record is written to it at exit."""
+def add_plan(key: Hashable, entry: Callable[[], dict[str, Any]]) -> None:
+    """Keep ``entry``, which makes the entry of the plan ``key``, instead of an earlier one. If DG_JIT_DEBUG_DUMP names
+    a file, the record is written to it at exit."""
     global _dump_registered
     with _lock:
-        _plans.append(entry)
+        _plans[key] = entry
         if not _dump_registered and settings.debug_dump:
             _dump_registered = True
             atexit.register(_dump_at_exit)
@@ -40,7 +41,7 @@ def debug_info() -> dict[str, Any]:
 
     release = driver_release()
     with _lock:
-        plans = list(_plans)
+        plans = list(_plans.values())
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

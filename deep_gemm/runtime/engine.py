@@ -177,7 +177,8 @@ def _make_plan(spec: Spec, device: int) -> Plan:
     seconds = {**binary.seconds, "select": selected - start, "build_and_load": loaded - selected}
     post_pass = kernels.get(params.kernel).post_pass(params)
     changed = post_pass.identity if post_pass else None
-    debug_record.add_plan(partial(_entry, spec, device, params, binary, changed, seconds, ranked[:4]))
+    entry = partial(_entry, spec, device, params, binary, changed, seconds, ranked[:4])
+    debug_record.add_plan((spec, device, params), entry)
     if settings.print_configs:
         measured = f", measured {ranked[0].measured_us:.2f} us" if ranked and ranked[0].measured_us else ""
         say(f"{spec}: {config}" + measured + (f", {ranked[0].estimate}" if ranked else ""))

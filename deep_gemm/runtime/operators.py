@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from deep_gemm.jit.forking import ForkLock
 from deep_gemm.runtime.operation import REQUIRED, Operation, Parameter
+from deep_gemm.tensors import is_fake
 
 NAMESPACE = "deep_gemm_jit"
 
@@ -34,7 +36,7 @@ _TYPES = {
 _PAIR = "tuple[Tensor, Tensor]"
 
 _entries: dict[str, tuple[Sequence[Operation], Callable[..., None]]] = {}
-_registered: set[str] = set()
+_lock = ForkLock()
 
 
 def announce(variants: Sequence[Operation], entry: Callable[..., None]) -> None:
@@ -49,19 +51,21 @@ def name_of(variants: Sequence[Operation]) -> str:
 
 def register(name: str) -> int:
     """Register the operator ``name``, once."""
-    if name not in _registered:
-        _registered.add(name)
-        variants, entry = _entries[name]
-        library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        _libraries.append(library)
-        library.define(f"{name}{schema(variants)}")
-        library.impl(name, _real(variants, entry), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(variants), lib=library)
+    if name not in _libraries:
+        with _lock.lock:
+            if name not in _libraries:
+                variants, entry = _entries[name]
+                library = torch.library.Library(NAMESPACE, "FRAGMENT")
+                # The strides that a caller chose stay: the check may refuse others.
+                library.define(f"{name}{schema(variants)}", tags=(torch.Tag.needs_fixed_stride_order,))
+                library.impl(name, _real(variants, entry), "CompositeExplicitAutograd")
+                torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(variants), lib=library)
+                _libraries[name] = library
     return 0
 
 
-_libraries: list[torch.library.Library] = []
-"""An operator lives as long as its library."""
+_libraries: dict[str, torch.library.Library] = {}
+"""By operator, which lives as long as its library."""
 
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 """What `torch.compiler.assume_constant_result` sets, without importing Dynamo: a trace calls `register`."""
@@ -72,6 +76,14 @@ def register_all() -> tuple[str, ...]:
     for name in _entries:
         register(name)
     return tuple(sorted(_entries))
+
+
+def is_recorded(arguments: Sequence[Any]) -> bool:
+    """Whether a call belongs to a program that is exported without reading our code: its tensors are fake. The flag
+    alone says only that some thread of the process compiles."""
+    if not torch.compiler.is_compiling():
+        return False
+    return is_fake([x for each in arguments for x in (each if isinstance(each, (tuple, list)) else (each,))])
 
 
 def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:

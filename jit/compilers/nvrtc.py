@@ -18,7 +18,7 @@ from pathlib import Path
 from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit.compilers import elf
 from deep_gemm.jit.compilers.base import Compiled, Compiler
-from deep_gemm.jit.compilers.signals import interruptible, keep_handlers
+from deep_gemm.jit.compilers.signals import LimitReachedError, interruptible, keep_handlers
 from deep_gemm.jit.forking import ForkLock, ForkWaits
 from deep_gemm.jit.resources import ptxas_seconds
 from deep_gemm.log import say, warn_once
@@ -126,7 +126,7 @@ class Nvrtc(Compiler):
 
         try:
             return interruptible(work, lambda: setattr(cancelled, "value", b"1"), _COMPILE_LIMIT)
-        except TimeoutError as error:
+        except LimitReachedError as error:
             raise CompileError(
                 f"{self.identity} did not finish {name} within {_COMPILE_LIMIT:g} s. A thread of this process may go "
                 "on with it until the process ends. Make the source simpler, or compile with NVCC.",

@@ -68,12 +68,16 @@ def _import_slot(libc: ctypes.CDLL, library: ctypes.CDLL, name: bytes) -> int:
     raise ValueError(f"the library imports no function {name.decode()}")
 
 
+class LimitReachedError(TimeoutError):
+    """The work took longer than its limit."""
+
+
 def interruptible(work: Callable[[], T], cancel: Callable[[], None], limit: float) -> T:
     """Run `work()`, which spends seconds in C. Another thread runs it: Python runs signal handlers in the main thread
     only, and only between Python instructions; and C code cannot be stopped from outside.
 
-    If a handler raises, such as KeyboardInterrupt, the exception comes at once. After `limit` seconds TimeoutError is
-    raised. In both cases `cancel` asks the work to end.
+    If a handler raises, such as KeyboardInterrupt, the exception comes at once. After `limit` seconds
+    LimitReachedError is raised. In both cases `cancel` asks the work to end.
     """
     done, results, errors = threading.Lock(), list[T](), list[BaseException]()
     done.acquire()
@@ -97,7 +101,7 @@ def interruptible(work: Callable[[], T], cancel: Callable[[], None], limit: floa
         # In short waits: a signal that arrives just before a wait begins does not end it.
         while not done.acquire(timeout=_WAIT):
             if time.monotonic() >= end:
-                raise TimeoutError
+                raise LimitReachedError
     finally:
         cancel()
     if errors:

@@ -12,13 +12,6 @@
 
 enum : u32 { kUnitKeys = 64, kScratchBytes = 128 };
 
-DG_DEVICE void tma_load_3d(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, u32 z, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
-      ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
-}
-
 // The descriptor of K-major rows of kRowBytes, which are also the width of the swizzle, in atoms of 8 rows.
 template <u32 kRowBytes>
 DG_DEVICE u64 row_descriptor(u32 address) {

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import deep_gemm
 from deep_gemm import InvalidInputError, quantize
+from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import operators
 
 BF16, N, K, GROUPS = torch.bfloat16, 256, 128, 2
@@ -61,6 +62,12 @@ def fp16(x: Tensor) -> Tensor:
 def fp8(x: Tensor) -> Tensor:
     d = torch.empty(x.shape[0], N, dtype=BF16)
     deep_gemm.fp8_gemm_nt(quantize.rows(x), FP8_W, d, recipe=(1, 128, 128))
+    return d
+
+
+def token_cast(x: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], N, dtype=BF16)
+    deep_gemm.fp8_gemm_nt(deep_gemm.per_token_cast_to_fp8(x, False), FP8_W, d)
     return d
 
 
@@ -119,16 +126,55 @@ def test_a_compiled_layer_is_one_graph_for_all_m(layer: Callable[[Tensor], Any],
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_program_calls_the_operator(strict: bool) -> None:
+@pytest.mark.parametrize(("layer", "name"), [(dense, "bf16_gemm"), (token_cast, "fp8_gemm")])
+def test_an_exported_program_calls_the_operator(layer: Callable[[Tensor], Tensor], name: str, strict: bool) -> None:
     class Layer(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return dense(x)
+            return layer(x)
 
     rows = torch.export.Dim("rows", min=2, max=4096)
     program = torch.export.export(Layer(), (matrix(64, K),), dynamic_shapes=({0: rows},), strict=strict)
-    assert "deep_gemm_jit.bf16_gemm" in str(program.graph)
+    assert f"deep_gemm_jit.{name}" in str(program.graph)
     x = matrix(200, K)
-    assert torch.equal(program.module()(x), dense(x))
+    assert torch.equal(program.module()(x), layer(x))
+
+
+def test_a_backend_may_call_while_it_compiles() -> None:
+    """torch says of the whole process that something is compiled: real tensors are computed all the same."""
+    seen: list[Tensor] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        seen.append(dense(matrix(72, K)))
+        return graph
+
+    x = matrix(96, K)
+    assert torch.equal(torch.compile(dense, fullgraph=True, backend=backend)(x), dense(x))
+    assert seen[0].shape == (72, N)
+    assert seen[0].isfinite().all()
+
+
+def test_the_switch_for_the_same_bits_is_not_moved_behind_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    check = Dense.check
+
+    def looked(*args: Any, **named: Any) -> Any:
+        seen.append(deep_gemm.get_batch_invariant())
+        return check(*args, **named)
+
+    def switched(x: Tensor) -> Tensor:
+        deep_gemm.set_batch_invariant(True)
+        d = dense(x)
+        deep_gemm.set_batch_invariant(False)
+        return d
+
+    compiled, x = torch.compile(switched, backend="eager"), matrix(96, K)
+    compiled(x)
+    monkeypatch.setattr(Dense, "check", looked)
+    compiled(x)
+    assert seen == [True]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="graph_break"):
+        torch.compile(switched, backend="eager", fullgraph=True)(x)
 
 
 def test_a_wrong_call_says_the_same_when_it_is_traced() -> None:
@@ -170,7 +216,7 @@ def test_schemas_follow_from_the_parameters(name: str) -> None:
 def test_nothing_is_registered_before_it_is_needed() -> None:
     code = (
         "import sys, torch, deep_gemm; from deep_gemm.runtime import operators; deep_gemm.bf16_gemm_nt; "
-        "print(operators._registered, 'torch._dynamo' in sys.modules); print(*deep_gemm.register_operators())"
+        "print(set(operators._libraries), 'torch._dynamo' in sys.modules); print(*deep_gemm.register_operators())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines() == ["set() False", " ".join(OPERATORS)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pack
 import pytest
 import torch
 import tuned
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from deep_gemm import ops, options, select
 from deep_gemm.arch import SM90
-from deep_gemm.bench import backends, provenance, rows, survey
+from deep_gemm.bench import backends, provenance, survey
 from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.cli.app import app
 from deep_gemm.runtime import measuring
@@ -36,7 +37,7 @@ def _own_cache(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> list[tuned.Shape]:
     """Of every other row, which is enough for the order of the ways; docs/tuning.md has all."""
     path = tmp_path_factory.mktemp("survey") / "rows.jsonl"
-    path.write_text(rows.pack([row for row in survey.load([HALF]) if row["mode"] == "flush"][::2]))
+    path.write_text(pack.pack([row for row in survey.load([HALF]) if row["mode"] == "flush"][::2]))
     return tuned.shapes_of(path)
 
 
