@@ -78,7 +78,9 @@ def measure(peer: Any) -> Iterator[dict[str, Any]]:
         row, calls = make(peer)
         yield {"mode": "flush", **row} | timing.flush(calls, repeats=20)
         if row["op"] != SUM and row["m"] <= FEW:
-            yield {"mode": "graph", **row} | timing.graph({name: [call] for name, call in calls.items()}, calls_in_graph=32, replays=5)
+            yield {"mode": "graph", **row} | timing.graph(
+                {name: [call] for name, call in calls.items()}, calls_in_graph=32, replays=5
+            )
 
 
 @click.command()
