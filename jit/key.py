@@ -15,6 +15,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
     now, unread = time.time_ns(), False
     while pending:
         folder, name = pending.pop()
+        for above in _above(name):
+            _check_end(above)
         for candidate in dict.fromkeys((f"{folder}{name}", name)):
             if candidate in found:
                 break
@@ -136,6 +139,17 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
     settled = not unread and all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
     by_name = tuple(sorted(found.items()))
     return _Reached(by_name, tuple(looked_at.items()), digest(by_name)), settled
+
+
+def _above(name: str) -> list[str]:
+    """Where a name with ".." may lead from the temporary folder in which a source is compiled."""
+    rest = os.path.normpath(name)
+    if not rest.startswith("../"):
+        return []
+    while rest.startswith("../"):
+        rest = rest[3:]
+    folder = Path(tempfile.gettempdir()).absolute()
+    return [str(each / rest) for each in (folder, *folder.parents)]
 
 
 def _check_end(path: str) -> None:
