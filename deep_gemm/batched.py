@@ -67,7 +67,7 @@ def einsum(
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `bf16_bmm`.
     """
-    checks.check_epilogue(epilogue)
+    checks.refuse_epilogue(epilogue)
     if use_cublaslt is False and c is None and expr in _EACH:
         batched.bf16(a, b, d, None, expr)
     elif use_cublaslt is False and expr == batched.SUM:

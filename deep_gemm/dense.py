@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from .ops import cublaslt, dense
+from .ops.epilogue import Epilogue
 
 __all__ = [
     "bf16_gemm_nn",
@@ -42,9 +41,8 @@ def fp8_gemm_nt(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d = (c +) (a * scales of a) @ (b * scales of b)^T``, on the current stream of the tensors' device.
 
@@ -69,7 +67,8 @@ def fp8_gemm_nt(
         compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
             none in, so that one kernel serves all shapes.
         disable_ue8m0_cast: no effect on Hopper, where scales stay float32 whatever their values.
-        epilogue, alpha: must be None in this version.
+        alpha: None, or a factor of the product: short for ``epilogue=Epilogue(alpha=alpha)``.
+        epilogue: None, or what is done with sums before they are rounded: see `Epilogue`.
 
     The tensor cores' sums are scaled and promoted to float32 after every 128 of K. Results are bitwise repeatable.
     M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by the reference
@@ -84,7 +83,7 @@ def fp8_gemm_nt(
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "nt")
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "nt")
 
 
 def fp8_gemm_nn(
@@ -97,16 +96,15 @@ def fp8_gemm_nn(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`fp8_gemm_nt` with b given as (K, N), and its scales transposed likewise.
 
     Hopper's FP8 needs K contiguous in memory, as in a transposed view of K-major storage. Other operands are transposed
     first (see `fp8_gemm_nt`).
     """
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "nn")
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "nn")
 
 
 def fp8_gemm_tn(
@@ -119,12 +117,11 @@ def fp8_gemm_tn(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise."""
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "tn")
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "tn")
 
 
 def fp8_gemm_tt(
@@ -137,12 +134,11 @@ def fp8_gemm_tt(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`fp8_gemm_nt` with a given as (K, M), and its scales transposed likewise."""
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "tt")
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "tt")
 
 
 fp8_fp4_gemm_nt = fp8_gemm_nt
@@ -157,9 +153,8 @@ def bf16_gemm_nt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d = (c +) a @ b^T`` of bfloat16, on the current stream of the tensors' device.
 
@@ -173,7 +168,8 @@ def bf16_gemm_nt(
             strides); otherwise it shares no memory with d. The sum is rounded once, from float32.
         compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
             none in, so that one kernel serves all shapes.
-        epilogue, alpha: must be None in this version.
+        alpha: None, or a factor of the product: short for ``epilogue=Epilogue(alpha=alpha)``.
+        epilogue: None, or what is done with sums before they are rounded: see `Epilogue`.
 
     Sums are float32. Results are bitwise repeatable. While `set_batch_invariant` is on, a row's bits depend neither on
     M nor on the form. M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by
@@ -189,7 +185,7 @@ def bf16_gemm_nt(
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "nt")
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "nt")
 
 
 def bf16_gemm_nn(
@@ -198,12 +194,11 @@ def bf16_gemm_nn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`bf16_gemm_nt` with b given as (K, N), of any strides."""
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "nn")
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "nn")
 
 
 def bf16_gemm_tn(
@@ -212,12 +207,11 @@ def bf16_gemm_tn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`bf16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "tn")
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "tn")
 
 
 def bf16_gemm_tt(
@@ -226,12 +220,11 @@ def bf16_gemm_tt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`bf16_gemm_nt` with a given as (K, M), of any strides."""
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "tt")
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "tt")
 
 
 def fp16_gemm_nt(
@@ -240,13 +233,12 @@ def fp16_gemm_nt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`bf16_gemm_nt` for float16: a and b are float16, d and c float16 or float32. Sums past 65504 are infinite in a
     float16 d."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "nt")
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "nt")
 
 
 def fp16_gemm_nn(
@@ -255,12 +247,11 @@ def fp16_gemm_nn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`fp16_gemm_nt` with b given as (K, N), of any strides."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "nn")
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "nn")
 
 
 def fp16_gemm_tn(
@@ -269,12 +260,11 @@ def fp16_gemm_tn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`fp16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "tn")
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "tn")
 
 
 def fp16_gemm_tt(
@@ -283,12 +273,11 @@ def fp16_gemm_tt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`fp16_gemm_nt` with a given as (K, M), of any strides."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "tt")
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "tt")
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:

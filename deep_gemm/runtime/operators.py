@@ -152,7 +152,8 @@ def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:
 
 def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable[..., None]:
     def real(*flat: Any) -> None:
-        entry(*_arguments(variants[0], flat))
+        given = iter(_arguments(variants[0], flat))
+        entry(*(None if parameter.use == "diverts" else next(given) for parameter in variants[0].entry_arguments))
 
     return real
 

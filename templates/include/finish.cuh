@@ -41,19 +41,16 @@ struct EpilogueOf {
     for (u32 i = 0; i < kCount / 2; ++i) sum[i] *= i & 2 ? high : low;
   }
 
-  // `kPairs`: two neighbours of the residual can be read at once.
-  template <u32 kCount, bool kPairs, class Kernel, class At>
+  // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D.
+  template <u32 kCount, bool kPairs, u32 kRun, class Kernel, class At>
   static DG_DEVICE void finish(const Kernel& kernel, float* sum, u32 row, u32 end, u32 group, u32 lane, const At& at) {
-    float bias[ceil_div(kCount, 32)];  // each lane has those of every 32nd column
-    if constexpr (kHasBias) {
-#pragma unroll
-      for (u32 i = 0; i < kCount; i += 32) bias[i / 32] = i + lane < kCount ? bias_of(kernel, at(i + lane), group) : 0.0f;
-    }
+    float bias = 0.0f;  // each lane has that of another column
 #pragma unroll
     for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
       if constexpr (kHasBias) {
-        const u32 from = 2 * i % 32 + lane % 4 * 2;
-        const float even = __shfl_sync(0xffffffffu, bias[i / 16], from), odd = __shfl_sync(0xffffffffu, bias[i / 16], from + 1);
+        if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun, group);
+        const u32 from = 2 * i % kRun + lane % 4 * 2;
+        const float even = __shfl_sync(0xffffffffu, bias, from), odd = __shfl_sync(0xffffffffu, bias, from + 1);
         sum[i] += even;
         sum[i + 1] += odd;
         sum[i + 2] += even;
@@ -61,10 +58,17 @@ struct EpilogueOf {
       }
       Activation::apply(sum[i], sum[i + 1]);
       Activation::apply(sum[i + 2], sum[i + 3]);
-      if constexpr (kResidual) {
-        const u32 x = at(2 * i) + lane % 4 * 2;
-        add_residual<kPairs>(kernel, sum[i], sum[i + 1], row, x, end);
-        add_residual<kPairs>(kernel, sum[i + 2], sum[i + 3], row + 8, x, end);
+    }
+    if constexpr (kResidual) {
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {  // one row after the other, which takes fewer registers
+        const u32 y = opaque(row + half * 8);
+        if (y < end) {
+          const u8* base = kernel.arg.residual + y * kernel.arg.residual_stride * Out::kBytes;
+#pragma unroll
+          for (u32 i = 2 * half; i < kCount / 2; i += 4)
+            add_residual<kPairs>(kernel, base, sum[i], sum[i + 1], at(i / 4 * 8) + lane % 4 * 2);
+        }
       }
     }
   }
@@ -104,7 +108,10 @@ struct EpilogueOf {
         Activation::apply(v[2], v[3]);
         if constexpr (kResidual) {
 #pragma unroll
-          for (u32 i = 0; i < 4; ++i) add_residual(kernel, v[i], token + chunk * 8 + i % 2, weight + i / 2 * 8, end);
+          for (u32 i = 0; i < 4; ++i) {
+            const u32 y = token + chunk * 8 + i % 2, x = weight + i / 2 * 8;
+            if (y < end && x < kernel.n()) v[i] += Out::load(kernel.arg.residual, y * kernel.arg.residual_stride + x);
+          }
         }
       }
     }
@@ -125,25 +132,19 @@ struct EpilogueOf {
     return Output<kBias>::load(kernel.arg.bias, group * kernel.arg.bias_stride_g + column);
   }
 
-  template <class Kernel>
-  static DG_DEVICE void add_residual(const Kernel& kernel, float& sum, u32 row, u32 column, u32 end) {
-    if (row < end && column < kernel.n()) sum += Out::load(kernel.arg.residual, row * kernel.arg.residual_stride + column);
-  }
-
-  // Of two neighbours. Rows of the residual begin at multiples of 16 bytes where those of D do.
+  // Of two neighbours in a row. Rows of the residual begin at multiples of 16 bytes where those of D do.
   template <bool kPairs, class Kernel>
-  static DG_DEVICE void add_residual(const Kernel& kernel, float& even, float& odd, u32 row, u32 column, u32 end) {
+  static DG_DEVICE void add_residual(const Kernel& kernel, const u8* base, float& even, float& odd, u32 column) {
+    float first, second = 0.0f;
     if constexpr (kPairs) {
-      if (row < end && column < kernel.n()) {
-        float first, second;
-        Out::load_pair(kernel.arg.residual, row * kernel.arg.residual_stride + column, first, second);
-        even += first;
-        odd += second;
-      }
+      Out::load_pair_if(column < kernel.n(), base, column, first, second);
     } else {
-      add_residual(kernel, even, row, column, end);
-      add_residual(kernel, odd, row, column + 1, end);
+      if (column >= kernel.n()) return;
+      first = Out::load(base, column);
+      if (column + 1 < kernel.n()) second = Out::load(base, column + 1);
     }
+    even += first;
+    odd += second;
   }
 
   static DG_DEVICE float load_float(const float* at) {

@@ -246,7 +246,7 @@ struct Fp8Scaled {
       if constexpr (Final::kScales) Final::template scale<kBoxColumns>(kernel, sum, y, end);
       if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x, matrix);
       if constexpr (Final::kFinishes)
-        Final::template finish<kBoxColumns, Tile::kTmaStore>(kernel, sum, y, end, group_of(matrix), at.lane,
+        Final::template finish<kBoxColumns, Tile::kTmaStore, min_of(kBoxColumns, 32)>(kernel, sum, y, end, group_of(matrix), at.lane,
                                                              [&](u32 i) { return column + kColumn + box + i; });
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];

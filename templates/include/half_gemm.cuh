@@ -197,7 +197,7 @@ struct HalfGemm {
         if constexpr (Layout::kSwapped) {
           Final::template finish_swapped<kColumns>(kernel, own, row + lane % 4 * 2, column + place, end, AllChunks());
         } else {
-          Final::template finish<kColumns, Tile::kTmaStore>(kernel, own, row + place, end, group, lane,
+          Final::template finish<kColumns, Tile::kTmaStore, (kColumns % 32 == 0 ? 32 : 16)>(kernel, own, row + place, end, group, lane,
                                                             [&](u32 i) { return column + first + i; });
         }
       });

@@ -51,6 +51,22 @@ struct Output {
     }
   }
 
+  // The same, or zeros. There is no branch, which would take registers.
+  static DG_DEVICE void load_pair_if(bool exist, const u8* base, i64 index, float& first, float& second) {
+    const u8* at = base + index * kBytes;
+    if constexpr (kElement == kF32) {
+      asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.f32 %0, 0f00000000;\n mov.f32 %1, 0f00000000;\n"
+                   " @p ld.global.v2.f32 {%0, %1}, [%2];\n}"
+                   : "=&f"(first), "=&f"(second) : "l"(at), "r"(static_cast<u32>(exist)) : "memory");
+    } else {
+      u32 bits;
+      asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u32 %0, 0;\n @p ld.global.u32 %0, [%1];\n}"
+                   : "=&r"(bits) : "l"(at), "r"(static_cast<u32>(exist)) : "memory");
+      first = widen(static_cast<u16>(bits));
+      second = widen(static_cast<u16>(bits >> 16));
+    }
+  }
+
   static DG_DEVICE void store(u8* base, i64 index, float value) {
     u8* at = base + index * kBytes;
     if constexpr (kElement == kF32) {

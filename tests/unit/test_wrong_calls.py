@@ -66,7 +66,7 @@ class Array:
 
 Array.__module__ = "numpy"
 NUMPY: Any = Array()
-BIAS = "A bias has no argument: call d.copy_(bias) first, and pass c=d."
+BIAS = "A bias is an epilogue: bf16_gemm_nt and its like take epilogue=deep_gemm.Epilogue(bias=bias)."
 CASTS = "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
 FRONT = "[None], which adds a dimension in front."
 PLACE = "It is written in place: pass torch.empty of the result's shape, dtype and device."
