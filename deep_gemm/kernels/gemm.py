@@ -49,7 +49,8 @@ class GemmFamily(Kernel):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 
     It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in ``outputs``, adds C in the ways
-    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store. ``has_epilogues``: see `epilogues`. ``limit`` refuses more, in
+    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store.
+    ``has_epilogues``: it takes all that `epilogues` has. ``limit`` refuses more, in
     a sentence. Names of kernels begin with ``prefix``, if it is given, instead of operands and output, and descriptions
     of configs with ``label``. Cases are the serving set with ``serving_options``, and ``varied``, as arguments of
     `config` and of `case`.

@@ -62,9 +62,7 @@ class Dense(Gemm):
         if m == 0 or n == 0:
             return None
         tensors = dict(zip(self.operands, named.values(), strict=True))
-        x = GemmOperands(
-            self.name, tensors, device, m, n, k, dims, scaling, accumulate, epilogue=epilogue, alpha=alpha
-        )
+        x = GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate, epilogue=epilogue, alpha=alpha)
         if k == 0:
             checks.write_empty_sum(named["d"], named.get("c"), accumulate, x.finish)
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -87,16 +88,16 @@ class Epilogue:
                 known = " or ".join(map(str, dtypes))
                 raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
-        parts = Parts(
-            alpha=has_number,
-            row_factor=rows is not None,
-            bias="" if self.bias is None else DTYPES[self.bias.dtype],
-            activation=self.activation or "",
-            residual=self.residual is not None,
-        )
+        bias = "" if self.bias is None else DTYPES[self.bias.dtype]
+        text = _text(has_number, rows is not None, bias, self.activation or "", self.residual is not None)
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
-        for name, value in (("text", str(parts)), ("number", number), ("tensors", tensors)):
+        for name, value in (("text", text), ("number", number), ("tensors", tensors)):
             object.__setattr__(self, name, value)
+
+
+@functools.cache
+def _text(alpha: bool, row_factor: bool, bias: str, activation: str, residual: bool) -> str:
+    return str(Parts(alpha, row_factor, bias, activation, residual))
 
 
 def _is_number(value: Any) -> bool:
@@ -112,7 +113,11 @@ def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue | None:
         return Epilogue(alpha=alpha)
     if not isinstance(epilogue, Epilogue):
         example = f"deep_gemm.Epilogue(activation={epilogue!r})" if isinstance(epilogue, str) else "deep_gemm.Epilogue"
-        raise InvalidInputError(f"epilogue must be None or a deep_gemm.Epilogue, but it is {shown(epilogue)}. Pass {example}.")
+        raise InvalidInputError(
+            f"epilogue must be None or a deep_gemm.Epilogue, but it is {shown(epilogue)}. Pass {example}."
+        )
     if alpha is not None:
-        raise UnsupportedError("alpha and epilogue cannot both be given. Pass epilogue=deep_gemm.Epilogue(alpha=..., ...).")
+        raise UnsupportedError(
+            "alpha and epilogue cannot both be given. Pass epilogue=deep_gemm.Epilogue(alpha=..., ...)."
+        )
     return None if epilogue.text == "none" else epilogue

@@ -122,7 +122,9 @@ class Gemm(Operation):
                 found[name], found[f"the scales of {name}"] = checks.pair(name, given[name])
             else:
                 found[name] = given[name]
-        return found | {name: given[name] for name in (self.layout, *self.fused, "c", "d") if name in self.operands.values()}
+        return found | {
+            name: given[name] for name in (self.layout, *self.fused, "c", "d") if name in self.operands.values()
+        }
 
     def check_options(self, given: Mapping[str, Any]) -> tuple[Scalings | None, str]:
         """The scalings that a recipe asks for, if one is given, and the dimensions to compile into the kernel."""
@@ -147,7 +149,11 @@ class Gemm(Operation):
         """Check an epilogue's tensors, and that the operation has those of ``epilogue``; d has M x N elements."""
         if epilogue == "none" and not self.fused:
             return
-        shapes = {"row_factor": (*named["a"].shape[:-2], m), "bias": (*named["b"].shape[:-2], n), "residual": tuple(named["d"].shape)}
+        shapes = {
+            "row_factor": (*named["a"].shape[:-2], m),
+            "bias": (*named["b"].shape[:-2], n),
+            "residual": tuple(named["d"].shape),
+        }
         for name in self.fused:
             x, wanted = named[name], shapes[name]
             if tuple(x.shape) != wanted and not (name == "row_factor" and x.numel() == 1):
@@ -156,7 +162,8 @@ class Gemm(Operation):
                 )
         if "bias" in named and n > 1 and named["bias"].stride(-1) != 1:
             raise InvalidInputError(
-                f"bias of the epilogue must be contiguous, but its strides are {named['bias'].stride()}. Pass .contiguous()."
+                f"bias of the epilogue must be contiguous, but its strides are {named['bias'].stride()}. Pass "
+                "bias.contiguous()."
             )
         if "residual" in named and named["residual"].dtype != (wanted := named["d"].dtype):
             raise InvalidInputError(
