@@ -73,7 +73,12 @@ def command(
     failed: list[str] = []
     rows = _tune(chosen, seconds, as_json, left_out, failed) if chosen else []
     if as_json:
-        report = {"learned": learned, "shapes": rows, "left_out": [*left_out, *failed], "problems": list(found.problems)}
+        report = {
+            "learned": learned,
+            "shapes": rows,
+            "left_out": [*left_out, *failed],
+            "problems": list(found.problems),
+        }
         click.echo(json.dumps(report, indent=2))
     else:
         for name, counts in learned.items():
