@@ -138,7 +138,7 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> L
             problems.append(
                 undecided(f"The model's config has no quantization_config, and its dtype is {shown(dtype)}")
             )
-        op = OPS.get(dtype, FP8)
+        op = OPS.get(dtype or "", FP8)
     named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
     found = layers_of(named, tp, form.fixed)
     routed = LayerPlan(())
