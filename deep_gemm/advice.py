@@ -24,6 +24,10 @@ def of_type(name: str, value: Any) -> str:
     if isinstance(value, (tuple, list)):
         pair = any(isinstance(each, Tensor) for each in value)
         return " Only FP8 functions take pairs of values and scales." if pair else f" Pass torch.tensor({_code(name)})."
+    if name.startswith("the scales"):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        one = f" One scale for all is torch.tensor({value}, dtype=torch.float32) on its device, for a and for b."
+        return one if is_number else " The casts of deep_gemm.quantize return values and scales."
     return ""
 
 

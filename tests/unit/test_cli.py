@@ -178,6 +178,16 @@ def test_bench_sums_up_recorded_rows(tmp_path: Path) -> None:
     assert "64 x 576 x 7168" in result.output
 
 
+def test_the_help_of_bench_names_every_operation() -> None:
+    from deep_gemm.bench.shapes import TIMED_OPS
+
+    text = run("bench", "--help").output
+    for op in TIMED_OPS:
+        short = op[-3:] in ("_nt", "_nn", "_tn", "_tt") and not op.startswith("fp8")
+        assert (op[:-2] if short else f"{op} ") in text
+        assert op[-3:] in text or not short
+
+
 @pytest.mark.compile
 def test_inspect(cache_dir: Path) -> None:
     result = run("inspect", "64x576x7168", "--json", "--top", "3")

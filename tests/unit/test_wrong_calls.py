@@ -56,6 +56,16 @@ def masked(**changes: Any) -> Callable[[], object]:
     return lambda: deep_gemm.m_grouped_bf16_gemm_nt_masked(**right | changes)
 
 
+def batch(**changes: Any) -> Callable[[], object]:
+    right = {"a": bf16(2, M, K), "b": bf16(2, N, K), "d": bf16(2, M, N)}
+    return lambda: deep_gemm.bf16_bmm(**right | changes)
+
+
+def einsum(**changes: Any) -> Callable[[], object]:
+    right = {"a": bf16(M, 3, K), "b": bf16(3, N, K), "d": bf16(M, 3, N)}
+    return lambda: deep_gemm.einsum("bhr,hdr->bhd", **right | changes)
+
+
 def name(old: str) -> Callable[[], object]:
     return lambda: getattr(deep_gemm, old)
 
@@ -163,6 +173,44 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "packed scales": (fp8(sfa=torch.ones((M, 1), dtype=I32)), "their values may be powers of two."),
     "recipe of two": (fp8(recipe=(1, 128)), "as (1, 128, 128), but it is (1, 128)."),
     "one recipe of two": (fp8(recipe_a=(1, 128)), "give both or neither."),
+    "a number for scales": (
+        fp8(sfa=0.5),
+        "One scale for all is torch.tensor(0.5, dtype=torch.float32) on its device, for a and for b.",
+    ),
+    "no scales": (fp8(sfb=None), "The casts of deep_gemm.quantize return values and scales."),
+    "d first": (half(a=bf16(M, N), b=bf16(M, K), d=bf16(N, K)), "If a is the result: d is the third argument."),
+    "d first, nn": (
+        lambda: deep_gemm.bf16_gemm_nn(bf16(M, N), bf16(M, K), bf16(K, N)),
+        "They agree as d, a, b: d is the third argument.",
+    ),
+    "dequantise, swapped": (
+        lambda: deep_gemm.dequantise(*by_token(M, K)[::-1]),
+        "Swap the two: values come first, then their scales.",
+    ),
+    "dequantise, blocks": (lambda: deep_gemm.dequantise(*by_block(N, K)), "They fit granularity=(128, 128)."),
+    "dequantise, no E4M3": (lambda: deep_gemm.dequantise(bf16(M, K), SCALES[1]), "Only values of E4M3 have scales."),
+    "dequantise, a number": (
+        lambda: deep_gemm.dequantise(by_token(M, K)[0], 0.5),  # type: ignore[arg-type]
+        "sf must be a torch.Tensor, but it is of type float.",
+    ),
+    # batches
+    "b of B x K x N": (batch(b=bf16(2, K, N)), "They agree with b.transpose(1, 2): pass that."),
+    "a of M x B x K": (batch(a=bf16(M, 2, K)), "They agree with a.transpose(0, 1): pass that."),
+    "a and b of a batch swapped": (batch(a=bf16(2, N, K), b=bf16(2, M, K)), "They agree with a and b swapped."),
+    "d of a batch first": (
+        batch(a=bf16(2, M, N), b=bf16(2, M, K), d=bf16(2, N, K)),
+        "They agree as d, a, b: d is the third of them.",
+    ),
+    "d of a batch too small": (
+        batch(d=bf16(2, M, 8)),
+        f"Pass torch.empty((2, {M}, {N})) of the same dtype and device.",
+    ),
+    "float16 in a bfloat16 batch": (batch(a=bf16(2, M, K).half()), "fp16_bmm takes torch.float16."),
+    "float64 d of a batch": (batch(d=bf16(2, M, N).double()), "Cast d after the call."),
+    "a turned, einsum": (
+        einsum(a=bf16(3, M, K)),
+        "They agree with a.transpose(0, 1): pass that.",
+    ),
     # names
     "DeepGEMM 1, dense": (name("gemm_fp8_fp8_bf16_nt"), "Call deep_gemm.fp8_gemm_nt."),
     "DeepGEMM 1, grouped": (
@@ -184,6 +232,32 @@ def test_the_message_says_what_to_do(what: str) -> None:
     with pytest.raises((deep_gemm.DeepGemmError, AttributeError)) as caught:
         call()
     assert str(caught.value).endswith(ending)
+
+
+@pytest.mark.parametrize(
+    ("call", "called"),
+    [
+        (lambda: deep_gemm.bf16_gemm_nn(bf16(M, K).float(), bf16(K, N), bf16(M, N)), "a of bf16_gemm_nn must be"),
+        (lambda: deep_gemm.fp16_gemm_tn(bf16(K, M), bf16(K, N), bf16(M, N)), "a of fp16_gemm_tn must be"),
+        (lambda: deep_gemm.bf16_gemm_tt(bf16(K, M), bf16(N, K), bf16(M, N).half()), "d of bf16_gemm_tt must be"),
+        (
+            lambda: deep_gemm.m_grouped_bf16_gemm_nn_contiguous(
+                bf16(256, K), bf16(2, K, N).half(), bf16(256, N), torch.zeros(256, dtype=I32)
+            ),
+            "b of m_grouped_bf16_gemm_nn_contiguous must be",
+        ),
+        (einsum(a=bf16(M, 3, K).half()), "a of einsum bhr,hdr->bhd must be torch.bfloat16"),
+        (einsum(d=bf16(M, 3, N).half()), "d of einsum bhr,hdr->bhd must be torch.bfloat16 or torch.float32"),
+        (
+            lambda: deep_gemm.einsum("bmk,bnk->mn", bf16(2, M, K).half(), bf16(2, N, K), bf16(M, N)),
+            "a of einsum bmk,bnk->mn must be torch.bfloat16",
+        ),
+    ],
+)
+def test_messages_name_the_function_that_was_called(call: Callable[[], object], called: str) -> None:
+    with pytest.raises(deep_gemm.DeepGemmError) as caught:
+        call()
+    assert str(caught.value).startswith(called)
 
 
 def test_what_is_advised_is_right() -> None:
