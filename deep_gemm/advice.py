@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -53,5 +54,18 @@ def of_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> str:
     return f" Pass torch.empty({wanted}) of the same dtype and device." if name == "d" else ""
 
 
+def of_kind(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """For a tensor that must have this dtype and shape."""
+    code = _code(name)
+    if tuple(tensor.shape) != shape:
+        if tensor.numel() == math.prod(shape) and tensor.dim() != len(shape):
+            return f" Pass {code}.reshape({shape})."
+        is_turned = tensor.dim() == 2 and tuple(tensor.shape) == shape[::-1]
+        return f" It is transposed: pass {code}.t().contiguous()." if is_turned else ""
+    if dtype == torch.float8_e4m3fn:
+        return " per_token_cast_to_fp8 casts to it, and returns scales."
+    return f" Pass {code}.to({dtype})."
+
+
 def _code(name: str) -> str:
-    return name if name.isidentifier() else "it"
+    return name if name.partition("[")[0].isidentifier() else "it"

@@ -204,8 +204,11 @@ def _instead(named: Mapping[str, Tensor], form: str) -> str:
 
 def _check_dtypes(operation: Gemm, named: Mapping[str, Tensor], called: str) -> None:
     for name in ("a", "b"):
-        other = _TAKES.get(dtype := named[name].dtype, "") if called == operation.name else ""
+        dtype = named[name].dtype
+        other = _TAKES.get(dtype, "") if called == operation.name else ""
         instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({operation.dtype})."
+        if dtype == torch.float8_e4m3fn:
+            instead = " There are no batched products of FP8: pass what it stands for with its scales, in 16 bits."
         operation.check_dtype(name, named[name], called, instead)
     if DTYPES.get(named["d"].dtype) not in operation.product.outputs:
         known = " or ".join(str(TORCH[each]) for each in operation.product.outputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
-from deep_gemm.tensors import check_tensor
+from deep_gemm.tensors import check_tensor, shown
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
@@ -192,13 +192,14 @@ def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
     check_tensor(name, x, None if rank is None else (rank,), by_torch=True)
     if not x.is_floating_point() or x.element_size() < 2:
         raise InvalidInputError(
-            f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."
+            f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}. Pass "
+            f"{name}.float()."
         )
 
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be True or False, but it is {value!r}.")
+        raise InvalidInputError(f"{name} must be True or False, but it is {shown(value)}.")
 
 
 def _is_whole(value: object, least: int | None = None) -> bool:

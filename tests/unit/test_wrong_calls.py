@@ -66,6 +66,21 @@ def einsum(**changes: Any) -> Callable[[], object]:
     return lambda: deep_gemm.einsum("bhr,hdr->bhd", **right | changes)
 
 
+def ends(rows: int) -> torch.Tensor:
+    return torch.full((rows,), 8, dtype=I32)
+
+
+def logits(**changes: Any) -> Callable[[], object]:
+    right = {"q": E4M3, "kv": (E4M3[:, 0].contiguous(), torch.ones(M)), "weights": torch.ones(M, 32)}
+    right |= {"cu_seq_len_k_start": ends(M), "cu_seq_len_k_end": ends(M)}
+    return lambda: deep_gemm.fp8_mqa_logits(**right | changes)
+
+
+def prenorm(**changes: Any) -> Callable[[], object]:
+    right = {"a": bf16(M, 64), "b": torch.ones(24, 64), "d": torch.ones(M, 24), "sqr_sum": torch.ones(M)}
+    return lambda: deep_gemm.tf32_hc_prenorm_gemm(**right | changes)
+
+
 def name(old: str) -> Callable[[], object]:
     return lambda: getattr(deep_gemm, old)
 
@@ -76,6 +91,7 @@ class Array:
 
 Array.__module__ = "numpy"
 NUMPY: Any = Array()
+E4M3 = torch.ones(M, 32, 64).to(torch.float8_e4m3fn)
 BIAS = "A bias has no argument: call d.copy_(bias) first, and pass c=d."
 CASTS = "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
 FRONT = "[None], which adds a dimension in front."
@@ -211,6 +227,35 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         einsum(a=bf16(3, M, K)),
         "They agree with a.transpose(0, 1): pass that.",
     ),
+    "FP8 in a batch": (
+        batch(a=torch.ones(2, M, K).to(torch.float8_e4m3fn)),
+        "There are no batched products of FP8: pass what it stands for with its scales, in 16 bits.",
+    ),
+    # sparse attention
+    "keys without scales": (
+        logits(kv=E4M3[:, 0].contiguous()),
+        "Pass keys, E4M3 (N, D), and their scales, float32 (N).",
+    ),
+    "scales of keys in a column": (
+        logits(kv=(E4M3[:, 0].contiguous(), torch.ones(M, 1))),
+        "kv[1] must have 1 dimension, but it has 2: (32, 1). Pass kv[1].flatten(0, 1).",
+    ),
+    "bfloat16 queries": (
+        logits(q=bf16(M, 32, 64)),
+        "Cast it, and multiply weights by its scales: per_token_cast_to_fp8 returns both.",
+    ),
+    "bfloat16 weights": (logits(weights=bf16(M, 32)), "Pass weights.to(torch.float32)."),
+    "weights of heads by queries": (
+        logits(weights=torch.ones(32, 8), q=E4M3[:8], cu_seq_len_k_start=ends(8), cu_seq_len_k_end=ends(8)),
+        "It is transposed: pass weights.t().contiguous().",
+    ),
+    "ranges of int64": (logits(cu_seq_len_k_end=ends(M).long()), "Pass cu_seq_len_k_end.to(torch.int32)."),
+    "lengths of int64": (
+        lambda: deep_gemm.get_paged_mqa_logits_metadata(ends(4).long(), 64, 132),
+        "Pass .to(torch.int32).contiguous().",
+    ),
+    "a billion CTAs": (lambda: deep_gemm.get_paged_mqa_logits_metadata(ends(4), 64, 10**9), "but it is 1000000000."),
+    "float32 residual": (prenorm(a=torch.ones(M, 64)), "Pass a.to(torch.bfloat16)."),
     # names
     "DeepGEMM 1, dense": (name("gemm_fp8_fp8_bf16_nt"), "Call deep_gemm.fp8_gemm_nt."),
     "DeepGEMM 1, grouped": (
