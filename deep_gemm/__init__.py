@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         fp8_paged_mqa_logits,
         get_paged_mqa_logits_metadata,
     )
-    from deep_gemm.batched import bf16_bmm, einsum, fp16_bmm
+    from deep_gemm.batched import bf16_bmm, einsum, fp8_bmm, fp8_einsum, fp16_bmm
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
@@ -143,6 +143,8 @@ __all__ = [
     "dequantise",
     "dump_debug_info",
     "einsum",
+    "fp8_bmm",
+    "fp8_einsum",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -225,7 +227,7 @@ _LATE = {
         "fp8_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
     ),
-    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp16_bmm"),
+    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp8_bmm", "fp8_einsum", "fp16_bmm"),
     "deep_gemm.runtime.weight_promises": (
         "declare_constant",
         "retract_constant",

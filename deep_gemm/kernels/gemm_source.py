@@ -174,7 +174,8 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
     elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
-        found += parameters("i64 scale_b_stride_g") if p.scaling == "1d2d" else ()
+    if p.grouping not in ("none", "summed") and p.scaling == "1d2d":
+        found += parameters("i64 scale_b_stride_g")
     return found
 
 

@@ -102,6 +102,7 @@ PRODUCTS: dict[str, Product] = {
     K_FP8: _K_FP8,
     K_PADDED: _K_FP8,
     K_BF16: replace(_K_FP8, dtype="bf16", scaling=PLAIN, majors=("mn", "mn"), forms=("tn",)),
+    BMM_FP8: Product("e4m3", ("bf16",), BLOCKS, grouping="batched", helpers=_TRANSPOSES[:1]),
     BMM_BF16: Product("bf16", ("bf16", "f32"), grouping="batched"),
     BMM_FP16: Product("f16", ("f16", "f32"), grouping="batched"),
     SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed"),
