@@ -5,8 +5,8 @@
 times single calls with a cold L2 (`timing.flush`) on one GPU, and products of few rows in CUDA graphs too. Weights are
 declared constant. A row for each size goes to FILE, and a line to the terminal.
 
-FP8 has no peer in cuBLAS: none of its batches takes such scales. `torch` multiplies bfloat16 operands of twice the bytes,
-and `scaled_mm` FP8 operands with one scale each, in one call for each head.
+FP8 has no peer in cuBLAS: none of its batches takes such scales. `torch` multiplies bfloat16 operands of twice the
+bytes, and `scaled_mm` FP8 operands with one scale each, in one call for each head.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,9 +129,10 @@ def batch(expression: str, **shapes: tuple[tuple[int, ...], torch.dtype]) -> Pub
     return PublicCall(made(shapes), lambda x: deep_gemm.einsum(expression, *x.values()))
 
 
-def scaled_batch(call: Callable[..., object]) -> PublicCall:
-    shapes = {"a": ((G, M, K), E4M3), "sfa": ((G, M, 2), F32), "b": ((G, N, K), E4M3), "sfb": ((G, 1, 2), F32)}
-    return PublicCall(made({**shapes, "d": ((G, M, N), BF16)}), lambda x: call(paired(x, "a"), paired(x, "b"), x["d"]))
+def scaled_batch(function: Callable[..., Any], *rows: int) -> PublicCall:
+    shapes = {"a": ((*rows, K), E4M3), "sfa": ((*rows, 2), F32), "b": ((G, N, K), E4M3), "sfb": ((G, 1, 2), F32)}
+    tensors = made({**shapes, "d": ((*rows, N), BF16)})
+    return PublicCall(tensors, lambda x: function(paired(x, "a"), paired(x, "b"), x["d"]))
 
 
 def strict(function: Callable[..., Any], *more: Any, **shapes: tuple[tuple[int, ...], torch.dtype]) -> PublicCall:
@@ -187,10 +189,8 @@ CALLS: dict[str, PublicCall] = {
         name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype), d=((G, M, N), dtype))
         for name, dtype in (("bf16_bmm", BF16), ("fp16_bmm", FP16))
     },
-    "fp8_bmm": scaled_batch(lambda a, b, d: deep_gemm.fp8_bmm(a, b, d)),
-    "fp8_einsum": scaled_batch(
-        lambda a, b, d: deep_gemm.fp8_einsum("bhr,hdr->bhd", tuple(x.transpose(0, 1) for x in a), b, d.transpose(0, 1))
-    ),
+    "fp8_bmm": scaled_batch(deep_gemm.fp8_bmm, G, M),
+    "fp8_einsum": scaled_batch(functools.partial(deep_gemm.fp8_einsum, "bhr,hdr->bhd"), M, G),
     "einsum": batch("bhr,hdr->bhd", a=((M, G, K), BF16), b=((G, N, K), BF16), d=((M, G, N), BF16)),
     "einsum of a sum": batch("bmk,bnk->mn", a=((G, M, K), BF16), b=((G, N, K), BF16), d=((M, N), F32)),
     "fp8_mqa_logits": logits(deep_gemm.fp8_mqa_logits, paged=False),

@@ -248,7 +248,8 @@ class GemmFamily(Kernel):
         With groups, matrices of all groups lie one after the other in one tensor map. With "masked", A's scales of all
         groups are the rows of one matrix of (groups x blocks of K, rows of a group). With groups along K, d and c have
         three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
-        many blocks of K the scales have. All operands of a batch have three strides, and so have a and b that are summed."""
+        many blocks of K the scales have. All operands of a batch have three strides; so have a and b that are
+        summed."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
         launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense

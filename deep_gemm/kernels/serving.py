@@ -127,8 +127,8 @@ FP8_BATCHED: tuple[tuple[int, int, tuple[int, int], int, int], ...] = (
     (256, 128, (1, 1), 1, 1),
     (256, 128, (1, 2), 1, 1),
 )
-"""(block_m, block_n, cluster, staging buffers, sets of partial sums). Those of one product whose tiles hold whole blocks
-of B's scales, and of which large products choose."""
+"""(block_m, block_n, cluster, staging buffers, sets of partial sums). A few of those of one product, whose tiles hold
+whole blocks of B's scales."""
 
 FP8_BATCHED_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
     (8, 1, 1, 1),

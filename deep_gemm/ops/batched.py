@@ -214,8 +214,8 @@ def strides(name: str, x: Tensor) -> tuple[int, int, int]:
     way = layouts.addressed(x[0])
     if x.element_size() == 1 and way is not None and way[1] != 1:
         raise UnsupportedError(
-            f"K of {name} must be contiguous, because Hopper multiplies FP8 only where it is, but as (batch, rows, K) it "
-            f"is {shape_of(x)} with strides {x.stride()}. Store it so: pass .contiguous()."
+            f"K of {name} must be contiguous, because Hopper multiplies FP8 only where it is, but as (batch, rows, K) "
+            f"it is {shape_of(x)} with strides {x.stride()}. Store it so: pass .contiguous()."
         )
     if way is None:
         which = "last" if x.element_size() == 1 else "last or the middle"

@@ -199,6 +199,6 @@ def test_few_rows_are_swapped(heads: int) -> None:
     """Weights are the bytes of these products."""
     for rows in (1, 8, 16, 32):
         config = select.select(ops.spec(rows, 1024, 4096, 132, BMM_FP8, groups=heads), SM90).config
-        assert config.swap_ab and config.block_m == max(8, rows)
+        assert (config.swap_ab, config.block_m) == (True, max(8, rows))
     config = select.select(ops.spec(4096, 1024, 4096, 132, BMM_FP8, groups=heads), SM90).config
-    assert not config.swap_ab and config.block_m * config.block_n == 128 * 256
+    assert (config.swap_ab, config.block_m * config.block_n) == (False, 128 * 256)
