@@ -71,6 +71,9 @@ K_PADDED = "k_grouped_fp8_gemm_nt_padded"
 BMM_FP8, BMM_BF16, BMM_FP16 = "fp8_bmm", "bf16_bmm", "fp16_bmm"
 """Batches of products."""
 
+ABSORBED = "bf16_bhd_hdr_bhr"
+"""`bf16_bmm` as `einsum` calls it for "bhd,hdr->bhr": N of b is contiguous."""
+
 SUM_BF16 = "bf16_bmk_bnk_mn"
 """The sum of a batch of products."""
 
@@ -105,12 +108,13 @@ PRODUCTS: dict[str, Product] = {
     BMM_FP8: Product("e4m3", ("bf16",), BLOCKS, grouping="batched", helpers=_TRANSPOSES[:1]),
     BMM_BF16: Product("bf16", ("bf16", "f32"), grouping="batched"),
     BMM_FP16: Product("f16", ("f16", "f32"), grouping="batched"),
+    ABSORBED: Product("bf16", ("bf16", "f32"), majors=("k", "mn"), grouping="batched"),
     SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed"),
 }
-NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "batched", "summed"))
+NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "summed"))
 """Operations that layers can run."""
 
-M_GROUPED = tuple(name for name in NAMES if PRODUCTS[name].grouping != "none")
+M_GROUPED = tuple(name for name in NAMES if PRODUCTS[name].grouping not in ("none", "batched"))
 """Operations with groups along M."""
 
 

@@ -24,12 +24,13 @@ from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.runtime import calls
 from deep_gemm.runtime.operation import REQUIRED, Operation
 
-# fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function, and so are sums.
+# fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function, and so are sums and
+# batches whose weights have N contiguous.
 CLASSES = {"none": Dense, "contiguous": MGrouped, "masked": MGrouped, "k": KGrouped, "batched": Batched}
 FUNCTIONS: dict[str, Operation] = {
     name.replace("_nt", f"_{form}"): CLASSES[product.grouping](name)
     for name, product in PRODUCTS.items()
-    if name not in (table.WGRAD, table.ROWWISE) and product.grouping not in ("psum", "summed")
+    if name not in (table.WGRAD, table.ROWWISE, table.ABSORBED) and product.grouping not in ("psum", "summed")
     for form in product.forms
 }
 
