@@ -86,7 +86,7 @@ def batched_by_cublaslt(x: Any) -> None:
     if a.dtype in FP8:
         with torch.inference_mode():
             a, b = (
-                torch.stack([_widened(*each, kind) for each in zip(values, x.tensors[name], strict=True)])
+                torch.stack([widened(*each, kind) for each in zip(values, x.tensors[name], strict=True)])
                 for values, name, kind in zip((a, b), ("sfa", "sfb"), x.scaling, strict=True)
             )
     if d.dtype != a.dtype:
@@ -115,12 +115,13 @@ def fp8_by_cublaslt(x: Any) -> None:
         raise UnsupportedError("d is torch.float16, and torch multiplies bfloat16 into bfloat16 or float32.")
     with torch.inference_mode():
         left, right = (
-            _widened(tensors[name], tensors["sf" + name], kind) for name, kind in zip("ab", x.scaling, strict=True)
+            widened(tensors[name], tensors["sf" + name], kind) for name, kind in zip("ab", x.scaling, strict=True)
         )
         gemm(left, right, tensors["d"], tensors.get("c"), "nt")
 
 
-def _widened(values: Tensor, sf: Tensor, kind: Scaling) -> Tensor:
+def widened(values: Tensor, sf: Tensor, kind: Scaling) -> Tensor:
+    """The values of an operand with its scales, in bfloat16."""
     return dequantised(values, sf, kind, torch.float32).bfloat16()
 
 
