@@ -5,7 +5,7 @@ from __future__ import annotations
 from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED, HALF_BATCHED, HALF_SUMMED
+from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_HEADS, HALF_BATCHED, HALF_SUMMED
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
@@ -17,6 +17,8 @@ KERNELS: dict[str, KernelParams] = {
     "fp8 direct": case(FP8_BATCHED, 64, 64, (1, 1), 2, 2, store="direct"),
     "fp8 swapped": case(FP8_BATCHED_SWAPPED, 64),
     "fp8 swapped direct": case(FP8_BATCHED_SWAPPED, 16, 1, 1, 2, store="direct"),
+    "heads": case(FP8_HEADS, 128, 128, (1, 1), 2, 2),
+    "heads direct": case(FP8_HEADS, 64, 64, (1, 1), 2, 2, store="direct"),
     "sum": case(HALF_SUMMED, 64, 64, (1, 1, 4), accumulate="reduces"),
 }
 
@@ -58,6 +60,20 @@ MUTATIONS = [
         "tma_store_3d(arg.map_d, source, x, y, at.group);",
         "tma_store_3d(arg.map_d, source, x, y, 0);",
         FP8_STAGED,
+    ),
+    Mutation(
+        "take the right columns of a head for the left ones of the same",
+        "raster.cuh",
+        "head.quotient(column + right) * mid",
+        "head.quotient(column) * mid",
+        ("heads", "heads direct"),
+    ),
+    Mutation(
+        "store boxes of heads as if there were no columns between them",
+        "fp8_scaled.cuh",
+        "arg.heads->place(x), y,",
+        "x, y,",
+        ("heads",),
     ),
     Mutation(
         "write every product over the first, swapped",

@@ -189,6 +189,12 @@ CALLS: dict[str, PublicCall] = {
         name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype), d=((G, M, N), dtype))
         for name, dtype in (("bf16_bmm", BF16), ("fp16_bmm", FP16))
     },
+    "fp8_gemm_nt_skip_head_mid": PublicCall(
+        made(
+            {"a": ((M, K), E4M3), "sfa": ((M, 2), F32), "b": ((N, K), E4M3), "sfb": ((1, 2), F32), "d": ((M, 48), BF16)}
+        ),
+        lambda x: deep_gemm.fp8_gemm_nt_skip_head_mid(paired(x, "a"), paired(x, "b"), x["d"], (8, 8, 8)),
+    ),
     "fp8_bmm": scaled_batch(deep_gemm.fp8_bmm, G, M),
     "fp8_einsum": scaled_batch(functools.partial(deep_gemm.fp8_einsum, "bhr,hdr->bhd"), M, G),
     "einsum": batch("bhr,hdr->bhd", a=((M, G, K), BF16), b=((G, N, K), BF16), d=((M, G, N), BF16)),

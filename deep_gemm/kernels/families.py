@@ -189,6 +189,22 @@ FP8_BATCHED_SWAPPED = GemmFamily(
     ),
 )
 
+FP8_HEADS = GemmFamily(
+    name="sm90_fp8_heads",
+    rules=Fp8Scaled(groups="heads"),
+    serving=serving.FP8_BATCHED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=("heads",),
+    accumulates=("none",),
+    label="any ",
+    varied=(
+        ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
+        ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
+    ),
+)
+
 FP8_GROUPED = GemmFamily(
     name="sm90_fp8_grouped",
     rules=Fp8Scaled(groups="m"),
@@ -366,7 +382,7 @@ HALF_SUMMED = GemmFamily(
 )
 
 GEMMS: tuple[GemmFamily, ...] = (
-    *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GEMM, FP8_GROUPED, FP8_K_GROUPED, FP8_ROWS),
+    *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GEMM, FP8_GROUPED, FP8_HEADS, FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
     *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )

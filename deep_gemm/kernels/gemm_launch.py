@@ -21,7 +21,7 @@ from .tiles import first_column, last_rows, left, segments
 def dense(
     rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
 ) -> tuple[int, dict[str, Value]]:
-    """Of one product, of a batch, or of a sum of several."""
+    """Of one product, with columns left out too, of a batch, or of a sum of several."""
     c, size, batched = params.gemm, BYTES[spec.a.dtype], spec.grouping == "batched"
     m, n, row_bytes = spec.m, spec.n, spec.k * size
     order = raster(c, m, n, row_bytes, spec.num_sms)
@@ -39,7 +39,7 @@ def dense(
         "last_rows": rows,
         "last_columns": columns,
         "early_stages": early_stages(c, m, row_bytes) if early else 0,
-        "raster": order.arguments if spec.grouping == "none" else _batch(order, spec, c, products),
+        "raster": order.arguments if spec.grouping in ("none", "heads") else _batch(order, spec, c, products),
         "evict_first": evict_first(spec, order, row_bytes, large_d=rules.stores_by_tma(params)),
         "d_stride": strides["d"][-2],
         "d_stride_g": strides["d"][0],
@@ -50,8 +50,13 @@ def dense(
         **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
         **_scales(rules, params, spec, strides),
     }
+    columns_of_d = n
+    if spec.grouping == "heads":
+        left_columns, mid, right_columns = strides["heads"]
+        values["heads"] = [*divisor(left_columns + right_columns), mid, right_columns]
+        columns_of_d += spec.groups * mid
     if rules.has_map_d(params):
-        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((n, m), (strides["d"][0],))
+        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
         values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
         if rules.edge_map_d:
             values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))

@@ -74,6 +74,9 @@ BMM_FP8, BMM_BF16, BMM_FP16 = "fp8_bmm", "bf16_bmm", "fp16_bmm"
 ABSORBED = "bf16_bhd_hdr_bhr"
 """`bf16_bmm` as `einsum` calls it for "bhd,hdr->bhr": N of b is contiguous."""
 
+SKIP_HEAD_MID = "fp8_gemm_nt_skip_head_mid"
+"""A dense product that leaves out columns of d."""
+
 SUM_BF16 = "bf16_bmk_bnk_mn"
 """The sum of a batch of products."""
 
@@ -109,9 +112,10 @@ PRODUCTS: dict[str, Product] = {
     BMM_BF16: Product("bf16", ("bf16", "f32"), grouping="batched"),
     BMM_FP16: Product("f16", ("f16", "f32"), grouping="batched"),
     ABSORBED: Product("bf16", ("bf16", "f32"), majors=("k", "mn"), grouping="batched"),
+    SKIP_HEAD_MID: Product("e4m3", ("bf16",), BLOCKS, grouping="heads", helpers=_TRANSPOSES),
     SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed"),
 }
-NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "summed"))
+NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "summed", "heads"))
 """Operations that layers can run."""
 
 M_GROUPED = tuple(name for name in NAMES if PRODUCTS[name].grouping not in ("none", "batched"))

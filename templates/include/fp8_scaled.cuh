@@ -255,9 +255,15 @@ struct Fp8Scaled {
         Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
-          const i64 index = kernel.d_matrix(matrix) + y * kernel.arg.d_stride + x;
-          Out::store(kernel.arg.d, index, pair[0]);
-          if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
+          if constexpr (Kernel::kHeads) {
+            const auto& heads = *kernel.arg.heads;
+            Out::store(kernel.arg.d, y * kernel.arg.d_stride + heads.place(x), pair[0]);
+            if (x + 1 < kernel.n()) Out::store(kernel.arg.d, y * kernel.arg.d_stride + heads.place(x + 1), pair[1]);
+          } else {
+            const i64 index = kernel.d_matrix(matrix) + y * kernel.arg.d_stride + x;
+            Out::store(kernel.arg.d, index, pair[0]);
+            if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
+          }
         });
       }
     }
@@ -315,6 +321,8 @@ struct Fp8Scaled {
             if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
           } else if constexpr (Kernel::kManyD) {
             tma_store_3d(arg.map_d, source, x, y, at.group);
+          } else if constexpr (Kernel::kHeads) {
+            tma_store(arg.map_d, source, arg.heads->place(x), y, LatePolicy{(arg.evict_first & kEvictD) != 0});
           } else if constexpr (Tile::kAccumulate == kReduces) {
             tma_add(arg.map_d, source, x, y);
           } else {
