@@ -25,15 +25,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import checks, quantize, rows
 
 __all__ = ["Out", "add_gelu", "layer_norm", "mul_add", "rms_norm", "silu_and_mul"]
 
 Out: TypeAlias = "Tensor | tuple[Tensor, Tensor] | torch.dtype | None"
 """A tensor, a pair (values, scales), or the dtype of a fresh one."""
-
-_FORMS = {"none": "erf", "tanh": "tanh"}
 
 
 def rms_norm(
@@ -56,7 +53,7 @@ def rms_norm(
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
-    compute["rms_norm"](x, weight, residual, out, "", eps, use_ue8m0)
+    compute["rms_norm"](x, weight, residual, out, eps, use_ue8m0)
     return out
 
 
@@ -80,7 +77,7 @@ def layer_norm(
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
-    compute["layer_norm"](x, weight, residual, bias, out, "", eps, use_ue8m0)
+    compute["layer_norm"](x, weight, residual, bias, out, eps, use_ue8m0)
     return out
 
 
@@ -95,12 +92,9 @@ def add_gelu(
         approximate: "none" for x (1 + erf(x / sqrt(2))) / 2, "tanh" for its approximation, as in torch. Both keep
             their relative accuracy for negative x, where 1 + erf cancels.
     """
-    form = _FORMS.get(approximate) if isinstance(approximate, str) else None
-    if form is None:
-        raise InvalidInputError(f"approximate must be 'none' or 'tanh', but it is {checks.shown(approximate)}.")
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
-    compute["add_gelu"](x, y, out, form, 0.0, use_ue8m0)
+    compute["add_gelu"](x, y, out, approximate, use_ue8m0)
     return out
 
 
@@ -115,7 +109,7 @@ def mul_add(
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
-    compute["mul_add"](x, y, z, out, "", 0.0, use_ue8m0)
+    compute["mul_add"](x, y, z, out, use_ue8m0)
     return out
 
 
@@ -136,12 +130,9 @@ def silu_and_mul(
         factors: float32 (M), contiguous, such as a router's weights: row i of the result is multiplied by
             ``factors[i]`` before it is rounded. `quantize.rows` multiplies the stored scales instead.
     """
-    form, number = "interleaved" if interleaved is True else "halves", math.inf if limit is None else limit
-    if interleaved is not True and interleaved is not False:
-        checks.check_bool("interleaved", interleaved)
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out, halved=True)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
-    compute["silu_and_mul"](x, factors, out, form, number, use_ue8m0)
+    compute["silu_and_mul"](x, factors, out, interleaved, math.inf if limit is None else limit, use_ue8m0)
     return out
 
 

@@ -192,9 +192,9 @@ class RowsSpec:
     scale for each row per 128 columns, a power of two if ``power_of_two``.
 
     ``function`` is a name of `kernels.rows.FUNCTIONS`; ``form`` says which of its forms, and ``given`` which optional
-    operands there are. ``aligned``: rows of all operands begin at multiples of 16
-    bytes and have a multiple of eight columns. ``number`` is the epsilon of a norm, or the limit of a product. ``amax_min``:
-    the least magnitude from which a scale is computed.
+    operands there are. ``aligned``: rows of all operands begin at multiples of 16 bytes and have a multiple of eight
+    columns. ``number`` is the epsilon of a norm, or the limit of a product. ``amax_min`` is the least magnitude from
+    which a scale is computed.
     """
 
     function: str

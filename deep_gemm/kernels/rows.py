@@ -199,7 +199,7 @@ class Rows(Kernel):
             for form, is_given in product(function.forms, chosen):
                 given = tuple(each for each, is_here in zip(function.optional, is_given, strict=True) if is_here)
                 for output in ("bf16", "e4m3"):
-                    found.append(RowsSpec(name, *size, "bf16", output, form, given))  # type: ignore[arg-type]
+                    found.append(RowsSpec(name, *size, "bf16", output, form, given))
             first = replace(found[-1], form=function.forms[0])
             found += [replace(first, output="f32"), replace(first, dtype="f16"), replace(first, aligned=False)]
             found += [replace(first, dtype="f16", output="f16", aligned=False)]

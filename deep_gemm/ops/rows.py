@@ -28,6 +28,14 @@ INPUTS = (torch.bfloat16, torch.float16)
 _IN_PLACE = {"add_gelu": "x", "mul_add": "z", "rms_norm": "x", "layer_norm": "x"}
 """The input that a 16-bit result may overwrite."""
 
+_OPTIONS = {
+    "add_gelu": (Parameter("approximate", "str"),),
+    "mul_add": (),
+    "silu_and_mul": (Parameter("interleaved", "bool"), Parameter("limit", "float")),
+    "rms_norm": (Parameter("eps", "float"),),
+    "layer_norm": (Parameter("eps", "float"),),
+}
+
 _VECTORS = {"y": (1, 2), "z": (1, 2), "weight": (1,), "bias": (1,), "factors": (1,)}
 """How many dimensions inputs may have that are not (M, N)."""
 
@@ -47,7 +55,7 @@ class RowsOperands:
 class RowFunction(Operation):
     """See `deep_gemm.fused`. ``given``: which optional operands there are. ``fp8``: the result is FP8 with scales."""
 
-    floats = ("number",)
+    floats = ("eps", "limit")
 
     def __init__(self, function: str, fp8: bool, given: tuple[str, ...]) -> None:
         self.function, self.fp8, self.given_operands = function, fp8, given
@@ -60,8 +68,7 @@ class RowFunction(Operation):
             *(Parameter(name, "Tensor") for name in required),
             *(Parameter(name, "Tensor | None", None) for name in optional),
             Parameter("out", "tuple[Tensor, Tensor]" if fp8 else "Tensor"),
-            Parameter("form", "str"),
-            Parameter("number", "float"),
+            *_OPTIONS[function],
             Parameter("use_ue8m0", "bool"),
         )
         written = {"values": "out[0]", "scales": "out[1]"} if fp8 else {"out": "out"}
@@ -79,7 +86,7 @@ class RowFunction(Operation):
             named["values"], named["scales"] = checks.pair("out", given["out"])
         else:
             named["out"] = given["out"]
-        self._check_options(given["form"], given["number"], given["use_ue8m0"])
+        form, number = self._options(given)
         device = checks.check_tensors(self.function, named, _VECTORS, (2,), self.outputs)
         rows, columns = self._check_shapes(named)
         if checks.is_fake(named.values()):
@@ -101,30 +108,40 @@ class RowFunction(Operation):
             columns=columns,
             dtype=DTYPES[named["x"].dtype],
             output=DTYPES[named[self.output].dtype],
-            form=given["form"],
+            form=form,
             given=self.given_operands,
             aligned=columns % 8 == 0 and all(map(_is_aligned, self._elements(named))),
-            number=float(given["number"]),
+            number=number,
             amax_min=AMAX_MIN if self.fp8 else 0.0,
             power_of_two=given["use_ue8m0"],
         )
         return RowsOperands(named, device, spec)
 
-    def _check_options(self, form: Any, number: Any, use_ue8m0: Any) -> None:
-        checks.check_bool("use_ue8m0", use_ue8m0)
-        if use_ue8m0 and not self.fp8:
+    def _options(self, given: Mapping[str, Any]) -> tuple[str, float]:
+        """The form of the function and its number, from checked options."""
+        checks.check_bool("use_ue8m0", given["use_ue8m0"])
+        if given["use_ue8m0"] and not self.fp8:
             raise InvalidInputError(
                 "use_ue8m0 must be False, since only FP8 has scales. Pass a pair (values, scales) or "
                 "torch.float8_e4m3fn as out, or leave it out."
             )
-        forms = FUNCTIONS[self.function].forms
-        if form not in forms:
-            raise InvalidInputError(f"form must be one of {forms}, but it is {checks.shown(form)}.")
-        is_norm = FUNCTIONS[self.function].reduces
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not is_number or not number >= 0 or (is_norm and number > torch.finfo(torch.float32).max):
-            name, known = ("eps", "a finite number from 0 on") if is_norm else ("limit", "None or a number from 0 on")
-            raise InvalidInputError(f"{name} must be {known}, but it is {checks.shown(number)}.")
+        form = FUNCTIONS[self.function].forms[0]
+        if "approximate" in given:
+            approximate = given["approximate"]
+            if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
+                raise InvalidInputError(f"approximate must be 'none' or 'tanh', but it is {checks.shown(approximate)}.")
+            form = "tanh" if approximate == "tanh" else form
+        if "interleaved" in given:
+            checks.check_bool("interleaved", given["interleaved"])
+            form = "interleaved" if given["interleaved"] else form
+        for name, most, known in (
+            ("eps", torch.finfo(torch.float32).max, "a finite number from 0 on"),
+            ("limit", math.inf, "None or a number from 0 on"),
+        ):
+            number = given.get(name, 0.0)
+            if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number <= most:
+                raise InvalidInputError(f"{name} must be {known}, but it is {checks.shown(number)}.")
+        return form, float(given.get("eps", given.get("limit", 0.0)))
 
     def _check_shapes(self, named: Mapping[str, Tensor]) -> tuple[int, int]:
         """Check dtypes and shapes. Returns those of the result."""
@@ -137,6 +154,7 @@ class RowFunction(Operation):
                 raise InvalidInputError(f"x must have an even number of columns, gate and up, but it is {shape_of(x)}.")
             columns //= 2
         whole, vector = (rows, columns), (columns,)
+        wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[tuple[int, ...], ...]]]
         wanted = dict.fromkeys(("y", "z"), ((x.dtype,), (whole, vector)))
         wanted |= dict.fromkeys(("weight", "bias"), ((x.dtype,), (vector,)))
         wanted |= {"residual": ((x.dtype,), (whole,)), "factors": ((torch.float32,), ((rows,),))}
@@ -228,8 +246,8 @@ _REFERENCES: dict[str, Callable[[Mapping[str, Tensor], RowsSpec], Tensor]] = {
 
 
 def _entry(function: str, fp8: bool) -> Callable[..., None]:
-    """The function that computes one of `FUNCTIONS`. Arguments: required inputs, optional ones or None, out, the form,
-    the number, use_ue8m0."""
+    """The function that computes one of `FUNCTIONS`. Arguments: required inputs, optional ones or None, out, options,
+    use_ue8m0."""
     optional = FUNCTIONS[function].optional
     chosen = product((False, True), repeat=len(optional))
     variants = [tuple(name for name, is_here in zip(optional, each, strict=True) if is_here) for each in chosen]
