@@ -1,4 +1,4 @@
-"""Examples of the pages on own kernels, the monitor, fallbacks, debugging and fused functions: each runs as it stands."""
+"""Examples of the pages on own kernels, the monitor, fallbacks, debugging and fused functions run as they stand."""
 
 from __future__ import annotations
 
