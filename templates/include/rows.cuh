@@ -123,6 +123,13 @@ struct RowsTile {
   }
 };
 
+// NaN if either is.
+DG_DEVICE float smaller(float x, float y) {
+  float found;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y));
+  return found;
+}
+
 // gelu(x + y)
 template <bool kTanh>
 struct AddGelu {
@@ -161,8 +168,8 @@ struct SiluMul {
   DG_DEVICE float value(const Packed (&in)[2], u32 i) const {
     float gate = kInterleaved ? in[i / 4].get(2 * i % 8) : in[0].get(i);
     float up = kInterleaved ? in[i / 4].get(2 * i % 8 + 1) : in[1].get(i);
-    gate = gate > limit ? limit : gate;  // NaN stays NaN
-    up = up > limit ? limit : up < -limit ? -limit : up;
+    gate = smaller(gate, limit);
+    up = -smaller(-smaller(up, limit), limit);
     const float product = __fmul_rn(silu(gate), up);
     return kFactored ? __fmul_rn(product, factor) : product;
   }
