@@ -22,7 +22,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import backends, epilogue, quantize, testing, utils
+    from deep_gemm import backends, epilogue, fused, quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.attention import (
         fp8_fp4_mqa_logits,
@@ -168,6 +168,7 @@ __all__ = [
     "fp16_gemm_nt",
     "fp16_gemm_tn",
     "fp16_gemm_tt",
+    "fused",
     "get_batch_invariant",
     "get_block_size_multiple_of",
     "get_deterministic_algorithms",
@@ -339,7 +340,7 @@ module's, such as `settings`, cannot be in this table: importing the module woul
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("backends", "epilogue", "quantize", "testing", "utils")
+_MODULES = ("backends", "epilogue", "fused", "quantize", "testing", "utils")
 
 
 def _check_unpacked() -> None:

@@ -9,21 +9,30 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from deep_gemm.jit.generator import include_dir
+from headers import edit, edited_headers
 
 _HOST = r"""
-#define DG_HOST
 #define __device__
 #define __forceinline__ inline
 #include <cmath>
-#include <cstring>
 static float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
-static float exp2_approx(float x) { return flushed(std::exp2(x)); }
-static float reciprocal_approx(float x) { return flushed(1.0f / x); }
-static float max_or_nan(float x, float y) { return std::isnan(x) ? x : std::fmax(x, y); }
-static float max_or_other(float x, float y) { return std::fmax(x, y); }
+static float __fmul_rn(float x, float y) { return x * y; }
+static float __fadd_rn(float x, float y) { return x + y; }
+static float __fsub_rn(float x, float y) { return x - y; }
+static float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 """
+_INSTRUCTIONS = {
+    "activation.cuh": (
+        ('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x))', "power = flushed(std::exp2(x))"),
+        ('asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x))', "inverse = flushed(1.0f / x)"),
+    ),
+    "paired_activation.cuh": (
+        (
+            'asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y))',
+            "larger = std::isnan(x) ? x : std::fmax(x, y)",
+        ),
+    ),
+}
 
 
 def compiled(folder: Path, header: str, code: str) -> ctypes.CDLL:
@@ -31,9 +40,12 @@ def compiled(folder: Path, header: str, code: str) -> ctypes.CDLL:
     program = shutil.which("g++") or shutil.which("clang++")
     if program is None:
         pytest.skip("needs a C++ compiler for the host")
+    include = edited_headers(folder / "include", "types.cuh")
+    for name, edits in _INSTRUCTIONS.items():
+        edit(include / name, *edits)
     source, library = folder / "host.cpp", folder / "host.so"
     source.write_text(f'{_HOST}#include "{header}"\n{code}')
-    flags = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{include_dir()}")
+    flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{include}")
     subprocess.run([program, *flags, str(source), "-o", str(library)], check=True, timeout=100)
     return ctypes.CDLL(str(library))
 

@@ -32,8 +32,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
-"""What can be applied to sums before they are rounded, by the names that callers give. In ``activation.cuh`` each has a
-struct, whose name is the same in the form of a C++ name."""
+"""What can be applied to sums before they are rounded, by the names that callers give. In ``paired_activation.cuh``
+each has a struct, whose name is the same in the form of a C++ name."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,103 +1,43 @@
-// Activations of final sums. Each is a struct with `apply`, which changes two sums of a thread; its name is that in Python, in the form
-// of a C++ name. Signs of zeros stay, NaN stays NaN and changes no other sum, and a function whose limit is 0 times infinity gives NaN
-// for minus infinity, as in torch.
+// Activations in float32, by the approximate exponential and reciprocal: 2^x to 2 ulp, 1 / x to 1 ulp, subnormal results are zero.
+// NaN stays NaN. Steps are intrinsics, so that the compiler fuses no multiplication with an addition in one kernel and not in another.
 #pragma once
 #include "types.cuh"
 
-// Tests compile these functions for the host, with approximations of their own.
-#ifndef DG_HOST
-DG_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DG_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// The larger one; NaN if x is NaN.
-DG_DEVICE float max_or_nan(float x, float y) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-  return larger;
-}
-// The larger one; `y` if x is NaN.
-DG_DEVICE float max_or_other(float x, float y) { return fmaxf(x, y); }
-#endif
-
-// The special function unit is the bottleneck of most activations: it takes 16 operands a clock, and all others 64 or 128. So two
-// numbers share one reciprocal. They are between 1 and 2^20, so that their product has one.
-DG_DEVICE void reciprocals(float& a, float& b) {
-  const float both = reciprocal_approx(a * b), of_b = both * a;
-  a = both * b;
-  b = of_b;
+DG_DEVICE float exp2_approximate(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
 }
 
-struct Identity {
-  static DG_DEVICE void apply(float&, float&) {}
-};
-
-struct Relu {
-  static DG_DEVICE void apply(float& a, float& b) {
-    a = max_or_nan(a, 0.0f);
-    b = max_or_nan(b, 0.0f);
-  }
-};
-
-// The square of relu.
-struct Relu2 {
-  static DG_DEVICE void apply(float& a, float& b) {
-    Relu::apply(a, b);
-    a *= a;
-    b *= b;
-  }
-};
-
-// x times the logistic function of `z`, which has the sign of x. With e = exp(-|z|), which is at most 1, that is 1 / (1 + e) or
-// e / (1 + e): both are exact to some units in the last place, however small they are.
-DG_DEVICE void gate(float& x, float& y, float z_of_x, float z_of_y) {
-  constexpr float kLog2E = 1.44269504f, kNothing = -200.0f;  // 2^-200 is 0 here
-  const float e = exp2_approx(max_or_other(-kLog2E * fabsf(z_of_x), kNothing));
-  const float f = exp2_approx(max_or_other(-kLog2E * fabsf(z_of_y), kNothing));
-  float r = 1.0f + e, s = 1.0f + f;
-  reciprocals(r, s);
-  x *= r * (x < 0.0f ? e : 1.0f);
-  y *= s * (y < 0.0f ? f : 1.0f);
+DG_DEVICE float reciprocal_approximate(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
 }
 
-struct Silu {
-  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, a, b); }
-};
+// 1 / (1 + 2^x)
+DG_DEVICE float sigmoid_exp2(float x) { return reciprocal_approximate(1.0f + exp2_approximate(x)); }
 
-// 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) is x times the logistic function of 2 u.
-struct Gelu {
-  static DG_DEVICE float twice_u(float x) { return x * (1.59576912f + 0.0713548162726f * (x * x)); }
-  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, twice_u(a), twice_u(b)); }
-};
+DG_DEVICE float silu(float x) { return x * sigmoid_exp2(x * -1.4426950408889634f); }
 
-// x times the normal distribution function P. P(-a) exp(a^2 / 2) is a polynomial in 1 / (1 + 0.3 a) with a relative error of at most
-// 2^-18 for a from 0 to 14.2, where P(-a) is 0 in float32.
-struct GeluErf {
-  static DG_DEVICE void apply(float& a, float& b) {
-    float x = -max_or_other(-fabsf(a), -14.0f), y = -max_or_other(-fabsf(b), -14.0f);
-    float t = 1.0f + 0.3f * x, u = 1.0f + 0.3f * y;
-    reciprocals(t, u);
-    a *= distribution(a, x, t);
-    b *= distribution(b, y, u);
-  }
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, as a sigmoid, whose small values are exact where 1 + tanh cancels.
+DG_DEVICE float gelu_tanh(float x) {
+  constexpr float kLinear = -2.0f * 0.7978845608028654f * 1.4426950408889634f;
+  const float square = __fmul_rn(x, x);
+  return __fmul_rn(x, sigmoid_exp2(__fmul_rn(x, __fmaf_rn(square, kLinear * 0.044715f, kLinear))));
+}
 
- private:
-  // P(value), where `x` is its magnitude.
-  static DG_DEVICE float distribution(float value, float x, float t) {
-    float p = -0.0845938474f;
-    p = p * t + 0.240573749f;
-    p = p * t - 0.048643589f;
-    p = p * t + 0.164761961f;
-    p = p * t + 0.106706388f;
-    p = p * t + 0.121274136f;
-    p = p * t - 7.97288230e-5f;
-    p *= exp2_approx(-0.721347520f * x * x);
-    return value < 0.0f ? p : 1.0f - p;
-  }
-};
+// x (1 + erf(x / sqrt(2))) / 2 = x erfc(-x / sqrt(2)) / 2. For z >= 0, erfc(z) = t exp(-z^2 + p(t)) with t = 1 / (1 + z / 2) and a
+// polynomial p of degree 9 (Press et al., Numerical Recipes, "erfcc"), to 1.2e-7 of its value, however small it is.
+DG_DEVICE float gelu_erf(float x) {
+  constexpr float kP[] = {0.17087277f, -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                          -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
+  constexpr float kLog2e = 1.4426950408889634f;
+  const float t = reciprocal_approximate(__fmaf_rn(fabsf(x), 0.5f * 0.7071067811865476f, 1.0f));
+  float p = kP[0] * kLog2e;
+#pragma unroll
+  for (u32 i = 1; i < 10; ++i) p = __fmaf_rn(p, t, kP[i] * kLog2e);
+  const float square = __fmul_rn(x, x);
+  const float half = __fmul_rn(__fmul_rn(t, 0.5f), exp2_approximate(__fmaf_rn(square, -0.5f * kLog2e, p)));
+  return __fmul_rn(x, x < 0.0f ? half : 1.0f - half);
+}

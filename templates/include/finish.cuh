@@ -4,10 +4,11 @@
 //
 // Each kernel calls `Epilogue` where its sums are final and their places in D are known: `scale`, then it adds C, then `finish`. A
 // kernel with an epilogue names it before its first include, and has its arguments as parameters: `alpha`; `row_factor` with a stride;
-// `bias`, a row vector, of each group with `bias_stride_g`; and `residual`, of D's element type.
+// `bias`, a row vector, of each group with `bias_stride_g`; and `residual`, of D's element type. Steps are intrinsics, so that they are
+// the same in all kernels: the compiler fuses no multiplication with an addition.
 #pragma once
-#include "activation.cuh"
 #include "output.cuh"
+#include "paired_activation.cuh"
 
 // In place of the elements of a bias that there is not.
 enum : u32 { kNoBias = 255 };
@@ -38,7 +39,7 @@ struct EpilogueOf {
   static DG_DEVICE void scale(const Kernel& kernel, float* sum, u32 row, u32 end) {
     const float low = factor(kernel, row, end), high = factor(kernel, row + 8, end);
 #pragma unroll
-    for (u32 i = 0; i < kCount / 2; ++i) sum[i] *= i & 2 ? high : low;
+    for (u32 i = 0; i < kCount / 2; ++i) sum[i] = __fmul_rn(sum[i], i & 2 ? high : low);
   }
 
   // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D.
@@ -51,10 +52,10 @@ struct EpilogueOf {
         if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun, group);
         const u32 from = 2 * i % kRun + lane % 4 * 2;
         const float even = __shfl_sync(0xffffffffu, bias, from), odd = __shfl_sync(0xffffffffu, bias, from + 1);
-        sum[i] += even;
-        sum[i + 1] += odd;
-        sum[i + 2] += even;
-        sum[i + 3] += odd;
+        sum[i] = __fadd_rn(sum[i], even);
+        sum[i + 1] = __fadd_rn(sum[i + 1], odd);
+        sum[i + 2] = __fadd_rn(sum[i + 2], even);
+        sum[i + 3] = __fadd_rn(sum[i + 3], odd);
       }
       Activation::apply(sum[i], sum[i + 1]);
       Activation::apply(sum[i + 2], sum[i + 3]);
@@ -82,7 +83,7 @@ struct EpilogueOf {
       if (wanted(chunk)) {
         const float even = factor(kernel, token + chunk * 8, end), odd = factor(kernel, token + chunk * 8 + 1, end);
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i) sum[chunk * 4 + i] *= i & 1 ? odd : even;
+        for (u32 i = 0; i < 4; ++i) sum[chunk * 4 + i] = __fmul_rn(sum[chunk * 4 + i], i & 1 ? odd : even);
       }
     }
   }
@@ -99,10 +100,10 @@ struct EpilogueOf {
       if (wanted(chunk)) {
         float* v = sum + chunk * 4;
         if constexpr (kHasBias) {
-          v[0] += low;
-          v[1] += low;
-          v[2] += high;
-          v[3] += high;
+          v[0] = __fadd_rn(v[0], low);
+          v[1] = __fadd_rn(v[1], low);
+          v[2] = __fadd_rn(v[2], high);
+          v[3] = __fadd_rn(v[3], high);
         }
         Activation::apply(v[0], v[1]);
         Activation::apply(v[2], v[3]);
@@ -110,7 +111,7 @@ struct EpilogueOf {
 #pragma unroll
           for (u32 i = 0; i < 4; ++i) {
             const u32 y = token + chunk * 8 + i % 2, x = weight + i / 2 * 8;
-            if (y < end && x < kernel.n()) v[i] += Out::load(kernel.arg.residual, y * kernel.arg.residual_stride + x);
+            if (y < end && x < kernel.n()) v[i] = __fadd_rn(v[i], Out::load(kernel.arg.residual, y * kernel.arg.residual_stride + x));
           }
         }
       }
@@ -122,7 +123,7 @@ struct EpilogueOf {
   static DG_DEVICE float factor(const Kernel& kernel, u32 row, u32 end) {
     float found = 1.0f;
     if constexpr (kRowFactor) found = row < end ? load_float(kernel.arg.row_factor + row * kernel.arg.row_factor_stride) : 0.0f;
-    if constexpr (kAlpha) found *= kernel.arg.alpha;
+    if constexpr (kAlpha) found = __fmul_rn(found, kernel.arg.alpha);
     return found;
   }
 
@@ -143,8 +144,8 @@ struct EpilogueOf {
       first = Out::load(base, column);
       if (column + 1 < kernel.n()) second = Out::load(base, column + 1);
     }
-    even += first;
-    odd += second;
+    even = __fadd_rn(even, first);
+    odd = __fadd_rn(odd, second);
   }
 
   static DG_DEVICE float load_float(const float* at) {

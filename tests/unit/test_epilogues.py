@@ -192,7 +192,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         f"{Parts(activation=name).device_name.partition(',')[0]}::apply(x[i], x[i + 1]); }}\n"
         for name in ACTIVATIONS
     )
-    return compiled(tmp_path_factory.mktemp("host"), "activation.cuh", each)
+    return compiled(tmp_path_factory.mktemp("host"), "paired_activation.cuh", each)
 
 
 EDGES = [
