@@ -17,6 +17,7 @@ from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
+from .finished import Finished
 from .gemm import C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
@@ -183,3 +184,5 @@ def _stride_of_rows(sf: Tensor) -> int:
 
 fp8, bf16, fp16 = (entry(Dense(name), Dense(name, accumulates=True)) for name in (FP8, BF16, FP16))
 """The functions behind the public ones; ``form`` is their last argument."""
+for _name in (FP8, BF16, FP16):
+    Finished(Dense, _name)

@@ -3,7 +3,6 @@ layout that kernels read."""
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,14 +12,15 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import Finish, Scalings
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
 from .. import options
 from ..errors import InvalidInputError
 from ..kernels import epilogues
 from ..spec import Accumulate, Major
-from . import checks, layouts, scales
+from . import checks, finished, layouts, scales
 from .epilogue import given_epilogue
+from .finished import FUSED
 from .layouts import Preparation
 from .table import DTYPES, PRODUCTS, TORCH, spec
 
@@ -74,10 +74,6 @@ class GemmOperands:
             return None
         tensors = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
         return Finish(epilogues.parse(self.epilogue).activation, self.alpha, **tensors)
-
-
-FUSED = ("row_factor", "bias", "residual")
-"""The tensors of an epilogue."""
 
 
 class Gemm(Operation):
@@ -141,9 +137,9 @@ class Gemm(Operation):
         if epilogue is None:
             plain(**{f"{name}_": value for name, value in (arguments | {"epilogue": None}).items()})
             return
-        call, names = _fused(type(self), self.name, arguments.get("c") is not None, tuple(epilogue.tensors))
         given = {**arguments, "alpha": epilogue.number, "epilogue": epilogue.text, **epilogue.tensors}
-        call(*[given[name] for name in names])
+        if not (torch.compiler.is_compiling() and finished.records(self.name, given)):
+            finished.call(type(self), self.name, given, tuple(epilogue.tensors))
 
     def check_fused(self, named: Mapping[str, Any], m: int, n: int, epilogue: str) -> None:
         """Check an epilogue's tensors, and that the operation has those of ``epilogue``; d has M x N elements."""
@@ -221,15 +217,6 @@ class Gemm(Operation):
             compiled_dims=x.compiled_dims,
         )
         return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)
-
-
-@functools.cache
-def _fused(
-    kind: type[Gemm], name: str, accumulates: bool, tensors: tuple[str, ...]
-) -> tuple[Callable[..., None], tuple[str, ...]]:
-    """The entry of a product with an epilogue that has these tensors, and its parameters."""
-    operation = kind(name, accumulates, tensors)
-    return entry(operation), tuple(parameter.name for parameter in operation.entry_arguments)
 
 
 def _step(x: Tensor) -> int:

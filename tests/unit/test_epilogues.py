@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "bias, dtype": (given(bias=torch.ones(N).double()), "bias of an epilogue must be torch.float32 or torch.bfloat16"),
     "bias, shape": (given(bias=torch.ones(M)), r"bias of the epilogue must have the shape \(24,\), but it has \(9,\)"),
     "bias, stride": (given(bias=torch.ones(2 * N)[::2]), "bias of the epilogue must be contiguous"),
-    "bias, rank": (given(bias=torch.ones(1, N)), "bias must have 1 dimensions"),
+    "bias, rank": (given(bias=torch.ones(1, N)), "bias must have 1 dimension"),
     "bias, device": (given(bias=torch.ones(N, device="meta")), "bias is a meta tensor"),
     "residual, dtype": (
         given(residual=torch.ones(M, N)),
