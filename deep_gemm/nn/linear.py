@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,42 +12,17 @@ from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
 from deep_gemm.nn.casts import WeightGradient
-from deep_gemm.ops.scales import TMA_BYTES
-from deep_gemm.quantize import Quantized
-from deep_gemm.tensors import kind_of, shown
-
-Mode: TypeAlias = Literal["training", "inference"]
-Recast: TypeAlias = Literal["always", "when changed"]
-MASTERS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of weights that FP8 is cast from."""
-
-
-def check_word(name: str, value: Any, words: Any) -> None:
-    """Refuse what is not one of the words of a Literal type."""
-    if value not in get_args(words):
-        known = " or ".join(map(repr, get_args(words)))
-        raise InvalidInputError(f"{name} must be {known}, but it is {shown(value)}.")
-
-
-def why_not(in_features: int, out_features: int, dtype: torch.dtype) -> str:
-    """Why an FP8 layer cannot have these sizes or this dtype, as the end of a sentence; "" if it can."""
-    for name, size in (("in_features", in_features), ("out_features", out_features)):
-        if size < TMA_BYTES or size % TMA_BYTES:
-            return f"{name} must be a multiple of {TMA_BYTES}, but it is {size}"
-    if dtype not in MASTERS:
-        return f"weights must be {', '.join(map(str, MASTERS[:2]))} or {MASTERS[2]}, but they are {dtype}"
-    return ""
+from deep_gemm.nn.weights import FP8Weights, Mode, Recast, check_word, find_main_grad
+from deep_gemm.tensors import kind_of
 
 
 class Linear(nn.Module):
-    """What the linear layers share: sizes, inputs of any rank, the dtype of the result, and bias."""
+    """What the linear layers share: inputs of any rank, the dtype of the result, and bias."""
 
+    in_features: int
+    out_features: int
     weight: nn.Parameter
     bias: nn.Parameter | None
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
 
     def reset_parameters(self) -> None:
         """Random weights and bias, as those of `torch.nn.Linear`."""
@@ -79,7 +53,7 @@ class Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class FP8Linear(Linear):
+class FP8Linear(Linear, FP8Weights):
     """A linear layer, ``y = x @ weight^T + bias``, whose products are FP8: `torch.nn.Linear` in its place.
 
     Args:
@@ -104,8 +78,6 @@ class FP8Linear(Linear):
     Raises InvalidInputError, which names the argument.
     """
 
-    weight_scale_inv: nn.Parameter
-
     def __init__(
         self,
         in_features: int,
@@ -119,22 +91,12 @@ class FP8Linear(Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_word("mode", mode, Mode)
         check_word("weight_gradient", weight_gradient, WeightGradient)
-        check_word("recast", recast, Recast)
         dtype = dtype or torch.get_default_dtype()
-        if wrong := why_not(in_features, out_features, dtype):
-            raise InvalidInputError(f"{wrong}.")
-        super().__init__(in_features, out_features)
-        self.mode, self.weight_gradient, self.recast = mode, weight_gradient, recast
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self._cast: tuple[Any, tuple[Quantized, Quantized]] | None = None
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.bias = nn.Parameter(torch.zeros(out_features, **place)) if bias else None
-        if mode == "inference":
-            stored.set_weight(self, stored.empty(in_features, out_features, device))
-        else:
-            self.weight = nn.Parameter(torch.empty(out_features, in_features, **place))
+        FP8Weights.__init__(self, (out_features, in_features), mode, recast, fuse_wgrad_accumulation, device, dtype)
+        self.weight_gradient = weight_gradient
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        if mode == "training":
             self.reset_parameters()
 
     @classmethod
@@ -144,60 +106,26 @@ class FP8Linear(Linear):
         an optimizer which has them goes on."""
         if not isinstance(linear, (nn.Linear, FP8Linear)):
             raise InvalidInputError(f"linear must be a torch.nn.Linear or an FP8Linear, but it is {kind_of(linear)}.")
-        weight: Tensor = linear.weight
-        was_stored = isinstance(linear, FP8Linear) and linear.mode == "inference"
-        dtype = torch.bfloat16 if was_stored else weight.dtype
+        is_stored = isinstance(linear, FP8Linear) and linear.mode == "inference"
+        dtype = torch.bfloat16 if is_stored else linear.weight.dtype
         sizes = linear.in_features, linear.out_features
         layer = cls(*sizes, False, **{"dtype": dtype, **options, "device": "meta"})
         if layer.mode == "inference":
-            stored.set_weight(layer, stored.pair(linear) if was_stored else stored.cast(weight))
-        elif was_stored:
-            layer.weight = nn.Parameter(stored.plain(linear, dtype))
+            layer.set_stored(linear.plain() if is_stored else stored.cast(linear.weight))
         else:
-            layer.weight = linear.weight
+            layer.weight = nn.Parameter(stored.plain(*linear.plain(), dtype)) if is_stored else linear.weight
         layer.bias = linear.bias
         return layer.train(linear.training)
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Linear.product`."""
-        if self.mode == "inference":
-            return self._frozen(x, (self.weight, self.weight_scale_inv), dtype)
-        if not torch.is_grad_enabled() or not self.weight.requires_grad:
-            return self._frozen(x, self._casts(transposed=False)[0], dtype)
-        plain, turned = self._casts(transposed=True)
-        main = products.main_grad(self.weight) if self.fuse_wgrad_accumulation else None
-        return products.FP8Product.apply(x, self.weight, *plain, *turned, dtype, main, self.weight_gradient)
-
-    def _frozen(self, x: Tensor, weight: Quantized, dtype: torch.dtype) -> Tensor:
+        if self.takes_gradient():
+            plain, turned = self.both()
+            main = self.main_grad()
+            return products.FP8Product.apply(x, self.weight, *plain, *turned, dtype, main, self.weight_gradient)
         if torch.is_grad_enabled() and x.requires_grad:
-            return products.FrozenFP8Product.apply(x, *weight, dtype)
-        return products.product(quantize.rows(x), weight, dtype)
-
-    def _casts(self, transposed: bool) -> tuple[Quantized, Quantized]:
-        """The weight in FP8, and its transpose, which is only there if ``transposed`` or if both are kept."""
-        weight = self.weight.detach()
-        if self.recast == "always" or torch.compiler.is_compiling() or weight.is_inference():
-            if not transposed:
-                plain = quantize.blocks(weight)
-                return plain, plain
-            return casts.weights(weight)
-        key = weight._version, weight.data_ptr(), weight.dtype
-        if self._cast is None or self._cast[0] != key:
-            self._cast = key, casts.weights(weight)
-        return self._cast[1]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
-        """`to`, `cuda`, `bfloat16` and the like: FP8 weights and their scales move, and keep their dtypes."""
-        self._cast = None
-        super()._apply(stored.kept(self, fn) if self.mode == "inference" else fn, recurse)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cast": None}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        stored.adapt(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+            return products.FrozenFP8Product.apply(x, *self.plain(), dtype)
+        return products.product(quantize.rows(x), self.plain(), dtype)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""
@@ -228,7 +156,8 @@ class BF16Linear(Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **place))
@@ -253,5 +182,5 @@ class BF16Linear(Linear):
                 "torch.autocast."
             )
         fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
-        main = products.main_grad(self.weight) if fused else None
+        main = find_main_grad(self.weight) if fused else None
         return products.HalfProduct.apply(x.to(dtype), self.weight.to(dtype), main)

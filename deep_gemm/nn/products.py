@@ -9,22 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deep_gemm import dense, quantize
-from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
 from deep_gemm.quantize import Quantized
-
-
-def main_grad(weight: Any) -> Tensor:
-    """The float32 tensor to which weight gradients are added."""
-    found = getattr(weight, "main_grad", None)
-    if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.shape != weight.shape:
-        raise InvalidInputError(
-            f"weight.main_grad must be a torch.float32 tensor of the weight's shape {tuple(weight.shape)}, because the "
-            "layer has fuse_wgrad_accumulation=True, but "
-            + (f"it is {found.dtype} {tuple(found.shape)}." if isinstance(found, Tensor) else "there is none.")
-            + " Set layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)."
-        )
-    return found
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
