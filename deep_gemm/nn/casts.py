@@ -28,9 +28,7 @@ def row_major(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def tokens(
-    x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = AMAX_MIN
-) -> tuple[Quantized, Quantized]:
+def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = AMAX_MIN) -> tuple[Quantized, Quantized]:
     """Rows of x, the operand of a product with weights; and columns, that of a weight gradient, with scales of
     ``blocks``. Columns are padded with zeros to a multiple of 16 tokens, which is what kernels read."""
     count, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
@@ -56,8 +54,9 @@ def weights(w: Tensor) -> tuple[Quantized, Quantized]:
     experts, n, k = w.shape
     shape = ops.scales_shape(n, k, "tile")
     plain = w.new_empty(experts, n, k, dtype=torch.float8_e4m3fn), w.new_empty(experts, *shape, dtype=torch.float32)
-    turned = w.new_empty(experts, k, n, dtype=torch.float8_e4m3fn), w.new_empty(
-        experts, *shape[::-1], dtype=torch.float32
+    turned = (
+        w.new_empty(experts, k, n, dtype=torch.float8_e4m3fn),
+        w.new_empty(experts, *shape[::-1], dtype=torch.float32),
     )
     for e in range(experts):
         quantize.blocks_and_transpose(w[e], out=((plain[0][e], plain[1][e]), (turned[0][e], turned[1][e])))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deep_gemm.aot import headers
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.log import counted
+from deep_gemm.nn.weights import FP8Weights
 
 SCALE = "weight_scale_inv"
 
@@ -28,7 +29,8 @@ def load_checkpoint(
     hold, on the CPU; others are written in place.
 
     Args:
-        strict: names that the model lacks, or that the files lack, are an error. Tied parameters need one name only, and stay tied.
+        strict: names that the model lacks, or that the files lack, are an error. Tied parameters need one name only,
+            and stay tied.
         progress: show a bar while files are read, if stderr is a terminal and tqdm or rich is installed.
 
     Returns the names that are missing in the files, and those that the model does not have.
@@ -36,17 +38,26 @@ def load_checkpoint(
     Raises InvalidInputError, which names the tensors; UnsupportedError if the package safetensors is not installed.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise UnsupportedError("load_checkpoint reads files with safetensors, which is not installed: "
-                               "pip install safetensors")  # fmt: skip
+        raise UnsupportedError(
+            "load_checkpoint reads files with safetensors, which is not installed: pip install safetensors"
+        )
     path = Path(path)
+    if not path.exists():
+        raise InvalidInputError(
+            f"path must be that of a safetensors file, an index or a directory, but {path} is none."
+        )
     _, files = headers.listed(path)
     directory = path if path.is_dir() else path.parent
     if not files or not all((directory / file).is_file() for file in files):
         absent = [file for file in files if not (directory / file).is_file()]
         raise InvalidInputError(f"{path} has no {absent[0] if absent else 'safetensors file'}: give the path of one.")
-    places = {name: file for file in files for name in headers.header(directory / file)}
+    places, modules = dict[str, str](), dict(model.named_modules())
+    for file in files:
+        for name, found in headers.header(directory / file).items():
+            places[name] = file
+            _check_dtype(path, name, found.dtype, modules)
     wanted = model.state_dict(keep_vars=True)
-    unknown = tuple(sorted(name for name in places if name not in wanted and not _is_read(name, wanted)))
+    unknown = tuple(sorted(name for name in places if name not in wanted and not _is_read(name, modules)))
     held = {id(wanted[name]) for name in places if name in wanted}
     missing = tuple(
         name
@@ -54,11 +65,9 @@ def load_checkpoint(
         if id(tensor) not in held and not (name.endswith(SCALE) and name.removesuffix("_scale_inv") in places)
     )
     if strict and (unknown or missing):
-        told = [f"{counted(len(names), what)}, such as {names[0]}"
-                for names, what in ((missing, "tensor that is not there"), (unknown, "tensor that the model lacks"))
-                if names]  # fmt: skip
+        sides = (missing, "not in the checkpoint"), (unknown, "not in the model")
+        told = [f"{counted(len(names), 'tensor')} {where}, such as {names[0]}" for names, where in sides if names]
         raise InvalidInputError(f"{path} does not fit the model: {'; '.join(told)}. strict=False loads the rest.")
-    modules = dict(model.named_modules())
     for names in _in_steps(places, files, progress):
         groups: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
         for name, tensor in _read(directory, {name: places[name] for name in names}):
@@ -71,13 +80,24 @@ def load_checkpoint(
     return missing, unknown
 
 
-def _is_read(name: str, wanted: dict[str, Any]) -> bool:
+def _check_dtype(path: Path, name: str, dtype: str, modules: dict[str, nn.Module]) -> None:
+    """Refuse FP8 values for a module that would take them without their scales."""
+    module = modules.get(name.rpartition(".")[0])
+    if dtype == "F8_E4M3" and module is not None and not isinstance(module, FP8Weights):
+        raise InvalidInputError(
+            f"{name} of {path} is FP8, but the model has a {type(module).__name__} there, which has no scales. Call "
+            "deep_gemm.nn.convert(model) first, with a filter that takes this layer."
+        )
+
+
+def _is_read(name: str, modules: dict[str, nn.Module]) -> bool:
     """Whether a layer reads scales that it does not keep: one in training mode."""
-    return name.endswith(f".{SCALE}") and name.removesuffix("_scale_inv") in wanted
+    module, _, own = name.rpartition(".")
+    return own == SCALE and isinstance(modules.get(module), FP8Weights)
 
 
 def _in_steps(places: dict[str, str], files: list[str], progress: bool) -> Iterator[list[str]]:
-    """The names to load with each file: its own, and weights together with their scales, whichever file these are in."""
+    """The names to load with each file: its own, and the scales of its weights, whichever file these are in."""
     steps: dict[str, list[str]] = {file: [] for file in files}
     for name, file in places.items():
         weight = name.removesuffix("_scale_inv")
@@ -92,7 +112,7 @@ def _shown(files: list[str], progress: bool) -> Iterable[str]:
     if importlib.util.find_spec("tqdm") is not None:
         from tqdm.auto import tqdm
 
-        return tqdm(files, desc="loading", unit="file")  # type: ignore[no-any-return]
+        return tqdm(files, desc="loading", unit="file")
     if importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import track

@@ -18,6 +18,7 @@ from deep_gemm.nn.weights import why_not
 from deep_gemm.tensors import kind_of
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
+Owners: TypeAlias = dict[int, list[tuple[str, nn.Module]]]
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,12 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.
                 yield f"{prefix}.{own}".strip("."), parent, own, layer
 
 
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """The modules that hold each parameter, by its id."""
-    found: dict[int, list[str]] = collections.defaultdict(list)
+def _owners(model: nn.Module) -> Owners:
+    """The modules that hold each parameter, and their names, by its id."""
+    found: Owners = collections.defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
-                found[id(parameter)].append(name)
+            found[id(parameter)].append((name, module))
     return found
 
 
@@ -92,7 +92,7 @@ def _why_kept(
     layer: Any,
     parent: nn.Module | None,
     filter: Filter | None,
-    owners: Mapping[int, list[str]],
+    owners: Owners,
     options: Mapping[str, Any],
 ) -> str:
     """Why a layer stays as it is, as the end of a sentence; "" if it is converted."""
@@ -107,7 +107,7 @@ def _why_kept(
     mode = options.get("mode", "training")
     if isinstance(layer, FP8Linear):
         return f"it is an FP8Linear in {mode} mode already" if layer.mode == mode else ""
-    others = [other for other in owners[id(layer.weight)] if other != name]
+    others = [other for other, module in owners[id(layer.weight)] if module is not layer]
     if others:
         return f"it shares its weight with {others[0]}"
     if any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)):
@@ -115,7 +115,9 @@ def _why_kept(
     if "forward" in vars(layer):
         return "its forward was replaced, which a new layer would lose"
     if type(layer.weight) not in (nn.Parameter, Tensor):
-        return f"its weight is a {type(layer.weight).__name__}: convert the model before its weights are sharded or packed"
+        return (
+            f"its weight is a {type(layer.weight).__name__}: convert the model before its weights are sharded or packed"
+        )
     dtype = layer.weight.dtype if mode == "inference" else options.get("dtype", layer.weight.dtype)
     return why_not(layer.in_features, layer.out_features, dtype)
 

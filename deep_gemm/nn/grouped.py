@@ -26,7 +26,9 @@ def product(a: Quantized, b: Quantized, labels: Tensor, dtype: torch.dtype = tor
     return d.to(dtype)
 
 
-def weight_gradient(a: Quantized, b: Quantized, sizes: Tensor, dtype: torch.dtype, main: Tensor | None) -> Tensor | None:
+def weight_gradient(
+    a: Quantized, b: Quantized, sizes: Tensor, dtype: torch.dtype, main: Tensor | None
+) -> Tensor | None:
     """For each group the product of its columns of a (M, rows) and of b (N, rows): (groups, M, N), added to ``main`` if
     it is a tensor."""
     if main is not None:

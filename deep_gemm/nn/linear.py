@@ -36,8 +36,8 @@ class Linear(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x, or in
-        that of autocast."""
+        """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x or of
+        autocast."""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
             came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
             raise InvalidInputError(f"x must be a tensor (..., {self.in_features}), but {came}.")
@@ -69,7 +69,8 @@ class FP8Linear(Linear, FP8Weights):
             writes to ``weight``, which saves casts while gradients of several batches are added. It takes two bytes a
             weight, and does not see what is written through ``weight.data``. Compiled layers always cast.
         fuse_wgrad_accumulation: the weight gradient is added to ``weight.main_grad`` (float32, of the weight's shape)
-            by the kernel. ``weight.grad`` stays None. Zero ``main_grad`` in place: the tensor of the forward pass counts.
+            by the kernel. ``weight.grad`` stays None. Zero ``main_grad`` in place: it is the tensor of the forward pass
+            that is added to.
         device, dtype: of the parameters, as in `torch.nn.Linear`.
 
     In inference mode ``state_dict()`` has DeepSeek's names and layout: ``weight``, ``weight_scale_inv``, ``bias``. In
@@ -102,18 +103,19 @@ class FP8Linear(Linear, FP8Weights):
     @classmethod
     def from_linear(cls, linear: nn.Module, **options: Any) -> FP8Linear:
         """A layer with the weight and bias of ``linear``: a `torch.nn.Linear`, or an `FP8Linear`, whose mode may be the
-        other one. ``options`` are keywords of `FP8Linear`. In training mode the parameters are the same objects, so that
-        an optimizer which has them goes on."""
+        other one. ``options`` are keywords of `FP8Linear`. In training mode the parameters are the same objects: an
+        optimizer that has them goes on."""
         if not isinstance(linear, (nn.Linear, FP8Linear)):
             raise InvalidInputError(f"linear must be a torch.nn.Linear or an FP8Linear, but it is {kind_of(linear)}.")
-        is_stored = isinstance(linear, FP8Linear) and linear.mode == "inference"
-        dtype = torch.bfloat16 if is_stored else linear.weight.dtype
+        weight: Any = linear.weight
+        scales = linear.weight_scale_inv if isinstance(linear, FP8Linear) and linear.mode == "inference" else None
+        dtype = torch.bfloat16 if scales is not None else weight.dtype
         sizes = linear.in_features, linear.out_features
         layer = cls(*sizes, False, **{"dtype": dtype, **options, "device": "meta"})
         if layer.mode == "inference":
-            layer.set_stored(linear.plain() if is_stored else stored.cast(linear.weight))
+            layer.set_stored(stored.cast(weight) if scales is None else (weight, scales))
         else:
-            layer.weight = nn.Parameter(stored.plain(*linear.plain(), dtype)) if is_stored else linear.weight
+            layer.weight = weight if scales is None else nn.Parameter(stored.plain(weight, scales, dtype))
         layer.bias = linear.bias
         return layer.train(linear.training)
 
@@ -165,13 +167,14 @@ class BF16Linear(Linear):
         self.reset_parameters()
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, **options: Any) -> BF16Linear:
+    def from_linear(cls, linear: nn.Module, **options: Any) -> BF16Linear:
         """A layer with the parameters of ``linear``, which are the same objects. ``options`` are keywords of
         `BF16Linear`."""
         if not isinstance(linear, nn.Linear):
             raise InvalidInputError(f"linear must be a torch.nn.Linear, but it is {kind_of(linear)}.")
         layer = cls(linear.in_features, linear.out_features, False, **{**options, "device": "meta"})
-        layer.weight, layer.bias = linear.weight, linear.bias
+        weight: Any = linear.weight
+        layer.weight, layer.bias = weight, linear.bias
         return layer.train(linear.training)
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:

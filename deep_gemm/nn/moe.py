@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
@@ -34,9 +33,7 @@ class Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
         rows, tokens, labels, sizes, main_gate_up, main_down, *cast = rest
         routing = Routing(rows, tokens, labels, sizes)
         x_rows, x_columns = casts.tokens(routing.spread(x), "column")
@@ -79,8 +76,8 @@ class MoE(nn.Module):
         top_k: how many experts each token goes to. Their weights are those of a softmax over all experts.
         mode, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`; the router's weight is float32.
 
-    ``gate_up`` and ``down`` are `FP8GroupedLinear`; a row of gate_up's weight is one of gate in the first half, and one of
-    up in the second. How many tokens an expert gets stays on the device: the layer never waits for the GPU.
+    ``gate_up`` and ``down`` are `FP8GroupedLinear`. Rows of gate_up's weight are those of gate, and then those of up.
+    How many tokens an expert gets stays on the device: the layer never waits for the GPU.
 
     Raises InvalidInputError, which names the argument.
     """

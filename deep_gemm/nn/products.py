@@ -71,7 +71,9 @@ class FrozenFP8Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         values, scales = ctx.saved_tensors
         dx = torch.empty(dy.shape[0], values.shape[1], dtype=ctx.dtype, device=dy.device)
-        dense.fp8_gemm_nn(quantize.rows(casts.row_major(dy), epsilon=0.0), (values, scales), dx)  # it transposes the weights
+        dense.fp8_gemm_nn(
+            quantize.rows(casts.row_major(dy), epsilon=0.0), (values, scales), dx
+        )  # it transposes the weights
         return dx, None, None, None
 
 

@@ -20,7 +20,8 @@ BLOCK = (128, 128)
 def empty(shape: tuple[int, ...], device: Any) -> Quantized:
     """Weights of zeros."""
     values = torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
-    return values, torch.ones((*shape[:-2], *scales_shape(*shape[-2:], "tile")), dtype=torch.float32, device=device)
+    *groups, n, k = shape
+    return values, torch.ones((*groups, *scales_shape(n, k, "tile")), dtype=torch.float32, device=device)
 
 
 def cast(weight: Tensor) -> Quantized:

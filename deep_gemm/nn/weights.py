@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, stored
-from deep_gemm.ops.scales import TMA_BYTES
+from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.quantize import Quantized
 from deep_gemm.tensors import shown
 
