@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import linear
 import pytest
 
 from deep_gemm.aot.workload import GemmShape
@@ -394,15 +393,3 @@ def test_what_is_installed_is_this_tree(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(provenance.importlib, "import_module", from_tree)
     assert provenance.source_digest() == installed
-
-
-def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
-    calls = linear.steps((32, 64, 48), "cpu", compiled=False)
-    for call in calls.values():
-        call()
-    assert list(calls) == list(linear.LAYERS)
-    found = dict.fromkeys(calls, (100.0, 10.0)) | {"FP8Linear": (80.0, 10.0)}
-    lines = linear.table(linear.SIZES[0], found).splitlines()
-    assert lines[0] == "M=4096 N=7168 K=2048: forward and backward, at least 1.25 is wanted"
-    assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
-    assert len(lines) == 2 + len(calls)

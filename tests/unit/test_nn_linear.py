@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import linear
 import pytest
 import torch
 from nn_cases import (
@@ -268,3 +269,15 @@ def test_the_package_alone_imports_no_modules() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines() == ["False", "FP8Linear"]
+
+
+def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
+    calls = linear.steps((32, 64, 48), "cpu", compiled=False)
+    for call in calls.values():
+        call()
+    assert list(calls) == list(linear.LAYERS)
+    found = dict.fromkeys(calls, (100.0, 10.0)) | {"FP8Linear": (80.0, 10.0)}
+    lines = linear.table(linear.SIZES[0], found).splitlines()
+    assert lines[0] == "M=4096 N=7168 K=2048: forward and backward, at least 1.25 is wanted"
+    assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
+    assert len(lines) == 2 + len(calls)
