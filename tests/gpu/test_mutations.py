@@ -10,6 +10,7 @@ import batched_mutations
 import grouped_mutations
 import grouped_runs
 import half_mutations
+import head_cases
 import mutations
 import pytest
 import scaled_mutations
@@ -101,7 +102,8 @@ def grouped(params: KernelParams, builder: Builder, binary: Binary, k: int) -> d
 
 
 def batched(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
-    return {"result": batched_cases.is_right(params, builder)}
+    run = head_cases if params.grouping == "heads" else batched_cases
+    return {"result": run.is_right(params, builder)}
 
 
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {

@@ -267,7 +267,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "Call deep_gemm.fp8_gemm_nt with c=d and recipe=(1, 1, 128).",
     ),
     "DeepGEMM 1, scales": (name("get_col_major_tma_aligned_tensor"), "deep_gemm.get_mn_major_tma_aligned_tensor."),
-    "batched": (lambda: name("fp8_einsum")()(), "Use fp8_gemm_nt for each."),  # type: ignore[operator]
+    "batched": (
+        lambda: name("fp8_einsum")()("bhd,hdr->bhr", None, None, None),  # type: ignore[operator]
+        "or bfloat16 to einsum.",
+    ),
 }
 
 
