@@ -229,7 +229,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "FP8 in a batch": (
         batch(a=torch.ones(2, M, K).to(torch.float8_e4m3fn)),
-        "There are no batched products of FP8: pass what it stands for with its scales, in 16 bits.",
+        "fp8_bmm, with scales, takes torch.float8_e4m3fn.",
     ),
     # sparse attention
     "keys without scales": (
