@@ -74,7 +74,13 @@ def command(
     """Time kernels side by side with cuBLASLt, in one process. Rows appear as they are measured, with the backends'
     times over ours.
 
-    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt.
+    \b
+    --op:
+      fp8_gemm_nt                    scales of 1 x 128 and 128 x 128
+      fp8_gemm_nt_1d1d               1 x 128 on both sides, added to float32
+      fp8_gemm_nt_rowwise            one scale for each row
+      bf16_gemm_nt, _nn, _tn, _tt    and fp16_gemm_ likewise
+    `deep-gemm compare` times the other operations.
 
     \b
     Modes:
