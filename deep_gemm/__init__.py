@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         fp8_paged_mqa_logits,
         get_paged_mqa_logits_metadata,
     )
-    from deep_gemm.batched import bf16_bmm, einsum, fp16_bmm
+    from deep_gemm.batched import bf16_bmm, einsum, fp8_bmm, fp8_einsum, fp16_bmm
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         fp8_fp4_gemm_tt,
         fp8_gemm_nn,
         fp8_gemm_nt,
+        fp8_gemm_nt_skip_head_mid,
         fp8_gemm_tn,
         fp8_gemm_tt,
         fp16_gemm_nn,
@@ -143,6 +144,8 @@ __all__ = [
     "dequantise",
     "dump_debug_info",
     "einsum",
+    "fp8_bmm",
+    "fp8_einsum",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -151,6 +154,7 @@ __all__ = [
     "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
+    "fp8_gemm_nt_skip_head_mid",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
@@ -226,7 +230,7 @@ _LATE = {
         "fp8_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
     ),
-    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp16_bmm"),
+    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp8_bmm", "fp8_einsum", "fp16_bmm"),
     "deep_gemm.runtime.weight_promises": (
         "declare_constant",
         "retract_constant",
@@ -252,6 +256,7 @@ _LATE = {
         "fp8_fp4_gemm_tt",
         "fp8_gemm_nn",
         "fp8_gemm_nt",
+        "fp8_gemm_nt_skip_head_mid",
         "fp8_gemm_tn",
         "fp8_gemm_tt",
     ),

@@ -16,7 +16,7 @@ SCALE_BLOCK = 128
 Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
 Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
-Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed"]
+Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "heads"]
 Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
 
@@ -62,6 +62,8 @@ class GemmSpec:
 
     Other groups are products of equal size, each with matrices A and B of its own. "batched": and with a D of its own.
     "summed": D is the sum of all products; ``k`` is then that of all of them together, each rounded up to a block of K.
+
+    "heads": one product, whose columns belong to ``groups`` heads of D, which have columns more in the middle.
     """
 
     m: int

@@ -106,6 +106,19 @@ def batch() -> Tensors:
     }
 
 
+def batch_fp8() -> Tensors:
+    found = {"a": torch.zeros(G, M, K).to(E4M3), "sfa": scales(G, M, 2), "b": torch.zeros(G, N, K).to(E4M3)}
+    return found | {"sfb": torch.ones(G, 2, 2), "d": torch.zeros(G, M, N, dtype=BF16)}
+
+
+def bmm_fp8(a: Any, sfa: Any, b: Any, sfb: Any, d: Any, pair: Any = tuple, **options: Any) -> None:
+    deep_gemm.fp8_bmm(pair((a, sfa)), (b, sfb), d, **options)
+
+
+def skips_middle(a: Any, sfa: Any, b: Any, sfb: Any, d: Any, pair: Any = tuple, **options: Any) -> None:
+    deep_gemm.fp8_gemm_nt_skip_head_mid(pair((a, sfa)), (b, sfb), d, **options)
+
+
 def each_h(a: Any, b: Any, d: Any, compiled_dims: Any = None) -> None:
     batched.bf16(a, b, d, compiled_dims, batched.BHR)
 
@@ -175,7 +188,11 @@ KINDS = {
     "k bf16 and c": Kind(lambda: k_tensors("bf16") | {"c": torch.zeros(G, M, N)}, k_bf16),
     "k fp8": Kind(lambda: k_tensors("fp8"), k_fp8),
     "k padded": Kind(lambda: k_tensors("padded"), k_padded),
+    "heads": Kind(
+        lambda: dense_fp8(d=torch.zeros(M, N // 8 * 12, dtype=BF16)), skips_middle, options={"head_splits": (2, 4, 6)}
+    ),
     "batch": Kind(batch, deep_gemm.bf16_bmm),
+    "batch of fp8": Kind(batch_fp8, bmm_fp8),
     "einsum": Kind(lambda: {name: x.transpose(0, 1) if name != "b" else x for name, x in batch().items()}, each_h),
     "sum": Kind(lambda: batch() | {"d": torch.zeros(M, N)}, summed),
     "sum and c": Kind(lambda: batch() | {name: torch.zeros(M, N) for name in "cd"}, summed),

@@ -159,6 +159,21 @@ def batch() -> dict[str, Any]:
     return {"a": numbers(G, M, K), "b": numbers(G, N, K), "d": numbers(G, M, N), "compiled_dims": "nk"}
 
 
+def heads() -> dict[str, Any]:
+    a, b = fp8(M, K, scales=(M, 2)), fp8(N, K, scales=(2, 2))
+    return {"a": a, "b": b, "d": numbers(M, N + 8 * N // 16), "head_splits": (4, 8, 12), "recipe": None}
+
+
+def scaled_batch() -> dict[str, Any]:
+    a, b = fp8(G, M, K, scales=(G, M, 2)), fp8(G, N, K, scales=(G, 2, 2))
+    return {"a": a, "b": b, "d": numbers(G, M, N), "recipe": None, "recipe_a": None, "recipe_b": None}
+
+
+def scaled_einsum() -> dict[str, Any]:
+    a, b = fp8(M, G, K, scales=(M, G, 2)), fp8(G, N, K, scales=(G, 2, 2))
+    return {"expr": "bhr,hdr->bhd", "a": a, "b": b, "d": numbers(M, G, N), "c": None, "recipe": (1, 128, 128)}
+
+
 def einsum(expr: str, *shapes: tuple[int, ...]) -> Callable[[], dict[str, Any]]:
     return lambda: {
         "expr": expr,
@@ -181,6 +196,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "k_grouped_fp8_gemm_nt_contiguous": k_grouped(True),
     "k_grouped_bf16_gemm_tn_contiguous": k_grouped(False),
     "bf16_bmm": batch,
+    "fp8_gemm_nt_skip_head_mid": heads,
+    "fp8_bmm": scaled_batch,
+    "fp8_einsum": scaled_einsum,
     "einsum": einsum("bhr,hdr->bhd", (M, G, K), (G, N, K), (M, G, N)),
     "einsum sum": einsum("bmk,bnk->mn", (G, M, K), (G, N, K), (M, N)),
     "quantize.rows": cast(use_ue8m0=False, epsilon=1e-4, out=None, gated=False),

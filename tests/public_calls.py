@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,12 @@ def batch(expression: str, **shapes: tuple[tuple[int, ...], torch.dtype]) -> Pub
     return PublicCall(made(shapes), lambda x: deep_gemm.einsum(expression, *x.values()))
 
 
+def scaled_batch(function: Callable[..., Any], *rows: int) -> PublicCall:
+    shapes = {"a": ((*rows, K), E4M3), "sfa": ((*rows, 2), F32), "b": ((G, N, K), E4M3), "sfb": ((G, 1, 2), F32)}
+    tensors = made({**shapes, "d": ((*rows, N), BF16)})
+    return PublicCall(tensors, lambda x: function(paired(x, "a"), paired(x, "b"), x["d"]))
+
+
 def strict(function: Callable[..., Any], *more: Any, **shapes: tuple[tuple[int, ...], torch.dtype]) -> PublicCall:
     return PublicCall(made(shapes), lambda x: function(*x.values(), *more))
 
@@ -203,6 +210,14 @@ CALLS: dict[str, PublicCall] = {
         name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype), d=((G, M, N), dtype))
         for name, dtype in (("bf16_bmm", BF16), ("fp16_bmm", FP16))
     },
+    "fp8_gemm_nt_skip_head_mid": PublicCall(
+        made(
+            {"a": ((M, K), E4M3), "sfa": ((M, 2), F32), "b": ((N, K), E4M3), "sfb": ((1, 2), F32), "d": ((M, 48), BF16)}
+        ),
+        lambda x: deep_gemm.fp8_gemm_nt_skip_head_mid(paired(x, "a"), paired(x, "b"), x["d"], (8, 8, 8)),
+    ),
+    "fp8_bmm": scaled_batch(deep_gemm.fp8_bmm, G, M),
+    "fp8_einsum": scaled_batch(functools.partial(deep_gemm.fp8_einsum, "bhr,hdr->bhd"), M, G),
     "einsum": batch("bhr,hdr->bhd", a=((M, G, K), BF16), b=((G, N, K), BF16), d=((M, G, N), BF16)),
     "einsum of a sum": batch("bmk,bnk->mn", a=((G, M, K), BF16), b=((G, N, K), BF16), d=((M, N), F32)),
     "fp8_mqa_logits": logits(deep_gemm.fp8_mqa_logits, paged=False),

@@ -16,7 +16,7 @@ from deep_gemm.aot import attention, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, LayerPlan
+from deep_gemm.aot.layers import BATCHED, FP8, FP8_OPS, GROUPED, Layer, LayerPlan
 from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary, Work
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
@@ -43,7 +43,7 @@ def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, 
 
 def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
     """Why a call with these weights is refused for every M; "" if it is not."""
-    if k % K_MULTIPLE and op in (*FP8_OPS, *GROUPED[FP8]):
+    if k % K_MULTIPLE and op in (*FP8_OPS, *GROUPED[FP8], BATCHED[FP8]):
         return (
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
             f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."

@@ -131,6 +131,8 @@ def _from_tensors(
     if len(unknown) > 8:
         problems.append(f"{len(unknown) - 8} more tensors are not known either.")
     layers = layers_of(_named(modules), tp, bool(kept))
+    if known is not None and any(layer.name.rpartition(".")[2] == "kv_b_proj" for layer in layers.layers):
+        layers = LayerPlan.join([layers, known.absorbed(tp)])
     if routed:
         count, wrong = _count_experts(numbers, {x.shape[0] for each in stacked.values() for x in each.values()}, known)
         chosen = known.num_experts_per_tok if known is not None else None
@@ -249,11 +251,11 @@ def _read_config(config: Mapping[str, Any] | None) -> model.ModelConfig | None:
 
 def _with_heads(name: str, weight: Weight, config: model.ModelConfig | None) -> Weight:
     """The weight with its heads, by which tensor parallelism splits it, if the config gives their number."""
-    if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj", "wo_b", "h_proj"}:
+    if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj", "wo_a", "wo_b", "h_proj"}:
         return weight
     if name == "h_proj":
         return replace(weight, copies=config.hc_mult or 1)
-    if name == "wo_b":
+    if name in ("wo_a", "wo_b"):
         return replace(weight, heads=config.o_groups)
     heads, linear = config.num_attention_heads, config.linear_num_value_heads
     if name in ("k_proj", "v_proj"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from deep_gemm.aot import deepseek_v4, experts, inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, OPS, STAYS, LayerPlan, Weight, check_op, layers_of
+from deep_gemm.aot.layers import FP8, OPS, STAYS, LayerPlan, Weight, absorbed, check_op, layers_of
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
@@ -95,6 +95,11 @@ class ModelConfig(SimpleNamespace):
         """How many experts tokens are routed to; 0 for a dense model."""
         return int(self.n_routed_experts or self.num_experts or self.num_local_experts)
 
+    def absorbed(self, tp: int) -> LayerPlan:
+        """What latent attention multiplies by kv_b_proj while it decodes."""
+        sizes = self.qk_nope_head_dim, self.kv_lora_rank, self.v_head_dim
+        return LayerPlan(absorbed(self.num_attention_heads, *sizes, tp))
+
 
 def is_config(data: Mapping[str, Any]) -> bool:
     """Whether this is a model's configuration rather than a list of shapes."""
@@ -140,7 +145,7 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> L
             )
         op = OPS.get(dtype or "", FP8)
     named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
-    found = layers_of(named, tp, form.fixed)
+    found = LayerPlan.join([layers_of(named, tp, form.fixed), known.absorbed(tp)])
     routed = LayerPlan(())
     if known.experts:
         v4 = kind == deepseek_v4.KIND

@@ -11,7 +11,19 @@ from typing import Any
 from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, LayerPlan, check_op, is_masked
+from deep_gemm.aot.layers import (
+    BATCHED,
+    BATCHED_OPS,
+    FP8,
+    FP8_OPS,
+    GROUPED,
+    GROUPED_OPS,
+    WGRAD,
+    Layer,
+    LayerPlan,
+    check_op,
+    is_masked,
+)
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import counted
 from deep_gemm.select import representatives
@@ -31,7 +43,8 @@ class GemmShape:
     """D (m x n) = A (m x k) @ B (n x k)^T by `op`; `source` says which layer it is.
 
     If `op` has groups, there is a B for each of `groups`, and m counts the rows of all. In the masked form m counts the
-    room of one group, of which `expected_m` rows are expected to be used; 0 means all of them."""
+    room of one group, of which `expected_m` rows are expected to be used; 0 means all of them. In a batch m counts the
+    rows of each product."""
 
     m: int
     n: int
@@ -49,6 +62,8 @@ class GemmShape:
     @property
     def rows(self) -> int:
         """Rows of A that are multiplied; of masked groups those that are expected."""
+        if self.op in BATCHED_OPS:
+            return self.groups * self.m
         return self.groups * min(self.m, self.expected_m or self.m) if is_masked(self.op) else self.m
 
     @property
@@ -58,7 +73,7 @@ class GemmShape:
     def bytes_moved(self) -> int:
         """Each operand, its scales and a 16-bit output once: the least that must be moved."""
         m, k, n, weights = self.rows, self.k, self.n, self.groups * self.n * self.k
-        if self.op not in (*FP8_OPS, *GROUPED[FP8]):
+        if self.op not in (*FP8_OPS, *GROUPED[FP8], BATCHED[FP8]):
             return 2 * (m * k + weights + m * n)
         blocks = -(-k // 128)
         if self.op == WGRAD:  # float32, read and written
@@ -66,7 +81,7 @@ class GemmShape:
         return m * k + weights + 2 * m * n + 4 * blocks * (m + self.groups * -(-n // 128))
 
     def __str__(self) -> str:
-        groups = f" in {counted(self.groups, 'group')}" if self.op in GROUPED_OPS else ""
+        groups = f" in {counted(self.groups, 'group')}" if self.op in (*GROUPED_OPS, *BATCHED_OPS) else ""
         return f"{self.m} x {self.n} x {self.k}{groups}" + ("" if self.op == FP8 else f" of {self.op}")
 
 

@@ -47,8 +47,9 @@ def command(
     if len(found.ms) != 1:
         raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
     layers.check_op(op, grouped=True)
-    if groups > 1 and op not in layers.GROUPED_OPS:
-        raise click.UsageError(f"--groups is for {', '.join(layers.GROUPED_OPS)}: name one of them with --op, not {op}")
+    known = (*layers.GROUPED_OPS, *layers.BATCHED_OPS)
+    if groups > 1 and op not in known:
+        raise click.UsageError(f"--groups is for {', '.join(known)}: name one of them with --op, not {op}")
     if expected_m is not None and not layers.is_masked(op):
         raise click.UsageError(f"--expected-m is for masked operations, not {op}")
     asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0)

@@ -97,7 +97,7 @@ def command(
 
 
 def _is_tuned(layer: layers.Layer) -> bool:
-    return not layer.why_not and layer.op not in layers.GROUPED_OPS
+    return not layer.why_not and layer.op not in (*layers.GROUPED_OPS, *layers.BATCHED_OPS)
 
 
 def _learn(path: Path, stale: bool) -> dict[str, int]:

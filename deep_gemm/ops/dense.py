@@ -113,10 +113,11 @@ class Dense(Gemm):
         d, outputs = named["d"], [TORCH[dtype] for dtype in self.product.outputs]
         if d.dtype not in outputs:
             *most, last = map(str, outputs)
-            of = "" if self.is_scaled else f" of {self.called(form)}"
-            raise InvalidInputError(
-                f"d{of} must be {', '.join(most)} or {last}, but it is {d.dtype}. Cast d after the call."
+            of, known = (
+                "" if self.is_scaled else f" of {self.called(form)}",
+                f"{', '.join(most)} or {last}" if most else last,
             )
+            raise InvalidInputError(f"d{of} must be {known}, but it is {d.dtype}. Cast d after the call.")
 
     def _check_outputs(self, named: Mapping[str, Tensor], form: str) -> None:
         shape = (named["a"].shape[0], named["b"].shape[0])

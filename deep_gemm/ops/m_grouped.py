@@ -65,13 +65,8 @@ class MGrouped(Gemm):
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
         asked, dims = self.check_options(given)
-        if asked not in (None, self.product.scaling):
-            name = "recipe" if given["recipe"] is not None else "recipe_b"
-            raise UnsupportedError(
-                f"{name} {tuple(given[name])} is not supported by GEMMs grouped by M: only (1, {SCALE_BLOCK}, "
-                f"{SCALE_BLOCK}) is, one scale for each row and {SCALE_BLOCK} of K of a, and for each {SCALE_BLOCK} x "
-                f"{SCALE_BLOCK} block of b."
-            )
+        if self.is_scaled:
+            scales.check_blocks(asked, given, "GEMMs grouped by M")
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
         device = checks.check_tensors(self.called(form), named, ranks, (3 if self.is_masked else 2,))
         if form == "nn":

@@ -10,6 +10,7 @@ import batched_mutations
 import grouped_mutations
 import grouped_runs
 import half_mutations
+import head_cases
 import mutations
 import pytest
 import rows_mutations
@@ -102,7 +103,8 @@ def grouped(params: KernelParams, builder: Builder, binary: Binary, k: int) -> d
 
 
 def batched(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
-    return {"result": batched_cases.is_right(params, builder)}
+    run = head_cases if params.grouping == "heads" else batched_cases
+    return {"result": run.is_right(params, builder)}
 
 
 def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:

@@ -94,7 +94,10 @@ def test_doctor() -> None:
     assert report["headers"]["path"] in text
     edited = {name for name, post_pass in report["post_passes"].items() if post_pass == "ffma-bursts-8"}
     assert edited == {
+        "sm90_fp8_batched",
+        "sm90_fp8_batched_swapped",
         "sm90_fp8_gemm",
+        "sm90_fp8_heads",
         "sm90_fp8_swapped",
         "sm90_fp8_rows",
         "sm90_fp8_scaled",

@@ -65,7 +65,8 @@ SIZES: dict[str, tuple[Config, int, str]] = {
         "experts.gate_up_proj 128x3072x5120 experts.down_proj 128x5120x1536"),
     "v3": (DEEPSEEK_V3, 8, ("qkv_a_proj 2112x7168 kv_a_proj 576x7168 q_b_proj 3072x1536 kv_b_proj 4096x512 "
                             "o_proj 7168x2048 mlp.gate_up_proj 4608x7168 mlp.down_proj 7168x2304 "
-                            "shared_expert.gate_up_proj 512x7168 shared_expert.down_proj 7168x256")),
+                            "shared_expert.gate_up_proj 512x7168 shared_expert.down_proj 7168x256 "
+                            "w_uk 16x512x128 w_uv 16x128x512")),
     "no blocks of scales": (LLAMA_8B | {"torch_dtype": "bfloat16"}, 32, "mlp.gate_up_proj 896x4096"),
     "ragged": (LLAMA_8B | {"num_key_value_heads": 1, "head_dim": 64, "num_attention_heads": 9}, 1, "qkv_proj 704x4096"),
     # Weights with ragged blocks stay apart where they come with scales.

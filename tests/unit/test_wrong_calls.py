@@ -229,7 +229,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "FP8 in a batch": (
         batch(a=torch.ones(2, M, K).to(torch.float8_e4m3fn)),
-        "There are no batched products of FP8: pass what it stands for with its scales, in 16 bits.",
+        "fp8_bmm, with scales, takes torch.float8_e4m3fn.",
     ),
     # sparse attention
     "keys without scales": (
@@ -267,7 +267,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "Call deep_gemm.fp8_gemm_nt with c=d and recipe=(1, 1, 128).",
     ),
     "DeepGEMM 1, scales": (name("get_col_major_tma_aligned_tensor"), "deep_gemm.get_mn_major_tma_aligned_tensor."),
-    "batched": (lambda: name("fp8_einsum")()(), "Use fp8_gemm_nt for each."),  # type: ignore[operator]
+    "batched": (
+        lambda: name("fp8_einsum")()("bhd,hdr->bhr", None, None, None),  # type: ignore[operator]
+        "or bfloat16 to einsum.",
+    ),
 }
 
 
