@@ -93,7 +93,7 @@ def rows_and_columns(
 ) -> tuple[Quantized, Quantized]:
     """The results of `rows` and `columns`, from one pass over x."""
     first, second = (
-        out
+        _two(out)
         if out is not None
         else (
             _empty(x, "row", gated, row_major=row_major),
@@ -139,7 +139,7 @@ def blocks_and_transpose(
     epsilon: float = AMAX_MIN,
 ) -> tuple[Quantized, Quantized]:
     """The results of `blocks` and `blocks_transposed`, from one pass over x."""
-    first, second = out if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
+    first, second = _two(out) if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
     return first, second
 
@@ -177,6 +177,16 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
         ops.plain(x, None, None, out, "tile", use_ue8m0, AMAX_MIN, False)
         return out
     return cast_reference.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
+
+
+def _two(out: object) -> tuple[Quantized, Quantized]:
+    """The outputs of a cast that has two."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        kind = f"has {len(out)} elements" if isinstance(out, (tuple, list)) else f"is {checks.kind_of(out)}"
+        raise InvalidInputError(
+            f"out must be two pairs of values and scales, ((values, scales), (values, scales)), but it {kind}."
+        )
+    return out[0], out[1]
 
 
 def _empty(

@@ -14,6 +14,7 @@ from .gemm import SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
 from .helpers import COPY_ROWS, K_GROUP_MAPS, LOGITS_SCHEDULE, TRANSPOSE_BYTES, TRANSPOSE_SCALES
 from .quantize import QUANTIZE
+from .rows import ROWS
 from .sm90_fp8_mqa_logits import PROMPT_LOGITS
 from .sm90_fp8_paged_mqa_logits import PAGED_LOGITS
 from .sm90_tf32_hc_prenorm_gemm import PRENORM
@@ -151,6 +152,57 @@ FP8_SCALED_SWAPPED = GemmFamily(
         ((8, 1, 2), {"store": "direct", "accumulate": "reads"}),
         ((24, 2, 2), {"store": "direct"}),
         ((16, 2, 2), {"shape": SHAPE}),
+    ),
+)
+
+FP8_BATCHED = GemmFamily(
+    name="sm90_fp8_batched",
+    rules=Fp8Scaled(groups="batch"),
+    serving=serving.FP8_BATCHED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=("batched",),
+    accumulates=("none",),
+    label="any ",
+    varied=(
+        ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
+        ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
+        ((128, 128, (1, 1), 2, 2), {"shape": SHAPE}),
+    ),
+)
+
+FP8_BATCHED_SWAPPED = GemmFamily(
+    name="sm90_fp8_batched_swapped",
+    rules=Fp8ScaledSwapped(batched=True),
+    serving=serving.FP8_BATCHED_SWAPPED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=("batched",),
+    accumulates=("none",),
+    label="any swapped ",
+    tile_prefix="swapped_",
+    varied=(
+        ((64,), {"store": "direct"}),
+        ((16, 1, 1, 2), {"store": "direct"}),
+        ((16, 1, 1, 2), {"shape": SHAPE}),
+    ),
+)
+
+FP8_HEADS = GemmFamily(
+    name="sm90_fp8_heads",
+    rules=Fp8Scaled(groups="heads"),
+    serving=serving.FP8_BATCHED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=("heads",),
+    accumulates=("none",),
+    label="any ",
+    varied=(
+        ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
+        ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
     ),
 )
 
@@ -331,12 +383,13 @@ HALF_SUMMED = GemmFamily(
 )
 
 GEMMS: tuple[GemmFamily, ...] = (
-    *(FP8_GEMM, FP8_GROUPED, FP8_K_GROUPED, FP8_ROWS, FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
+    *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GEMM, FP8_GROUPED, FP8_HEADS, FP8_K_GROUPED, FP8_ROWS),
+    *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
     *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )
 
 FAMILIES: tuple[Kernel, ...] = (
     *GEMMS,
-    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
+    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, ROWS, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
     *(PROMPT_LOGITS, PAGED_LOGITS, LOGITS_SCHEDULE, PRENORM),
 )

@@ -94,7 +94,9 @@ class KGrouped(Gemm):
     def _check_outputs(self, named: Mapping[str, Tensor]) -> None:
         d, c = named["d"], named.get("c")
         if DTYPES.get(d.dtype) not in self.product.outputs:
-            raise InvalidInputError(f"d of {self.name} must be torch.float32 or torch.bfloat16, but it is {d.dtype}.")
+            raise InvalidInputError(
+                f"d of {self.name} must be torch.float32 or torch.bfloat16, but it is {d.dtype}. Cast d after the call."
+            )
         if c is not None and (c.dtype != d.dtype or c.shape != d.shape):
             raise InvalidInputError(
                 f"c must have d's dtype and shape, {d.dtype} {shape_of(d)}, but it has {c.dtype} {shape_of(c)}."
@@ -111,7 +113,7 @@ class KGrouped(Gemm):
         k = named["a"].shape[0]
         for name, columns in (("a", m), ("b", n)):
             x = named[name]
-            self.check_dtype(name, x)
+            self.check_dtype(name, x, self.name, f" Pass {name}.to({self.dtype}).")
             if tuple(x.shape) != (k, columns):
                 raise InvalidInputError(
                     f"{name} must have the shape {(k, columns)}, the sum of K by {'M' if name == 'a' else 'N'} of d, "

@@ -77,10 +77,14 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
                 _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, epilogue)
 
 
-def batched_reference(a: Tensor, b: Tensor, d: Tensor) -> None:
-    """Write ``a[i] @ b[i]^T`` into each ``d[i]`` of d (batch, M, N), rounded once to d's dtype."""
-    for left, right, out in zip(a, b, d, strict=True):
-        half_gemm_reference(left, right, out)
+def batched_reference(a: Tensor, b: Tensor, d: Tensor, sfa: Tensor | None = None, sfb: Tensor | None = None) -> None:
+    """Write ``a[i] @ b[i]^T`` into each ``d[i]`` of d (batch, M, N), rounded once to d's dtype. FP8 operands come with
+    their scales."""
+    for index, out in enumerate(d):
+        if sfa is None or sfb is None:
+            half_gemm_reference(a[index], b[index], out)
+        else:
+            fp8_gemm_reference(a[index], sfa[index], b[index], sfb[index], out)
 
 
 @contextlib.contextmanager

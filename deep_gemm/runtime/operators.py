@@ -32,6 +32,7 @@ _TYPES = {
     "str | None": "str?",
     "tuple[int, int] | None": "int[]?",
     "tuple[int, int, int] | None": "int[]?",
+    "tuple[int, int, int]": "int[]",
 }
 _PAIR = "tuple[Tensor, Tensor]"
 

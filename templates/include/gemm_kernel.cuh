@@ -52,6 +52,7 @@ struct GemmKernel {
   enum : bool { kByDepth = Layout::kGrouping == kAlongK, kByRows = kGrouped && !kByDepth };
   // Whether each product has a matrix D, and whether tensor maps of A and B have a third dimension, the product.
   enum : bool { kBatched = Layout::kGrouping == ::kBatched, kSummed = Layout::kGrouping == ::kSummed };
+  enum : bool { kHeads = Layout::kGrouping == ::kHeads };
   enum : bool { kManyD = kByDepth || kBatched, kManyAB = kBatched || kSummed };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 

@@ -21,15 +21,18 @@ from deep_gemm.ops.batched import Batched
 from deep_gemm.ops.dense import Dense, fp8
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.m_grouped import MGrouped
+from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls
 from deep_gemm.runtime.operation import REQUIRED, Operation
 
-# fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function, and so are sums.
+# fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function, and so are sums and
+# batches whose weights have N contiguous.
 CLASSES = {"none": Dense, "contiguous": MGrouped, "masked": MGrouped, "k": KGrouped, "batched": Batched}
+CLASSES["heads"] = SkipHeadMid
 FUNCTIONS: dict[str, Operation] = {
     name.replace("_nt", f"_{form}"): CLASSES[product.grouping](name)
     for name, product in PRODUCTS.items()
-    if name not in (table.WGRAD, table.ROWWISE) and product.grouping not in ("psum", "summed")
+    if name not in (table.WGRAD, table.ROWWISE, table.ABSORBED) and product.grouping not in ("psum", "summed")
     for form in product.forms
 }
 
@@ -65,6 +68,7 @@ TYPES = {
     "tuple[Tensor, Tensor]": "Tensor {0}, Tensor {0}_scales",
     "tuple[int, int] | None": "int[2]? {0}",
     "tuple[int, int, int] | None": "int[3]? {0}",
+    "tuple[int, int, int]": "int[3] {0}",
     "str | None": "str? {0}",
     "bool": "bool {0}",
     "int": "int {0}",

@@ -43,6 +43,7 @@ LAYERS: list[tuple[str, ...]] = [
             "deep_gemm.batched",
             "deep_gemm.prenorm",
             "deep_gemm.dense",
+            "deep_gemm.fused",
             "deep_gemm.grouped",
             "deep_gemm.layout",
             "deep_gemm.operators",
