@@ -328,7 +328,7 @@ struct GemmKernel {
     ProducerCursor cursor;
     const Order order = this->order();
     const u16 sharing = sharing_a();
-    const bool late = !kGrouped && starts_next_late(m(), Layout::kBlockM);
+    const bool late = !kGrouped && starts_next_late(m(), k(), Layout::kBlockM);
     for (; tile.valid(); tile.advance()) {
       const auto from = a(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);

@@ -6,11 +6,11 @@
 #include "pipeline.cuh"
 #include "tma.cuh"
 
-// When the next kernel of the stream may start: with one row of tiles, as soon as this one reads its operands, so that constant weights
-// are loaded early. With several rows, when this CTA's last loads are issued: started sooner, graphs of 96 to 128 tokens took up to 14%
-// longer (BF16 128 x 10240 x 5120: 46.1 and 39.5 us; FP8 128 x 5120 x 13824: 30.6 and 27.7; H100), and with one row started later, FP8
-// with promised weights up to 8% longer (64 x 7168 x 2048).
-DG_DEVICE bool starts_next_late(u32 m, u32 block_m) { return m > block_m; }
+// When the next kernel of the stream may start: as soon as this one reads its operands, so that constant weights are loaded early. But
+// where a few rows of tiles read the same B and K is long, not before this CTA's last loads are issued: in graphs of 96 to 128 tokens an
+// early start took up to 15% longer (unpromised, BF16 128 x 10240 x 5120: 46.1 and 39.5 us; FP8 128 x 5120 x 13824: 30.6 and 27.7; H100).
+// With one row of tiles or short K, a late start took up to 15% longer with constant weights (FP8 86 x 6144 x 1024).
+DG_DEVICE bool starts_next_late(u32 m, u32 k, u32 block_m) { return m > block_m && m <= 4 * block_m && k >= 2048; }
 
 // A's rows of every tile. In a cluster each CTA along n loads a part and multicasts it.
 template <class Gemm>
@@ -18,7 +18,7 @@ DG_DEVICE void load_tokens(const Gemm& gemm, typename Gemm::Scheduler tile) {
   ProducerCursor cursor;
   const auto order = gemm.order();
   const u32 part = gemm.tokens_part();
-  const bool late = starts_next_late(gemm.m(), Gemm::kBlockM);
+  const bool late = starts_next_late(gemm.m(), gemm.k(), Gemm::kBlockM);
   for (; tile.valid(); tile.advance()) {
     const u32 loaded = gemm.tokens_loaded(tile.row);
     with_map<Gemm::kTokensBox, Gemm::kClusters>(part, loaded, gemm.arg.map_a, gemm.arg.map_a_last, [&](const TensorMap* map) {
