@@ -31,7 +31,6 @@ _TYPES = {
     "str": "str",
     "str | None": "str?",
     "tuple[int, int] | None": "int[]?",
-    "tuple[int, int, int]": "int[]",
     "tuple[int, int, int] | None": "int[]?",
     "tuple[int, int, int]": "int[]",
 }
