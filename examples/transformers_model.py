@@ -1,8 +1,8 @@
 """A small Llama of Transformers in bfloat16 and with the FP8 layers of deep_gemm.nn: training, prefill and generation.
 
 `deep_gemm.nn.convert(model)` is all that changes. Both models begin with the same weights, and learn to continue
-sequences that repeat a random pattern. Then the bfloat16 one is copied, and the weights of the copy become FP8: how
-many greedy tokens are the same, and how many tokens a second each makes.
+sequences that repeat a random pattern. Then the bfloat16 one is copied, and the copy's weights become FP8: how many
+greedy tokens are the same, and how many tokens a second each makes.
 
     pip install transformers
     python examples/transformers_model.py                 # large enough for a GPU if there is one, tiny otherwise
