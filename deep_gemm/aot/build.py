@@ -213,6 +213,10 @@ def work_of(
     training: bool = False,
 ) -> Work:
     """The kernels of a workload; arguments and errors are those of `precompile`."""
+    for name, flag in (("allow_partial", allow_partial), ("training", training)):
+        if not isinstance(flag, bool):
+            raise InvalidInputError(f"{name} must be True or False, but it is {flag!r}.")
+    num_sms = None if num_sms is None else whole(num_sms, "num_sms")
     found = plan(what, tp, ep, op, training)
     if (problems := found.problems) and not allow_partial:
         told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")

@@ -156,6 +156,7 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     InvalidInputError for anything else, and UnsupportedError for groups of an operation that has none.
     """
     check_op(op, grouped=True)
+    model.degrees(tp, ep)
     if isinstance(what, Mapping) and {"n", "k"} <= set(what):
         return LayerPlan(_entry(what, shown(what), (), op))
     if isinstance(what, Mapping):

@@ -237,7 +237,8 @@ def _print_plan(report: dict[str, Any]) -> None:
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
     if report["others"]:
-        fact(out, "also", f"{', '.join(report['others'])}, which belong to no layer")
+        belong = "belongs" if len(report["others"]) == 1 else "belong"
+        fact(out, "also", f"{', '.join(report['others'])}, which {belong} to no layer")
     for text in report["untrained"]:
         if not any(text in problem for problem in report["unknown"]):
             fact(out, "training", text)

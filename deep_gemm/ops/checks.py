@@ -109,9 +109,9 @@ def check_tensors(
             warn_once(
                 "gradient",
                 f"{operation}: {name} was computed with gradients ({tensor.grad_fn.name()}), but they end here, since "
-                f"this function records nothing for autograd. To train, call it in a torch.autograd.Function, as "
-                f"examples/train_linear.py does; otherwise under torch.no_grad(), or pass {name}.detach(). Other "
-                "calls are not told of.",
+                f"this function records nothing for autograd. To train, use the layers of deep_gemm.nn, or call it in "
+                f"a torch.autograd.Function; otherwise under torch.no_grad(), or pass {name}.detach(). Other calls "
+                "are not told of.",
             )
     return device
 

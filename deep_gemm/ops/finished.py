@@ -14,6 +14,7 @@ from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 FUSED = ("row_factor", "bias", "residual")
 """The tensors of an epilogue."""
 
+_operators = getattr(torch.ops, operators.NAMESPACE)
 _traced: dict[str, Finished] = {}
 
 
@@ -27,10 +28,14 @@ def records(product: str, given: Mapping[str, Any]) -> bool:
     """Record a call in the program that torch traces. False if it traces none."""
     operation = _traced[product]
     arguments = [given.get(parameter.name) for parameter in operation.arguments]
-    if not (torch.compiler.is_dynamo_compiling() or operators.is_recorded(arguments)):
-        return False
-    operators.record((operation,), arguments)
-    return True
+    if torch.compiler.is_dynamo_compiling():
+        operators.register(operation.operator)
+        getattr(_operators, operation.operator)(*operators.flattened(operation, arguments))
+        return True
+    if operators.is_recorded(arguments):
+        operators.record((operation,), arguments)
+        return True
+    return False
 
 
 @functools.cache
@@ -51,6 +56,7 @@ class Finished(Operation):
         self.operands, self.output = every.operands, every.output
         required = [x for x in every.parameters if x.name not in FUSED and x.use != "before"]
         self.parameters = *required, *(Parameter(name, "Tensor | None", None, "added") for name in FUSED)
+        self.operator = operators.name_of((self,))
         _traced[product] = self
         operators.announce((self,), self._call)
 

@@ -39,6 +39,10 @@ _OPTIONS = {
 _VECTORS = {"y": (1, 2), "z": (1, 2), "weight": (1,), "bias": (1,), "factors": (1,)}
 """How many dimensions inputs may have that are not (M, N)."""
 
+_VALUES, _SCALES = "the values of out", "the scales of out"
+_SINGLE = ("factors", _SCALES)
+"""Operands that are read and written element by element."""
+
 _ALIGNED = 16
 """Bytes at whose multiples rows begin that kernels read by 16 bytes."""
 
@@ -83,17 +87,19 @@ class RowFunction(Operation):
         given = self.given(arguments, named_arguments)
         named: dict[str, Any] = {name: given[name] for name in self.read}
         if self.fp8:
-            named["values"], named["scales"] = checks.pair("out", given["out"])
+            pair = checks.pair("out", given["out"], "Pass values and scales to write, or leave out out.")
+            named[_VALUES], named[_SCALES] = pair
         else:
             named["out"] = given["out"]
         form, number = self._options(given)
-        device = checks.check_tensors(self.function, named, _VECTORS, (2,), self.outputs)
+        written = [name for name in named if name not in self.read or name == "residual"]
+        device = checks.check_tensors(self.function, named, _VECTORS, (2,), written)
         rows, columns = self._check_shapes(named)
         if checks.is_fake(named.values()):
             return None
         for name, tensor in named.items():
             checks.check_sizes(name, tensor)
-            if name in self.outputs and tensor.numel():
+            if name in written and tensor.numel():
                 self._check_output(name, named)
             elif tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise InvalidInputError(
@@ -107,15 +113,15 @@ class RowFunction(Operation):
             rows=rows,
             columns=columns,
             dtype=DTYPES[named["x"].dtype],
-            output=DTYPES[named[self.output].dtype],
+            output=DTYPES[named[_VALUES if self.fp8 else "out"].dtype],
             form=form,
             given=self.given_operands,
-            aligned=columns % 8 == 0 and all(map(_is_aligned, self._elements(named))),
+            aligned=columns % 8 == 0 and all(_is_aligned(x) for name, x in named.items() if name not in _SINGLE),
             number=number,
             amax_min=AMAX_MIN if self.fp8 else 0.0,
             power_of_two=given["use_ue8m0"],
         )
-        return RowsOperands(named, device, spec)
+        return RowsOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
     def _options(self, given: Mapping[str, Any]) -> tuple[str, float]:
         """The form of the function and its number, from checked options."""
@@ -147,7 +153,9 @@ class RowFunction(Operation):
         """Check dtypes and shapes. Returns those of the result."""
         x = named["x"]
         if x.dtype not in INPUTS:
-            raise InvalidInputError(f"x must be torch.bfloat16 or torch.float16, but it is {x.dtype}.")
+            raise InvalidInputError(
+                f"x must be torch.bfloat16 or torch.float16, but it is {x.dtype}. Pass x.bfloat16()."
+            )
         rows, columns = x.shape
         if self.function == "silu_and_mul":
             if columns % 2:
@@ -158,16 +166,22 @@ class RowFunction(Operation):
         wanted = dict.fromkeys(("y", "z"), ((x.dtype,), (whole, vector)))
         wanted |= dict.fromkeys(("weight", "bias"), ((x.dtype,), (vector,)))
         wanted |= {"residual": ((x.dtype,), (whole,)), "factors": ((torch.float32,), ((rows,),))}
-        wanted |= {"out": ((x.dtype, torch.float32), (whole,)), "values": ((torch.float8_e4m3fn,), (whole,))}
-        wanted["scales"] = (torch.float32,), (scales_shape(rows, columns, "row"),)
+        wanted |= {"out": ((x.dtype, torch.float32), (whole,)), _VALUES: ((torch.float8_e4m3fn,), (whole,))}
+        wanted[_SCALES] = (torch.float32,), (scales_shape(rows, columns, "row"),)
         for name, tensor in named.items():
             dtypes, shapes = wanted.get(name, ((x.dtype,), (tuple(x.shape),)))
-            if tensor.dtype not in dtypes or tuple(tensor.shape) not in shapes:
-                known = [" or ".join(map(str, each)) for each in (dtypes, shapes)]
-                raise InvalidInputError(
-                    f"{name} must be {known[0]} {known[1]} for x {shape_of(x)}, but it is {tensor.dtype} "
-                    f"{shape_of(tensor)}."
-                )
+            if tensor.dtype in dtypes and tuple(tensor.shape) in shapes:
+                continue
+            known = [" or ".join(map(str, each)) for each in (dtypes, shapes)]
+            instead = ""
+            if name not in self.read:
+                instead = " Leave out out for a fresh one, or pass its dtype."
+            elif tuple(tensor.shape) in shapes:
+                instead = f" Pass {name}.to({dtypes[0]})."
+            raise InvalidInputError(
+                f"{name} must be {known[0]} {known[1]} for x {shape_of(x)}, but it is {tensor.dtype} "
+                f"{shape_of(tensor)}.{instead}"
+            )
         return rows, columns
 
     def _check_output(self, name: str, named: Mapping[str, Tensor]) -> None:
@@ -175,11 +189,7 @@ class RowFunction(Operation):
         others = {other: x for other, x in named.items() if other != name}
         if name == "out" and self.in_place and _is_same(tensor, named[self.in_place]):
             del others[self.in_place]
-        check_written(name, tensor, others, has_columns=name == "scales")
-
-    def _elements(self, named: Mapping[str, Tensor]) -> list[Tensor]:
-        """The operands whose elements are read and written by 16 bytes."""
-        return [tensor for name, tensor in named.items() if name not in ("factors", "scales")]
+        check_written(name, tensor, others, has_columns=name == _SCALES)
 
     def work(self, x: RowsOperands, device: int) -> Work:
         """One launch."""

@@ -196,11 +196,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "values of another dtype": (
         lambda: fused.rms_norm(x(), x(N), (x(), torch.empty(M, 3))),
-        r"values must be torch.float8_e4m3fn \(12, 272\)",
+        r"the values of out must be torch.float8_e4m3fn \(12, 272\)",
     ),
     "scales of another shape": (
         lambda: fused.rms_norm(x(), x(N), (x().to(E4M3), torch.empty(M, 2))),
-        r"scales must be torch.float32 \(12, 3\)",
+        r"the scales of out must be torch.float32 \(12, 3\) .* Leave out out",
     ),
     "scales with gaps both ways": (
         lambda: fused.rms_norm(x(), x(N), (x().to(E4M3), torch.empty(2 * M, 6)[::2, ::2])),
