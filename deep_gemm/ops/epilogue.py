@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -89,15 +88,10 @@ class Epilogue:
                 raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
         bias = "" if self.bias is None else DTYPES[self.bias.dtype]
-        text = _text(has_number, rows is not None, bias, self.activation or "", self.residual is not None)
+        text = str(Parts(has_number, rows is not None, bias, self.activation or "", self.residual is not None))
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
         for name, value in (("text", text), ("number", number), ("tensors", tensors)):
             object.__setattr__(self, name, value)
-
-
-@functools.cache
-def _text(alpha: bool, row_factor: bool, bias: str, activation: str, residual: bool) -> str:
-    return str(Parts(alpha, row_factor, bias, activation, residual))
 
 
 def _is_number(value: Any) -> bool:
