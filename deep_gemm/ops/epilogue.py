@@ -78,7 +78,7 @@ class Epilogue:
                 f"alpha must be a finite number or a float32 tensor of one element, but it is {shown(self.alpha)}."
             )
         given = {"row_factor": rows, "bias": self.bias, "residual": self.residual}
-        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 check_tensor(name, tensor)
