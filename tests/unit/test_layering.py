@@ -41,6 +41,7 @@ LAYERS: list[tuple[str, ...]] = [
         *(
             "deep_gemm.attention",
             "deep_gemm.batched",
+            "deep_gemm.cublaslt",
             "deep_gemm.prenorm",
             "deep_gemm.dense",
             "deep_gemm.fused",
