@@ -30,6 +30,7 @@ from deep_gemm.spec import (
     LogitsSpec,
     PagedLogitsSpec,
     QuantizeSpec,
+    SumPartsSpec,
     TransposeBytesSpec,
     TransposeSpec,
 )
@@ -44,6 +45,7 @@ KERNELS = {
     TransposeSpec: "transpose",
     TransposeBytesSpec: "transpose bytes",
     CopySpec: "copy",
+    SumPartsSpec: "sum",
     QuantizeSpec: "quantize",
     KGroupMapsSpec: "maps",
     LogitsSpec: "logits",
