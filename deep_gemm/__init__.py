@@ -22,7 +22,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import backends, quantize, testing, utils
+    from deep_gemm import backends, fused, nn, quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.attention import (
         fp8_fp4_mqa_logits,
@@ -165,6 +165,7 @@ __all__ = [
     "fp16_gemm_nt",
     "fp16_gemm_tn",
     "fp16_gemm_tt",
+    "fused",
     "get_batch_invariant",
     "get_block_size_multiple_of",
     "get_deterministic_algorithms",
@@ -194,6 +195,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "monitor",
+    "nn",
     "pack_ue8m0_to_int",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
@@ -335,7 +337,7 @@ module's, such as `settings`, cannot be in this table: importing the module woul
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("backends", "quantize", "testing", "utils")
+_MODULES = ("backends", "fused", "nn", "quantize", "testing", "utils")
 
 
 def _check_unpacked() -> None:

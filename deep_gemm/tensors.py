@@ -26,7 +26,9 @@ def check_tensor(name: str, x: Any, dims: tuple[int, ...] | None = None, by_torc
     if not isinstance(x, Tensor):
         from . import advice  # here, since first calls that are right shall import little
 
-        raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(x)}.{advice.of_type(name, x)}")
+        raise InvalidInputError(
+            f"{name} must be a torch.Tensor, but it is {kind_of(x)}.{advice.of_type(name, x, dims)}"
+        )
     if wrong := _wrong_kind(x, by_torch):
         raise InvalidInputError(f"{name} {wrong}")
     if dims is not None and x.dim() not in dims:
@@ -34,7 +36,8 @@ def check_tensor(name: str, x: Any, dims: tuple[int, ...] | None = None, by_torc
 
         known = " or ".join(map(str, dims)) if by_torch else dims[-1]
         instead = advice.of_rank(name, x, dims[-1])
-        raise InvalidInputError(f"{name} must have {known} dimensions, but it has {x.dim()}: {shape_of(x)}.{instead}")
+        noun = "dimension" if known == 1 else "dimensions"
+        raise InvalidInputError(f"{name} must have {known} {noun}, but it has {x.dim()}: {shape_of(x)}.{instead}")
     if x.numel() and not is_fake([x]) and (wrong := _without_memory(x, by_torch)):
         raise InvalidInputError(f"{name} {wrong}")
 
@@ -91,7 +94,11 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value, for messages: of a tensor its type, since its elements are many, and may be on a GPU."""
+    """A value, for messages: of a tensor its type, since its elements are many, and may be on a GPU. Of numpy's numbers
+    the type too: they look like Python's, which may be what is wrong."""
+    if type(value).__module__ == "numpy":
+        kind = f"of type numpy.{type(value).__name__}"
+        return kind if getattr(value, "ndim", 0) else f"{value} {kind}"
     return kind_of(value) if isinstance(value, Tensor) else repr(value)
 
 

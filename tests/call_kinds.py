@@ -10,7 +10,7 @@ import torch
 from custom_gpu import PARAMETERS
 
 import deep_gemm
-from deep_gemm import LaunchConfig, quantize
+from deep_gemm import LaunchConfig, fused, quantize
 from deep_gemm.ops import batched
 
 M, N, K, G = 24, 136, 256, 2
@@ -148,6 +148,26 @@ def columns(values: Any, scales: Any, pair: Any = tuple, **others: Any) -> None:
     quantize.columns(out=pair((values, scales)), **others)
 
 
+def rows_tensors(fp8: bool, *names: str) -> Tensors:
+    found = {name: torch.zeros(M, K, dtype=BF16) for name in ("x", "y", "residual")}
+    found |= {"weight": torch.ones(K, dtype=BF16), "bias": torch.zeros(K, dtype=BF16)}
+    found |= {"gate_up": torch.zeros(M, 2 * K, dtype=BF16), "factors": torch.ones(M)}
+    written = {"values": torch.zeros(M, K).to(E4M3), "scales": torch.ones(M, 2)}
+    return {name: found[name] for name in names} | (written if fp8 else {"out": torch.zeros(M, K, dtype=BF16)})
+
+
+def rms_norm(**x: Any) -> None:
+    fused.rms_norm(**x)
+
+
+def layer_norm(values: Any, scales: Any, bias: Any = None, pair: Any = tuple, **x: Any) -> None:
+    fused.layer_norm(bias=bias, out=pair((values, scales)), **x)
+
+
+def silu_and_mul(gate_up: Any, values: Any, scales: Any, pair: Any = tuple, **x: Any) -> None:
+    fused.silu_and_mul(gate_up, pair((values, scales)), **x)
+
+
 def scaled(out: Any, x: Any, y: Any, scale: Any) -> LaunchConfig:
     return LaunchConfig(grid=1, block=32, values={"n": 1}, constants={"SCALE": f"{scale!r}"})
 
@@ -180,6 +200,20 @@ KINDS = {
     "columns": Kind(lambda: cast_tensors(CAST, columns=True), columns, WRITTEN),
     "gathered": Kind(lambda: cast_tensors(("x", "rows", *WRITTEN)), rows, WRITTEN),
     "factored": Kind(lambda: cast_tensors(("x", "factors", *WRITTEN)), rows, WRITTEN),
+    "rms norm": Kind(lambda: rows_tensors(False, "x", "weight"), rms_norm, ("out",), {"eps": 1e-5}),
+    "rms norm and sum": Kind(
+        lambda: rows_tensors(False, "x", "weight", "residual"), rms_norm, ("out", "residual"), {"eps": 1e-5}
+    ),
+    "layer norm": Kind(lambda: rows_tensors(True, "x", "weight"), layer_norm, WRITTEN, {"use_ue8m0": True}),
+    "layer norm and bias": Kind(lambda: rows_tensors(True, "x", "weight", "bias"), layer_norm, WRITTEN),
+    "layer norm and sum": Kind(
+        lambda: rows_tensors(True, "x", "weight", "residual"), layer_norm, (*WRITTEN, "residual")
+    ),
+    "layer norm, bias and sum": Kind(
+        lambda: rows_tensors(True, "x", "weight", "bias", "residual"), layer_norm, (*WRITTEN, "residual")
+    ),
+    "add and gelu": Kind(lambda: rows_tensors(False, "x", "y"), fused.add_gelu, ("out",), {"approximate": "tanh"}),
+    "silu and mul": Kind(lambda: rows_tensors(True, "gate_up", "factors"), silu_and_mul, WRITTEN, {"limit": 2.0}),
     "own": Kind(lambda: {name: torch.zeros(64) for name in ("out", "x", "y")}, CUSTOM, ("out",), {"scale": 1.0}),
 }
 OPERANDS = [(kind, name) for kind, made in KINDS.items() for name in made.tensors()]

@@ -27,7 +27,9 @@ def refusals() -> dict[str, dict[str, str]]:
 def wrong_calls(name: str, make: Callable[[], dict[str, Any]]) -> Iterator[tuple[str, str]]:
     function: Any = deep_gemm
     for part in name.split(" ")[0].split("."):
-        function = importlib.import_module("deep_gemm.quantize") if part == "quantize" else getattr(function, part)
+        function = (
+            importlib.import_module(f"deep_gemm.{part}") if part in ("fused", "quantize") else getattr(function, part)
+        )
     function(**make())  # the call that is changed is right
     for argument, value in make().items():
         for change, wrong in changed(argument, value):
@@ -140,6 +142,19 @@ def cast(**options: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"x": numbers(M, K), **options}
 
 
+def of_rows(*tensors: str, **options: Any) -> Callable[[], dict[str, Any]]:
+    """Tensors by name: "gate_up" is an x of twice as many columns, "pair" an out of FP8."""
+
+    def make() -> dict[str, Any]:
+        found: dict[str, Any] = {name: numbers(M, K) for name in ("x", "y", "residual", "out")}
+        found |= {name: numbers(K) for name in ("weight", "bias", "z")}
+        found |= {"gate_up": numbers(M, 2 * K), "factors": torch.ones(M), "pair": fp8(M, K, scales=(M, 2))}
+        names = {"gate_up": "x", "pair": "out"}
+        return {names.get(name, name): found[name] for name in tensors} | options
+
+    return make
+
+
 def batch() -> dict[str, Any]:
     return {"a": numbers(G, M, K), "b": numbers(G, N, K), "d": numbers(G, M, N), "compiled_dims": "nk"}
 
@@ -189,4 +204,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "quantize.rows": cast(use_ue8m0=False, epsilon=1e-4, out=None, gated=False),
     "quantize.rows_and_columns": cast(use_ue8m0=False, epsilon=1e-4, gated=False),
     "quantize.blocks": cast(use_ue8m0=False, epsilon=1e-4),
+    "fused.rms_norm": of_rows("x", "weight", "residual", "out", eps=1e-6, use_ue8m0=False),
+    "fused.layer_norm": of_rows("x", "weight", "bias", "residual", "pair", eps=1e-5, use_ue8m0=True),
+    "fused.add_gelu": of_rows("x", "y", "out", approximate="none"),
+    "fused.mul_add": of_rows("x", "y", "z", "out"),
+    "fused.silu_and_mul": of_rows("gate_up", "factors", "pair", interleaved=False, limit=1.0),
 }

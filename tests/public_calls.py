@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import deep_gemm
-from deep_gemm import LaunchConfig, quantize, testing, utils
+from deep_gemm import LaunchConfig, fused, quantize, testing, utils
 
 M, N, K, G = 16, 32, 256, 2
 E4M3, BF16, FP16, F32, I32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int32
@@ -162,6 +162,27 @@ PRODUCT |= {"b": ((N, K), E4M3), "sfb": ((1, 2), F32)}
 HALF_PRODUCT = {"d": ((M, N), BF16), "a": ((M, K), BF16), "b": ((N, K), BF16)}
 FACTORS = {name: PRODUCT[name] for name in ("a", "sfa", "b", "sfb")}
 
+ROWS: dict[str, dict[str, tuple[int, ...]]] = {
+    "rms_norm": {"x": (M, K), "weight": (K,), "residual": (M, K)},
+    "layer_norm": {"x": (M, K), "weight": (K,), "bias": (K,), "residual": (M, K)},
+    "add_gelu": {"x": (M, K), "y": (M, K)},
+    "mul_add": {"x": (M, K), "y": (M, K), "z": (K,)},
+    "silu_and_mul": {"x": (M, 2 * K), "factors": (M,)},
+}
+"""Functions of rows, and the shapes of their inputs."""
+
+
+def of_rows(name: str, pair: bool, **shapes: tuple[int, ...]) -> PublicCall:
+    read = {each: (shape, F32 if each == "factors" else BF16) for each, shape in shapes.items()}
+    written = {"values": ((M, K), E4M3), "scales": ((M, 2), F32)} if pair else {"out": ((M, K), BF16)}
+
+    def call(x: Tensors) -> object:
+        named = {each: x[each] for each in read}
+        return getattr(fused, name)(**named, out=(x["values"], x["scales"]) if pair else x["out"])
+
+    return PublicCall(made({**read, **written}), call)
+
+
 CALLS: dict[str, PublicCall] = {
     **{
         f"{kind}_gemm_{form}": dense(getattr(deep_gemm, f"{kind}_gemm_{form}"), form, HALVES.get(kind, E4M3), scaled)
@@ -213,8 +234,14 @@ CALLS: dict[str, PublicCall] = {
     "quantize.blocks": cast(quantize.blocks, "tile"),
     "quantize.blocks_transposed": cast(quantize.blocks_transposed, "tile", transposed=True),
     "quantize.blocks_and_transpose": cast(quantize.blocks_and_transpose, "tile", "tile"),
+    "quantize.spread": torch_does(quantize.spread, x=((M, K), F32)),
     "quantize.rows fresh": cast(quantize.rows, read=("rows",)),
     "quantize.rows_and_columns fresh": cast(quantize.rows_and_columns),
+    **{
+        f"fused.{name}{' to FP8' if pair else ''}": of_rows(name, pair, **shapes)
+        for name, shapes in ROWS.items()
+        for pair in (False, True)
+    },
     **{
         name: torch_does(getattr(deep_gemm, name), False, x=((M, K), F32))
         for name in ("per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8")

@@ -31,6 +31,7 @@ import grouped_mutations
 import half_mutations
 import head_cases
 import logit_runs
+import rows_runs
 import scaled_mutations
 from chosen import case, entry
 from cover import cover, everything, features
@@ -73,8 +74,8 @@ def chosen(every: int) -> list[KernelParams]:
 
 
 def everyone(every: int) -> list[KernelParams]:
-    """All but grouped and batched GEMMs and casts: dense GEMMs, indexer logits and the prenorm product."""
-    return [*chosen(every), *OTHERS, *logit_runs.RUNS]
+    """All but grouped and batched GEMMs and casts: dense GEMMs, logits, the prenorm product, functions of rows."""
+    return [*chosen(every), *OTHERS, *logit_runs.RUNS, *rows_runs.RUNS]
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
@@ -154,6 +155,11 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     for params, function in functions.items():
         if params in logit_runs.RUNS:
             if not logit_runs.Run(params, logit_runs.RUNS[params], function, launches=2).is_right():
+                wrong += 1
+                print(f"wrong: {params}")
+            continue
+        if params in rows_runs.RUNS:
+            if not rows_runs.RUNS[params].is_right(function, launches=2):
                 wrong += 1
                 print(f"wrong: {params}")
             continue

@@ -15,6 +15,7 @@ from deep_gemm.aot.layers import (
     ALSO_ALONE,
     COLUMN,
     FP8,
+    GROUPED,
     HYPER,
     JOINED,
     KNOWN,
@@ -49,7 +50,7 @@ def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
 
     An index whose files are missing gives names without sizes: these then come from config.json, and a weight that it
     does not explain is a problem. Layers of a checkpoint without FP8 run `op`, or the operation of their dtype if it is
-    "". Raises InvalidInputError for files that are damaged or missing.
+    "", which must have 16 bits. Raises InvalidInputError for files that are damaged or missing.
     """
     model.degrees(tp, ep)
     check_op(op)
@@ -139,6 +140,8 @@ def _from_tensors(
         problems += wrong
     elif known is not None:
         experts.shares(known.experts, tp, ep)
+    if not kept and not op and any(layer.op in (FP8, *GROUPED[FP8]) for layer in layers.served):
+        problems.append(model.undecided("The checkpoint's weights are neither FP8 nor of 16 bits"))
     plan = LayerPlan(layers.layers, (*problems, *layers.unknown))
     if not plan.served and not plan.problems:
         return replace(plan, unknown=("The checkpoint has no weight that can be served.",))

@@ -87,7 +87,8 @@ class GemmShape:
 
 def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -> list[GemmShape]:
     """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`. `training`: also the
-    gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens."""
+    gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens. `untrained` says
+    what is left out."""
     found = []
     for x in layers:
         for m in () if x.why_not else (x.ms or ms):
@@ -98,6 +99,26 @@ def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -
                 if m % K_MULTIPLE == 0:
                     found.append(GemmShape(x.n, x.k, m, f"weight gradient of {x.name}", WGRAD))
     return found
+
+
+def untrained(layers: Iterable[Layer]) -> tuple[str, ...]:
+    """Sentences about the gradients of these layers that `shapes` leaves out, for every M."""
+    found = []
+    others: dict[str, list[str]] = {}
+    for x in layers:
+        if x.why_not:
+            continue
+        if x.op != FP8:
+            others.setdefault(x.op, []).append(x.name or f"{x.n} x {x.k}")
+        elif x.n % K_MULTIPLE:
+            found.append(
+                f"the input gradient of {x.name or 'the layer'} ({x.n} x {x.k}) has no kernel: its K is {x.n}, no "
+                f"multiple of {K_MULTIPLE}."
+            )
+    for op, names in others.items():
+        told = ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
+        found.append(f"gradients of {op} are not compiled ahead ({told}): call each shape once.")
+    return tuple(found)
 
 
 def for_every_m(layers: Iterable[Layer], tokens: int) -> list[Layer]:
@@ -135,6 +156,7 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     InvalidInputError for anything else, and UnsupportedError for groups of an operation that has none.
     """
     check_op(op, grouped=True)
+    model.degrees(tp, ep)
     if isinstance(what, Mapping) and {"n", "k"} <= set(what):
         return LayerPlan(_entry(what, shown(what), (), op))
     if isinstance(what, Mapping):

@@ -14,6 +14,7 @@ from .gemm import SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
 from .helpers import COPY_ROWS, K_GROUP_MAPS, LOGITS_SCHEDULE, SUM_PARTS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
 from .quantize import QUANTIZE
+from .rows import ROWS
 from .sm90_fp8_mqa_logits import PROMPT_LOGITS
 from .sm90_fp8_paged_mqa_logits import PAGED_LOGITS
 from .sm90_tf32_hc_prenorm_gemm import PRENORM
@@ -220,12 +221,14 @@ FP8_K_GROUPED = GemmFamily(
     rules=Fp8Scaled(groups="k"),
     serving=serving.FP8_K_GROUPED,
     dtypes=("e4m3",),
-    scalings=("1d1d",),
+    scalings=("1d1d", "1d2d"),
     outputs=("f32", "bf16", "f16"),
     groupings=("k",),
     label="any ",
-    serving_options=lambda config: {"accumulate": "reduces"},
+    serving_options=lambda config: {"accumulate": "reduces", "scaling": "1d2d" if config.block_n == 256 else "1d1d"},
     varied=(
+        ((128, 128, (1, 1), 2, 1), {"scaling": "1d2d", "output": "bf16"}),
+        ((128, 64, (1, 1), 2, 2), {"scaling": "1d2d", "accumulate": "reduces"}),
         ((128, 128, (1, 1), 2, 1), {"output": "bf16", "accumulate": "reads", "segments": 256}),
         ((128, 128, (1, 1), 2, 1), {"accumulate": "reads", "store": "direct"}),
     ),
@@ -368,10 +371,7 @@ HALF_SUMMED = GemmFamily(
     outputs=("f32", "bf16"),
     groupings=("summed",),
     serving_options=lambda config: {"accumulate": "reduces"},
-    varied=(
-        ((64, 64, (1, 1, 4)), {"output": "bf16"}),
-        ((128, 128), {"accumulate": "reads", "store": "direct"}),
-    ),
+    varied=(((64, 64, (1, 1, 4)), {"output": "bf16"}), ((128, 128), {"accumulate": "reads", "store": "direct"})),
 )
 
 HALF_PARTS = GemmFamily(
@@ -394,6 +394,6 @@ GEMMS: tuple[GemmFamily, ...] = (
 
 FAMILIES: tuple[Kernel, ...] = (
     *GEMMS,
-    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, SUM_PARTS, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
+    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, ROWS, SUM_PARTS, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
     *(PROMPT_LOGITS, PAGED_LOGITS, LOGITS_SCHEDULE, PRENORM),
 )

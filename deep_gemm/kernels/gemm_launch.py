@@ -135,7 +135,10 @@ def along_k(
     if spec.a.dtype == "e4m3":
         of_a, of_b = strides["blocks"]
         values["map_scale_a"] = _scales_map("sfa", spec.m, of_a, c.block_m, strides)
-        values["map_scale_b"] = _scales_map("sfb", spec.n, of_b, c.block_n, strides)
+        if params.scaling == "1d1d":
+            values["map_scale_b"] = _scales_map("sfb", spec.n, of_b, c.block_n, strides)
+        else:
+            values["scale_b_stride_n"], values["scale_b_stride_k"] = strides["sfb"]
     else:
         for name, operand in (("a", spec.a), ("b", spec.b)):
             values[f"map_{name}"] = values[f"map_{name}_last"] = Map(_boxes(spec, operand, name, strides)(64), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,13 +22,15 @@ from .checks import shape_of
 from .cublaslt import batched_by_cublaslt, summed_by_cublaslt
 from .gemm import C, Gemm, GemmOperands
 from .layouts import TMA_BYTES, Preparation
-from .table import BMM_BF16, BMM_FP8, BMM_FP16, DTYPES, PARTS_BF16, SUM_BF16, TORCH, spec
+from .table import BMM_BF16, BMM_FP8, BMM_FP16, DTYPES, PARTS_BF16, PRODUCTS, SUM_BF16, TORCH, spec
 
 PLAIN, BHR, BHD, SUM = "bmk,bnk->bmn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bmk,bnk->mn"
 """What is multiplied, as einsum writes it."""
 
 BLOCK_K = 64
 """K of products that are summed is a multiple of the kernels' steps."""
+
+_TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BMM_BF16, BMM_FP16)}
 
 _FORM = Parameter("form", "str", PLAIN, "added")
 
@@ -47,11 +49,12 @@ class Batched(Gemm):
         given = self.given(arguments, named_arguments)
         asked, dims = self.check_options(given)
         named, form = self.named(given), given["form"]
+        called = self.called(form)
         if self.is_scaled:
             scales.check_blocks(asked, given, "batches of products")
-        device = checks.check_tensors(self.name, named, {}, (3,))
+        device = checks.check_tensors(called, named, {}, (3,))
         _check_shapes({name: named[name] for name in "abd"}, form)
-        _check_dtypes(self, named)
+        _check_dtypes(self, named, called)
         if self.is_scaled:
             _check_scales(named, form)
         if checks.is_fake(named.values()):
@@ -68,6 +71,10 @@ class Batched(Gemm):
             strides(name, views[name])
         tensors = dict(zip(self.operands, views.values(), strict=True))
         return GemmOperands(self.name, tensors, device, m, n, k, dims, self.product.scaling, groups=groups)
+
+    def called(self, form: str = PLAIN) -> str:
+        """The public function, for messages."""
+        return self.name if form == PLAIN else f"{'fp8_' if self.is_scaled else ''}einsum {form}"
 
     def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """Operands are read as they are, but for scales of a that TMA cannot read."""
@@ -109,9 +116,9 @@ class Summed(Gemm):
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)
         dims, named = checks.check_compiled_dims(given["compiled_dims"]), self.named(given)
-        device = checks.check_tensors(self.name, named, {"c": (2,), "d": (2,)}, (3,))
+        device = checks.check_tensors(f"einsum {SUM}", named, {"c": (2,), "d": (2,)}, (3,))
         _check_shapes({name: x for name, x in named.items() if name != "c"}, SUM)
-        _check_dtypes(self, named)
+        _check_dtypes(self, named, f"einsum {SUM}")
         (groups, m, k), n = named["a"].shape, named["b"].shape[1]
         c = named.get("c")
         if c is not None and (c.dtype, c.shape) != (named["d"].dtype, named["d"].shape):
@@ -212,9 +219,36 @@ def _check_shapes(named: Mapping[str, Tensor], form: str) -> None:
                 given = ", ".join(f"{each} {shape_of(y)}" for each, y in named.items())
                 raise InvalidInputError(
                     f"{name} must have the shape ({', '.join(letters)}) of {form}, but {letter} is {size} in it and "
-                    f"{sizes[letter]} before: {given}."
+                    f"{sizes[letter]} before: {given}.{_instead(named, form)}"
                 )
         checks.check_sizes(name, x)
+
+
+def _sizes(shapes: Sequence[Sequence[int]], form: str) -> dict[str, int] | None:
+    """The size of each letter, in a, b and d of these shapes; None where they disagree."""
+    found: dict[str, int] = {}
+    for letters, shape in zip(form.replace("->", ",").split(","), shapes, strict=True):
+        if len(letters) != len(shape):
+            return None
+        if any(found.setdefault(x, size) != size for x, size in zip(letters, shape, strict=True)):
+            return None
+    return found
+
+
+def _instead(named: Mapping[str, Tensor], form: str) -> str:
+    """What to do where sizes disagree, as a sentence; "" if no single change makes them agree."""
+    a, b, d = (x.shape for x in named.values())
+    for name, (i, j) in itertools.product("ab", ((1, 2), (0, 1), (0, 2))):
+        turned = named[name].transpose(i, j).shape
+        if _sizes((turned, b, d) if name == "a" else (a, turned, d), form):
+            return f" They agree with {name}.transpose({i}, {j}): pass that."
+    if _sizes((b, a, d), form):
+        return " They agree with a and b swapped."
+    if _sizes((b, d, a), form):
+        return " They agree as d, a, b: d is the third of them."
+    letters = form.rpartition(">")[2]
+    found = _sizes((a, b), form.partition("->")[0])
+    return f" Pass torch.empty({tuple(found[x] for x in letters)}) of the same dtype and device." if found else ""
 
 
 def _check_scales(named: Mapping[str, Tensor], form: str) -> None:
@@ -230,17 +264,22 @@ def _check_scales(named: Mapping[str, Tensor], form: str) -> None:
     )
 
 
-def _check_dtypes(operation: Gemm, named: Mapping[str, Tensor]) -> None:
+def _check_dtypes(operation: Gemm, named: Mapping[str, Tensor], called: str) -> None:
     for name in ("a", "b"):
+        dtype = named[name].dtype
         if operation.is_scaled:
             scales.check_e4m3(name, named[name])
             scales.check_scales_dtype(name, named[f"the scales of {name}"])
             scales.check_k(k := named[name].shape[-1], f"it is {k}")
             continue
-        operation.check_dtype(name, named[name], f" Pass {name}.to({operation.dtype}).")
+        other = _TAKES.get(dtype, "") if called == operation.name else ""
+        instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({operation.dtype})."
+        if dtype == torch.float8_e4m3fn:
+            instead = f" {BMM_FP8}, with scales, takes {dtype}."
+        operation.check_dtype(name, named[name], called, instead)
     if DTYPES.get(named["d"].dtype) not in operation.product.outputs:
         known = " or ".join(str(TORCH[each]) for each in operation.product.outputs)
-        raise InvalidInputError(f"d of {operation.name} must be {known}, but it is {named['d'].dtype}.")
+        raise InvalidInputError(f"d of {called} must be {known}, but it is {named['d'].dtype}. Cast d after the call.")
 
 
 def _product_stride(x: Tensor, instead: int) -> int:

@@ -201,11 +201,12 @@ def k_grouped_reference(
     sfa: Tensor | None = None,
     sfb: Tensor | None = None,
     c: Tensor | None = None,
+    scaling: Scalings = ("1x128", "1x128"),
 ) -> None:
     """Write ``(c[g] +) A_g @ B_g^T`` into each ``d[g]`` of d (G, M, N). ``layout`` is K of each group. Without scales,
     a (K, M) and b (K, N) hold the groups' rows one after the other. With scales of 1 x 128, of shape (M, blocks) and
-    (N, blocks), a and b hold the groups' matrices (M, K_g) and (N, K_g) one after the other, and each group's scales
-    begin with a new block."""
+    (N, blocks), or for b of 128 x 128, of shape (ceil(N / 128), blocks), a and b hold the groups' matrices (M, K_g) and
+    (N, K_g) one after the other, and each group's scales begin with a new block."""
     groups, m, n = d.shape
     sizes = layout.tolist()
     start = first = 0
@@ -221,7 +222,6 @@ def k_grouped_reference(
                     x.flatten()[start * rows : (start + size) * rows].view(rows, size) for x, rows in ((a, m), (b, n))
                 )
                 of_a, of_b = ours
-                scaling: Scalings = ("1x128", "1x128")
                 fp8_gemm_reference(of_a, sfa[:, blocks], of_b, sfb[:, blocks], d[group], added, scaling)
                 first = blocks.stop
             start += size

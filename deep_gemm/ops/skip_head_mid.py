@@ -53,7 +53,7 @@ class SkipHeadMid(Dense):
         self._check_values(named, "nt")
         scales.check_dense(named, BLOCKS)
         heads = _heads(named, splits)
-        self._check_output_dtypes(named)
+        self._check_output_dtypes(named, "nt")
         if checks.is_fake(named.values()):
             return None
         for name in ("a", "b"):

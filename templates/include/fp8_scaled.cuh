@@ -131,8 +131,17 @@ struct Fp8Scaled {
 
   DG_DEVICE u32 staging() const { return kernel.shared + Layout::kOffsetStaging; }
 
+  // The blocks of K of a tile; with groups along K those of its group.
+  DG_DEVICE typename Layout::Order blocks_of(const Scheduler& tile) const {
+    if constexpr (Kernel::kByDepth) {
+      return {tile.depth, 0, 0};
+    } else {
+      return kernel.order();
+    }
+  }
+
   DG_DEVICE typename Weights::Part part(const Scheduler& tile) const {
-    typename Weights::Part found{{}, kernel.order()};
+    typename Weights::Part found{{}, blocks_of(tile)};
 #pragma unroll
     for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = tile.column / 128 + scale;
     return found;
@@ -151,9 +160,11 @@ struct Fp8Scaled {
     }
   }
 
-  // Starts loading B's scales of 128 x 128 blocks for a tile. Those of each group are a matrix of their own.
+  // Starts loading B's scales of 128 x 128 blocks for a tile. Those of each group are a matrix of their own, or along K some columns.
   DG_DEVICE void fetch_blocks(Weights& weights, const Scheduler& tile) const {
-    if constexpr (Kernel::kGrouped || Kernel::kBatched) weights.base = kernel.arg.scale_b + tile.group * kernel.arg.scale_b_stride_g;
+    const auto& arg = kernel.arg;
+    if constexpr (Kernel::kByRows || Kernel::kBatched) weights.base = arg.scale_b + tile.group * arg.scale_b_stride_g;
+    if constexpr (Kernel::kByDepth) weights.base = arg.scale_b + tile.first_k * arg.scale_b_stride_k;
     weights.go_on(part(tile));
   }
 

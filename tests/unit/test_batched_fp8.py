@@ -95,7 +95,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("b", part(0, lambda x: x[:2]), InvalidInputError, "b must have the shape .* h is 2 in it and 3 before"),
     ("b", part(0, lambda x: x[:1].expand(H, D, R)), InvalidInputError, "matrices of b must lie .* 0 bytes apart"),
     ("d", lambda x: x[1:], InvalidInputError, "d must have the shape .* b is 23 in it and 24 before"),
-    ("d", lambda x: x.float(), InvalidInputError, "d of fp8_bmm must be torch.bfloat16, but"),
+    ("d", lambda x: x.float(), InvalidInputError, "d of fp8_einsum bhr,hdr->bhd must be torch.bfloat16, but"),
     ("d", lambda x: x[:1].expand(B, H, D), InvalidInputError, "d must have contiguous rows of their own"),
 ]
 

@@ -16,6 +16,7 @@ from racecheck_headers import RACES, Race, racecheck_headers
 
 from deep_gemm.arch import SM90
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.kernels.rows import FUNCTIONS, ROWS, WHOLE_ROWS
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 
 
@@ -46,6 +47,13 @@ def test_each_kernel_of_a_batch_has_its_oracle() -> None:
     assert {"sm90_fp8_batched", "sm90_fp8_batched_swapped", "sm90_fp8_heads", "sm90_half_batched", "sum_parts"} <= {
         params.kernel for params in batched_mutations.KERNELS.values()
     }
+
+
+def test_functions_of_rows_are_run_with_each_tile() -> None:
+    found = [params for params in sanitize.everyone(0) if params.kernel == ROWS.name]
+    assert {params.options[0] for params in found} == set(FUNCTIONS)
+    assert {params.config for params in found} >= set(WHOLE_ROWS)
+    assert {params.output for params in found} >= {"bf16", "f32", "e4m3"}
 
 
 def test_kernels_can_be_named() -> None:
