@@ -111,7 +111,7 @@ def fp8_einsum(
     >>> b = torch.ones(2, 32, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
     >>> deep_gemm.fp8_einsum("bhr,hdr->bhd", a, b, torch.empty(8, 2, 32).bfloat16())
     """
-    checks.check_epilogue(epilogue)
+    checks.refuse_epilogue(epilogue)
     if not isinstance(expr, str) or expr != batched.BHR:
         raise UnsupportedError(
             f"expr of FP8 must be {batched.BHR} on Hopper, but it is {checks.shown(expr)}. Pass views of "
@@ -154,7 +154,7 @@ def einsum(
     >>> d[0, 0].item()
     128.0
     """
-    checks.check_epilogue(epilogue)
+    checks.refuse_epilogue(epilogue)
     if use_cublaslt is not False or not isinstance(expr, str):
         _by_torch(expr, a, b, d, c, use_cublaslt)
     elif c is None and expr in _EACH:

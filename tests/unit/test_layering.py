@@ -44,6 +44,7 @@ LAYERS: list[tuple[str, ...]] = [
             "deep_gemm.cublaslt",
             "deep_gemm.prenorm",
             "deep_gemm.dense",
+            "deep_gemm.epilogue",
             "deep_gemm.fused",
             "deep_gemm.grouped",
             "deep_gemm.layout",
