@@ -137,6 +137,11 @@ class Kernel(ABC):
         """The instances that calls before a dense GEMM can need (see `ops.helpers`)."""
         return self.cases()
 
+    def default_cases(self) -> list[KernelParams]:
+        """The instances that calls with default options can need, but for those of a `GemmFamily`, which depend on the
+        operation (see `aot.shipped`)."""
+        return self.cases()
+
     def describe(self, config: Config) -> str:
         """``config`` as a short text for people."""
         rows, columns = config.tile
