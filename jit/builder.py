@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError, InvalidInputError
 from deep_gemm.jit.binary import Binary, BuildRequest, check_same, of_entry, of_kernel
-from deep_gemm.jit.cache import limit, notes
+from deep_gemm.jit.cache import notes
 from deep_gemm.jit.cache.disk import DiskCache, lock_name
 from deep_gemm.jit.cache.entry import META, Address
 from deep_gemm.jit.cache.files import absolute
@@ -278,6 +278,8 @@ class Builder:
         if allowed is None or plan.disk is None or binary.source_path is None:
             return
         if binary.layer in ("compiled", "adopted"):
+            from deep_gemm.jit.cache import limit  # here, because most processes have no limit
+
             self._count("evictions", amount=limit.keep(plan.disk, allowed, plan.disk.directory(plan.addresses[0])))
 
     def _missed(self, plan: _Plan) -> None:

@@ -46,7 +46,7 @@ SIZES = ((64, 512, 8192), (8192, 8192, 8192))
 
 MAJORS: tuple[Major, ...] = ("k", "mn")
 
-IN_A_BLOCK = 8
+IN_A_BLOCK = 4
 """Kernels that are compressed together: of one family and tile, for other dtypes, layouts and tables. With more, a
 first call would take longer; with fewer, the pack would be larger."""
 

@@ -24,7 +24,7 @@ from deep_gemm.settings import settings
 
 GROUP = "deep_gemm.packs"
 SHIPPED = "shipped"
-"""The directory of this package with the packs that it ships, if it ships some; see `deep_gemm.aot.shipped`."""
+"""What names the packs that this package ships, if it ships some (see `deep_gemm.aot.shipped`)."""
 
 # The packs that are named, whether everybody on this machine is trusted, and whether shipped packs are used.
 Setting = tuple[tuple[Path, ...], bool, bool]
@@ -184,9 +184,13 @@ def _open_all(path: Path, by: str) -> Iterator[Found]:
 
 
 def _shipped() -> Iterable[tuple[Path, str]]:
-    """The directory of shipped packs, if there is one."""
-    folder = Path(errors.__file__).with_name(SHIPPED)
+    folder = shipped_folder()
     return [(folder, SHIPPED)] if any(folder.glob(f"*{packs.SUFFIX}")) else []
+
+
+def shipped_folder() -> Path:
+    """Where the packs lie that this package ships; it need not exist."""
+    return Path(errors.__file__).with_name(SHIPPED)
 
 
 def _announced() -> Iterator[tuple[Path, str]]:
