@@ -24,7 +24,7 @@ from deep_gemm.jit.binary import packed
 from deep_gemm.jit.builder import Builder
 from deep_gemm.jit.cache import solid
 from deep_gemm.jit.cache.packable import Kernel, Packable
-from deep_gemm.jit.compilers import Nvrtc, find_all
+from deep_gemm.jit.compilers import Found, Nvrtc, find_all
 from deep_gemm.kernels import groups
 from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.runtime import engine
@@ -70,10 +70,8 @@ def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
     product = ops.table.PRODUCTS[op]
     tables = {groups.segments(product.grouping, count): count for count in range(1, MOST_ENTRIES + 1)}
     counts = [count for entries, count in tables.items() if entries <= MOST_ENTRIES]
-    for majors, aligned, count, (m, n, k) in itertools.product(
-        itertools.product(MAJORS, repeat=2), (True, False), counts, SIZES
-    ):
-        asked = ops.spec(m, n, k, arch.num_sms, op, groups=count, expected_m=m, majors=majors, aligned=aligned)
+    for of_a, of_b, aligned, count, (m, n, k) in itertools.product(MAJORS, MAJORS, (True, False), counts, SIZES):
+        asked = ops.spec(m, n, k, arch.num_sms, op, groups=count, expected_m=m, majors=(of_a, of_b), aligned=aligned)
         try:
             kernels.for_spec(asked, arch)
         except UnsupportedError:
@@ -138,18 +136,23 @@ def _nvrtc() -> Nvrtc:
     known = [one for one in find_all() if one.kind == "nvrtc" and one.version.startswith(f"{TOOLKIT}.")]
     if not known:
         raise CompilerNotFoundError(
-            f"Shipped kernels are compiled by NVRTC {TOOLKIT}, so that drivers of CUDA {TOOLKIT} load them, and there is "
-            f"none here. Install it with `pip install nvidia-cuda-nvrtc-cu{TOOLKIT}`."
+            f"Shipped kernels are compiled by NVRTC {TOOLKIT}, so that drivers of CUDA {TOOLKIT} load them, and none "
+            f"is here. Install it with `pip install nvidia-cuda-nvrtc-cu{TOOLKIT}`."
         )
-    major, minor = max(tuple(map(int, one.version.split(".")[:2])) for one in known)
-    return Nvrtc(next(one.path for one in known if one.version.startswith(f"{major}.{minor}")), (major, minor))
+
+    def version(one: Found) -> tuple[int, int]:
+        major, minor = one.version.split(".")[:2]
+        return int(major), int(minor)
+
+    newest = max(known, key=version)
+    return Nvrtc(newest.path, version(newest))
 
 
 def _likeness(params: KernelParams) -> tuple[str, ...]:
     """Sorts kernels by family and tile first, and by what else differs then."""
     config = params.config
-    shape = (str(config.tile),)
+    shape = [str(config.tile)]
     if isinstance(config, GemmConfig):
-        shape += (str((config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k, config.ctas_per_sm)),)
+        shape.append(str((config.cluster_m, config.cluster_n, config.cluster_k, config.k_splits, config.ctas_per_sm)))
     rest = (params.grouping, params.output, params.majors, params.store, f"{params.segments:5}", params.dtype)
     return (params.kernel, *shape, *rest, str(params))

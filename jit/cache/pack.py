@@ -69,7 +69,7 @@ class Pack:
 
     @cached_property
     def _rendered(self) -> dict[str, Kernel]:
-        return {kernel.render_key: kernel for kernel in reversed(self.kernels.values()) if kernel.render_key}
+        return {kernel.render_key: kernel for kernel in reversed(list(self.kernels.values())) if kernel.render_key}
 
     def cubin(self, source_key: str) -> bytes:
         """The verified cubin. Raises OSError or ValueError; KeyError for a kernel that is not in this pack."""
