@@ -80,7 +80,7 @@ class Kernel(ABC):
     """One kernel family: a template, and the Python code that knows its legal configs.
 
     Discovery, selection, the compile tests, the GPU accuracy tests and precompilation follow from an instance in
-    `families.FAMILIES`.
+    `families.GEMMS` or in `other_families.OTHERS`.
     """
 
     name: str
