@@ -129,7 +129,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         raise CompilerNotFoundError("There is no usable CUDA compiler.")
 
     monkeypatch.setattr(layer, "shipped_folder", lambda: folder)
-    monkeypatch.setattr("deep_gemm.jit.builder.choose", nothing)
+    monkeypatch.setattr("deep_gemm.jit.compilers.choose", nothing)
     monkeypatch.setattr(shipped, "_nvrtc", FakeCompiler)
     return folder
 
@@ -199,7 +199,7 @@ def test_a_truncated_pack_warns_once_and_the_jit_serves(
     path = ship(wheel, some[:2])
     data = path.read_bytes()
     path.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
-    monkeypatch.setattr("deep_gemm.jit.builder.choose", FakeCompiler)
+    monkeypatch.setattr("deep_gemm.jit.compilers.choose", FakeCompiler)
     assert [engine.build(params).layer for params in some[:2]] == ["compiled"] * 2
     assert [path.name in record.message for record in caplog.records] == [True]
 
