@@ -31,7 +31,7 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 	unit/test_builder.py unit/test_fork.py unit/test_process.py compile/test_builder_processes.py \
 	compile/test_builder_faults.py compile/test_builder_compilers.py compile/test_signals.py \
 	compile/test_next_compiler.py compile/test_foreign_paths.py unit/test_cache_whole.py unit/test_cache_owners.py \
-	unit/test_cache_locks.py unit/test_tuner_store.py
+	unit/test_cache_locks.py unit/test_tuner_store.py unit/test_solid.py
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 

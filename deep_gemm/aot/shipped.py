@@ -46,9 +46,9 @@ SIZES = ((64, 512, 8192), (8192, 8192, 8192))
 
 MAJORS: tuple[Major, ...] = ("k", "mn")
 
-IN_A_BLOCK = 4
-"""Kernels that are compressed together: of one family and tile, for other dtypes, layouts and tables. With more, a
-first call would take longer; with fewer, the pack would be larger."""
+BLOCK_BYTES = 112 << 10
+"""Bytes of the kernels that are compressed together: two to four of one tile, for other dtypes, layouts or tables.
+Unpacking takes 1 ms for each 100 KB. Larger blocks would make a smaller pack, and slower first calls."""
 
 
 def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
@@ -120,7 +120,7 @@ def write(
                 finally:
                     pool.shutdown(cancel_futures=True)
     try:
-        listed = solid.write(path, (contents[at : at + IN_A_BLOCK] for at in range(0, len(contents), IN_A_BLOCK)))
+        listed = solid.write(path, _blocks(contents))
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"path: the pack {path} cannot be written: {error}.") from error
     if (size := path.stat().st_size) > MOST_BYTES:
@@ -129,6 +129,17 @@ def write(
             "wheel. Leave rare ones to the JIT: narrow what deep_gemm.aot.shipped lists."
         )
     return listed
+
+
+def _blocks(contents: Iterable[Packable]) -> Iterator[list[Packable]]:
+    block: list[Packable] = []
+    for one in contents:
+        if block and sum(len(each.cubin) for each in (*block, one)) > BLOCK_BYTES:
+            yield block
+            block = []
+        block.append(one)
+    if block:
+        yield block
 
 
 def _nvrtc() -> Nvrtc:
